@@ -1,6 +1,6 @@
 """Output projection with cross entropy, forward and backward: ours beside liger-kernel's and torch's fused ones.
 
-    python -m benchmarks.loss_compare --output benchmarks/results/loss-compare-h200.json
+    python -m benchmarks.loss_compare --output benchmarks/results/loss-compare-h200-logits-once.json
 
 Hidden states and weight in bf16, every token carries loss. Each implementation's loss and gradients are compared with
 plain float32 logits of one chunk first. Milliseconds, and the peak of memory above the inputs, in GiB, gradients

@@ -34,20 +34,14 @@ def logits_bytes(rows: int, vocab_size: int) -> int:
 def predicted_bytes(tokens: int, rows: int, vocab_size: int, hidden_size: int) -> int:
     """Peak bytes of `weighted_loss_sum` and its backward pass above its inputs, where `rows` of `tokens` carry loss.
 
-    It consists of the logits of one chunk and, from the chunks before it, the gradients of the weight and of the hidden
-    states; the rows of all chunks are kept for the backward pass.
+    The gradient of the hidden states is there from the beginning, that of the weight from the first chunk on. A chunk
+    adds its rows and its logits; their float32 tensors are freed before its gradients of weight and rows come. The
+    backward pass makes both gradients anew, scaled.
     """
-    at_once = chunk_tokens(vocab_size)
-    chunks = -(-rows // at_once)
-    kept = _BF16 * rows * hidden_size
-    gradients = _BF16 * (vocab_size + tokens) * hidden_size
-    logits = logits_bytes(min(rows, at_once), vocab_size)
-    if chunks == 1:
-        # The float32 tensors are freed before the weight's gradient is allocated, and all logits before the gradient of
-        # the hidden states.
-        weight_gradient = _BF16 * vocab_size * (hidden_size + rows)
-        return max(kept + logits, 2 * kept + weight_gradient, kept + gradients)
-    return kept + gradients + logits
+    at_once = min(rows, chunk_tokens(vocab_size))
+    hidden, weight, kept = (_BF16 * number * hidden_size for number in (tokens, vocab_size, at_once))
+    chunk = kept + max(logits_bytes(at_once, vocab_size), kept + weight + _BF16 * at_once * vocab_size)
+    return max(hidden + chunk + (weight if rows > at_once else 0), 2 * (hidden + weight))
 
 
 def measured_bytes(step: Callable[[], None], device: torch.device) -> int:

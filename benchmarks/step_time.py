@@ -123,6 +123,8 @@ STEPS = (
 )
 EAGER_LOSS = {"training-1b-h200.json", OLD_1B, "training-1b-h200-flash2.json"}
 """Files of before `compile` compiled the loss as well."""
+LOGITS_ONCE = {"training-8b-8k-logits-once-h200-x2.json"}
+"""Files since the loss computes its logits once. In all others the backward pass computed them again."""
 WHOLE_FILES = "training-8b-*.json"
 """Results of `benchmarks.training` of which all rows are compared."""
 WAITED = f"Ulysses, before `auto` took all-gather, and ranks waited for each other; measured again (`{LENGTHS}`)"
@@ -264,9 +266,15 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
     flops = attention_flops(config, stage, stage_documents(config, stage))
     sizes = mesh_sizes(stage.parallel, step.gpus)
     gpu = measured_gpu(step)
+    on_gpu = rates.scaled_to(gpu)
+    if step.file not in LOGITS_ONCE:
+        # The second product as the bytes that would take as long.
+        again = 2 * config.model.hidden_size * on_gpu.memory / on_gpu.products
+        passed = logit_bytes(rates, RESULTS / "loss-compare-h200.json", products=4)
+        on_gpu = _with(on_gpu, {name: number + again for name, number in passed.items()})
     if step.file in EAGER_LOSS:
-        rates = replace(rates, compiled_loss_bytes=rates.eager_loss_bytes)
-    return predict_step(config, stage, sizes, flops, Machine(gpu, step.gpus, rates=rates.scaled_to(gpu)))
+        on_gpu = replace(on_gpu, compiled_loss_bytes=on_gpu.eager_loss_bytes)
+    return predict_step(config, stage, sizes, flops, Machine(gpu, step.gpus, rates=on_gpu))
 
 
 def fit(rates: Rates = RATES) -> Rates:
@@ -295,7 +303,7 @@ def _nearer(rates: Rates, names: Sequence[str], in_float8: bool) -> Rates:
 
 def _changed(rates: Rates, **values: float) -> Rates:
     rates = _with(rates, values)
-    return _with(rates, logit_bytes(rates))
+    return _with(rates, logit_bytes(rates, RESULTS / "loss-compare-h200-logits-once.json", products=3))
 
 
 def _with(rates: Rates, values: Mapping[str, Any]) -> Rates:
@@ -308,17 +316,18 @@ def _fitted_errors(rates: Rates, in_float8: bool) -> np.ndarray:
 
 
 LOSSES = {"eager_loss_bytes": "ours", "compiled_loss_bytes": "ours, compiled chunk"}
-"""Rows of loss-compare-h200.json, by the rate that follows from them."""
+"""Rows of a result of `loss_compare`, by the rate that follows from them."""
 
 
-def logit_bytes(rates: Rates) -> dict[str, float]:
-    """Bytes for each logit that the losses of loss-compare-h200.json take besides their products: the median rows'."""
-    measured = _content(RESULTS / "loss-compare-h200.json")
+def logit_bytes(rates: Rates, file: Path, products: int) -> dict[str, float]:
+    """Bytes for each logit that the losses of a result of `loss_compare` take besides their matrix products, so many
+    for a chunk: the median rows'."""
+    measured = _content(file)
     hidden, vocabulary = (measured["settings"][key] for key in ("hidden_size", "vocab_size"))
 
     def besides_products(tokens: str, row: dict[str, Any]) -> float:
         seconds = row["both_ms"]["median"] / 1e3
-        return rates.memory * (seconds / (int(tokens) * vocabulary) - 8 * hidden / rates.products)
+        return rates.memory * (seconds / (int(tokens) * vocabulary) - 2 * products * hidden / rates.products)
 
     return {
         name: statistics.median(besides_products(*row) for row in measured["results"][loss].items())

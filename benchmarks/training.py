@@ -182,18 +182,25 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    _, _, how_rows_are_written = (training_rows.__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=f"{__doc__}{(training_rows.__doc__ or '').partition('LENGTH')[1:]}".strip(),
+        description=f"{__doc__}\n{how_rows_are_written}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="llama-1b", help="a file of configs/models")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rows", nargs="+", default=["8K:full", "8K:moba-512-3-last3"], metavar="ROW")
-    for name, default in (("tp", 1), ("cp", 1), ("pp", 1), ("warm", Row.warm), ("steps", Row.steps)):
-        parser.add_argument(f"--{name}", type=int, default=default, help="of rows that give none")
+    for name in ("tp", "cp", "pp", "warm", "steps"):
+        but = ", but not of torchtitan rows, which take 1" if name == "pp" else ""
+        parser.add_argument(f"--{name}", type=int, default=getattr(Row, name), help=f"of rows that give none{but}")
     parser.add_argument("--fp8", default="off", choices=["off", "tensorwise", "rowwise"], help="of rows that give none")
-    parser.add_argument("--policy", default="none", choices=POLICIES, help="checkpointing of rows that give none")
+    parser.add_argument(
+        "--policy",
+        default="none",
+        choices=POLICIES,
+        help="checkpointing of rows that give none; torchtitan rows have no budget and take none in its place",
+    )
     parser.add_argument("--sequences-per-gpu", type=int, default=1, help="sequences per GPU and optimizer step")
     parser.add_argument("--row-seconds", type=float, default=240, help="time after which a row is given up")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="time after which no row begins")

@@ -107,7 +107,10 @@ class Row:
 
 
 def parse_row(text: str, defaults: Row) -> Row:
-    """The row that `text` names, see above; `defaults` give what it leaves out. Raises ValueError."""
+    """The row that `text` names, see above; `defaults` give what it leaves out. Raises ValueError.
+
+    Defaults that torchtitan does not take are not those of its rows: pp, and the policy `budget`.
+    """
     first, _, rest = text.partition(":")
     attention, *options = rest.split(":")
     if attention not in ("full", "torchtitan") and _MOBA.fullmatch(attention) is None:
@@ -115,6 +118,8 @@ def parse_row(text: str, defaults: Row) -> Row:
             f"{text!r}: attention {attention!r}; allowed: full, torchtitan, moba-BLOCK-TOPK, moba-BLOCK-TOPK-lastN"
         )
     row = replace(defaults, name=text, seq_len=length(first), attention=attention)
+    if row.by_torchtitan:
+        row = replace(row, pp=Row.pp, policy=Row.policy if row.policy == "budget" else row.policy)
     for option in options:
         if match := _SIZE.fullmatch(option):
             size: dict[str, Any] = {match[1]: int(match[2])}

@@ -93,6 +93,7 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
     roots = _roots(corpus, runs)
     environment = {**os.environ, ROOTS: os.pathsep.join(map(str, roots))}
     if devices:
+        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: arms that share a machine would share its cores
         environment["CUDA_VISIBLE_DEVICES"] = _visible(devices)
     start(trainer_command(recipe, runs / f"{arm.key}.yaml", ranks), environment, runs / f"{arm.key}.log")
     evaluated = {}

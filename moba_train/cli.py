@@ -91,7 +91,7 @@ def plan(
     from moba_train.planning.devices import H200, local_gpu, local_host_bytes, named_gpu, peak_or_default
     from moba_train.planning.fit import cheapest_changes, largest_stage, shortage
     from moba_train.planning.plan import Plan, make_plan
-    from moba_train.planning.render import print_changes, print_fit, print_plan
+    from moba_train.planning.render import print_changes, print_fit, print_over_budget, print_plan
     from moba_train.validation.data import check_one_tokenizer
     from moba_train.validation.recipe import validate
     from moba_train.validation.warnings import print_recipe_warnings
@@ -112,20 +112,21 @@ def plan(
     config = load_config(recipe, overrides or ())
     per_node = min(gpus, gpus_per_node)
     host = local_host_bytes(per_node) if target and not gpu else None
-    validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node)
+    validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node, gpu=target)
     if no_data:
         check_one_tokenizer(config)
     made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host, links=links)
     console = table_console()
     print_plan(made, console)
     print_fit(made, target, console)
+    print_over_budget(config, made.stages, console)
     print_recipe_warnings(config)
     if target is None:
         return
 
     def replan(changes: Sequence[str], ranks: int) -> Plan:
         changed = load_config(recipe, [*(overrides or ()), *changes])
-        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node))
+        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node), gpu=target)
         documents = [item.documents for item in made.stages]
         return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host, links)
 

@@ -11,6 +11,7 @@ from moba_train.planning.devices import Gpu
 from moba_train.planning.documents import stage_documents
 from moba_train.planning.layouts import best_layouts
 from moba_train.planning.rates import RATES
+from moba_train.planning.render import print_over_budget
 from moba_train.planning.render_layouts import print_layouts
 from moba_train.planning.step_time import Machine
 from moba_train.validation.data import check_one_tokenizer
@@ -23,7 +24,7 @@ def plan_nodes(
 ) -> None:
     """Print the best layouts. network: Gbit/s of each GPU's adapter. Raises UserError."""
     config = load_config(recipe, overrides)
-    validate(config, check_files=check_files)
+    validate(config, check_files=check_files, gpu=gpu)
     if not check_files:
         check_one_tokenizer(config)
     links = LINKS._replace(network=network * 1e9 / 8)
@@ -32,7 +33,10 @@ def plan_nodes(
 
     def accept(changes: Sequence[str]) -> None:
         changed = load_config(recipe, [*overrides, *changes])
-        validate(changed, world_size=nodes * gpus_per_node, ranks_per_node=gpus_per_node)
+        validate(changed, world_size=nodes * gpus_per_node, ranks_per_node=gpus_per_node, gpu=gpu)
 
-    print_layouts(best_layouts(config, nodes, machine, documents, accept), nodes, machine, table_console())
+    console = table_console()
+    layouts = best_layouts(config, nodes, machine, documents, accept)
+    print_layouts(layouts, nodes, machine, console)
+    print_over_budget(config, layouts.best[0].stages, console)
     print_recipe_warnings(config)

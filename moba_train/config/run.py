@@ -130,7 +130,9 @@ class Float8Config(Section):
         "more exact and slower",
     )
     exclude: list[str] = Field(
-        [], description="linear layers that do not, by name with wildcards: blocks.0.*, *.feed_forward.down_proj"
+        [],
+        description="linear layers that do not, by name with wildcards, each of which matches one at least: "
+        "blocks.0.*, *.feed_forward.down_proj",
     )
     emulate: bool = Field(
         False, description="round as FP8 does but multiply in the compute dtype: for tests, on any device"
@@ -166,7 +168,8 @@ class MemoryConfig(Section):
         None,
         gt=0,
         description="GiB of each GPU that `budget` of `activation_checkpointing` and `parallel.reshard_after_forward` "
-        "fill, weights and everything else included; null: 85 % of the GPU",
+        "fill, weights and everything else included; a stage that needs more even so takes it, with a warning; null: "
+        "85 % of the GPU",
     )
     host_gib: float | None = Field(
         None,

@@ -1,12 +1,15 @@
-"""Output projection and cross entropy, only on tokens that carry loss, a chunk of them at a time."""
+"""Output projection and cross entropy, only on tokens that carry loss, a chunk of them at a time.
 
-from collections.abc import Callable
-from typing import Any
+A chunk's gradients are computed with its loss, so that its logits are neither kept nor computed again.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 CHUNK_TOKENS = 4096
 """Tokens whose logits exist at once, or more (`chunk_tokens`): 2 GiB in float32 at a vocabulary of 128K."""
@@ -25,8 +28,8 @@ def chunk_loss(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n
 
 
 class CompiledChunkLoss:
-    """`chunk_loss` by torch.compile, which makes no float32 logits: of Llama-3-8B's 8K tokens it saves 13 of 66 ms and
-    3.9 of 6.9 GiB (benchmarks/results/loss-compare-h200.json). A `ChunkLoss`.
+    """`chunk_loss` by torch.compile, which makes no float32 logits: of Llama-3-8B's 8K tokens it saves 8 of 50 ms and
+    3.9 of 6.9 GiB (benchmarks/results/loss-compare-h200-logits-once.json). A `ChunkLoss`.
 
     Rows are filled up to one of a few sizes, each compiled once. Code for a variable number of rows would depend on the
     first number that comes, so that a resumed run could compute other bits.
@@ -68,14 +71,59 @@ def weighted_loss_sum(
     """Sum of the weighted token losses (nats), a float32 scalar. The trainer divides it by the weights of all ranks.
 
     hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden` that carry loss; labels int64 [n] and weights
-    float32 [n] belong to those rows. Logits are recomputed in the backward pass, so they never exist for all tokens.
+    float32 [n] belong to those rows. Differentiable in hidden and weight; logits never exist for all tokens.
     """
+    if torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad):
+        return cast(Tensor, _LossSum.apply(hidden_TD, weight_VD, labels_n, index_n, weights_n, of_chunk))
     total = hidden_TD.new_zeros((), dtype=torch.float32)
-    rows = chunk_tokens(len(weight_VD))
-    for index, *loss_on in zip(index_n.split(rows), labels_n.split(rows), weights_n.split(rows), strict=True):
-        hidden = hidden_TD.index_select(0, index)
-        total = total + checkpoint(of_chunk, hidden, weight_VD, *loss_on, use_reentrant=False, preserve_rng_state=False)
+    for index, *loss_on in _chunks(len(weight_VD), index_n, labels_n, weights_n):
+        total += of_chunk(hidden_TD.index_select(0, index), weight_VD, *loss_on)
     return total
+
+
+def _chunks(vocab_size: int, *by_row: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The chunks of tensors with a value for each row; an empty one where there are no rows."""
+    rows = chunk_tokens(vocab_size)
+    return zip(*(x.split(rows) for x in by_row), strict=True)
+
+
+class _LossSum(torch.autograd.Function):
+    """The sum with its gradients, added up over the chunks; its backward pass only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        labels_n: Tensor,
+        index_n: Tensor,
+        weights_n: Tensor,
+        of_chunk: ChunkLoss,
+    ) -> Tensor:
+        total = hidden_TD.new_zeros((), dtype=torch.float32)
+        hidden_needed, weight_needed, *_ = ctx.needs_input_grad
+        dhidden_TD = torch.zeros_like(hidden_TD) if hidden_needed else None
+        dweight_VD: Tensor | None = None
+        for index, *loss_on in _chunks(len(weight_VD), index_n, labels_n, weights_n):
+            hidden_nD = hidden_TD.index_select(0, index).requires_grad_(hidden_needed)
+            weight = weight_VD.detach().requires_grad_(weight_needed)
+            with torch.enable_grad():
+                loss = of_chunk(hidden_nD, weight, *loss_on)
+                gradients = list(torch.autograd.grad(loss, [x for x in (hidden_nD, weight) if x.requires_grad]))
+            total += loss.detach()
+            if dhidden_TD is not None:
+                dhidden_TD.index_add_(0, index, gradients.pop(0))
+            if weight_needed:
+                dweight_VD = gradients.pop() if dweight_VD is None else dweight_VD.add_(gradients.pop())
+        ctx.save_for_backward(dhidden_TD, dweight_VD)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        # Not in place: a pipeline may take the gradients of activations and of weights apart.
+        gradients = (None if gradient is None else gradient * dtotal for gradient in ctx.saved_tensors)
+        return (*gradients, None, None, None, None)
 
 
 @torch.no_grad()
@@ -84,8 +132,7 @@ def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n
 
     hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden`; labels int64 [n] belong to those rows.
     """
-    rows = chunk_tokens(len(weight_VD))
-    chunks = zip(index_n.split(rows), labels_n.split(rows), strict=True)
+    chunks = _chunks(len(weight_VD), index_n, labels_n)
     return torch.cat([_cross_entropy(hidden_TD[index], weight_VD, labels) for index, labels in chunks])
 
 

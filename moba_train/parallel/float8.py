@@ -7,6 +7,7 @@ tensorwise scaling, FSDP gathers weights in FP8, half the bytes of bf16; their s
 weights (`update_weight_scales`), instead of one for each, and they are cast once a step (float8_weights.py).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moba_train.config.run import PrecisionConfig
-from moba_train.model.build import kind_of_parameter
+from moba_train.config.schema import RunConfig
+from moba_train.model.build import build_model, kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.local import unwrapped
 from moba_train.parallel import float8_nvidia
@@ -40,40 +42,79 @@ def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
     if device != "cuda":
         emulation = "; precision.fp8.emulate: true rounds as FP8 does, slowly" if by_torchao else ""
         return f"the run trains on {device}, a GPU needed{emulation}"
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if capability < _LEAST_CAPABILITY:
-            least = ".".join(map(str, _LEAST_CAPABILITY))
-            return (
-                f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, at least "
-                f"{least} needed"
-            )
+    if torch.cuda.is_available() and (
+        reason := gpu_problem(precision, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    ):
+        return reason
     return "" if by_torchao else float8_nvidia.problem()
 
 
-def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]:
-    """Make the linear layers of the blocks compute in FP8, in place; returns their names.
+def gpu_problem(precision: PrecisionConfig, name: str, capability: tuple[int, int]) -> str:
+    """Why `precision.linear: fp8` cannot run on a GPU of this name and compute capability, on whichever machine; empty
+    when it can."""
+    if capability >= _LEAST_CAPABILITY or precision.fp8.emulate:
+        return ""
+    given, least = (".".join(map(str, numbers)) for numbers in (capability, _LEAST_CAPABILITY))
+    return f"{name} has compute capability {given}, at least {least} needed"
 
-    Left out: the parameters of attention kinds, layers that match `precision.fp8.exclude`, and matrices whose sizes are
-    not multiples of 16. Call it before the model is sharded; names of parameters do not change.
+
+def exclude_problems(config: RunConfig) -> Iterator[str]:
+    """Patterns in `precision.fp8.exclude` that match no layer. The recipe's model must be sound."""
+    exclude = config.precision.fp8.exclude
+    if config.precision.linear != "fp8" or not exclude:
+        return
+    with torch.device("meta"):
+        names = float8_layers(build_model(config))
+    inside = ", ".join(dict.fromkeys(name.split(".", 2)[2] for name in names))
+    allowed = f"names or patterns of blocks.N.LAYER, N from 0 to {config.model.layers - 1}, LAYER one of {inside}"
+    for place, pattern in enumerate(exclude):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            yield (
+                f"precision.fp8.exclude[{place}]: given {pattern!r}, which matches no linear layer that can compute in "
+                f"FP8; allowed: {allowed if names else 'none, as no layer has sizes that are multiples of 16'}"
+            )
+
+
+def describe_layers(config: RunConfig) -> str:
+    """How many linear layers of the blocks compute in FP8, and how, for the beginning of a run."""
+    precision = config.precision
+    with torch.device("meta"):
+        model = build_model(config)
+    count = f"{len(float8_layers(model, precision.fp8.exclude))} of {len(_block_linears(model))}"
+    emulated = ", emulated" if precision.fp8.emulate else ""
+    return f"{count} linear layers of the blocks, by {precision.implementation}, {precision.fp8.scaling}{emulated}"
+
+
+def float8_layers(model: Transformer, exclude: Sequence[str] = ()) -> list[str]:
+    """Names of the linear layers of the blocks that compute in FP8.
+
+    Left out: the parameters of attention kinds, layers that match `exclude`, and matrices whose sizes are not multiples
+    of 16.
     """
-    converted: list[str] = []
+    return [
+        name
+        for name, linear in _block_linears(model).items()
+        if linear.in_features % _MULTIPLE == 0
+        and linear.out_features % _MULTIPLE == 0
+        and not kind_of_parameter(f"{name}.weight")
+        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+    ]
 
-    def is_converted(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or not name.startswith("blocks."):
-            return False
-        fits = module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
-        excluded = any(fnmatchcase(name, pattern) for pattern in precision.fp8.exclude)
-        if excluded or not fits or kind_of_parameter(f"{name}.weight"):
-            return False
-        converted.append(name)
-        return True
 
+def _block_linears(model: Transformer) -> dict[str, nn.Linear]:
+    modules = model.named_modules()
+    return {name: one for name, one in modules if isinstance(one, nn.Linear) and name.startswith("blocks.")}
+
+
+def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]:
+    """Make the `float8_layers` of the model compute in FP8, in place; returns their names.
+
+    Call it before the model is sharded; names of parameters do not change.
+    """
+    names = float8_layers(model, precision.fp8.exclude)
     if precision.implementation == "transformer_engine":
-        for name, module in model.named_modules():
-            is_converted(module, name)
-        float8_nvidia.replace_linears(model, converted)
-        return converted
+        float8_nvidia.replace_linears(model, names)
+        return names
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     options = replace(
@@ -82,8 +123,8 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
         enable_fsdp_float8_all_gather=precision.fp8.scaling == "tensorwise",
         pad_inner_dim=True,  # the gradient of a weight sums over tokens, of which a rank may have any number
     )
-    convert_to_float8_training(model, config=options, module_filter_fn=is_converted)
-    return converted
+    convert_to_float8_training(model, config=options, module_filter_fn=lambda _, name: name in names)
+    return names
 
 
 def compile_for_float8(precision: PrecisionConfig) -> None:

@@ -1,4 +1,4 @@
-"""GPUs by name: memory, its bandwidth and peak matrix rate, from NVIDIA's data sheets.
+"""GPUs by name: memory, its bandwidth, peak matrix rate and compute capability, from NVIDIA's data sheets.
 
 The rates are dense bf16 with fp32 accumulation; data sheets that only give the rate with sparsity give twice as much.
 Data sheets call a GPU's GiB "GB": CUDA reports 139.8 GiB of an H200's 141 and 79.2 of an H100's 80.
@@ -6,7 +6,8 @@ Data sheets call a GPU's GiB "GB": CUDA reports 139.8 GiB of an H200's 141 and 7
 Sources: the data sheets "NVIDIA H100 Tensor Core GPU", "NVIDIA H200 Tensor Core GPU", "NVIDIA GH200 Grace Hopper
 Superchip", "NVIDIA A100 Tensor Core GPU", "NVIDIA L40S", "NVIDIA DGX B200" (a system of 8 GPUs, 1,440 GB, 64 TB/s) and
 "NVIDIA GB200 NVL72" (72 GPUs, 576 TB/s). The A800 and H800 are an A100 and an H100 with slower NVLink. The A100 of 80
-GB is the SXM one; the PCIe card's memory is 5 % slower.
+GB is the SXM one; the PCIe card's memory is 5 % slower. Compute capabilities: NVIDIA's table "CUDA GPU Compute
+Capability".
 """
 
 import difflib
@@ -30,28 +31,30 @@ class Gpu:
     """Bytes."""
     bandwidth: float | None = None
     """Bytes of its memory that are read or written in a second, the data sheet's peak; None: not in the table."""
+    capability: tuple[int, int] | None = None
+    """Compute capability, major and minor; None: not known."""
 
 
-def _gpu(name: str, tflops: float, gibibytes: int, gigabytes_per_s: int) -> Gpu:
-    return Gpu(name, tflops, gibibytes * 2**30, gigabytes_per_s * 1e9)
+def _gpu(name: str, capability: tuple[int, int], tflops: float, gibibytes: int, gigabytes_per_s: int) -> Gpu:
+    return Gpu(name, tflops, gibibytes * 2**30, gigabytes_per_s * 1e9, capability)
 
 
 # A device's name is that of the first entry that is a part of it, so variants are listed before their family.
 _GPUS = (
-    _gpu("H100 PCIe", 756.0, 80, 2000),
-    _gpu("H100 NVL", 835.0, 94, 3900),
-    _gpu("H200 NVL", 835.0, 141, 4800),
-    _gpu("GH200", 989.0, 96, 4000),
-    _gpu("H200", 989.0, 141, 4800),
-    _gpu("H100", 989.0, 80, 3350),
-    _gpu("H800", 989.0, 80, 3350),
-    _gpu("GB200", 2500.0, 186, 8000),
-    _gpu("B200", 2250.0, 180, 8000),
-    _gpu("A100-SXM4-40GB", 312.0, 40, 1555),
-    _gpu("A100-PCIE-40GB", 312.0, 40, 1555),
-    _gpu("A100", 312.0, 80, 2039),
-    _gpu("A800", 312.0, 80, 2039),
-    _gpu("L40S", 362.0, 48, 864),
+    _gpu("H100 PCIe", (9, 0), 756.0, 80, 2000),
+    _gpu("H100 NVL", (9, 0), 835.0, 94, 3900),
+    _gpu("H200 NVL", (9, 0), 835.0, 141, 4800),
+    _gpu("GH200", (9, 0), 989.0, 96, 4000),
+    _gpu("H200", (9, 0), 989.0, 141, 4800),
+    _gpu("H100", (9, 0), 989.0, 80, 3350),
+    _gpu("H800", (9, 0), 989.0, 80, 3350),
+    _gpu("GB200", (10, 0), 2500.0, 186, 8000),
+    _gpu("B200", (10, 0), 2250.0, 180, 8000),
+    _gpu("A100-SXM4-40GB", (8, 0), 312.0, 40, 1555),
+    _gpu("A100-PCIE-40GB", (8, 0), 312.0, 40, 1555),
+    _gpu("A100", (8, 0), 312.0, 80, 2039),
+    _gpu("A800", (8, 0), 312.0, 80, 2039),
+    _gpu("L40S", (8, 9), 362.0, 48, 864),
 )
 _BY_NAME = {gpu.name.lower().replace(" ", "-"): gpu for gpu in _GPUS}
 
@@ -86,14 +89,17 @@ def peak_or_default(gpu: Gpu | None) -> float:
 
 
 def local_gpu() -> Gpu | None:
-    """This machine's first GPU, with the memory that CUDA reports; None without one."""
+    """This machine's first GPU, with the memory and the compute capability that CUDA reports; None without one."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)
-    known = known_gpu(properties.name)
-    if known is None:
-        return Gpu(properties.name, None, properties.total_memory)
-    return replace(known, name=properties.name, memory=properties.total_memory)
+    known = known_gpu(properties.name) or Gpu(properties.name, None, properties.total_memory)
+    return replace(
+        known,
+        name=properties.name,
+        memory=properties.total_memory,
+        capability=(properties.major, properties.minor),
+    )
 
 
 _HOST_SHARE = 0.8

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from math import ceil
 
 import torch
 
@@ -43,6 +44,19 @@ def local_shortage(stage: Stage, memory: Memory, device: torch.device) -> str | 
     """`shortage` of `stage`, which needs `memory`, on this machine's GPU; None on a CPU."""
     gpu = local_gpu() if device.type == "cuda" else None
     return shortage(stage.name, memory, gpu) if gpu else None
+
+
+def over_budget(config: RunConfig, stage: Stage, memory: Memory) -> str | None:
+    """A sentence if `stage`, which needs `memory` whatever `budget` leaves out, exceeds memory.gpu_gib, else None."""
+    given = config.memory.gpu_gib
+    if given is None or memory.total <= given * 2**30:
+        return None
+    needed = ceil(10 * memory.total / 2**30) / 10
+    return (
+        f"memory.gpu_gib: given {given:g}, but stage {stage.name} needs {needed:.1f} GiB on each GPU (predicted), "
+        f"whatever `budget` leaves out, and will take it; set it to {needed:.1f} or more, or to null (docs/memory.md "
+        "says what needs less)"
+    )
 
 
 def largest_stage(plan: Plan) -> StagePlan:

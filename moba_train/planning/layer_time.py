@@ -130,11 +130,11 @@ class LayerTimes:
         return transfers * self.hidden_bytes * (1 - 1 / self._tp)
 
     def output_seconds(self) -> float:
-        """Seconds of the output projection and its loss, whose forward pass is computed twice."""
+        """Seconds of the output projection and its loss."""
         model, rates = self._config.model, self._rates
         logits = self._tokens / self._tp * model.vocab_size
         passed = rates.compiled_loss_bytes if self._config.compile else rates.eager_loss_bytes
-        return logits * (8 * model.hidden_size / rates.products + passed / rates.memory)
+        return logits * (6 * model.hidden_size / rates.products + passed / rates.memory)
 
     def output_tensor_bytes(self) -> float:
         """Bytes that a rank receives from its tp group for the loss, which nothing hides: the parts of the output

@@ -186,15 +186,16 @@ class RankMoments:
         complete = chunk_tokens(self._config.model.vocab_size)
         rows = min(complete, rows_here)
         rows = filled_rows(rows) if self._config.compile else rows
-        # The rows of all chunks, their gradient and, from the chunk before, the weight's.
         logits = bytes_per_logit(self._config, self._width) * rows * self._config.model.vocab_size
-        head = self._weights.head if rows_here > complete else 0
+        chunk = logits + 2 * min(rows, rows_here) * self._width * self._config.model.hidden_size
+        hidden, weight = self._memory.hidden, self._weights.head  # their gradients, whose sums over chunks are scaled
+        last_chunk = chunk + hidden + (weight if rows_here > complete else 0)
         return self._at(
             "loss",
             gradients=self._gradients.early,
             unsharded=self._gradients.gathered + self._weights.gathered_ends - self._weights.gathered_outer + held,
-            activations=all_kept + 2 * self._memory.hidden,  # the last block's output, before and after the norm
-            working=logits + 2 * self._memory.hidden + head,
+            activations=all_kept + 2 * hidden,  # the last block's output, before and after the norm
+            working=max(last_chunk, 2 * (hidden + weight)),
         )
 
     def _in_block(

@@ -1,8 +1,9 @@
 """Rates of an H200 in a training step, besides those of attention (attention_rates.py).
 
 `benchmarks.step_time --fit` makes the fitted ones from the measured steps that it names, and shows how well all
-others are predicted. The rest are single operations: the loss from benchmarks/results/loss-compare-h200.json,
-`update_s` from optimizers-h200.json, `memory` from the copies of context-parallel-h200.json.
+others are predicted. The rest are single operations, in benchmarks/results: the loss of
+loss-compare-h200-logits-once.json, `update_s` of optimizers-h200.json, `memory` of the copies of
+context-parallel-h200.json.
 
 Rates of another GPU are these, scaled by the data sheets: a guess until its steps are measured.
 """
@@ -34,9 +35,9 @@ class Rates:
     Fitted."""
     memory: float = COPY_BANDWIDTH
     """Bytes that are read and written in a second."""
-    compiled_loss_bytes: float = 26.1
-    """Bytes read and written for a logit: forward, again, and backward, where the loss is compiled."""
-    eager_loss_bytes: float = 75.2
+    compiled_loss_bytes: float = 23.3
+    """Bytes read and written for a logit, forward and backward, where the loss is compiled."""
+    eager_loss_bytes: float = 55.3
     """Bytes read and written for a logit where the loss is not compiled."""
     update_s: Mapping[str, float] = field(default_factory=lambda: {"adamw": 10.3e-12, "muon": 98.6e-12})
     """Seconds of an optimizer's step for each parameter of the rank, by `optim.kind`."""

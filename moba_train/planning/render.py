@@ -10,11 +10,13 @@ from rich.table import Table
 
 from moba_train.config.attention import LayerAttention
 from moba_train.config.quantities import format_count
+from moba_train.config.schema import RunConfig
 from moba_train.planning.devices import Gpu
-from moba_train.planning.fit import Change, Changes, format_gib, largest_stage, usable_bytes
+from moba_train.planning.fit import Change, Changes, format_gib, largest_stage, over_budget, usable_bytes
 from moba_train.planning.moments import MEMORY_PARTS
 from moba_train.planning.pipeline import PipelinePlan
 from moba_train.planning.plan import ContextPlan, Plan, StagePlan
+from moba_train.planning.step_time import StageStep
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -56,6 +58,13 @@ def print_fit(plan: Plan, gpu: Gpu | None, console: Console) -> None:
             f"{format_gib(usable_bytes(gpu))} GiB are usable on {gpu.name}"
         )
     console.print(text, soft_wrap=True)
+
+
+def print_over_budget(config: RunConfig, stages: Sequence[StagePlan | StageStep], console: Console) -> None:
+    """Print a warning for each of the stages that needs more than memory.gpu_gib."""
+    for item in stages:
+        if warning := over_budget(config, item.stage, item.activations.memory):
+            console.print(f"warning: {warning}", soft_wrap=True)
 
 
 def print_changes(plan: Plan, changes: Changes, console: Console) -> None:

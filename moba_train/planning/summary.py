@@ -8,6 +8,7 @@ import torch
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.quantities import format_count
 from moba_train.config.schema import RunConfig
+from moba_train.parallel.float8 import describe_layers
 from moba_train.planning.devices import local_host_bytes, peak_tflops
 from moba_train.planning.plan import StagePlan, make_plan
 from moba_train.planning.render import format_duration
@@ -17,7 +18,7 @@ MFU = 0.4
 
 
 def summarize(config: RunConfig, world_size: int, ranks_per_node: int, device: torch.device) -> str:
-    """Model, stages, mesh, tokens and predictions of a validated recipe on these ranks.
+    """Model, stages, mesh, tokens, layers in FP8 and predictions of a validated recipe on these ranks.
 
     Memory is predicted for GPUs only, and time for GPUs whose peak is known.
     """
@@ -39,6 +40,8 @@ def summarize(config: RunConfig, world_size: int, ranks_per_node: int, device: t
         ("mesh", _mesh(plan.stages, world_size, gpu.name if gpu is not None else "CPU")),
         ("tokens", _tokens(plan.stages)),
     ]
+    if config.precision.linear == "fp8":
+        lines.append(("fp8", describe_layers(config)))
     if gpu is not None:
         largest = max(plan.stages, key=lambda item: item.memory.total)
         gib = f"{largest.memory.total / 2**30:.1f} of {gpu.total_memory / 2**30:.0f} GiB"

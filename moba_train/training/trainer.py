@@ -35,7 +35,7 @@ from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import World, any_rank
 from moba_train.planning.activations import local_activations
-from moba_train.planning.fit import local_shortage
+from moba_train.planning.fit import local_shortage, over_budget
 from moba_train.planning.memory import buffer_memory
 from moba_train.planning.pipeline import pipeline_layers
 from moba_train.report.plots import draw_plots
@@ -379,6 +379,8 @@ class Trainer:
         self.reports.activations(activations)
         if shortage := local_shortage(stage, activations.memory, self.world.device):
             self.reports.event("warning", f"{shortage}; `moba-train plan` names changes that fit")
+        if excess := over_budget(config, stage, activations.memory):
+            self.reports.event("warning", excess)
         for repeated in data.repeats(stage.batch_tokens):
             self.reports.event("warning", repeated)
         return data

@@ -18,10 +18,11 @@ from moba_train.model.build import build_attention
 from moba_train.number_ranges import number_ranges
 from moba_train.optim.adamw import implementation_problem
 from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS
-from moba_train.parallel.float8 import float8_problem
+from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.links import linked_group
 from moba_train.parallel.norms import norm_problem
 from moba_train.parallel.stage_strategy import stage_strategy
+from moba_train.planning.devices import Gpu
 from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.pipeline import micro_batch_problems, pipeline_problems
@@ -38,6 +39,7 @@ def validate(
     device: str | None = None,
     allow_idle: bool = False,
     training: bool = True,
+    gpu: Gpu | None = None,
 ) -> None:
     """Check everything that can be known without a GPU.
 
@@ -45,6 +47,7 @@ def validate(
     device: "cuda" or "cpu", where the run will train; None where that is not known.
     allow_idle: accept options that change nothing, as recipes of earlier versions may have them.
     training: False where a trained model is only evaluated or generates.
+    gpu: what the recipe is planned for, here or on other machines; None where that is not known.
     check_files: also look for the corpora and the tokenizer, relative to the working directory.
     Raises ConfigError with all problems, each named by its key.
     """
@@ -54,7 +57,7 @@ def validate(
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
         *_checkpoint_problems(config),
-        *_precision_problems(config, device),
+        *_precision_problems(config, device, gpu),
         *_norm_problems(config, device),
         *_optimizer_problems(config.optim, device if training else None),
         *([] if allow_idle else _memory_problems(config)),
@@ -67,6 +70,7 @@ def validate(
         problems += [*_context_problems(config, ranks_per_node, device), *row_problems(config)]
         problems += [problem for evaluation in EVALUATIONS for problem in evaluation.problems(config)]
         problems += [*exit_problems(config), *trainable_problems(config)]
+        problems += [] if allow_idle else exclude_problems(config)
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems
     for index, stage in enumerate(config.stages):
@@ -98,12 +102,16 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
 
 
-def _precision_problems(config: RunConfig, device: str | None) -> Iterator[str]:
+def _precision_problems(config: RunConfig, device: str | None, gpu: Gpu | None) -> Iterator[str]:
     precision = config.precision
     if precision.linear == "bf16" and precision.compute == "fp32":
         yield "precision.linear: given 'bf16' with precision.compute: fp32; allowed: auto or fp8"
-    if precision.linear == "fp8" and (reason := float8_problem(precision, device)):
-        yield f"precision.linear: given 'fp8', which cannot run: {reason}; set auto"
+    if precision.linear == "fp8":
+        reason = float8_problem(precision, device)
+        if not reason and gpu is not None and gpu.capability is not None:
+            reason = gpu_problem(precision, gpu.name, gpu.capability)
+        if reason:
+            yield f"precision.linear: given 'fp8', which cannot run: {reason}; set auto"
     if precision.linear == "fp8" and precision.implementation == "transformer_engine":
         given = "precision.implementation: given 'transformer_engine'"
         for key, value, allowed in (

@@ -79,6 +79,24 @@ def test_an_unknown_row_is_refused(text: str) -> None:
         parse_row(text, Row())
 
 
+def test_defaults_that_torchtitan_does_not_take_are_those_of_our_rows_alone() -> None:
+    defaults = Row(policy="budget", pp=2, tp=2, fp8="rowwise", steps=9)
+    ours, theirs = (parse_row(text, defaults) for text in ("8K:full", "8K:torchtitan"))
+    assert (ours.policy, ours.pp) == ("budget", 2)
+    assert (theirs.policy, theirs.pp, theirs.tp, theirs.fp8, theirs.steps) == ("none", 1, 2, "rowwise", 9)
+    assert parse_row("8K:torchtitan", Row(policy="full")).policy == "full"
+    for option in ("budget", "pp2", "offload", "optim.lr=0.5"):
+        with pytest.raises(ValueError, match=f"'8K:torchtitan:{option}': torchtitan takes"):
+            parse_row(f"8K:torchtitan:{option}", Row())
+
+
+def test_help_tells_how_a_row_is_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["training", "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        training.main()
+    assert "\nRows:\n\nLENGTH:ATTENTION, then options in any order:\n\n    ATTENTION " in capsys.readouterr().out
+
+
 def fake_trainer(folder: Path, steps: int) -> list[str]:
     """A command that writes the metrics of some steps, as the trainer does, and then goes on for ever."""
     records = [

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moba_train.model import loss as loss_module
 from moba_train.model.loss import (
@@ -53,6 +54,48 @@ def test_loss_and_gradients_equal_cross_entropy_whatever_the_chunk(case, rows, m
 def test_a_chunk_has_more_tokens_where_the_vocabulary_is_small(vocab_size, tokens):
     assert chunk_tokens(vocab_size) == tokens
     assert tokens in {CHUNK_TOKENS, MOST_CHUNK_TOKENS} or tokens * vocab_size <= CHUNK_LOGITS < 2 * tokens * vocab_size
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("hidden_trained", "weight_trained"), [(True, True), (True, False), (False, True)])
+def test_logits_are_computed_once_and_only_the_gradients_that_are_needed(
+    case, hidden_trained, weight_trained, monkeypatch
+):
+    monkeypatch.setattr(loss_module, "chunk_tokens", lambda _: 6)
+    hidden, weight, *loss_on = case
+    hidden.requires_grad_(hidden_trained)
+    weight.requires_grad_(weight_trained)
+    leaves = [x for x in (hidden, weight) if x.requires_grad]
+    expected = torch.autograd.grad(plain(*case), leaves)
+    with Products() as products:
+        got = torch.autograd.grad(weighted_loss_sum(hidden, weight, *loss_on), leaves)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert products.count == 2 * (1 + len(leaves))  # two chunks
+
+
+def test_without_gradients_only_the_loss_is_computed(case):
+    with torch.no_grad(), Products() as products:
+        total = weighted_loss_sum(*case)
+    torch.testing.assert_close(total, plain(*case).detach(), rtol=1e-6, atol=1e-5)
+    assert products.count == 1
+
+
+def test_gradients_of_activations_and_of_weights_can_be_taken_apart(case):
+    """As a pipeline that splits the backward pass does."""
+    total = weighted_loss_sum(*case) / 7
+    expected = [gradient / 7 for gradient in torch.autograd.grad(plain(*case), case[:2])]
+    for leaf, gradient in zip(case[:2], expected, strict=True):
+        (got,) = torch.autograd.grad(total, leaf, retain_graph=True)
+        torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-5)
 
 
 def test_bf16_logits_are_reduced_in_float32(case):

@@ -106,6 +106,50 @@ def test_an_unknown_gpu_is_refused_with_the_closest_and_all_names(recipe):
     assert named_gpu("H100 NVL").tflops == 835
 
 
+def beyond_gpu_gib(recipe: Path, gpu_gib: float, *layout: str) -> dict[str, float]:
+    """The GiB that plan says are needed, for each stage that it warns of."""
+    budget = ["activation_checkpointing=budget", f"memory.gpu_gib={gpu_gib}"]
+    done = plan(recipe, *budget, *layout, *ON_H200)
+    assert done.exit_code == 0, done.output
+    text = rf"^warning: memory.gpu_gib: given {gpu_gib:g}, but stage (\w+) needs (\S+) GiB on each GPU "
+    return {stage: float(needed) for stage, needed in re.findall(text, done.output, re.MULTILINE)}
+
+
+def test_memory_beyond_gpu_gib_is_named_with_what_would_hold_it(recipe):
+    """The value that it gives is held, and one below is not."""
+    found = beyond_gpu_gib(recipe, 20, "--gpus", "8")
+    assert found.keys() == {"short", "long"}
+    largest = max(found.values())
+    assert beyond_gpu_gib(recipe, largest, "--gpus", "8") == {}
+    assert beyond_gpu_gib(recipe, largest - 0.2, "--gpus", "8")["long"] == largest
+
+
+def test_the_fastest_layout_is_held_against_gpu_gib(recipe):
+    assert beyond_gpu_gib(recipe, 20, "--nodes", "1").keys() == {"short", "long"}
+
+
+@pytest.mark.parametrize("layout", [["--gpus", "8"], ["--nodes", "1"]])
+def test_fp8_is_refused_for_a_gpu_without_it_in_the_words_of_a_run(recipe, layout):
+    """In emulation it runs anywhere."""
+    fp8 = ["precision.linear=fp8", "activation_checkpointing=full", *layout, "--no-data"]
+    for name in ("a100", "a100-sxm4-40gb", "a800"):
+        done = plan(recipe, *fp8, "--gpu", name)
+        assert done.exit_code == 2
+        refusal = f"'fp8', which cannot run: {name.upper()} has compute capability 8.0, at least 8.9 needed; "
+        assert f"precision.linear: given {refusal}set auto" in done.stderr
+    for name, *more in (("h100",), ("b200",), ("a100", "precision.fp8.emulate=true")):
+        assert "compute capability" not in plan(recipe, *fp8, *more, "--gpu", name).stderr, name
+
+
+def test_every_gpu_of_the_table_has_a_compute_capability():
+    assert {name: named_gpu(name).capability for name in ("l40s", "gh200", "h200-nvl", "gb200")} == {
+        "l40s": (8, 9),
+        "gh200": (9, 0),
+        "h200-nvl": (9, 0),
+        "gb200": (10, 0),
+    }
+
+
 def test_replicas_become_shards():
     config = RunConfig.model_validate(
         {

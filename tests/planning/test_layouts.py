@@ -191,12 +191,12 @@ def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
 
 
 def test_this_machines_gpu_has_the_bandwidth_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
+    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30, major=9, minor=0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _index: found)
-    assert local_gpu() == Gpu("NVIDIA H100 80GB HBM3", 989, 79 * 2**30, 3.35e12)
-    found.name = "NVIDIA GeForce GTX 1080"
-    assert local_gpu() == Gpu("NVIDIA GeForce GTX 1080", None, 79 * 2**30, None)
+    assert local_gpu() == Gpu("NVIDIA H100 80GB HBM3", 989, 79 * 2**30, 3.35e12, (9, 0))
+    found.name, found.major, found.minor = "NVIDIA GeForce GTX 1080", 6, 1
+    assert local_gpu() == Gpu("NVIDIA GeForce GTX 1080", None, 79 * 2**30, None, (6, 1))
 
 
 def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: Path) -> None:

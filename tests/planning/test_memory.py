@@ -16,7 +16,7 @@ from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.copy_engines import REDUCTION_BUFFER
 from moba_train.planning import layer_memory, moments
 from moba_train.planning.activations import FILLED, stage_activations
-from moba_train.planning.devices import Gpu
+from moba_train.planning.devices import H200, Gpu
 from moba_train.planning.fit import local_shortage
 from moba_train.planning.memory import MemoryEstimate
 from moba_train.planning.moments import MEMORY_PARTS, Memory
@@ -251,9 +251,9 @@ def test_activation_checkpointing_keeps_each_blocks_input_and_attention():
 
 
 def test_logits_exist_for_a_chunk_of_tokens_only():
-    short, long = (memory("llama3-8b", 8, length, FULL, batch_tokens="1M") for length in ("8K", "128K"))
-    rows = 2 * 2 * 4096  # bf16: a token's input of the loss, and its gradient
-    assert short.working - rows * 8192 == long.working - rows * 131072 < 8 * 2**30
+    short, long = (memory("llama3-8b", 8, length, FULL, batch_tokens="1M") for length in ("8K", "32K"))
+    row = 2 * 4096  # bf16: the gradient of a token's input of the loss
+    assert short.working - row * 8192 == long.working - row * 32768 < 8 * 2**30
 
 
 def test_blocks_that_moba_selects_are_kept_for_the_backward_pass():
@@ -405,3 +405,10 @@ def test_budget_leaves_room_for_gradients_that_come_later():
     gradients = found.memory.parameters  # both are float32
     assert estimate.reserved(found.layers) == found.memory.total + gradients
     assert limit - 2**30 < estimate.reserved(found.layers) <= limit
+
+
+def test_the_line_that_memory_md_quotes_is_that_of_plan():
+    changes = {"batch_tokens": "128K", "parallel": {"cp": 2}, "compile": True}
+    recipe = config("llama3-8b", "128K", {"default": "moba", "moba": {"block_size": 512, "topk": 8}}, **changes)
+    (stage,) = make_plan(recipe, 2, 989, 0.4, gpu_bytes=H200.memory).stages
+    assert f"\n```\n{stage.activations.describe()}\n```\n" in (ROOT / "docs/memory.md").read_text()

@@ -81,10 +81,10 @@ def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_com
     # The gathered inputs of the projections, 2 x 4096 numbers a token, are on all ranks.
     gathered = 32 * 2 * 2 * 4096 * 8192
     assert sharded.memory.activations - gathered == pytest.approx((alone.memory.activations - gathered) / 8)
-    rows = 2 * 2 * 4096  # bf16: a token's input of the loss, and its gradient
+    row = 2 * 4096  # bf16: a token's input of the loss, or its gradient
     weight = 2 * 128256 * 4096
-    assert alone.memory.working == 12 * 4096 * 128256 + 8192 * rows + weight
-    assert sharded.memory.working == 12 * 1024 * 128256 + 1024 * rows  # a single chunk
+    assert alone.memory.working == 12 * 4096 * 128256 + 2 * 4096 * row + 8192 * row + weight
+    assert sharded.memory.working == 2 * (1024 * row + weight)  # a single chunk, whose gradients are scaled
     # A micro-batch of 8192 rows: 8 transfers of 7/8 of 64 MiB in each of 32 layers, at 300 GB/s.
     # The output weight and its gradient, 7/8 of each, come on top.
     received = 7 / 8 * (32 * 8 * 2**26 + 2 * weight)

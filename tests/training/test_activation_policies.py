@@ -36,7 +36,7 @@ def kept(run: Run) -> list[list[str]]:
 def test_a_run_goes_on_with_other_policies_bit_by_bit(tmp_path: Path, corpora: Path) -> None:
     run = short(tmp_path / "alone", corpora)
     assert run.train_here() == 0
-    assert kept(run) == [], "a CPU that keeps everything has nothing to report"
+    assert kept(run) == run.records("warning") == [], "a CPU that keeps everything has nothing to report"
     changed = short(tmp_path / "changed", corpora, activation_checkpointing="full", **OFFLOAD)
     assert changed.train_here("--stop-at-step", "1") == 0
     changed.recipe["activation_checkpointing"] = "selective"
@@ -45,6 +45,8 @@ def test_a_run_goes_on_with_other_policies_bit_by_bit(tmp_path: Path, corpora: P
     assert changed.train_here() == 0
     assert kept(changed) == [["attention"] * 2, ["products"] * 2, ["products"] * 2, ["input"] * 2]
     assert changed.records("activations")[0]["on_host"] == [True, False]
+    (warning,) = changed.records("warning")
+    assert "memory.gpu_gib: given 1e-09, but stage long needs 0.1 GiB on each GPU (predicted)" in warning["message"]
     assert curves(changed) == curves(run)
     assert_same_tensors(changed.newest_checkpoint, run.newest_checkpoint)
 

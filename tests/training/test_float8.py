@@ -157,6 +157,28 @@ def test_which_layers_are_converted(run: Run) -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
+def test_a_pattern_that_matches_no_layer_is_refused_with_the_names_that_can_be(run: Run) -> None:
+    """The output projection is no layer of a block, and never in FP8."""
+    exclude = ["blocks.1.*", "bogus", "blocks.7.*", "output"]
+    config = load_config(prepared(run, {**FP8, "fp8": {"emulate": True, "exclude": exclude}}).write_recipe())
+    with pytest.raises(ConfigError) as refused:
+        validate(config)
+    for place, pattern in enumerate(exclude[1:], 1):
+        assert f"precision.fp8.exclude[{place}]: given {pattern!r}, which matches no linear layer" in str(refused.value)
+    assert str(refused.value).count("precision.fp8.exclude") == 3
+    assert "blocks.N.LAYER, N from 0 to 1, LAYER one of attention.q_proj, attention.k_proj, " in str(refused.value)
+    validate(config, allow_idle=True)  # of a checkpoint that is there
+    validate(load_config(run.write_recipe(), ["precision.linear=auto"]))
+
+
+def test_the_run_says_at_its_start_how_many_layers_are_in_fp8(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    exclude = ["blocks.0.*", "*.down_proj"]
+    prepared(run, {**FP8, "fp8": {"emulate": True, "exclude": exclude}})
+    assert run.train_here("--stop-at-step", "1") == 0
+    expected = "fp8     6 of 14 linear layers of the blocks, by torchao, tensorwise, emulated\n"
+    assert expected in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("precision", [{"compute": "bf16"}, FP8], ids=["bf16", "fp8"])
 def test_compiled_blocks_in_fp8_have_no_kernel_of_two_reductions(
     precision: dict[str, Any], run: Run, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,6 @@
 """Full attention as a LocalAttention."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -20,8 +21,8 @@ _BLOCK = 4096
 _ENTRIES = 2**25
 """Blocks of all query heads that are listed at once: 128 MiB of ids, and as much of lists."""
 _BLOCKS_PAY_FROM = 8192
-"""Tokens of one document from which its gradients are faster by blocks than by FlashAttention-2 in a fixed order: with
-the forward pass 7.4 for 9.4 ms at 8K, 82 for 142 at 32K (benchmarks/results/determinism-h200.json)."""
+"""Tokens of one document from which blocks are faster than FlashAttention-2 in a fixed order: forward and backward 5.5
+for 9.4 ms at 8K, 68 for 142 at 32K (benchmarks/results/determinism-blocks-h200.json)."""
 
 
 class FullAttention(LocalAttention):
@@ -61,6 +62,8 @@ class FullAttention(LocalAttention):
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the given keys that causality allows."""
+        if self.fixed_order_by_blocks(q_THD, layout):
+            return self.attend_by_blocks(q_THD, k_SKD, v_SKD, layout)
         return calls.attend(self.pick(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
@@ -70,7 +73,7 @@ class FullAttention(LocalAttention):
         return calls.attend_backward(self.pick(state.q, layout), state, layout, self.scale)
 
     def fixed_order_by_blocks(self, q_THD: Tensor, layout: Layout) -> bool:
-        """Whether `attend_backward` attends to every block with the kernels of block attention.
+        """Whether every block is attended to with the kernels of block attention.
 
         They always add in a fixed order, for which FlashAttention-2 pays: under torch's deterministic algorithms they
         replace it where they were measured to be faster, on one whole document.
@@ -82,22 +85,36 @@ class FullAttention(LocalAttention):
             return False
         return self.pick(q_THD, layout) is Flash
 
+    def attend_by_blocks(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """(out, lse) of `attend`, block by block."""
+        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        lse = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
+        for of, kv, selection in self._every_block(q_THD, k_SKD, layout):
+            attended = self.by_block.attend(q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv], layout, selection)
+            out[:, of], lse[of] = attended
+        return out, lse
+
     def attend_backward_by_blocks(self, state: BackwardState, layout: Layout) -> Gradients:
-        """(dq, dk, dv) of `attend`, block by block; every block is selected, for some heads at a time."""
-        tokens, heads, _ = state.q.shape
-        kv_heads = state.k.shape[1]
+        """(dq, dk, dv) of `attend`, block by block."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
+        for of, kv, selection in self._every_block(state.q, state.k, layout):
+            gradients = self.by_block.attend_backward(state.with_heads(of, kv), layout, selection)
+            dq[:, of], dk[:, kv], dv[:, kv] = gradients
+        return dq, dk, dv
+
+    def _every_block(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Iterator[tuple[slice, slice, Selection]]:
+        """Query heads, their key/value heads and the selection of every block, for as many heads at a time as
+        `_ENTRIES` allows."""
+        tokens, heads, _ = q_THD.shape
+        kv_heads = k_SKD.shape[1]
         group = heads // kv_heads
         selected_TC = history_blocks(layout, self.by_block.block_size)
         together = max(1, _ENTRIES // max(1, tokens * group * selected_TC.shape[1]))
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
         for first in range(0, kv_heads, together):
             kv = slice(first, min(first + together, kv_heads))
             of = slice(kv.start * group, kv.stop * group)
-            some = state.with_heads(of, kv)
-            selected_HTC = selected_TC.repeat(some.q.shape[1], 1, 1)
-            selection = self.by_block.selection(selected_HTC, some.q, layout, kv_heads=some.k.shape[1])
-            dq[:, of], dk[:, kv], dv[:, kv] = self.by_block.attend_backward(some, layout, selection)
-        return dq, dk, dv
+            selected_HTC = selected_TC.repeat(of.stop - of.start, 1, 1)
+            yield of, kv, self.by_block.selection(selected_HTC, q_THD[:, of], layout, kv_heads=kv.stop - kv.start)
 
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""

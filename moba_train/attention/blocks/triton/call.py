@@ -1,6 +1,8 @@
 """The sizes of one call of the kernels, and the launches that its passes share."""
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
 _ONE_PASS = (256, 512, 1024, 2048, 4096)
 """Keys of blocks whose gradients were measured to be faster in one pass."""
+_GLUON_TRITON = "3.6"
+"""Release of Triton that the kernels in Gluon are written for; Gluon changes from release to release."""
 _HEAD_DIMS = (128,)
 """Head widths that the kernels in Gluon were measured with."""
 _GATHERED: tuple[int, ...] = (128,)
@@ -75,33 +79,36 @@ class BlockCall:
     @property
     def one_pass(self) -> bool:
         """Whether one pass makes all gradients of these blocks (one_pass.py)."""
-        return self._suits_gluon and self.block_size in _ONE_PASS and self.selected > 0 and not self.partial
+        return self.block_size in _ONE_PASS and self.selected > 0 and not self.partial and self._suits_gluon
 
     @property
     def gathered(self) -> bool:
         """Whether one pass makes all gradients of these blocks and gathers its rows (gathered_pass.py)."""
-        return self._suits_gluon and self.block_size in _GATHERED and self.selected > 0 and not self.partial
+        return self.block_size in _GATHERED and self.selected > 0 and not self.partial and self._suits_gluon
 
     @property
     def warp_specialised(self) -> bool:
         """Whether kernels whose warps have roles attend to these blocks (forward_pass.py): from 512 keys on; 512, 1024
         and 4096 were measured to be faster so (benchmarks/results/attention-forward-h200.json)."""
         return (
-            self._suits_gluon
-            and self.block_size >= 512
+            self.block_size >= 512
             and self.block_size % self.shapes.forward.keys == 0
             and not self.partial
+            and self._suits_gluon
         )
 
     @property
     def _suits_gluon(self) -> bool:
-        """Whether the GPU, the release of Triton, dtype and head width are those that the kernels in Gluon are for."""
+        """Whether the GPU, dtype, head width and the release of Triton are those that the kernels in Gluon are for.
+
+        Asked last: where the release alone is another one, there is a warning.
+        """
         return (
-            triton.__version__.startswith("3.6.")
-            and self.q_THD.is_cuda
+            self.q_THD.is_cuda
             and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
             and self.q_THD.dtype in (torch.bfloat16, torch.float16)
             and self.head_dim in _HEAD_DIMS
+            and _suits_release(triton.__version__)
         )
 
     @property
@@ -219,6 +226,21 @@ class BlockCall:
             D=self.head_dim,
             M=_COMBINE_ROWS,
         )
+
+
+@cache
+def _suits_release(triton_release: str) -> bool:
+    """Whether the kernels in Gluon are for this release of Triton; where not, warns, once in a process."""
+    if triton_release.startswith(f"{_GLUON_TRITON}."):
+        return True
+    sizes = ", ".join(map(str, sorted((*_GATHERED, *_ONE_PASS))))
+    warnings.warn(
+        f"Triton {triton_release} is installed, but the fastest kernels of this GPU need {_GLUON_TRITON}: attention to "
+        f"blocks takes slower ones for the gradients with blocks of {sizes} keys and for the forward pass with blocks "
+        f"of 512 keys and more; install a release of torch that comes with Triton {_GLUON_TRITON}",
+        stacklevel=2,
+    )
+    return False
 
 
 def token_stride(x: Tensor) -> int:
