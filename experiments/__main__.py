@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from experiments import page
 from experiments.corpus import Corpus, open_corpus, quick_corpus
 from experiments.estimate import modelled_seconds, size_of
 from experiments.figure import Arm, Figure
+from experiments.multi_process import multi_process_service
 from experiments.registry import FIGURES
 from experiments.results import read_results
 from experiments.schedule import Outcome, gpus_for, run_arms
@@ -103,16 +105,17 @@ def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
     arms = [arm for work in works.values() for arm in work.needed]
     if given.longest_first:
         arms.sort(key=lambda arm: -owners[id(arm)].chain_seconds(arm, min(given.gpus, 1)))
-    outcome = run_arms(
-        arms,
-        given.gpus,
-        deadline,
-        run=lambda arm, devices: owners[id(arm)].run(arm, devices, given.arms_per_gpu),
-        seconds=lambda arm, gpus, sharing: owners[id(arm)].seconds(arm, gpus, sharing),
-        ready=lambda arm: owners[id(arm)].is_ready(arm),
-        arms_per_gpu=given.arms_per_gpu,
-        label=lambda arm: owners[id(arm)].label(arm),
-    )
+    with multi_process_service() if given.gpus and given.arms_per_gpu > 1 else nullcontext():
+        outcome = run_arms(
+            arms,
+            given.gpus,
+            deadline,
+            run=lambda arm, devices: owners[id(arm)].run(arm, devices, given.arms_per_gpu),
+            seconds=lambda arm, gpus, sharing: owners[id(arm)].seconds(arm, gpus, sharing),
+            ready=lambda arm: owners[id(arm)].is_ready(arm),
+            arms_per_gpu=given.arms_per_gpu,
+            label=lambda arm: owners[id(arm)].label(arm),
+        )
     for figure in figures:
         _report(figure, works[_trained(figure).name], given, outcome)
     return 1 if outcome.failed else 0
