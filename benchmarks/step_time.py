@@ -270,7 +270,7 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
     if step.file not in LOGITS_ONCE:
         # The second product as the bytes that would take as long.
         again = 2 * config.model.hidden_size * on_gpu.memory / on_gpu.products
-        passed = logit_bytes(rates, RESULTS / "loss-compare-h200.json", products=4)
+        passed = logit_bytes(rates, twice=True)
         on_gpu = _with(on_gpu, {name: number + again for name, number in passed.items()})
     if step.file in EAGER_LOSS:
         on_gpu = replace(on_gpu, compiled_loss_bytes=on_gpu.eager_loss_bytes)
@@ -303,7 +303,7 @@ def _nearer(rates: Rates, names: Sequence[str], in_float8: bool) -> Rates:
 
 def _changed(rates: Rates, **values: float) -> Rates:
     rates = _with(rates, values)
-    return _with(rates, logit_bytes(rates, RESULTS / "loss-compare-h200-logits-once.json", products=3))
+    return _with(rates, logit_bytes(rates))
 
 
 def _with(rates: Rates, values: Mapping[str, Any]) -> Rates:
@@ -319,10 +319,11 @@ LOSSES = {"eager_loss_bytes": "ours", "compiled_loss_bytes": "ours, compiled chu
 """Rows of a result of `loss_compare`, by the rate that follows from them."""
 
 
-def logit_bytes(rates: Rates, file: Path, products: int) -> dict[str, float]:
-    """Bytes for each logit that the losses of a result of `loss_compare` take besides their matrix products, so many
-    for a chunk: the median rows'."""
-    measured = _content(file)
+def logit_bytes(rates: Rates, twice: bool = False) -> dict[str, float]:
+    """Bytes for each logit that the losses of a result of `loss_compare` take besides their matrix products: the median
+    rows'. twice: of the loss that computed its logits twice."""
+    measured = _content(RESULTS / f"loss-compare-h200{'' if twice else '-logits-once'}.json")
+    products = 4 if twice else 3
     hidden, vocabulary = (measured["settings"][key] for key in ("hidden_size", "vocab_size"))
 
     def besides_products(tokens: str, row: dict[str, Any]) -> float:
