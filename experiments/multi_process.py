@@ -1,8 +1,10 @@
 """CUDA's Multi-Process Service, by which kernels of the arms that share a GPU run at the same time.
 
-Without it the GPU takes turns between processes, and a small model's kernels leave most of it idle.
+Without it the GPU takes turns between processes, and a small model's kernels leave most of it idle. NVIDIA's
+documentation says that a fault of one process on a GPU ends the others there, too.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -14,6 +16,8 @@ _CONTROL = "nvidia-cuda-mps-control"
 _PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 """Names the folder in which a process finds the service."""
 _LOGS = "CUDA_MPS_LOG_DIRECTORY"
+_QUIT_S = 10.0
+"""How long the service may take to end."""
 
 
 @contextmanager
@@ -26,16 +30,21 @@ def multi_process_service() -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         service = {_PIPES: folder, _LOGS: folder}
-        started = subprocess.run([control, "-d"], env=os.environ | service, capture_output=True, text=True)
+        environment = os.environ | service
+        # It has all GPUs, as it would number those named here anew, and arms name theirs by the machine's numbers.
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        started = subprocess.run([control, "-d"], env=environment, capture_output=True, text=True)
         if started.returncode != 0:
             reason = (started.stderr or started.stdout).strip()
             print(f"arms that share a GPU take turns: {_CONTROL} -d failed: {reason}", flush=True)
             yield
             return
+        before = {name: os.environ.get(name) for name in service}
         os.environ.update(service)
         try:
             yield
         finally:
-            subprocess.run([control], input="quit\n", capture_output=True, text=True)
-            for name in service:
-                del os.environ[name]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=_QUIT_S)
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -155,7 +155,7 @@ class RankMoments:
         whole = [memory.kept(layer, layers[layer].kept) for layer in work.layers]
         kept = [here - away for here, away in zip(whole, sent, strict=True)]
         travelling = 2 * max(sent)  # a layer's activations on their way, and those of the layer at work
-        all_kept = round(work.kept * sum(kept)) + travelling + self._buffers
+        all_kept = round(work.kept * sum(kept)) + travelling + self._buffers + self._kept_by_loss()
         held = self._weights.held * sum(layers[layer].weights for layer in work.layers)
         moments = [self._embedding()]
         if work.part.has_output:
@@ -170,6 +170,12 @@ class RankMoments:
         reduced = self._gradients.reduced
         moments += self._in_block("first", first, layers, all_kept - sum(kept), transport, in_first, reduced)
         return moments
+
+    def _kept_by_loss(self) -> int:
+        """Gradients of the loss of other micro-batches, which a backward pass in two parts keeps until the second."""
+        if not self._work.part.has_output or self._config.parallel.pp_schedule != "zero_bubble":
+            return 0
+        return round((self._work.kept - 1) * (self._memory.hidden + self._weights.head))
 
     def _embedding(self) -> Memory:
         head = self._weights.head if self._sizes.tp > 1 else 0

@@ -1,8 +1,8 @@
 """Pipeline parallelism: which layers each part has, and how long ranks wait for each other.
 
-Times are in floating-point operations that a rank carries out: those count that activation checkpointing repeats, and
-so does the output projection's forward pass, which the loss computes twice. What `activation_checkpointing: budget`
-repeats depends on the layers of each rank, so the split counts none of it, but the bubble does.
+Times are in floating-point operations that a rank carries out: those count that activation checkpointing repeats. What
+`activation_checkpointing: budget` repeats depends on the layers of each rank, so the split counts none of it, but the
+bubble does.
 """
 
 from collections.abc import Sequence

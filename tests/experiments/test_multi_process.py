@@ -16,11 +16,14 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     log = tmp_path / "calls"
     control = tmp_path / "nvidia-cuda-mps-control"
     control.write_text(
-        f'#!/bin/sh\n[ -n "$1" ] || read command\necho "$1$command" "$CUDA_MPS_PIPE_DIRECTORY" >> {log}\n'
+        '#!/bin/sh\n[ -n "$1" ] || read command\n'
+        f'echo "$1$command" "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_VISIBLE_DEVICES" >> {log}\n'
     )
     control.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv(PIPES, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", "/logs")
     return log
 
 
@@ -37,8 +40,9 @@ def test_the_service_runs_while_arms_do(calls: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         arms()
-    assert calls.read_text().split() == ["-d", folder, "quit", folder]
+    assert calls.read_text().split() == ["-d", folder, "quit", folder, "2,3"]
     assert PIPES not in os.environ
+    assert os.environ["CUDA_MPS_LOG_DIRECTORY"] == "/logs"
     assert not Path(folder).exists()
 
 

@@ -12,7 +12,8 @@ from moba_train.config.stages import resolve_stages
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.split import balanced_split, model_parts, rank_part
 from moba_train.planning.activations import FILLED, stage_activations
-from moba_train.planning.memory import MemoryEstimate
+from moba_train.planning.memory import MemoryEstimate, element_bytes
+from moba_train.planning.moments import RankMoments
 from moba_train.planning.pipeline import best_layers, kept_micro_batches, plan_pipeline
 from moba_train.planning.plan import make_plan
 from moba_train.planning.render import print_plan
@@ -128,3 +129,14 @@ def test_a_zero_bubble_pipeline_recomputes_nothing(load) -> None:
     config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble")
     (stage, _) = resolve_stages(config)
     assert stage_activations(config, stage, mesh_sizes(stage.parallel, 4), 1.0, None).keeps_everything
+
+
+def test_a_zero_bubble_pipeline_keeps_the_gradients_of_the_loss(load, monkeypatch) -> None:
+    """Of each micro-batch whose weights' gradients are still to come, those of hidden states and output weight."""
+    config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble", "model.vocab_size=500000")
+    (stage, _) = resolve_stages(config)
+    estimate = MemoryEstimate(config, stage, mesh_sizes(stage.parallel, 4))
+    peak = estimate.peak(EVERYTHING).total
+    monkeypatch.setattr(RankMoments, "_kept_by_loss", lambda _: 0)
+    numbers = (config.model.vocab_size + stage.seq_len * stage.micro_batch_size) * config.model.hidden_size
+    assert peak - estimate.peak(EVERYTHING).total == 3 * element_bytes(config) * numbers
