@@ -116,7 +116,7 @@ def beyond_gpu_gib(recipe: Path, gpu_gib: float, *layout: str) -> dict[str, floa
 
 
 def test_memory_beyond_gpu_gib_is_named_with_what_would_hold_it(recipe):
-    """The value that it gives is held, and one below is not."""
+    """Plan does not warn at the GiB that its warning names, and warns at less."""
     found = beyond_gpu_gib(recipe, 20, "--gpus", "8")
     assert found.keys() == {"short", "long"}
     largest = max(found.values())
@@ -130,7 +130,7 @@ def test_the_fastest_layout_is_held_against_gpu_gib(recipe):
 
 @pytest.mark.parametrize("layout", [["--gpus", "8"], ["--nodes", "1"]])
 def test_fp8_is_refused_for_a_gpu_without_it_in_the_words_of_a_run(recipe, layout):
-    """In emulation it runs anywhere."""
+    """Emulated FP8 is accepted for every GPU."""
     fp8 = ["precision.linear=fp8", "activation_checkpointing=full", *layout, "--no-data"]
     for name in ("a100", "a100-sxm4-40gb", "a800"):
         done = plan(recipe, *fp8, "--gpu", name)

@@ -132,7 +132,8 @@ def test_a_zero_bubble_pipeline_recomputes_nothing(load) -> None:
 
 
 def test_a_zero_bubble_pipeline_keeps_the_gradients_of_the_loss(load, monkeypatch) -> None:
-    """Of each micro-batch whose weights' gradients are still to come, those of hidden states and output weight."""
+    """Plan counts the gradients of hidden states and output weight for every micro-batch whose backward pass has not
+    reached its second part."""
     config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble", "model.vocab_size=500000")
     (stage, _) = resolve_stages(config)
     estimate = MemoryEstimate(config, stage, mesh_sizes(stage.parallel, 4))

@@ -29,14 +29,14 @@ def with_sparse_stage(run: Run, steps: int = 8, **options: int) -> Run:
 
 
 def refusal(run: Run, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-    """What a run that is refused says."""
+    """Message of a run that is refused."""
     capsys.readouterr()
     assert run.train_here(*overrides) == 2
     return capsys.readouterr().err
 
 
 def own(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Those of native sparse attention."""
+    """Parameters of native sparse attention in a checkpoint."""
     return {name: tensor for name, tensor in tensors.items() if GATE in name}
 
 
@@ -97,7 +97,7 @@ def test_a_rollback_behind_the_beginning_of_a_kind_begins_it_anew(
 def test_a_kind_of_a_stage_that_has_not_begun_may_be_dropped_or_shaped_otherwise(
     planned: Run, tmp_path: Path, corpora: Path
 ) -> None:
-    """It then begins as it would have in a run that had the last recipe from the start."""
+    """The changed kind begins as in a run that had the last recipe from the start."""
     reshaped = with_sparse_stage(Run(tmp_path, corpora), hidden=7, compressed_block=8)
     reshaped.take_over(planned, 8)
     assert reshaped.train_here() == 0
@@ -223,7 +223,7 @@ def test_a_run_begins_without_the_kinds_of_the_weights_that_it_does_not_use(
 def test_weights_of_a_kind_in_another_shape_are_refused_before_training(
     trained: Run, tmp_path: Path, corpora: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `plan` and training, with the same words."""
+    """Plan and training refuse the weights with the same words."""
     run = with_sparse_stage(Run(tmp_path, corpora), hidden=7)
     run.recipe["init_from"] = str(trained.run_dir)
     said = "attention.nsa: gives layer 0 parameters compress_k.up.weight [7, 32]"
@@ -235,7 +235,8 @@ def test_weights_of_a_kind_in_another_shape_are_refused_before_training(
 
 
 def test_a_trained_model_is_evaluated_without_a_kind_that_an_override_takes_away(trained: Run) -> None:
-    """Its numbers are those of `--attention full`; a kind that it was not trained with is refused."""
+    """Evaluation without the kind gives the numbers of `--attention full`; a kind that the model was not trained with
+    is refused."""
     command = ["eval", str(trained.run_dir), "--tasks", "validation_loss"]
 
     def loss(*arguments: str) -> str:
