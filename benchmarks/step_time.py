@@ -123,8 +123,10 @@ STEPS = (
 )
 EAGER_LOSS = {"training-1b-h200.json", OLD_1B, "training-1b-h200-flash2.json"}
 """Files of before `compile` compiled the loss as well."""
+LAST_DAY_OF_TWO = "2026-11-26"
+"""Until this day the loss computed its logits twice, but for `LOGITS_ONCE`."""
 LOGITS_ONCE = {"training-8b-8k-logits-once-h200-x2.json"}
-"""Files since the loss computes its logits once. In all others the backward pass computed them again."""
+"""Files of that day whose loss computed its logits once, as it does since."""
 WHOLE_FILES = "training-8b-*.json"
 """Results of `benchmarks.training` of which all rows are compared."""
 WAITED = f"Ulysses, before `auto` took all-gather, and ranks waited for each other; measured again (`{LENGTHS}`)"
@@ -267,7 +269,7 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
     sizes = mesh_sizes(stage.parallel, step.gpus)
     gpu = measured_gpu(step)
     on_gpu = rates.scaled_to(gpu)
-    if step.file not in LOGITS_ONCE:
+    if _computed_logits_twice(step):
         # The second product as the bytes that would take as long.
         again = 2 * config.model.hidden_size * on_gpu.memory / on_gpu.products
         passed = logit_bytes(rates, twice=True)
@@ -275,6 +277,11 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
     if step.file in EAGER_LOSS:
         on_gpu = replace(on_gpu, compiled_loss_bytes=on_gpu.eager_loss_bytes)
     return predict_step(config, stage, sizes, flops, Machine(gpu, step.gpus, rates=on_gpu))
+
+
+def _computed_logits_twice(step: Measured) -> bool:
+    date: str = _content(RESULTS / step.file)["date"]
+    return date <= LAST_DAY_OF_TWO and step.file not in LOGITS_ONCE
 
 
 def fit(rates: Rates = RATES) -> Rates:

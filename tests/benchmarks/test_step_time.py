@@ -52,7 +52,8 @@ def result_file(file: Path, device: str, *rows: str) -> Path:
     measured: dict[str, Any] = {row: {"system": "moba_train", "step_s": {"median": 1.0}} for row in rows}
     measured["64K:full"] = {"system": "moba_train", "error": "out of memory"}
     measured["8K:torchtitan"] = {"system": "torchtitan 0.2.2", "step_s": {"median": 1.0}}
-    file.write_text(json.dumps({"device": device, "settings": settings, "results": measured}))
+    content = {"date": "2026-11-27", "device": device, "settings": settings, "results": measured}
+    file.write_text(json.dumps(content))
     return file
 
 
@@ -115,10 +116,10 @@ def test_every_way_to_divide_a_step_is_predicted(tmp_path: Path) -> None:
     assert of[tensor].fsdp == 0 < of[plain].fsdp
 
     # 8 micro-batches of two ranks: an eighth of a step for its ends, half or a third of that by the other schedules,
-    # and 5 % for ranks that are not equal.
+    # and 5 % for ranks that are not equal. The step includes the optimizer, which has no ends.
     for row, ends in zip(rows[3:7], (1, 1 / 2, 1, 1 / 3), strict=True):
         computed = of[row].seconds - of[row].pp
-        assert ends / 8 < of[row].pp / computed < ends / 8 + 0.07, row
+        assert 0.97 * ends / 8 < of[row].pp / computed < ends / 8 + 0.07, row
 
     # Tokens change for heads: 6 x 8192 bytes for each of half of the tokens, and 3 x 4096; half of that travels.
     exchanged = 32768 * (6 * 8192 + 3 * 4096) / 2 * 16
