@@ -4,20 +4,20 @@ Without it the GPU takes turns between processes, and a small model's kernels le
 documentation says that a fault of one process on a GPU ends the others there, too.
 """
 
-import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _CONTROL = "nvidia-cuda-mps-control"
 _PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 """Names the folder in which a process finds the service."""
 _LOGS = "CUDA_MPS_LOG_DIRECTORY"
+"""Names the folder that the service logs to."""
 _QUIT_S = 10.0
-"""How long the service may take to end."""
+"""Seconds that the service may take to end."""
 
 
 @contextmanager
@@ -44,7 +44,10 @@ def multi_process_service() -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=_QUIT_S)
             for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
