@@ -39,7 +39,7 @@ LEAST_S = 3.0
 GPUs) are not shown: it is more than 1 % of them."""
 PLOT = Path(__file__).parent.parent / "docs" / "training.svg"
 MARKER = "<!-- training table: python -m benchmarks.training_plot --write FILE -->"
-COLORS = {"torchtitan": "#9c6b00", "full attention": "#1c7ed6", "MoBA": "#d9480f"}
+COLORS = {"torchtitan": "#9c6b00", "full attention": "#1c7ed6", "MoBA 4096/12": "#9c36b5", "MoBA": "#d9480f"}
 """With a contrast of at least 3 to GitHub's white and to its dark background, as GREY."""
 
 Points = dict[int, dict[str, Any]]
