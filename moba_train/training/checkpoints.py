@@ -273,8 +273,9 @@ class RunCheckpoints:
 
     @property
     def wants_to_stop(self) -> bool:
-        """Whether this rank knows of an error that must end the run; `save` and `finish` raise it on all ranks."""
-        return self._checkpointer.fatal is not None
+        """Whether this rank is rank 0 and knows of an error that must end the run; `save` and `finish` then raise it on
+        all ranks. What another rank takes for such an error would stop the run without one."""
+        return self._is_main and self._checkpointer.fatal is not None
 
     def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:
         """Report once how the saves so far have ended; the run goes on in any case."""
