@@ -16,5 +16,14 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 def named_ranks(ranks: Iterable[int]) -> str:
     """Ranks in short: `rank 3` or `ranks 3-9, 12`."""
-    numbers = list(ranks)
-    return f"rank{'s' * (len(numbers) > 1)} {number_ranges(numbers)}"
+    return _named("rank", ranks)
+
+
+def named_layers(layers: Iterable[int]) -> str:
+    """Layers in short: `layer 3` or `layers 0-28, 31`."""
+    return _named("layer", layers)
+
+
+def _named(noun: str, numbers: Iterable[int]) -> str:
+    listed = list(numbers)
+    return f"{noun}{'s' * (len(listed) > 1)} {number_ranges(listed)}"

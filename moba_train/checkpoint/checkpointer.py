@@ -35,6 +35,7 @@ from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError, LaunchError, UserError
 from moba_train.optim.local import local_part
+from moba_train.parallel.world import broadcast
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,10 @@ class Checkpointer:
     `check_lock` is called on rank 0 before anything is written, published or removed. It raises LaunchError when the
     folder is not this run's any more, and OSError when that cannot be told. After a LaunchError, or `max_failures`
     failed saves in a row, `fatal` holds the error that must end the run; `save` and `raise_fatal` raise it.
+
+    Ranks may see the same save end differently: where the last collective of a save fails on one rank only, this rank
+    counts a failure and the others a good save. So `last_error`, `failed_saves` and `fatal` are a rank's own view until
+    `save` or `raise_fatal` replaces them by that of rank 0, the one that publishes.
 
     A checkpoint with NaN or infinite values is saved with `good` false and the names of (some of) the tensors that hold
     them as `not_finite` in its meta.
@@ -190,7 +195,9 @@ class Checkpointer:
             self._remove_old(place, self.last_saved.step, protect)
 
     def raise_fatal(self) -> None:
-        """Raises the error that must end the run, if there is one: after `wait`, on all ranks or on none."""
+        """Raises the error that must end the run, if rank 0 has one. Called after `wait`, on all ranks together: all of
+        them raise it, or none."""
+        self.fatal, self.failed_saves, self.last_error = broadcast((self.fatal, self.failed_saves, self.last_error))
         if self.fatal is not None:
             raise self.fatal
 

@@ -1,5 +1,6 @@
 """Initial weights of a new run, `init_from`: a Hugging Face folder or a checkpoint."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from moba_train.errors import CheckpointError
 from moba_train.model.build import (
     Shapes,
     describe_shapes,
+    describe_sizes,
     different_shapes,
     kind_of_parameter,
     kind_prefix,
@@ -49,7 +51,7 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
 
     Parameters of attention kinds that the folder's model does not have keep their initial values; those that `model`
-    does not have are left out. Returns what was loaded, as a sentence.
+    does not have are left out. Returns what was loaded, left out and begun anew, as a sentence.
 
     Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
     it was written.
@@ -73,7 +75,10 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         missing = own - saved
         left_out = {name for name in saved - parameters.keys() if kind_of_parameter(name)}
     loaded = sum(size for name, size in parameters.items() if name not in missing)
-    kept = f"; {len(missing)} of attention kinds, which are not there, keep their initial values" if missing else ""
+    new: Counter[str] = Counter()
+    for name in missing:
+        new[kind_of_parameter(name)] += parameters[name]
+    kept = f"; {describe_sizes(new)}, which are not there, begin anew" if new else ""
     if left_out:
         kinds = ", ".join(sorted({kind_of_parameter(name) for name in left_out}))
         kept += f"; {len(left_out)} of attention kinds that no stage uses there ({kinds}) are left out"

@@ -66,6 +66,12 @@ def describe_shapes(shapes: Shapes) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"
 
 
+def describe_sizes(sizes: Mapping[str, int]) -> str:
+    """How many parameters of which attention kinds, for messages: `1,024 parameters of 'nsa' and 96 of 'seer'`."""
+    (first, number), *others = sorted(sizes.items())
+    return " and ".join([f"{number:,} parameters of {first!r}", *(f"{more:,} of {kind!r}" for kind, more in others)])
+
+
 def kind_prefix(layer: int, kind: str) -> str:
     """What the names of the parameters begin with that an attention kind has in a layer."""
     return f"blocks.{layer}.attention.{kind}."

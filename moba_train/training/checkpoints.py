@@ -27,6 +27,7 @@ from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import CheckpointError, LaunchError, TrainingError, UserError
 from moba_train.health.node import Disk, disk_problem
+from moba_train.model.build import describe_sizes
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
@@ -35,7 +36,13 @@ from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.first_start import check_first_start
 from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan
 from moba_train.training.restarts import Restarts, choose_checkpoint
-from moba_train.training.resumable import check_tensors, recipe_then, unused_parameters
+from moba_train.training.resumable import (
+    check_tensors,
+    new_parameters,
+    recipe_then,
+    trained_kinds,
+    unused_parameters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +79,8 @@ class RunCheckpoints:
         """The recipe that the checkpoint was saved with from which the run resumes."""
         self.loaded_weights: str | None = None
         """What `init_from` has given, as a sentence, at the first start of a run that has it."""
+        self.begun_anew = ""
+        """Which parameters the checkpoint that was loaded last did not have, as the end of a sentence; or nothing."""
         self.restarts = Restarts(run_dir) if world.is_main else None
         """The starts without progress; on rank 0."""
         self._start_id = broadcast(uuid.uuid4().hex[:8])
@@ -228,11 +237,16 @@ class RunCheckpoints:
         check_resumable(self._config, progress, str(path))
         check_tokenizer(self._tokenizer, progress, self._config, str(path))
         then = recipe_then(meta)
+        progress.trained_kinds = trained_kinds(self._config, then, progress)
         if then is not None:
-            check_tensors(self._config, then, progress.stage, str(path))
-        unused = unused_parameters(self._config, then, progress.stage)
+            check_tensors(self._config, then, progress, str(path))
+        unused = unused_parameters(self._config, then, progress)
         reset_parameters(self._model, self._optimizer, unused, self._config.seed)
         load_model_and_optimizer(self._model, self._optimizer, path, unused=unused)
+        new = new_parameters(self._config, then) if then is not None else {}
+        self.begun_anew = (
+            f"; {describe_sizes(new)} begin anew: the checkpoint does not have them in this shape" if new else ""
+        )
         return progress
 
     def save(self, progress: Progress, facts: dict[str, object], protect: Accept) -> float:
@@ -273,8 +287,9 @@ class RunCheckpoints:
 
     @property
     def wants_to_stop(self) -> bool:
-        """Whether this rank knows of an error that must end the run; `save` and `finish` raise it on all ranks."""
-        return self._checkpointer.fatal is not None
+        """Whether this rank is rank 0 and knows of an error that must end the run; `save` and `finish` then raise it on
+        all ranks. What another rank takes for such an error would stop the run without one."""
+        return self._is_main and self._checkpointer.fatal is not None
 
     def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:
         """Report once how the saves so far have ended; the run goes on in any case."""

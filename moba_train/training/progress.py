@@ -53,6 +53,9 @@ class Progress:
     were consumed, and are left out of the weights too."""
     transient_faults: list[tuple[int, list[str]]] = field(default_factory=list)
     """Steps whose values were finite only when they were run again, oldest first, with the hosts that were wrong."""
+    trained_kinds: list[tuple[int, str]] = field(default_factory=list)
+    """Layer and name of the attention kinds whose parameters the stages so far have used, also by recipes before the
+    present one."""
     data_plan: dict[str, Any] = field(default_factory=dict)
     """What determines the order of the data (the function `data_plan`), as of the last checkpoint."""
     tokenizer: str = ""

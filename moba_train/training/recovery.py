@@ -232,6 +232,6 @@ class Recovery:
         text = (
             f"back to the weights of step {saved.step}; the {step - saved.step} steps since then are undone, and the "
             f"{tokens - saved_stage.tokens_after(saved.step)} tokens of their batches will not be seen again. The data "
-            f"goes on at step {step + 1}"
+            f"goes on at step {step + 1}{self._checkpoints.begun_anew}"
         )
         self._telemetry.event(step, tokens, "rollback", text, step_from=step, step_to=saved.step)

@@ -67,6 +67,7 @@ class RunReports:
             self.event("init_from", checkpoints.loaded_weights)
         if progress.step:
             text = f"resumed from the checkpoint of step {progress.step}, in stage {stage.name}"
+            text += checkpoints.begun_anew
             self.event("resume", text, checkpoint_load_s=checkpoints.load_s)
             self._recipe(checkpoints.resumed_recipe, recipe_before)
 

@@ -1,11 +1,15 @@
 """Whether a run can go on from the tensors of a checkpoint with a recipe that has changed since it was saved.
 
 Weights of the model itself cannot change, as `progress.check_resumable` sees to. Parameters of attention kinds can,
-until a stage has begun that uses their kind in their layer: nothing has trained them.
+until a stage has begun that uses their kind in their layer: nothing has trained them. From then on they stay, however
+often the recipe changes.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
+from math import prod
 from typing import Any
 
 from moba_train.config.explain import given
@@ -14,6 +18,8 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages, used_kinds
 from moba_train.errors import CheckpointError, ConfigError
 from moba_train.model.build import describe_shapes, different_shapes, kind_prefix, kind_shapes
+from moba_train.number_ranges import named_layers
+from moba_train.training.progress import Progress
 
 
 def recipe_then(meta: Mapping[str, Any]) -> RunConfig | None:
@@ -27,9 +33,17 @@ def recipe_then(meta: Mapping[str, Any]) -> RunConfig | None:
     return None
 
 
-def check_tensors(config: RunConfig, then: RunConfig, stage: int, where: str) -> None:
+def trained_kinds(config: RunConfig, then: RunConfig | None, progress: Progress) -> list[tuple[int, str]]:
+    """Layer and name of the attention kinds with parameters that stages up to the current one use, by this recipe, by
+    the recipe `then`, or by an earlier one, as `progress` has noted."""
+    recipes = [recipe for recipe in (config, then) if recipe is not None]
+    used = (used_kinds(recipe, progress.stage) & kind_shapes(recipe).keys() for recipe in recipes)
+    return sorted({*progress.trained_kinds, *chain.from_iterable(used)})
+
+
+def check_tensors(config: RunConfig, then: RunConfig, progress: Progress, where: str) -> None:
     """Raises CheckpointError, naming the key, when the recipe cannot go on with the optimizer state, or with the
-    parameters of attention kinds, of the checkpoint `where`, saved in stage number `stage` of the recipe `then`."""
+    trained parameters of attention kinds, of the checkpoint `where`, saved at `progress` with the recipe `then`."""
     anew = f"To begin with these weights all the same, set run_dir to a new folder and init_from: {where}"
     if then.optim.kind != config.optim.kind:
         raise CheckpointError(
@@ -39,28 +53,47 @@ def check_tensors(config: RunConfig, then: RunConfig, stage: int, where: str) ->
         )
     before = kind_shapes(then)
     now = kind_shapes(config)
-    for layer, kind in sorted(used_kinds(then, stage) | used_kinds(config, stage)):
+    changed: dict[tuple[str, str, str], list[int]] = {}
+    for layer, kind in progress.trained_kinds:
         there, here = different_shapes(before.get((layer, kind), {}), now.get((layer, kind), {}))
         if there or here:
-            index = next(
-                index
-                for index, stages in enumerate(zip(resolve_stages(then), resolve_stages(config), strict=False))
-                if any(resolved.kinds[layer] == kind for resolved in stages)
-            )
-            raise CheckpointError(
-                f"cannot resume from {where}: stages[{index}].attention: parameters of kind {kind!r} in layer {layer} "
-                f"were {describe_shapes(there)} when it was saved and are {describe_shapes(here)} now; stages that "
-                f"have begun keep their kinds with parameters: restore the attention, or add a stage with another one. "
-                f"{anew}"
-            )
+            changed.setdefault((kind, describe_shapes(there), describe_shapes(here)), []).append(layer)
+    for (kind, there_text, here_text), layers in changed.items():
+        index = _first_stage_with(kind, layers[0], then, config)
+        reason = "stages that have begun keep their kinds with parameters"
+        remedy = "restore the attention, or add a stage with another one"
+        if index > progress.stage:
+            reason = "a stage that has begun has trained them, by an earlier recipe of this run"
+            remedy = "restore this stage's attention, or add a stage that uses the kind in these layers"
+        raise CheckpointError(
+            f"cannot resume from {where}: stages[{index}].attention: parameters of kind {kind!r} in "
+            f"{named_layers(layers)} were {there_text} when it was saved and are {here_text} now; {reason}: {remedy}. "
+            f"{anew}"
+        )
 
 
-def unused_parameters(config: RunConfig, then: RunConfig | None, stage: int) -> list[str]:
-    """What the names of parameters begin with that attention kinds have in either recipe, and that no stage up to
-    number `stage` uses: the checkpoint may lack them, have more of them or have them in another shape."""
+def _first_stage_with(kind: str, layer: int, *recipes: RunConfig) -> int:
+    """Index of the first stage that uses a kind in a layer, in any of the recipes, of which one has such a stage."""
+    return min(
+        index for recipe in recipes for index, stage in enumerate(resolve_stages(recipe)) if stage.kinds[layer] == kind
+    )
+
+
+def unused_parameters(config: RunConfig, then: RunConfig | None, progress: Progress) -> list[str]:
+    """What the names of parameters begin with that attention kinds have in either recipe and that are not trained: the
+    checkpoint may lack them, have more of them or have them in another shape."""
     known = set(kind_shapes(config))
-    used = used_kinds(config, stage)
     if then is not None:
         known |= set(kind_shapes(then))
-        used |= used_kinds(then, stage)
-    return [kind_prefix(layer, kind) for layer, kind in sorted(known - used)]
+    return [kind_prefix(layer, kind) for layer, kind in sorted(known - {*progress.trained_kinds})]
+
+
+def new_parameters(config: RunConfig, then: RunConfig) -> dict[str, int]:
+    """Number of parameters by attention kind that a checkpoint saved with the recipe `then` lacks, or has in another
+    shape, and that so begin anew."""
+    before = kind_shapes(then)
+    sizes: Counter[str] = Counter()
+    for (layer, kind), shapes in kind_shapes(config).items():
+        _, new = different_shapes(before.get((layer, kind), {}), shapes)
+        sizes[kind] += sum(prod(shape) for shape in new.values())
+    return {kind: size for kind, size in sizes.items() if size}

@@ -44,6 +44,7 @@ from moba_train.training.corpora import check_corpora
 from moba_train.training.evaluations import RunEvaluations
 from moba_train.training.recovery import Recovery
 from moba_train.training.reports import RunReports
+from moba_train.training.resumable import trained_kinds
 from moba_train.training.step import StepCounts, StepData, StepLosses, StepResult
 from moba_train.training.stop import StoppedBeforeTrainingError, StopRequest
 from moba_train.training.stop_time import StopTime
@@ -356,6 +357,7 @@ class Trainer:
             progress.trailing_loss_before = progress.trailing_loss
             progress.steps_without_loss = 0
             self.spikes.rebaseline()
+        progress.trained_kinds = trained_kinds(config, None, progress)
         if config.compile:
             torch.compiler.reset()  # lengths that differ between stages would become variables, in slower code
         self.model.set_attention(build_attention(stage.attention, config.model.head_width))

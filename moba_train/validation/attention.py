@@ -12,7 +12,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import merge_parallel
 from moba_train.errors import ConfigError
 from moba_train.model.build import describe_shapes
-from moba_train.number_ranges import number_ranges
+from moba_train.number_ranges import named_layers
 
 _THESE_LAYERS = "in these layers"
 """Stands for the layers in a kind's problem until all layers with that problem are known."""
@@ -89,7 +89,7 @@ def _kind_problems(
             section = "" if problem.startswith("parallel.") else f"attention.{attention.kind}."
             layers_of.setdefault(f"stages[{index}].{section}{problem}", []).extend(ids)
     for text, ids in layers_of.items():  # said once, also where the layers have different options
-        yield text.replace(_THESE_LAYERS, f"in layer{'s' * (len(ids) > 1)} {number_ranges(ids)}")
+        yield text.replace(_THESE_LAYERS, f"in {named_layers(ids)}")
 
 
 def _parameter_problems(

@@ -14,7 +14,7 @@ from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
 from moba_train.errors import DataError, UserError
 from moba_train.evals.registry import enabled_evaluations
 from moba_train.model.build import Shapes
-from moba_train.number_ranges import number_ranges
+from moba_train.number_ranges import named_layers
 from moba_train.planning.parameters import count_recipe_parameters
 from moba_train.validation.data import recipe_sources
 
@@ -78,7 +78,7 @@ def _initial_weight_warnings(config: RunConfig) -> Iterator[str]:
         numbers = sum(prod(shape) for layer in layers for shape in left_out[layer, kind].values())
         yield (
             f"init_from: {config.init_from} has {format_count(numbers)} parameters of attention kind {kind!r} in "
-            f"layer{'s' * (len(layers) > 1)} {number_ranges(layers)}, which no stage of this recipe uses there: they "
+            f"{named_layers(layers)}, which no stage of this recipe uses there: they "
             "are left out; use the kind in a stage to keep them"
         )
 

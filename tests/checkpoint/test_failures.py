@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -165,36 +165,42 @@ def test_ranks_share_the_work_of_checking_files_and_report_what_any_of_them_find
     run_ranks(3, load_by_parts, tmp_path / "store", tmp_path / "checkpoints")
 
 
+def save(checkpointer: Checkpointer, step: int) -> None:
+    """Saves and waits for the end."""
+    checkpointer.save(step, {"weight": torch.ones(1000)}, {})
+    checkpointer.wait()
+
+
+def save_late_on_rank_1(checkpointer: Checkpointer, step: int, given_up: Path) -> None:
+    """Rank 1 answers when the others have given up the save, as the file `given_up` says."""
+    finish = checkpointer._finish_own_files
+
+    def finish_late(*arguments: Any) -> Any:
+        while not given_up.exists():
+            time.sleep(0.05)
+        return finish(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(checkpointer, "_finish_own_files", finish_late)
+        save(checkpointer, step)
+    if dist.get_rank() == 0:
+        given_up.touch()
+    assert f"step {step} was not saved" in (checkpointer.last_error or "")
+
+
 def save_while_rank_1_is_late(folder: Path) -> None:
-    """Rank 1 answers when the others have given up the save of step 2."""
+    """Rank 1 is late for the save of step 2."""
     logged = Logged()
     logging.getLogger().addHandler(logged)
-    given_up = folder.with_name("given up")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointer_module, "RANKS_APART", timedelta(seconds=5))
         checkpointer = Checkpointer(folder, Retention(3))
-        finish = checkpointer._finish_own_files
-
-        def finish_late(*arguments: Any) -> Any:
-            while not given_up.exists():
-                time.sleep(0.05)
-            return finish(*arguments)
-
-        def save(step: int) -> None:
-            checkpointer.save(step, {"weight": torch.ones(1000)}, {})
-            checkpointer.wait()
-
-        save(1)
+        save(checkpointer, 1)
         assert checkpointer.last_error is None
-        if dist.get_rank() == 1:
-            checkpointer._finish_own_files = finish_late
-        save(2)
-        checkpointer._finish_own_files = finish
-        if dist.get_rank() == 0:
-            given_up.touch()
-        assert "step 2 was not saved" in (checkpointer.last_error or "")
+        save_late_on_rank_1(checkpointer, 2, folder.with_name("given up"))
         for step in (3, 4):
-            save(step)
+            save(checkpointer, step)
             assert checkpointer.last_error is None
         checkpointer.close()
     dist.barrier()
@@ -207,6 +213,70 @@ def save_while_rank_1_is_late(folder: Path) -> None:
 
 def test_a_rank_that_answers_too_late_costs_one_save_and_is_named(tmp_path: Path) -> None:
     run_ranks(3, save_while_rank_1_is_late, tmp_path / "store", tmp_path / "checkpoints")
+
+
+@contextmanager
+def last_answer_lost(checkpointer: Checkpointer) -> Iterator[None]:
+    """On this rank alone, the collective fails in which the ranks learn that a save is published."""
+    finish = checkpointer._finish_own_files
+    gather = dist.all_gather_object
+    collectives_left = 0
+
+    def finish_own_files(*arguments: Any) -> Any:
+        nonlocal collectives_left
+        collectives_left = 2
+        return finish(*arguments)
+
+    def all_gather_object(*arguments: Any, **options: Any) -> None:
+        nonlocal collectives_left
+        gather(*arguments, **options)
+        collectives_left -= 1
+        if collectives_left == 0:
+            raise RuntimeError("connection closed by peer")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointer, "_finish_own_files", finish_own_files)
+        patch.setattr(dist, "all_gather_object", all_gather_object)
+        yield
+
+
+def assert_all_ranks_end_alike(checkpointer: Checkpointer) -> None:
+    """The next save raises the same error on every rank."""
+    with pytest.raises(CheckpointError, match="1 saves in a row have failed") as ended:
+        save(checkpointer, 9)
+    assert len(set(gather_over_ranks(str(ended.value)))) == 1
+
+
+def save_where_one_rank_loses_the_last_answer(folder: Path) -> None:
+    """Rank 1 takes a published save for the one failed save too many, and later rank 0 does. Rank 0's view counts."""
+    checkpointer = Checkpointer(folder, Retention(3), max_failures=1)
+    for step, lost in ((1, 1), (2, 2), (3, 0)):
+        with last_answer_lost(checkpointer) if dist.get_rank() == lost else nullcontext():
+            save(checkpointer, step)
+        assert (checkpointer.fatal is not None) == (dist.get_rank() == lost)
+        if lost:
+            checkpointer.raise_fatal()
+            assert (checkpointer.failed_saves, checkpointer.last_error) == (0, None)
+    assert_all_ranks_end_alike(checkpointer)
+    assert [step for step, _ in publish.published(folder)] == [1, 2, 3]
+
+
+def test_ranks_that_saw_a_save_end_differently_end_the_run_together_or_go_on_together(tmp_path: Path) -> None:
+    run_ranks(3, save_where_one_rank_loses_the_last_answer, tmp_path / "store", tmp_path / "checkpoints")
+
+
+def end_after_a_late_rank(folder: Path) -> None:
+    """The late rank and those that waited in vain have different errors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointer_module, "RANKS_APART", timedelta(seconds=2))
+        checkpointer = Checkpointer(folder, Retention(3), max_failures=1)
+        save_late_on_rank_1(checkpointer, 1, folder.with_name("given up"))
+        assert len(set(gather_over_ranks(checkpointer.last_error))) > 1
+        assert_all_ranks_end_alike(checkpointer)
+
+
+def test_a_late_rank_and_the_others_end_the_run_with_the_same_error(tmp_path: Path) -> None:
+    run_ranks(3, end_after_a_late_rank, tmp_path / "store", tmp_path / "checkpoints")
 
 
 def save_where_three_ranks_cannot(folder: Path) -> None:

@@ -101,6 +101,14 @@ def test_a_kind_of_a_stage_that_has_not_begun_may_be_dropped_or_shaped_otherwise
     reshaped = with_sparse_stage(Run(tmp_path, corpora), hidden=7, compressed_block=8)
     reshaped.take_over(planned, 8)
     assert reshaped.train_here() == 0
+    (event,) = reshaped.records("resume")
+    parameters = own(checkpoint_tensors(reshaped.newest_checkpoint))
+    before = own(checkpoint_tensors(planned.newest_checkpoint))
+    new = sum(
+        x.numel() for name, x in parameters.items() if name.startswith("model.") and x.shape != before[name].shape
+    )
+    said = f"; {new:,} parameters of 'nsa' begin anew: the checkpoint does not have them in this shape"
+    assert event["message"].endswith(said)
     fresh = with_sparse_stage(Run(tmp_path / "fresh", corpora), hidden=7, compressed_block=8)
     fresh.folder.mkdir()
     assert fresh.train_here() == 0
@@ -113,6 +121,7 @@ def test_a_kind_of_a_stage_that_has_not_begun_may_be_dropped_or_shaped_otherwise
     assert dropped.train_here() == 0
     assert len(dropped.losses()) == 12
     assert not own(checkpoint_tensors(dropped.newest_checkpoint))
+    assert "anew" not in dropped.records("resume")[0]["message"]
 
 
 def test_a_rollback_finds_older_checkpoints_with_the_kind_dropped_or_in_another_shape(
@@ -156,6 +165,56 @@ def test_a_kind_that_a_stage_has_trained_stays(
 
     run.recipe["stages"][1].pop("attention")
     assert run.train_here() == 0, "the recipe as it was"
+
+
+def test_what_a_kind_has_learned_survives_a_second_change_of_the_recipe(
+    planned: Run, tmp_path: Path, corpora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first change moves the stage that has trained the kind off it, and a later stage keeps it. From then on no
+    stage that has begun uses the kind, and yet dropping or reshaping it is refused."""
+    run = with_sparse_stage(Run(tmp_path, corpora))
+    run.take_over(planned, 8)
+    assert run.train_here("--stop-at-step", "14") == 0
+    trained = own(checkpoint_tensors(run.newest_checkpoint))
+
+    (*begun, sparse) = run.recipe["stages"]
+    dense = sparse | {"tokens": 4 * 512, "attention": {"default": "full"}}
+    later = sparse | {"name": "later"}
+    run.recipe["stages"] = [*begun, dense, later]
+    assert run.train_here("--stop-at-step", "16") == 0
+
+    run.recipe["stages"] = [*begun, dense, dense | {"name": "later"}]
+    message = " ".join(refusal(run, capsys).split())
+    assert "stages[3].attention: parameters of kind 'nsa' in layer 0 were " in message
+    assert "are none now; a stage that has begun has trained them, by an earlier recipe of this run" in message
+    assert "restore this stage's attention, or add a stage that uses the kind in these layers" in message
+    assert "set run_dir to a new folder and init_from: " in message
+
+    reshaped = sparse["attention"] | {"nsa": NSA | {"hidden": 7}}
+    run.recipe["stages"] = [*begun, dense, later | {"attention": reshaped}]
+    message = refusal(run, capsys)
+    assert "compress_k.up.weight [7, 32]" in message
+    assert " now; a stage that has begun has trained them" in message
+
+    run.recipe["stages"] = [*begun, dense, dense | {"name": "between"}, later]
+    assert run.train_here("--stop-at-step", "17") == 0, "another stage may come first"
+    (event,) = run.records("resume")[-1:]
+    assert "anew" not in event["message"]
+    kept = own(checkpoint_tensors(run.newest_checkpoint))
+    weights = [name for name in trained if name.startswith("model.")]
+    assert all(torch.equal(kept[name], trained[name]) for name in weights)
+    assert any(trained[name.replace("model.", "optim.", 1) + ".exp_avg"].any() for name in weights), "they have learned"
+
+
+def test_layers_whose_trained_parameters_would_be_dropped_are_named_together(
+    tmp_path: Path, corpora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, corpora)
+    run.recipe["stages"][0]["attention"] = {"default": "seer", "full_layers": "none", "seer": SEER}
+    assert run.train_here("--stop-at-step", "1") == 0
+    run.recipe["stages"][0]["attention"] = {"default": "full"}
+    message = refusal(run, capsys)
+    assert "stages[0].attention: parameters of kind 'seer' in layers 0-1 were " in message
 
 
 def test_another_optimizer_is_refused_with_its_key_and_what_can_be_done(

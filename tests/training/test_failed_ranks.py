@@ -171,3 +171,25 @@ def save_while_a_disk_hangs(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_whose_disk_hangs_beyond_the_next_save_is_named(tmp_path: Path, ranks: Ranks) -> None:
     ranks.work(save_while_a_disk_hangs, [tmp_path], 2)
+
+
+def train_where_rank_1_misses_how_saves_end(recipe: str) -> int:
+    """On rank 1 every save fails after it is published, as when the last answer of the other ranks is lost."""
+    write = Checkpointer._write
+
+    def miss_the_end(self: Checkpointer, step: int, *arguments: Any) -> None:
+        write(self, step, *arguments)
+        self._count_failure(step, RuntimeError("connection closed by peer"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(Checkpointer, "_write", miss_the_end)
+        return main([recipe])
+
+
+def test_a_rank_that_misses_how_saves_end_neither_stops_nor_fails_the_run(run: Run, ranks: Ranks) -> None:
+    """Not after the last save either, and on both ranks."""
+    run.recipe["checkpoint"] = {"every": 4, "max_failures": 1}
+    ranks.work(train_where_rank_1_misses_how_saves_end, [str(run.write_recipe())], 2)
+    assert len(run.losses()) == 12
+    assert run.newest_checkpoint.name == "step_00000012"

@@ -230,8 +230,11 @@ def test_it_begins_from_a_checkpoint_without_it(finished_run: Run, toy_run: Run)
     toy_run.recipe["model"]["rope"] = toy_run.recipe["stages"][0].pop("rope")
     assert toy_run.train_here("--stop-at-step", "1") == 0
     before = checkpoint_tensors(finished_run.newest_checkpoint)["model.embedding.weight"]
-    after = checkpoint_tensors(toy_run.newest_checkpoint)["model.embedding.weight"]
-    torch.testing.assert_close(after, before, rtol=0, atol=0.05)
+    tensors = checkpoint_tensors(toy_run.newest_checkpoint)
+    torch.testing.assert_close(tensors["model.embedding.weight"], before, rtol=0, atol=0.05)
+    new = sum(x.numel() for name, x in tensors.items() if name.startswith("model.") and ".attention.toy." in name)
+    (event,) = toy_run.records("init_from")
+    assert event["message"].endswith(f"; {new:,} parameters of 'toy', which are not there, begin anew")
 
 
 def test_evaluation_repeats_the_runs_own_number(finished: Run) -> None:
