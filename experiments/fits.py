@@ -1,34 +1,20 @@
-"""Scaling fits and readings that several figures share."""
+"""Losses of MoBA and full attention over compute: pairs, power laws and trends."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from experiments.comparison import CONFIDENCE, POWER, Cell, Estimate, t_quantile
+from experiments.comparison import CONFIDENCE, POWER, Cell, Estimate, shared, t_quantile
 from experiments.figure import Result
+from experiments.readings import Losses
 from moba_train.report.scaling_fit import FEWEST_RUNS, ScalingFit, fit_power_law, percentile_interval
 
 COLOURS = {"full": "#797979", "moba": "#d9480f"}
 AXES = {"6ND": "6ND", "real": "real FLOPs"}
 """Ways to count compute: key in results, label."""
-
-
-def validation_loss(result: Result) -> float:
-    """Validation loss at the end of the last stage, with its own attention."""
-    return float(_last(result)["validation_loss"]["eval_loss"])
-
-
-def trailing_loss(result: Result) -> float:
-    """Trailing loss at the end of the last stage, with its own attention."""
-    return float(_last(result)["position_wise"]["trailing_loss"])
-
-
-def _last(result: Result) -> Mapping[str, Any]:
-    stages: dict[str, Any] = result["stages"]
-    return stages[list(stages)[-1]]
 
 
 def split(name: str) -> tuple[str, str]:
@@ -37,14 +23,15 @@ def split(name: str) -> tuple[str, str]:
     return attention, size
 
 
-def paired(results: Sequence[Result], value: Callable[[Result], float]) -> list[Cell]:
+def paired(
+    results: Sequence[Result], value: Callable[[Result], float], by_sequence: Callable[[Result], Losses]
+) -> list[Cell]:
     """A cell for each result, by attention, in blocks of one size and one seed; blocks of one cell say nothing."""
     cells = []
     for result in results:
         attention, size = split(result["name"])
-        cells.append(Cell(attention, f"{size}, seed {result['seed']}", value(result)))
-    counts = [cell.block for cell in cells]
-    return [cell for cell in cells if counts.count(cell.block) > 1]
+        cells.append(Cell(attention, f"{size}, seed {result['seed']}", value(result), by_sequence(result)))
+    return shared(cells)
 
 
 @dataclass(frozen=True)

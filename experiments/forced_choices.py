@@ -12,10 +12,10 @@ from benchmarks.plotting import GREY, plain
 from experiments.comparison import Cell, Verdict, compare, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import trailing_loss, validation_loss
-from experiments.mechanisms import SIZE, TOKENS, needle, shape
+from experiments.mechanisms import SIZE, TOKENS, shape
 from experiments.models import moba, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
+from experiments.readings import last_stage, needle, trailing_loss, validation_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -138,8 +138,7 @@ def _entropy(shares_X: npt.NDArray[np.float64]) -> float:
 
 
 def _probe(result: Result) -> dict[str, Any]:
-    stages: dict[str, Any] = result["stages"]
-    probe: dict[str, Any] = stages[list(stages)[-1]][PROBE]
+    probe: dict[str, Any] = last_stage(result)[PROBE]
     return probe
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from benchmarks.plotting import GREY, plain
 from experiments import published
-from experiments.comparison import Cell, Comparison, Verdict, compare
+from experiments.comparison import ABOVE, Cell, Comparison, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import COLOURS, validation_loss
+from experiments.fits import COLOURS
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
+from experiments.readings import validation_by_sequence, validation_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,9 +66,11 @@ class Granularity(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Means of the arms, and the differences that were published."""
-        rows = [["arm", "validation loss", "seeds"]]
+        rows = [["arm", "validation loss", *ABOVE, "seeds"]]
+        at_32k = _cells(results, ("blocks-", "full-32k"))
         for name, values in _values(results).items():
-            rows.append([name, f"{statistics.mean(values):.4f}", str(len(values))])
+            gap = above(at_32k, name, "full-32k")
+            rows.append([name, f"{statistics.mean(values):.4f}", *gap, str(len(values))])
         return Finding([*_sparsity_verdicts(results), *_key_verdicts(results)], rows)
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
@@ -106,13 +109,18 @@ def _values(results: Sequence[Result]) -> dict[str, list[float]]:
     return found
 
 
-def _compared(results: Sequence[Result], prefixes: tuple[str, ...]) -> Comparison | None:
-    """Arms whose names begin so, in blocks of a seed; None with fewer than two."""
-    cells = [
-        Cell(result["name"], f"seed {result['seed']}", validation_loss(result))
+def _cells(results: Sequence[Result], prefixes: tuple[str, ...]) -> list[Cell]:
+    """Arms whose names begin so, in blocks of a seed."""
+    return [
+        Cell(result["name"], f"seed {result['seed']}", validation_loss(result), validation_by_sequence(result))
         for result in results
         if result["name"].startswith(prefixes)
     ]
+
+
+def _compared(results: Sequence[Result], prefixes: tuple[str, ...]) -> Comparison | None:
+    """Arms whose names begin so; None with fewer than two."""
+    cells = _cells(results, prefixes)
     return compare(cells) if len({cell.arm for cell in cells}) > 1 else None
 
 

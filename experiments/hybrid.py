@@ -14,6 +14,7 @@ from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
+from experiments.readings import bucket_middles, loss_by_position, position_wise
 from moba_train.config.run import SpikeConfig
 from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
 
@@ -109,9 +110,8 @@ class Hybrid(Figure):
         others = [result for result in results if result["name"] != "full" and result["seed"] in full]
         for result in others:
             colour, base = _COLOURS[result["name"]], full[result["seed"]]
-            gap = _curve(result) - _curve(base)
-            places = _position_wise(result)["bucket"] * (np.arange(len(gap)) + 0.5)
-            left.plot(places, gap, "o-", ms=3, lw=1.2, color=colour)
+            gap = loss_by_position(result) - loss_by_position(base)
+            left.plot(bucket_middles(result), gap, "o-", ms=3, lw=1.2, color=colour)
             for side, first in (("before", -_around(result, "before").size), ("after", 0)):
                 gap = _smooth(_around(result, side) - _around(base, side))
                 right.plot(first + (SMOOTH - 1) / 2 + np.arange(gap.size), gap, lw=1.2, color=colour)
@@ -166,16 +166,6 @@ def armed_scores(result: Result) -> dict[str, Any]:
     }
 
 
-def _position_wise(result: Result) -> dict[str, Any]:
-    return dict(result["stages"][STAGES[-1]]["position_wise"]["position_wise"])
-
-
-def _curve(result: Result) -> npt.NDArray[np.float64]:
-    """Loss by position at the end, with the attention of the last stage."""
-    found = _position_wise(result)
-    return np.array(found["curves"][found["attention"]]["mean"])
-
-
 def _around(result: Result, side: str) -> npt.NDArray[np.float64]:
     """Training loss, nats, of each step `before` or `after` the last switch of stage."""
     return np.array(result["switches"][-1][side]["loss"])
@@ -188,15 +178,15 @@ def _smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _loss_at(bucket: int, result: Result) -> float:
-    return float(_curve(result)[bucket])
+    return float(loss_by_position(result)[bucket])
 
 
 def _buckets(results: Sequence[Result]) -> list[str]:
     """The buckets of the context, in words."""
     if not results:
         return []
-    width = _position_wise(results[0])["bucket"]
-    return [f"{width * place} to {width * (place + 1)}" for place in range(len(_curve(results[0])))]
+    width = position_wise(results[0])["bucket"]
+    return [f"{width * place} to {width * (place + 1)}" for place in range(len(loss_by_position(results[0])))]
 
 
 def _cells(results: Sequence[Result], value: Callable[[Result], float]) -> list[Cell]:

@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from benchmarks.plotting import GREY, plain
-from experiments.comparison import Cell, Comparison, Verdict, compare
+from experiments.comparison import ABOVE, Cell, Comparison, Verdict, above, compare, shared
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import trailing_loss, validation_loss
 from experiments.models import FULL, batch_tokens, learning_rate, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
+from experiments.readings import (
+    needle,
+    own_trailing_by_sequence,
+    trailing_by_sequence,
+    trailing_loss,
+    validation_loss,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -121,10 +127,14 @@ class Mechanisms(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """One row for each kind and length."""
-        rows = [["", "validation loss", "trailing loss", "needle", "tokens/s", "parameters of its own", "seeds"]]
+        losses = ["validation loss", "trailing loss", *ABOVE]
+        rows = [["", *losses, "needle", "tokens/s", "parameters of its own", "seeds"]]
         for name in dict.fromkeys(result["name"] for result in results):
             own = [result for result in results if result["name"] == name]
             losses = [f"{_mean(own, validation_loss):.4f}", f"{_mean(own, trailing_loss):.4f}"]
+            mechanism, length = _split(name)
+            same_length = [result for result in results if _split(result["name"])[1] == length]
+            losses += above(_cells(same_length), mechanism, "full")
             alone = [result["tokens_per_s"] for result in own if result["arms_per_gpu"] == 1]
             speed = f"{statistics.mean(alone):,.0f}" if alone else "–"
             added = _added_parameters(own[0], results)
@@ -212,12 +222,6 @@ def _distilled_stages(kind: str, size: str, stage: Mapping[str, Any]) -> list[di
     return [{**first, "schedule": schedule}, {**warmup, **gate}, sparse]
 
 
-def needle(result: Result) -> float:
-    """Share of needles that the last stage's model finds with its own attention."""
-    stages: dict[str, Any] = result["stages"]
-    return float(stages[list(stages)[-1]]["needle"]["needle"])
-
-
 def _split(name: str) -> tuple[str, str]:
     mechanism, _, length = name.rpartition("-")
     return mechanism, length
@@ -241,7 +245,13 @@ def _infllm_rows(full: Sequence[Result]) -> list[list[str]]:
         return []
     name = f"infllm-{_split(full[0]['name'])[1]}, weights of full"
     means = {key: statistics.mean(one[key] for one in found) for key in ("eval_loss", "trailing_loss", "needle")}
+    cells = [
+        Cell(READ_WITH_INFLLM, _block(result), read["numbers"]["trailing_loss"], own_trailing_by_sequence(data))
+        for result in full
+        if (read := result["evaluations"].get(READ_WITH_INFLLM)) and (data := read["position_wise"])
+    ]
     losses = [f"{means['eval_loss']:.4f}", f"{means['trailing_loss']:.4f}"]
+    losses += above([*_cells(full), *cells], READ_WITH_INFLLM, "full")
     return [[name, *losses, f"{means['needle']:.2f}", "–", "0", str(len(found))]]
 
 
@@ -261,10 +271,17 @@ def _verdicts(results: Sequence[Result]) -> list[Verdict]:
 
 
 def _compared(results: Sequence[Result]) -> Comparison | None:
-    cells = []
-    for result in results:
-        name, length = _split(result["name"])
-        cells.append(Cell(name, f"{length}, seed {result['seed']}", trailing_loss(result)))
-    blocks = [cell.block for cell in cells]
-    paired = [cell for cell in cells if blocks.count(cell.block) > 1]
-    return compare(paired) if paired else None
+    cells = shared(_cells(results))
+    return compare(cells) if cells else None
+
+
+def _cells(results: Sequence[Result]) -> list[Cell]:
+    """Trailing losses by mechanism."""
+    return [
+        Cell(_split(result["name"])[0], _block(result), trailing_loss(result), trailing_by_sequence(result))
+        for result in results
+    ]
+
+
+def _block(result: Result) -> str:
+    return f"{_split(result['name'])[1]}, seed {result['seed']}"

@@ -9,10 +9,11 @@ import numpy as np
 
 from benchmarks.plotting import GREY, plain
 from experiments import published
-from experiments.comparison import Verdict, compare
+from experiments.comparison import ABOVE, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import AXES, COLOURS, fit, paired, split, validation_loss
+from experiments.fits import AXES, COLOURS, fit, paired, split
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
+from experiments.readings import Losses, validation_by_sequence, validation_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,23 +59,29 @@ class ScalingFigure(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Means by size, fits over both computes, and what follows."""
-        rows: list[list[str]] = [["", "full", "MoBA"]]
+        rows: list[list[str]] = [["", "full", "MoBA", *ABOVE]]
         small_first = sorted(results, key=lambda result: result["compute"]["6ND"])
         for size in dict.fromkeys(split(result["name"])[1] for result in small_first):
             cells = [_mean_text(results, f"{attention}-{size}", self.loss) for attention in ("full", "moba")]
-            rows.append([f"{self.loss_name}, {size}", *cells])
+            own = [result for result in results if split(result["name"])[1] == size]
+            gap = above(paired(own, self.loss, self.by_sequence), "moba", "full")
+            rows.append([f"{self.loss_name}, {size}", *cells, *gap])
         numbers = {}
         for axis in AXES:
             if (fits := fit(results, self.loss, axis)) is not None:
-                rows += [[name, a, b] for name, a, b in fits.rows()]
+                rows += [[name, a, b, "", ""] for name, a, b in fits.rows()]
                 numbers[axis] = fits.to_json()
         if numbers:
-            rows.insert(len(rows) - 2 * len(numbers), ["**L = a C^b**, PFLOP/s-days", "**a**", "**b**"])
+            rows.insert(len(rows) - 2 * len(numbers), ["**L = a C^b**, PFLOP/s-days", "**a**", "**b**", "", ""])
         return Finding(self.verdicts(results), rows, numbers)
 
     @abstractmethod
     def loss(self, result: Result) -> float:
         """The loss that the figure is about."""
+
+    @abstractmethod
+    def by_sequence(self, result: Result) -> Losses:
+        """That loss of each sequence."""
 
     @abstractmethod
     def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
@@ -187,10 +194,14 @@ class Scaling(ScalingFigure):
         """Validation loss."""
         return validation_loss(result)
 
+    def by_sequence(self, result: Result) -> Losses:
+        """Validation loss of each sequence."""
+        return validation_by_sequence(result)
+
     def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
         """The gap over all sizes, and the slopes."""
         found = []
-        if cells := paired(results, validation_loss):
+        if cells := paired(results, validation_loss, validation_by_sequence):
             gap = compare(cells).difference("moba", "full")
             found.append(Verdict("MoBA's validation loss is within 0.01 of full attention's", gap, -0.01, 0.01))
         if (fits := fit(results, validation_loss, "6ND")) is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.plotting import GREY, plain
 from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.figure import Result
-from experiments.fits import validation_loss
+from experiments.readings import Losses, validation_by_sequence, validation_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,13 +67,20 @@ def as_attention(result: Result, attention: str) -> float:
     return float(result["evaluations"][AS_MOBA]["validation_loss"][attention])
 
 
+def as_moba_by_sequence(result: Result) -> Losses:
+    """`as_attention` with MoBA of each sequence."""
+    found: Losses = result["evaluations"][AS_MOBA]["validation_loss"].get("by_sequence", {}).get("moba", [])
+    return found
+
+
 def verdicts(tuned: Sequence[Result]) -> Iterator[Verdict]:
     """The claims, as far as there are arms for them."""
     start = list({(cell.arm, cell.block): cell for cell in _cells(tuned, first_loss, _layers)}.values())
     if {"none", "all"} <= _arms(start):  # once for each seed, as all masks begin alike
         claim = "Before the first step MoBA and full attention have the same loss, within 0.05"
         yield Verdict(claim, compare(start).difference("none", "all"), -0.05, 0.05)
-    after, back = _cells(tuned, validation_loss), _cells(tuned, lambda result: as_attention(result, "moba"))
+    after = _cells(tuned, validation_loss, by_sequence=validation_by_sequence)
+    back = _cells(tuned, lambda result: as_attention(result, "moba"), by_sequence=as_moba_by_sequence)
     shares = sorted({_share(result) for result in tuned}, key=float)
     if not shares:
         return
@@ -98,8 +105,9 @@ def _cells(
     tuned: Sequence[Result],
     value: Callable[[Result], float],
     arm: Callable[[Result], str] = lambda result: result["name"],
+    by_sequence: Callable[[Result], Losses] = lambda result: (),
 ) -> list[Cell]:
-    return shared([Cell(arm(result), f"seed {result['seed']}", value(result)) for result in tuned])
+    return shared([Cell(arm(result), f"seed {result['seed']}", value(result), by_sequence(result)) for result in tuned])
 
 
 def _arms(cells: Sequence[Cell]) -> set[str]:

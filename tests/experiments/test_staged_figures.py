@@ -127,7 +127,7 @@ def test_beginning_short_has_the_tokens_or_the_flops_of_beginning_long(run: Run)
 def test_variants_of_a_base_are_evaluated_as_they_are_and_as_moba_and_as_full(run: Run) -> None:
     figure = ThirdCliff()
     base, tuned = run(figure, ["base", "none-1"])
-    assert set(base["evaluations"]["recall"]["validation_loss"]) == {"moba", "full"}
+    assert set(base["evaluations"]["recall"]["validation_loss"]) == {"moba", "full", "by_sequence"}
     entry = tuned["stages"]["sft"]["gradient_reach"]["gradient_reach_layers"]
     assert [len(layers) for layers in entry["layers"].values()] == [2]
     own = tuned["stages"]["sft"]["validation_loss"]["eval_loss"]
