@@ -23,8 +23,8 @@ import torch
 from benchmarks.record import markdown
 from experiments import page
 from experiments.corpus import Corpus, open_corpus, quick_corpus
-from experiments.estimate import modelled_seconds, size_of
-from experiments.figure import Arm, Figure
+from experiments.estimate import Estimates, modelled_seconds, size_of
+from experiments.figure import Arm, Figure, Result
 from experiments.multi_process import multi_process_service
 from experiments.registry import FIGURES
 from experiments.results import read_results
@@ -100,7 +100,8 @@ def _trained(figure: Figure) -> Figure:
 
 def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
     deadline = time.monotonic() + given.seconds
-    works = {trained.name: _work(trained, given) for trained in dict.fromkeys(map(_trained, figures))}
+    estimates = Estimates(_finished(figures, given))
+    works = {trained.name: _work(trained, given, estimates) for trained in dict.fromkeys(map(_trained, figures))}
     owners = {id(arm): work for work in works.values() for arm in work.needed}
     arms = [arm for work in works.values() for arm in work.needed]
     if given.longest_first:
@@ -121,11 +122,17 @@ def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
     return 1 if outcome.failed else 0
 
 
-def _work(figure: Figure, given: argparse.Namespace) -> Work:
+def _finished(figures: Sequence[Figure], given: argparse.Namespace) -> list[Result]:
+    """The arms whose times are known: of the files that this call adds to, and of all that the repository has."""
+    files = {_output(figure, given) for figure in figures} | {page.result_file(figure) for figure in FIGURES.values()}
+    return [result for file in sorted(files) for result in read_results(file)]
+
+
+def _work(figure: Figure, given: argparse.Namespace, estimates: Estimates) -> Work:
     runs = given.runs / (f"{figure.name}-quick" if given.quick else figure.name)
     seeds = given.seeds if given.seeds is not None else range(1 if given.quick else figure.seeds)
     corpus = _corpus(figure, given, runs)
-    work = Work.of(figure, corpus, runs, _output(figure, given), given.quick, seeds, given.arms)
+    work = Work.of(figure, corpus, runs, _output(figure, given), given.quick, seeds, given.arms, estimates)
     print(f"{figure.title}: {work.held} arms held, {len(work.needed)} to run", flush=True)
     return work
 

@@ -17,6 +17,7 @@ from benchmarks.record import provenance
 from benchmarks.trainer_run import trainer_command
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Result
+from experiments.multi_process import service_runs
 from moba_train.config.run import SpikeConfig
 from moba_train.foreign_files import ROOTS
 from moba_train.health.spike import RECOVERY_STEPS
@@ -105,7 +106,8 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
         evaluated[name] = _kept(json.loads((output / "evaluation.json").read_text()))
     found = arm_result(arm, folder, evaluated, roots)
     seconds = round(time.monotonic() - began, 1)
-    return found | {"gpus": len(devices), "arms_per_gpu": sharing, "seconds": seconds}
+    how = {"gpus": len(devices), "arms_per_gpu": sharing, "multi_process_service": bool(devices) and service_runs()}
+    return found | how | {"seconds": seconds}
 
 
 def _visible(devices: Sequence[int]) -> str:
