@@ -29,12 +29,13 @@ from experiments.multi_process import multi_process_service
 from experiments.registry import FIGURES
 from experiments.results import read_results
 from experiments.schedule import Outcome, gpus_for, run_arms
+from experiments.stop import is_asked, stoppable
 from experiments.work import Work
 from moba_train.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, draw or list figures. Returns the exit code: 1 where an arm failed."""
+    """Run, draw or list figures. Returns the exit code: 1 where an arm failed or the call was asked to end."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.names if name not in FIGURES]:
@@ -106,7 +107,7 @@ def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
     arms = [arm for work in works.values() for arm in work.needed]
     if given.longest_first:
         arms.sort(key=lambda arm: -owners[id(arm)].chain_seconds(arm, min(given.gpus, 1)))
-    with multi_process_service() if given.gpus and given.arms_per_gpu > 1 else nullcontext():
+    with stoppable(), multi_process_service() if given.gpus and given.arms_per_gpu > 1 else nullcontext():
         outcome = run_arms(
             arms,
             given.gpus,
@@ -117,9 +118,10 @@ def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
             arms_per_gpu=given.arms_per_gpu,
             label=lambda arm: owners[id(arm)].label(arm),
         )
+        stopped = is_asked()
     for figure in figures:
         _report(figure, works[_trained(figure).name], given, outcome)
-    return 1 if outcome.failed else 0
+    return 1 if outcome.failed or stopped else 0
 
 
 def _finished(figures: Sequence[Figure], given: argparse.Namespace) -> list[Result]:
@@ -153,14 +155,32 @@ def _report(figure: Figure, work: Work, given: argparse.Namespace, outcome: Outc
     own = set(map(id, work.needed))
     for arm, error in outcome.failed:
         if id(arm) in own:
-            print(f"failed: {arm.key}: {str(error).splitlines()[0]}")
+            print(
+                f"failed: {work.label(arm)}: {str(error).splitlines()[0]}; the same command runs it again, and "
+                f"--arms '{arm.key}' it alone"
+            )
     for arm in outcome.left:
         if id(arm) not in own:
             continue
-        never = gpus_for(arm, given.gpus, given.seconds, work.seconds) is None
-        why = f"it would not end within --seconds {given.seconds:.0f}" if never else "the same command goes on with it"
-        print(f"not begun: {arm.key}, about {work.seconds(arm, min(given.gpus, 1), 1):.0f} s on one device; {why}")
+        alone = work.seconds(arm, min(given.gpus, 1), 1)
+        print(
+            f"not finished: {work.label(arm)}, about {alone:.0f} s alone on one device; {_what_to_do(arm, work, given)}"
+        )
     print(f"{len(results)} arms in {_shown(work.output)}")
+
+
+def _what_to_do(arm: Arm, work: Work, given: argparse.Namespace) -> str:
+    """What an arm that is not finished needs."""
+    sharing = given.arms_per_gpu
+    if (
+        gpus_for(arm, given.gpus if sharing == 1 else min(given.gpus, 1), given.seconds, work.seconds, sharing)
+        is not None
+    ):
+        return "the same command goes on with it"
+    too_long = f"it would not end within --seconds {given.seconds:.0f}"
+    if sharing == 1 or gpus_for(arm, given.gpus, given.seconds, work.seconds) is None:
+        return too_long
+    return f"{too_long} while {sharing} share a GPU, but with --arms-per-gpu 1"
 
 
 def _shown(path: Path) -> str:

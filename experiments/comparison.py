@@ -10,7 +10,7 @@ of these trained models is measured, and nothing about other seeds.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -98,15 +98,29 @@ class Comparison:
 
     arms: tuple[str, ...]
     cells: Sequence[Cell]
-    shares: npt.NDArray[np.float64]
-    """[arms, cells]: what each cell adds to the mean of each arm."""
+    design: npt.NDArray[np.float64]
+    """[cells, arms + blocks]: 1 for the arm and the block of each cell."""
     variance: float
     """Variance of one value within its block; NaN where no degree of freedom is left."""
     freedom: int
 
-    def contrast(self, weights: dict[str, float]) -> Estimate:
-        """The sum of arms' means times `weights`, which add up to 0."""
-        shares = np.array([weights.get(arm, 0.0) for arm in self.arms]) @ self.shares
+    def judge(self, claim: str, weights: Mapping[str, float], low: float, high: float) -> list[Verdict]:
+        """The verdict on the claim that `contrast` lies in [`low`, `high`]; none where arms are missing, or have no
+        blocks in common, directly or through others."""
+        return [Verdict(claim, self.contrast(weights), low, high)] if self.knows(weights) else []
+
+    def knows(self, weights: Mapping[str, float]) -> bool:
+        """Whether the cells say anything of `contrast`: arms that were trained with other seeds alone do not."""
+        if not weights.keys() <= set(self.arms):
+            return False
+        row = self._row(weights)
+        return bool(np.allclose(row @ self._inverse @ self.design, row, atol=1e-9))
+
+    def contrast(self, weights: Mapping[str, float]) -> Estimate:
+        """The sum of arms' means times `weights`, which add up to 0. Raises ValueError where nothing is known of it."""
+        if not self.knows(weights):
+            raise ValueError(f"the arms {', '.join(weights)} have no common blocks to be compared in")
+        shares = self._row(weights) @ self._inverse
         value = float(shares @ [cell.value for cell in self.cells])
         if self.freedom == 0:
             return Estimate(value, -np.inf, np.inf, np.inf, self._evaluation(shares))
@@ -125,31 +139,34 @@ class Comparison:
         found = np.asarray(summed)[np.isfinite(summed)]
         return mean_of(found.tolist()).half if len(found) > 1 else None
 
+    def _row(self, weights: Mapping[str, float]) -> npt.NDArray[np.float64]:
+        """The weights of arms and blocks."""
+        row = np.zeros(self.design.shape[1])
+        row[: len(self.arms)] = [weights.get(arm, 0.0) for arm in self.arms]
+        return row
+
+    @functools.cached_property
+    def _inverse(self) -> npt.NDArray[np.float64]:
+        """[arms + blocks, cells]: what each cell adds to each of them."""
+        return np.asarray(np.linalg.pinv(self.design), dtype=np.float64)
+
     def difference(self, arm: str, reference: str) -> Estimate:
-        """How far `arm` is above `reference`."""
+        """How far `arm` is above `reference`. Raises ValueError where nothing is known of it."""
         return self.contrast({arm: 1.0, reference: -1.0})
 
 
 def compare(cells: Sequence[Cell]) -> Comparison:
-    """Least squares of value = arm + block. Arms need not have all blocks, but blocks must link them.
-
-    Raises ValueError where arms have no block in common, directly or through others.
-    """
+    """Least squares of value = arm + block. Arms need not have all blocks; those that blocks link can be compared."""
     arms = tuple(dict.fromkeys(cell.arm for cell in cells))
     blocks = tuple(dict.fromkeys(cell.block for cell in cells))
     design = np.zeros((len(cells), len(arms) + len(blocks)))
     for row, cell in zip(design, cells, strict=True):
         row[arms.index(cell.arm)] = 1
         row[len(arms) + blocks.index(cell.block)] = 1
-    rank = int(np.linalg.matrix_rank(design))
-    if rank < len(arms) + len(blocks) - 1:
-        raise ValueError(f"the arms {', '.join(arms)} have no common blocks to be compared in: {', '.join(blocks)}")
-    inverse: npt.NDArray[np.float64] = np.linalg.pinv(design).astype(np.float64)
     values = np.array([cell.value for cell in cells])
-    found: npt.NDArray[np.float64] = inverse @ values
-    freedom = len(cells) - rank
-    squares = float(((values - design @ found) ** 2).sum())
-    return Comparison(arms, cells, inverse[: len(arms)], squares / freedom if freedom else np.nan, freedom)
+    freedom = len(cells) - int(np.linalg.matrix_rank(design)) if cells else 0
+    squares = float(((values - design @ np.linalg.pinv(design) @ values) ** 2).sum())
+    return Comparison(arms, cells, design, squares / freedom if freedom else np.nan, freedom)
 
 
 def shared(cells: Sequence[Cell]) -> list[Cell]:
@@ -165,10 +182,10 @@ ABOVE = ["above full", "± evaluation"]
 def above(cells: Sequence[Cell], arm: str, reference: str) -> list[str]:
     """Two cells of a table: how far `arm` is above `reference`, mean over the blocks that have both, and with one block
     the error of evaluation alone; a dash for what is not known, and where the arm is the reference."""
-    both = shared([cell for cell in cells if cell.arm in (arm, reference)])
-    if not both or arm == reference:
+    both = compare([cell for cell in cells if cell.arm in (arm, reference)])
+    if arm == reference or not both.knows({arm: 1.0, reference: -1.0}):
         return ["–", "–"]
-    found = compare(both).difference(arm, reference)
+    found = both.difference(arm, reference)
     return [f"{found.value:+.4f}", found.evaluation_text]
 
 

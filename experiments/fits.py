@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from experiments.comparison import CONFIDENCE, POWER, Cell, Estimate, shared, t_quantile
+from experiments.comparison import CONFIDENCE, POWER, Cell, Estimate, t_quantile
 from experiments.figure import Result
 from experiments.readings import Losses
 from moba_train.report.scaling_fit import FEWEST_RUNS, ScalingFit, fit_power_law, percentile_interval
@@ -26,12 +26,12 @@ def split(name: str) -> tuple[str, str]:
 def paired(
     results: Sequence[Result], value: Callable[[Result], float], by_sequence: Callable[[Result], Losses]
 ) -> list[Cell]:
-    """A cell for each result, by attention, in blocks of one size and one seed; blocks of one cell say nothing."""
+    """A cell for each result, by attention, in blocks of one size and one seed."""
     cells = []
     for result in results:
         attention, size = split(result["name"])
         cells.append(Cell(attention, f"{size}, seed {result['seed']}", value(result), by_sequence(result)))
-    return shared(cells)
+    return cells
 
 
 @dataclass(frozen=True)

@@ -153,13 +153,11 @@ def _shares(layer: dict[str, Any]) -> npt.NDArray[np.float64]:
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
     found = []
-    arms = dict.fromkeys(result["name"] for result in results)
-    if "free" in arms and len(arms) > 1:
-        comparison = compare([Cell(one["name"], f"seed {one['seed']}", trailing_loss(one)) for one in results])
-        for name in arms:
-            if name != "free":
-                gap = comparison.difference(name, "free")
-                found.append(Verdict(f"`{name}` changes the trailing loss by less than 0.005", gap, -0.005, 0.005))
+    comparison = compare([Cell(one["name"], f"seed {one['seed']}", trailing_loss(one)) for one in results])
+    for name in comparison.arms:
+        if name != "free":
+            claim = f"`{name}` changes the trailing loss by less than 0.005"
+            found += comparison.judge(claim, {name: 1.0, "free": -1.0}, -0.005, 0.005)
     # Layers of one model are not independent, so a seed counts once.
     bits = [statistics.mean(tastes(result)) for result in results if result["name"] == "free"]
     if len(bits) > 1:

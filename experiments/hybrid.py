@@ -77,21 +77,19 @@ class Hybrid(Figure):
         verdicts = []
         for place, edges in enumerate(_buckets(results)):
             cells = _cells(results, functools.partial(_loss_at, place))
-            arms = {cell.arm for cell in cells}
-            if "full" not in arms:
-                break
             found = compare(cells)
-            others = {name: found.difference(name, "full") for name in OTHERS if name in arms}
+            if "full" not in found.arms:
+                break
+            others = {name: found.difference(name, "full") for name in OTHERS if name in found.arms}
             full = statistics.mean(cell.value for cell in cells if cell.arm == "full")
             rows.append([edges, f"{full:.4f}", *(str(others.get(name, "–")) for name in OTHERS)])
         if len(rows) > 1:
             for name, estimate in others.items():
                 claim = f"In the last tokens, the loss of {OTHERS[name]} is within {CLOSE} of full attention's"
                 verdicts.append(Verdict(claim, estimate, -CLOSE, CLOSE))
-        steps = _cells(results, lambda result: float(result["boundaries"][-1]["loss_step"]))
-        if {"hybrid", "full"} <= {cell.arm for cell in steps}:
-            claim = f"The switch raises the training loss by less than {CLOSE} (mean of 10 steps, against no switch)"
-            verdicts.append(Verdict(claim, compare(steps).difference("hybrid", "full"), -math.inf, CLOSE))
+        steps = compare(_cells(results, lambda result: float(result["boundaries"][-1]["loss_step"])))
+        claim = f"The switch raises the training loss by less than {CLOSE} (mean of 10 steps, against no switch)"
+        verdicts += steps.judge(claim, {"hybrid": 1.0, "full": -1.0}, -math.inf, CLOSE)
         scores = {f"{result['name']}, seed {result['seed']}": armed_scores(result) for result in results}
         rows.append(
             [

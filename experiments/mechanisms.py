@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from benchmarks.plotting import GREY, plain
-from experiments.comparison import ABOVE, Cell, Comparison, Verdict, above, compare, shared
+from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, learning_rate, recipe
@@ -258,21 +258,13 @@ def _infllm_rows(full: Sequence[Result]) -> list[list[str]]:
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
     """Kinds are compared in blocks of one length and seed, so that two lengths are a spread where there is one seed."""
     found = []
-    comparison = _compared(results)
-    arms = comparison.arms if comparison else ()
-    for name in arms:
-        if comparison and name != "full" and "full" in arms:
+    comparison = compare(_cells(results))
+    for name in comparison.arms:
+        if name != "full":
             claim = f"`{name}` is within 0.01 of full attention's trailing loss"
-            found.append(Verdict(claim, comparison.difference(name, "full"), -0.01, 0.01))
-    if comparison and {"moba-128", "moba-128-conv"} <= set(arms):
-        better = comparison.difference("moba-128-conv", "moba-128")
-        found.append(Verdict("`key_conv: 3` improves MoBA's trailing loss", better, -math.inf, 0.0))
-    return found
-
-
-def _compared(results: Sequence[Result]) -> Comparison | None:
-    cells = shared(_cells(results))
-    return compare(cells) if cells else None
+            found += comparison.judge(claim, {name: 1.0, "full": -1.0}, -0.01, 0.01)
+    claim = "`key_conv: 3` improves MoBA's trailing loss"
+    return found + comparison.judge(claim, {"moba-128-conv": 1.0, "moba-128": -1.0}, -math.inf, 0.0)
 
 
 def _cells(results: Sequence[Result]) -> list[Cell]:

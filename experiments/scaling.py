@@ -200,10 +200,9 @@ class Scaling(ScalingFigure):
 
     def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
         """The gap over all sizes, and the slopes."""
-        found = []
-        if cells := paired(results, validation_loss, validation_by_sequence):
-            gap = compare(cells).difference("moba", "full")
-            found.append(Verdict("MoBA's validation loss is within 0.01 of full attention's", gap, -0.01, 0.01))
+        comparison = compare(paired(results, validation_loss, validation_by_sequence))
+        claim = "MoBA's validation loss is within 0.01 of full attention's"
+        found = comparison.judge(claim, {"moba": 1.0, "full": -1.0}, -0.01, 0.01)
         if (fits := fit(results, validation_loss, "6ND")) is not None:
             claim = "The exponents of both fits over 6ND are within 0.005 of each other"
             found.append(Verdict(claim, fits.slopes(), -0.005, 0.005))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import moba_train.attention.registry  # noqa: F401  # attention kinds, which the recipe names
 from benchmarks.plotting import GREY, titled
-from experiments.comparison import ABOVE, Cell, Verdict, above, compare, shared
+from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.estimate import config_of
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS
@@ -85,15 +85,14 @@ class ShortFirst(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """What beginning short gains or costs in the trailing loss, at equal tokens and at equal FLOPs."""
-        cells = _cells(results)
-        verdicts = []
+        comparison = compare(_cells(results))
+        verdicts: list[Verdict] = []
         for length, reference in product(MINIATURES, ("moba", "full")):
             for more, words in (("", "equal tokens"), (EQUAL_FLOPS, "equal FLOPs")):
                 short, other = length + SHORT + more, length + reference + (more if reference != "full" else "")
-                if {short, other} <= {cell.arm for cell in cells}:
-                    at = f"At {length or '32k-'}{words}".replace("k-", "K and ")
-                    claim = f"{at}, the trailing loss of {WORDS[SHORT]} is not above that of {WORDS[reference]}"
-                    verdicts.append(Verdict(claim, compare(cells).difference(short, other), -math.inf, 0.0))
+                at = f"At {length or '32k-'}{words}".replace("k-", "K and ")
+                claim = f"{at}, the trailing loss of {WORDS[SHORT]} is not above that of {WORDS[reference]}"
+                verdicts += comparison.judge(claim, {short: 1.0, other: -1.0}, -math.inf, 0.0)
         return Finding(verdicts, _rows(results))
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
@@ -167,12 +166,10 @@ def flops_per_token(made: dict[str, Any]) -> float:
 
 
 def _cells(results: Sequence[Result]) -> list[Cell]:
-    return shared(
-        [
-            Cell(result["name"], f"seed {result['seed']}", trailing_loss(result), trailing_by_sequence(result))
-            for result in results
-        ]
-    )
+    return [
+        Cell(result["name"], f"seed {result['seed']}", trailing_loss(result), trailing_by_sequence(result))
+        for result in results
+    ]
 
 
 def _rows(results: Sequence[Result]) -> list[list[str]]:

@@ -78,18 +78,15 @@ class Trailing(ScalingFigure):
 
     def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
         """The gap's sign and its trend; the sign on synthetic recall, too."""
-        found = []
-        if cells := paired(results, trailing_loss, trailing_by_sequence):
-            gap = compare(cells).difference("moba", "full")
-            found.append(Verdict("MoBA's trailing loss is above full attention's", gap, 0.0, math.inf))
+        gap = {"moba": 1.0, "full": -1.0}
+        comparison = compare(paired(results, trailing_loss, trailing_by_sequence))
+        found = comparison.judge("MoBA's trailing loss is above full attention's", gap, 0.0, math.inf)
         if (slope := trend(results, trailing_loss)) is not None:
             found.append(Verdict("The gap shrinks with compute (slope for each factor of 10)", slope, -math.inf, 0.0))
         recalled = [result for result in results if RECALL in result["evaluations"]]
-        if cells := paired(recalled, recall_loss, recall_by_sequence):
-            gap = compare(cells).difference("moba", "full")
-            claim = "On synthetic recall, too, MoBA's trailing loss is above full attention's"
-            found.append(Verdict(claim, gap, 0.0, math.inf))
-        return found
+        comparison = compare(paired(recalled, recall_loss, recall_by_sequence))
+        claim = "On synthetic recall, too, MoBA's trailing loss is above full attention's"
+        return found + comparison.judge(claim, gap, 0.0, math.inf)
 
 
 def recall_loss(result: Result) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.plotting import GREY, plain
-from experiments.comparison import ABOVE, Cell, Comparison, Verdict, above, compare, shared
+from experiments.comparison import ABOVE, Cell, Comparison, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result, key_of
 from experiments.models import FULL, batch_tokens, learning_rate, moba, recipe
 from experiments.readings import Losses, validation_by_sequence, validation_loss
@@ -199,9 +199,9 @@ def _above_full(best: Result, full: Sequence[Result]) -> list[str]:
 
 def _compared(
     results: Sequence[Result], value: Mapping[str, float], by_sequence: Callable[[Result], Losses] = lambda result: ()
-) -> Comparison | None:
-    """Versions in blocks of one size, rate and seed; None with fewer than two."""
-    cells = shared(
+) -> Comparison:
+    """Versions in blocks of one size, rate and seed."""
+    return compare(
         [
             Cell(
                 _kind(result),
@@ -213,7 +213,6 @@ def _compared(
             if key_of(result) in value
         ]
     )
-    return compare(cells) if len({cell.arm for cell in cells}) > 1 else None
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
@@ -237,9 +236,9 @@ def _verdicts(results: Sequence[Result]) -> list[Verdict]:
         ),
     ]
     return [
-        Verdict(claim, comparison.difference(arm, reference), low, high)
+        verdict
         for claim, comparison, arm, reference, low, high in wanted
-        if comparison is not None and {arm, reference} <= set(comparison.arms)
+        for verdict in comparison.judge(claim, {arm: 1.0, reference: -1.0}, low, high)
     ]
 
 

@@ -58,8 +58,8 @@ class Work:
             self._check_parent(_parent(arm, self.arms))
         parents = {f"{one.parent}-seed{one.seed}" for one in self.arms if one.parent}
         result = run_arm(arm, self.corpus, self.runs, devices, arm.key in parents, sharing)
-        _finished_mark(self.runs, arm).touch()
         add_result(self.output, _settings(self.figure, self.corpus, self.quick), result)
+        _finished_mark(self.runs, arm).touch()  # last: arms that need its weights also need its result
         self.estimates.add(result)
         print(
             f"{self.label(arm)}: ended after {result['seconds']:.0f} s, {result['tokens_per_s']:,} tokens/s", flush=True

@@ -51,8 +51,22 @@ def test_one_seed_says_nothing_and_strangers_are_refused() -> None:
     assert (found.low, found.high, found.visible) == (-math.inf, math.inf, math.inf)
     assert Verdict("MoBA is worse", found, 0.0, math.inf).word == "cannot be told"
     assert "no spread known" in str(Verdict("MoBA is worse", found, 0.0, math.inf))
+    strangers = compare([Cell("full", "a", 1.0), Cell("moba", "b", 2.0)])
     with pytest.raises(ValueError, match="no common blocks"):
-        compare([Cell("full", "a", 1.0), Cell("moba", "b", 2.0)])
+        strangers.difference("moba", "full")
+    assert strangers.judge("MoBA is worse", {"moba": 1.0, "full": -1.0}, 0.0, math.inf) == []
+    assert one.judge("other is worse", {"other": 1.0, "full": -1.0}, 0.0, math.inf) == []
+    assert compare([]).judge("MoBA is worse", {"moba": 1.0, "full": -1.0}, 0.0, math.inf) == []
+
+
+def test_arms_are_compared_through_others_and_strangers_do_not_disturb() -> None:
+    chain = [Cell("a", "1", 1.0), Cell("b", "1", 1.5), Cell("b", "2", 2.5), Cell("c", "2", 2.7)]
+    strangers = [Cell("d", "3", 9.0), Cell("e", "3", 8.0), Cell("b", "4", 7.0)]
+    found = compare([*chain, *strangers])
+    assert found.difference("c", "a").value == pytest.approx(0.7)
+    assert found.difference("e", "d").value == pytest.approx(-1.0)
+    assert found.freedom == compare(chain).freedom == 0
+    assert not found.knows({"d": 1.0, "a": -1.0})
 
 
 def test_one_seed_has_the_error_of_evaluation_over_the_pairs_of_sequences() -> None:

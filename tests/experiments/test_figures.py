@@ -207,6 +207,24 @@ def test_trailing_and_what_is_drawn_from_its_arms(tmp_path: Path) -> None:
     assert "science-position.svg" not in alone, "one arm has nothing to be compared with"
 
 
+@pytest.mark.parametrize("figure", TRAINED, ids=lambda figure: figure.name)
+def test_whatever_arms_a_call_has_finished_can_be_shown(figure: Figure) -> None:
+    """Two seeds of which each lacks some arms: a call ends at any of them."""
+    like = {result["name"]: result for result in page.read_results(page.result_file(figure))}
+    if not like:  # no result yet: numbers of another figure's arm, under the names of this one's
+        (some,) = (
+            arm for arm in page.read_results(page.result_file(FIGURES["mechanisms"])) if arm["name"] == "moba-8k"
+        )
+        like = {arm.name: some | {"parent": arm.parent, "evaluations": {}} for arm in figure.arms(0, quick=False)}
+    known = [result | {"name": name, "seed": seed} for name, result in like.items() for seed in (0, 1)]
+    rng = np.random.default_rng(0)
+    shown = [one for one in FIGURES.values() if figure.name in (one.name, one.source)]
+    for count in (1, 2, 2, 2, 2, 3, 3, 3, 4, 5, len(known) // 2, len(known) - 1):
+        finished = [known[index] for index in sorted(rng.choice(len(known), min(count, len(known)), replace=False))]
+        for one in shown:
+            page.summary_lines(one, finished)
+
+
 def test_finer_blocks_and_convolutions_are_judged_from_their_arms() -> None:
     losses = {"full-32k": 2.0, "blocks-8": 2.03, "blocks-128": 2.001, "keys-512-conv-0": 2.1, "keys-128-conv-0": 2.08}
     losses |= {"keys-512-conv-3": 2.09, "keys-128-conv-3": 2.07}
