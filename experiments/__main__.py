@@ -134,7 +134,7 @@ def _work(figure: Figure, given: argparse.Namespace, estimates: Estimates) -> Wo
     runs = given.runs / (f"{figure.name}-quick" if given.quick else figure.name)
     seeds = given.seeds if given.seeds is not None else range(1 if given.quick else figure.seeds)
     corpus = _corpus(figure, given, runs)
-    work = Work.of(figure, corpus, runs, _output(figure, given), given.quick, seeds, given.arms, estimates)
+    work = Work.from_figure(figure, corpus, runs, _output(figure, given), given.quick, seeds, given.arms, estimates)
     print(f"{figure.title}: {work.held} arms held, {len(work.needed)} to run", flush=True)
     return work
 
@@ -152,35 +152,28 @@ def _report(figure: Figure, work: Work, given: argparse.Namespace, outcome: Outc
     results = read_results(work.output)
     if results:
         print("\n".join(page.summary_lines(figure, results)))
-    own = set(map(id, work.needed))
+    own = set(map(id, work.needed))  # arms of two figures may be equal
     for arm, error in outcome.failed:
         if id(arm) in own:
-            print(
-                f"failed: {work.label(arm)}: {str(error).splitlines()[0]}; the same command runs it again, and "
-                f"--arms '{arm.key}' it alone"
-            )
+            why = str(error).splitlines()[0]
+            print(f"failed: {work.label(arm)}: {why}; the same command runs it again, --arms '{arm.key}' it alone")
     for arm in outcome.left:
-        if id(arm) not in own:
-            continue
-        alone = work.seconds(arm, min(given.gpus, 1), 1)
-        print(
-            f"not finished: {work.label(arm)}, about {alone:.0f} s alone on one device; {_what_to_do(arm, work, given)}"
-        )
+        if id(arm) in own:
+            alone = f"about {work.seconds(arm, min(given.gpus, 1), 1):.0f} s alone on one device"
+            print(f"not finished: {work.label(arm)}, {alone}; {_what_to_do(arm, work, given)}")
     print(f"{len(results)} arms in {_shown(work.output)}")
 
 
 def _what_to_do(arm: Arm, work: Work, given: argparse.Namespace) -> str:
     """What an arm that is not finished needs."""
     sharing = given.arms_per_gpu
-    if (
-        gpus_for(arm, given.gpus if sharing == 1 else min(given.gpus, 1), given.seconds, work.seconds, sharing)
-        is not None
-    ):
+    gpus = given.gpus if sharing == 1 else min(given.gpus, 1)
+    if gpus_for(arm, gpus, given.seconds, work.seconds, sharing) is not None:
         return "the same command goes on with it"
     too_long = f"it would not end within --seconds {given.seconds:.0f}"
-    if sharing == 1 or gpus_for(arm, given.gpus, given.seconds, work.seconds) is None:
-        return too_long
-    return f"{too_long} while {sharing} share a GPU, but with --arms-per-gpu 1"
+    if sharing > 1 and gpus_for(arm, given.gpus, given.seconds, work.seconds) is not None:
+        return f"{too_long} while {sharing} share a GPU, but with --arms-per-gpu 1"
+    return too_long
 
 
 def _shown(path: Path) -> str:
@@ -210,7 +203,7 @@ def _headline(figure: Figure) -> str:
     if figure.source:
         return f"{figure.name:<14}{figure.title} (the arms of {figure.source})"
     arms = [arm for seed in range(figure.seeds) for arm in figure.arms(seed, quick=False)]
-    minutes = sum(map(modelled_seconds_on_one, arms)) / 60
+    minutes = sum(map(modelled_seconds, arms)) / 60
     cost = f"{len(arms)} arms with {figure.seeds} seeds, about {minutes:.0f} GPU minutes"
     return f"{figure.name:<14}{figure.title} ({cost})"
 
@@ -220,15 +213,8 @@ def _listed(figure: Figure) -> list[str]:
     rows = [["arm", "parameters", "tokens", "minutes on one H100"]]
     for arm in _trained(figure).arms(0, quick=False):
         parameters, tokens = size_of(arm)
-        rows.append(
-            [arm.name, f"{parameters / 1e6:.1f}M", f"{tokens / 1e6:.0f}M", f"{modelled_seconds_on_one(arm) / 60:.1f}"]
-        )
+        rows.append([arm.name, f"{parameters / 1e6:.1f}M", f"{tokens / 1e6:.0f}M", f"{modelled_seconds(arm) / 60:.1f}"])
     return [_headline(figure), markdown(rows)]
-
-
-def modelled_seconds_on_one(arm: Arm) -> float:
-    """Seconds on one H100."""
-    return modelled_seconds(arm, 1)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ AXES = {"6ND": "6ND", "real": "real FLOPs"}
 """Ways to count compute: key in results, label."""
 
 
-def split(name: str) -> tuple[str, str]:
+def attention_and_size(name: str) -> tuple[str, str]:
     """Attention and size of an arm called `moba-10m`."""
     attention, _, size = name.rpartition("-")
     return attention, size
@@ -29,7 +29,7 @@ def paired(
     """A cell for each result, by attention, in blocks of one size and one seed."""
     cells = []
     for result in results:
-        attention, size = split(result["name"])
+        attention, size = attention_and_size(result["name"])
         cells.append(Cell(attention, f"{size}, seed {result['seed']}", value(result), by_sequence(result)))
     return cells
 
@@ -69,8 +69,8 @@ def fit(results: Sequence[Result], value: Callable[[Result], float], axis: str) 
     """Laws of both attentions; None where one has runs of fewer than three sizes."""
     found = {}
     for index, attention in enumerate(("full", "moba")):
-        own = [result for result in results if split(result["name"])[0] == attention]
-        if len({split(result["name"])[1] for result in own}) < FEWEST_RUNS:
+        own = [result for result in results if attention_and_size(result["name"])[0] == attention]
+        if len({attention_and_size(result["name"])[1] for result in own}) < FEWEST_RUNS:
             return None
         compute = [result["compute"][axis] for result in own]
         found[attention] = fit_power_law(compute, [value(result) for result in own], seed=index)
@@ -89,7 +89,7 @@ def trend(results: Sequence[Result], value: Callable[[Result], float]) -> Estima
     pairs of one size and seed; None with fewer than three pairs or one size."""
     by_block: dict[tuple[str, int], dict[str, Result]] = {}
     for result in results:
-        attention, size = split(result["name"])
+        attention, size = attention_and_size(result["name"])
         by_block.setdefault((size, result["seed"]), {})[attention] = result
     pairs = [pair for pair in by_block.values() if {"moba", "full"} <= pair.keys()]
     x = np.log10([pair["full"]["compute"]["6ND"] for pair in pairs])

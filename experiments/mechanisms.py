@@ -132,8 +132,8 @@ class Mechanisms(Figure):
         for name in dict.fromkeys(result["name"] for result in results):
             own = [result for result in results if result["name"] == name]
             losses = [f"{_mean(own, validation_loss):.4f}", f"{_mean(own, trailing_loss):.4f}"]
-            mechanism, length = _split(name)
-            same_length = [result for result in results if _split(result["name"])[1] == length]
+            mechanism, length = _mechanism_and_length(name)
+            same_length = [result for result in results if _mechanism_and_length(result["name"])[1] == length]
             losses += above(_cells(same_length), mechanism, "full")
             alone = [result["tokens_per_s"] for result in own if result["arms_per_gpu"] == 1]
             speed = f"{statistics.mean(alone):,.0f}" if alone else "–"
@@ -146,14 +146,14 @@ class Mechanisms(Figure):
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """Trailing loss above full attention and needles, kinds side by side."""
         left, right = canvas.subplots(1, 2, sharey=True)
-        names = list(dict.fromkeys(_split(result["name"])[0] for result in results))[::-1]
-        for index, length in enumerate(dict.fromkeys(_split(result["name"])[1] for result in results)):
+        names = list(dict.fromkeys(_mechanism_and_length(result["name"])[0] for result in results))[::-1]
+        for index, length in enumerate(dict.fromkeys(_mechanism_and_length(result["name"])[1] for result in results)):
             colour = ("#1c7ed6", "#d9480f")[index % 2]
             for axes, value in ((left, trailing_loss), (right, needle)):
                 full = [value(result) for result in results if result["name"] == f"full-{length}"]
                 base = statistics.mean(full) if full and axes is left else 0.0
                 for result in results:
-                    name, own = _split(result["name"])
+                    name, own = _mechanism_and_length(result["name"])
                     if own == length:
                         label = length if axes is right and name == names[-1] and not result["seed"] else None
                         place = names.index(name) + 0.15 * (1 - 2 * index)
@@ -222,7 +222,7 @@ def _distilled_stages(kind: str, size: str, stage: Mapping[str, Any]) -> list[di
     return [{**first, "schedule": schedule}, {**warmup, **gate}, sparse]
 
 
-def _split(name: str) -> tuple[str, str]:
+def _mechanism_and_length(name: str) -> tuple[str, str]:
     mechanism, _, length = name.rpartition("-")
     return mechanism, length
 
@@ -233,26 +233,31 @@ def _mean(results: Sequence[Result], value: Any) -> float:
 
 def _added_parameters(result: Result, results: Sequence[Result]) -> int | None:
     """Parameters beyond those of full attention; None while that arm is missing."""
-    length = _split(result["name"])[1]
+    length = _mechanism_and_length(result["name"])[1]
     full = next((other for other in results if other["name"] == f"full-{length}"), None)
     return None if full is None else int(result["parameters"] - full["parameters"])
 
 
 def _infllm_rows(full: Sequence[Result]) -> list[list[str]]:
     """What `infllm` reads with full attention's weights."""
-    found = [result["evaluations"][READ_WITH_INFLLM]["numbers"] for result in full if result["evaluations"]]
-    if not found:
+    read = [(result, result["evaluations"][READ_WITH_INFLLM]) for result in full if result["evaluations"]]
+    if not read:
         return []
-    name = f"infllm-{_split(full[0]['name'])[1]}, weights of full"
-    means = {key: statistics.mean(one[key] for one in found) for key in ("eval_loss", "trailing_loss", "needle")}
+    name = f"infllm-{_mechanism_and_length(full[0]['name'])[1]}, weights of full"
+    names = ("eval_loss", "trailing_loss", "needle")
+    means = {key: statistics.mean(found["numbers"][key] for _, found in read) for key in names}
     cells = [
-        Cell(READ_WITH_INFLLM, _block(result), read["numbers"]["trailing_loss"], own_trailing_by_sequence(data))
-        for result in full
-        if (read := result["evaluations"].get(READ_WITH_INFLLM)) and (data := read["position_wise"])
+        Cell(
+            READ_WITH_INFLLM,
+            _block(result),
+            found["numbers"]["trailing_loss"],
+            own_trailing_by_sequence(found["position_wise"]),
+        )
+        for result, found in read
     ]
     losses = [f"{means['eval_loss']:.4f}", f"{means['trailing_loss']:.4f}"]
     losses += above([*_cells(full), *cells], READ_WITH_INFLLM, "full")
-    return [[name, *losses, f"{means['needle']:.2f}", "–", "0", str(len(found))]]
+    return [[name, *losses, f"{means['needle']:.2f}", "–", "0", str(len(read))]]
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
@@ -270,10 +275,15 @@ def _verdicts(results: Sequence[Result]) -> list[Verdict]:
 def _cells(results: Sequence[Result]) -> list[Cell]:
     """Trailing losses by mechanism."""
     return [
-        Cell(_split(result["name"])[0], _block(result), trailing_loss(result), trailing_by_sequence(result))
+        Cell(
+            _mechanism_and_length(result["name"])[0],
+            _block(result),
+            trailing_loss(result),
+            trailing_by_sequence(result),
+        )
         for result in results
     ]
 
 
 def _block(result: Result) -> str:
-    return f"{_split(result['name'])[1]}, seed {result['seed']}"
+    return f"{_mechanism_and_length(result['name'])[1]}, seed {result['seed']}"

@@ -81,7 +81,10 @@ def _locate(sources: Iterable[dict[str, Any]], corpus: Corpus) -> None:
 
 def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved: bool, sharing: int = 1) -> Result:
     """Train the arm on these GPUs (none: on the CPU), evaluate it, and return its result. Whatever an earlier attempt
-    left in the arm's folder is removed. `sharing` arms have these GPUs at the same time, which times are to be read by.
+    left in the arm's folder is removed. `sharing` arms have these GPUs at the same time.
+
+    The result is that of `arm_result`, besides `seconds` and what these depend on: `gpus` of this arm, `arms_per_gpu`,
+    and whether arms shared a GPU by the `multi_process_service`.
 
     Raises RuntimeError, with the end of what they printed, when training or an evaluation fails, StoppedError when the
     call is asked to end.

@@ -11,7 +11,7 @@ from benchmarks.plotting import GREY, plain
 from experiments import published
 from experiments.comparison import ABOVE, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import AXES, COLOURS, fit, paired, split
+from experiments.fits import AXES, COLOURS, attention_and_size, fit, paired
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 from experiments.readings import Losses, validation_by_sequence, validation_loss
 
@@ -61,9 +61,9 @@ class ScalingFigure(Figure):
         """Means by size, fits over both computes, and what follows."""
         rows: list[list[str]] = [["", "full", "MoBA", *ABOVE]]
         small_first = sorted(results, key=lambda result: result["compute"]["6ND"])
-        for size in dict.fromkeys(split(result["name"])[1] for result in small_first):
+        for size in dict.fromkeys(attention_and_size(result["name"])[1] for result in small_first):
             cells = [_mean_text(results, f"{attention}-{size}", self.loss) for attention in ("full", "moba")]
-            own = [result for result in results if split(result["name"])[1] == size]
+            own = [result for result in results if attention_and_size(result["name"])[1] == size]
             gap = above(paired(own, self.loss, self.by_sequence), "moba", "full")
             rows.append([f"{self.loss_name}, {size}", *cells, *gap])
         numbers = {}
@@ -112,7 +112,7 @@ def _draw_losses(axes: "Axes", results: Sequence[Result], loss: Callable[[Result
 
     fits = fit(results, loss, axis)
     for attention in ("full", "moba"):
-        own = [result for result in results if split(result["name"])[0] == attention]
+        own = [result for result in results if attention_and_size(result["name"])[0] == attention]
         x = [result["compute"][axis] for result in own]
         axes.plot(x, [loss(result) for result in own], "o", ms=4, color=COLOURS[attention], label=attention)
         if fits is not None:
@@ -135,7 +135,7 @@ def _draw_gaps(
     by_name = {(result["name"], result["seed"]): result for result in results}
     points = []
     for (name, seed), result in by_name.items():
-        attention, size = split(name)
+        attention, size = attention_and_size(name)
         full = by_name.get((f"full-{size}", seed))
         if attention == "moba" and full is not None:
             points.append((result["compute"]["6ND"], 100 * (loss(result) / loss(full) - 1)))

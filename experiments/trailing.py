@@ -10,7 +10,7 @@ from benchmarks.plotting import GREY, titled
 from experiments import published
 from experiments.comparison import Cell, Verdict, above, compare
 from experiments.figure import Figure, Finding, Result
-from experiments.fits import COLOURS, paired, split, trend
+from experiments.fits import COLOURS, attention_and_size, paired, trend
 from experiments.models import parameters
 from experiments.readings import (
     Losses,
@@ -171,7 +171,7 @@ def largest_pairs(results: Sequence[Result]) -> list[dict[str, Result]]:
     """MoBA and full attention of the largest size that has both, a pair for each seed."""
     by_size: dict[str, dict[int, dict[str, Result]]] = {}
     for result in results:
-        attention, size = split(result["name"])
+        attention, size = attention_and_size(result["name"])
         by_size.setdefault(size, {}).setdefault(result["seed"], {})[attention] = result
     for size in sorted(by_size, key=parameters, reverse=True):
         pairs = [pair for pair in by_size[size].values() if {"full", "moba"} <= pair.keys()]

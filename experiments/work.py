@@ -36,7 +36,7 @@ class Work:
     """How long arms take; they learn from every arm that ends."""
 
     @staticmethod
-    def of(
+    def from_figure(
         figure: Figure,
         corpus: Corpus,
         runs: Path,
