@@ -125,7 +125,11 @@ EAGER_LOSS = {"training-1b-h200.json", OLD_1B, "training-1b-h200-flash2.json"}
 """Files of before `compile` compiled the loss as well."""
 LAST_DAY_OF_TWO = "2026-11-26"
 """Until this day the loss computed its logits twice, but for `LOGITS_ONCE`."""
-LOGITS_ONCE = {"training-8b-8k-logits-once-h200-x2.json"}
+LOGITS_ONCE = {
+    "training-8b-8k-logits-once-h200-x2.json",
+    "training-8b-1m-h200-x4.json",
+    "training-8b-1m-512-8-h200-x4.json",
+}
 """Files of that day whose loss computed its logits once, as it does since."""
 WHOLE_FILES = "training-8b-*.json"
 """Results of `benchmarks.training` of which all rows are compared."""

@@ -21,22 +21,25 @@ from matplotlib.figure import Figure
 from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import insert_tables
 from benchmarks.training import table
+from moba_train.config.quantities import format_count
 
 _FILES = (
-    "",
-    "8k-copy-engines-",
-    "8k-output-unit-again-",
-    "8k-compiled-sums-",
-    "8k-compiled-sums-flash4-",
-    "8k-layouts-",
+    "h200-x2",
+    "8k-copy-engines-h200-x2",
+    "8k-output-unit-again-h200-x2",
+    "8k-compiled-sums-h200-x2",
+    "8k-compiled-sums-flash4-h200-x2",
+    "8k-layouts-h200-x2",
+    "1m-512-8-h200-x4",
+    "1m-h200-x4",
 )
-RESULTS = [Path(__file__).parent / "results" / f"training-8b-{name}h200-x2.json" for name in _FILES]
+RESULTS = [Path(__file__).parent / "results" / f"training-8b-{name}.json" for name in _FILES]
 LEAST_S = 3.0
 """Shorter steps of a file that leaves out most of the optimizer's update (`lacks_update`; 36 ms of the 8B model on two
 GPUs) are not shown: it is more than 1 % of them."""
 PLOT = Path(__file__).parent.parent / "docs" / "training.svg"
 MARKER = "<!-- training table: python -m benchmarks.training_plot --write FILE -->"
-COLORS = {"torchtitan": "#9c6b00", "full attention": "#1c7ed6", "MoBA": "#d9480f"}
+COLORS = {"torchtitan": "#9c6b00", "full attention": "#1c7ed6", "MoBA 4096/12": "#9c36b5", "MoBA": "#d9480f"}
 """With a contrast of at least 3 to GitHub's white and to its dark background, as GREY."""
 
 Points = dict[int, dict[str, Any]]
@@ -96,7 +99,7 @@ def draw(texts: Sequence[str], plot: Path) -> None:
                     kind, (length, _rate(result)), (0, 6), textcoords="offset points", ha="center", color=GREY
                 )
         axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+        axes.set_xticks(lengths, [format_count(length, 1024) for length in lengths])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens of a sequence", color=GREY)

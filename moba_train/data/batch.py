@@ -68,6 +68,12 @@ class Batch:
             first_row=first_row,
         )
 
+    def with_weights_divided_by(self, divisor: float) -> "Batch":
+        """This batch with weights / `divisor`: by the sum over all ranks, loss sums become parts of a mean loss."""
+        return dataclasses.replace(
+            self, loss_weight=self.loss_weight / divisor, loss_weight_sum=self.loss_weight_sum / divisor
+        )
+
     def to(self, device: torch.device | str) -> "Batch":
         """This batch on `device`; copies to a GPU start from pinned memory and are asynchronous."""
 

@@ -68,7 +68,8 @@ def weighted_loss_sum(
     weights_n: Tensor,
     of_chunk: ChunkLoss = chunk_loss,
 ) -> Tensor:
-    """Sum of the weighted token losses (nats), a float32 scalar. The trainer divides it by the weights of all ranks.
+    """Sum of the weighted token losses (nats), a float32 scalar. The trainer gives weights that add up to one over all
+    ranks: another factor of the sum would round the gradients once more, which are in the dtype of `hidden`.
 
     hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden` that carry loss; labels int64 [n] and weights
     float32 [n] belong to those rows. Differentiable in hidden and weight; logits never exist for all tokens.

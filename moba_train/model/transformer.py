@@ -111,8 +111,7 @@ class Block(nn.Module):
 
 
 class LossSums(NamedTuple):
-    """Sums over the loss tokens of a micro-batch, each weighted. The trainer divides them by the weights of all
-    ranks."""
+    """Sums over the loss tokens of a micro-batch, each weighted."""
 
     loss: Tensor
     """Cross entropy in nats, a float32 scalar."""

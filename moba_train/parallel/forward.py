@@ -16,19 +16,21 @@ from moba_train.parallel.pipeline.model import PipelineModel
 
 
 def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weight: float) -> Iterator[LossSums]:
-    """Add the gradients of (loss sums / `loss_weight`) of a step's micro-batches to those of the parameters.
+    """Add the gradients of a step's mean losses to those of the parameters, by this rank's micro-batches.
 
-    Yields sums that add up to those of this rank's part of the step: one for each micro-batch, from a pipeline one for
-    all.
+    loss_weight: sum of the token weights of all micro-batches and ranks. Yields losses that add up to this rank's part
+    of the step's mean losses: one for each micro-batch, from a pipeline one for all.
     """
     update_weight_scales(model)  # for all micro-batches
+    # Before the forward pass, as the loss computes its gradients there, in the compute dtype.
+    shares = [batch.with_weights_divided_by(loss_weight) for batch in batches]
     if isinstance(model, PipelineModel):
-        yield schedule.accumulate_gradients(model, batches, loss_weight)
+        yield schedule.accumulate_gradients(model, shares)
         return
-    for batch in batches:
+    for share in shares:
         with _gathered_until_backward(model):
-            sums = _loss(model, batch)
-            (sums.total / loss_weight).backward()
+            sums = _loss(model, share)
+            sums.total.backward()
         yield sums
 
 

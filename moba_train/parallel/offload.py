@@ -96,9 +96,10 @@ class HostMemory:
 
         Not torch's own page-locked memory, which is rounded up to a power of two: up to twice what is needed.
         """
-        memory = mmap.mmap(-1, count)
-        with suppress(OSError, AttributeError):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+        memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer pages to lock; a fork would copy locked ones
+            with suppress(OSError, AttributeError):
+                memory.madvise(getattr(mmap, advice))
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if self._device.type == "cuda":
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), count, 0)))

@@ -32,7 +32,7 @@ class StepData:
 
 
 class StepLosses:
-    """Losses of one optimizer step, summed over micro-batches and divided by the global sum of the token weights."""
+    """Mean losses of one optimizer step, over the token weights of all ranks: the sum of its micro-batches' parts."""
 
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), device=device)
@@ -40,11 +40,11 @@ class StepLosses:
         self.auxiliary: Tensor | None = None
         """This rank's part of the layers' auxiliary losses, float32 [layers]; None when no attention kind has one."""
 
-    def add(self, sums: LossSums, loss_weight: float) -> None:
-        """Add the sums of a micro-batch."""
-        self.loss += sums.loss.detach() / loss_weight
-        if sums.auxiliary is not None:
-            auxiliary = sums.auxiliary.detach() / loss_weight
+    def add(self, part: LossSums) -> None:
+        """Add a micro-batch's part."""
+        self.loss += part.loss.detach()
+        if part.auxiliary is not None:
+            auxiliary = part.auxiliary.detach()
             self.auxiliary = auxiliary if self.auxiliary is None else self.auxiliary + auxiliary
 
     def all_reduce(self) -> None:

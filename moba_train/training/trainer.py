@@ -262,8 +262,8 @@ class Trainer:
         """Accumulate the gradients of the micro-batches; this rank's part of the step's losses."""
         losses = StepLosses(self.world.device)
         with self.stragglers.attention(self.progress.step, self.data_shard.engine or LOCAL_ENGINE):
-            for sums in accumulate_gradients(self.model, data.batches, counts.loss_weight):
-                losses.add(sums, counts.loss_weight)
+            for part in accumulate_gradients(self.model, data.batches, counts.loss_weight):
+                losses.add(part)
         return losses
 
     def _update(self, stage: Stage, data: StepData, counts: StepCounts, losses: StepLosses) -> None:

@@ -23,7 +23,7 @@ from moba_train.optim.gradients import Gradients
 from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.dims import ParallelDims
-from moba_train.parallel.forward import training_loss
+from moba_train.parallel.forward import accumulate_gradients, training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import World, joined_world
@@ -142,3 +142,23 @@ def test_a_step_without_any_loss_token_leaves_zero_gradients() -> None:
     loss.backward()
     assert loss.item() == 0
     assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_gradients_in_bf16_are_not_rounded_once_more_for_the_mean() -> None:
+    """The gradient of the output weight is the logits' gradient times the hidden state: rounded as each of both is."""
+    sample, weights = samples()[1], 1500  # a power of two would round nothing
+    batch = collate([sample])
+    model = Transformer(MODEL)
+    initialize_weights(model, seed=0)
+    model.set_attention([FullKind(FullKind.Options(), MODEL.head_width)] * MODEL.layers)
+    model.to(torch.bfloat16)
+    for _ in accumulate_gradients(model, [batch], weights):
+        pass
+
+    hidden_TD, _ = model.hidden(batch.tokens, batch.positions, batch.layout)
+    (token,) = batch.loss_index
+    logits_V = model.logits(hidden_TD)[token].double()
+    dlogits_V = logits_V.softmax(0) - torch.nn.functional.one_hot(batch.labels[token], VOCAB)
+    wanted_VD = torch.outer(dlogits_V / weights, hidden_TD[token].double())
+    half_step = torch.finfo(torch.bfloat16).eps / 2
+    torch.testing.assert_close(model.output.weight.grad.double(), wanted_VD, rtol=2 * half_step, atol=0)

@@ -113,11 +113,11 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     weight = sum(batch.loss_weight_sum for batch in whole)
     for _ in range(repeat):  # a second step has its own batches, and gathers the weights anew
         model.zero_grad()
-        sums = list(accumulate_gradients(model, batches, weight))
-    found = {"loss": sum(one.loss.detach() for one in sums) / weight}
-    auxiliary = [one.auxiliary.detach() for one in sums if one.auxiliary is not None]
+        parts = list(accumulate_gradients(model, batches, weight))
+    found = {"loss": sum(part.loss.detach() for part in parts)}
+    auxiliary = [part.auxiliary.detach() for part in parts if part.auxiliary is not None]
     if auxiliary:
-        found["auxiliary"] = torch.stack(auxiliary).sum(0) / weight
+        found["auxiliary"] = torch.stack(auxiliary).sum(0)
     # What evaluations ask for, by the token of the sequence; counted once.
     own = shard.shard_batch(whole[1])
     places_n = token_places(own, shard)

@@ -30,8 +30,8 @@ from moba_train.parallel.pipeline.model import PipelineModel
 from moba_train.parallel.world import any_rank
 
 
-def accumulate_gradients(model: PipelineModel, batches: Sequence[Batch], loss_weight: float) -> LossSums:
-    """Add the gradients of (loss sums / `loss_weight`) of these micro-batches to those of this rank's parameters.
+def accumulate_gradients(model: PipelineModel, batches: Sequence[Batch]) -> LossSums:
+    """Add the gradients of the loss sums of these micro-batches to those of this rank's parameters.
 
     Returns this rank's part of the sums over the micro-batches. Called on all ranks together.
     """
@@ -39,7 +39,7 @@ def accumulate_gradients(model: PipelineModel, batches: Sequence[Batch], loss_we
     if not isinstance(model.training_schedule, TrainingSchedule) or model.training_schedule.shape != shape:
         model.training_schedule = TrainingSchedule(model, *shape, batches[0].tokens.device)
     _hold_weights(model, hold=True)
-    sums = model.training_schedule.run(batches, loss_weight)
+    sums = model.training_schedule.run(batches)
     _hold_weights(model, hold=False)
     _add_tied_gradients(model)
     return sums
@@ -79,10 +79,10 @@ class TrainingSchedule:
         self._inputs = [rows_of_batches] if stages[0].is_first else []
         self._targets = {"target": rows_of_batches} if stages[-1].is_last else {}
 
-    def run(self, batches: Sequence[Batch], loss_weight: float) -> LossSums:
+    def run(self, batches: Sequence[Batch]) -> LossSums:
         """All forward and backward passes of a step; this rank's part of the loss sums."""
         for part in self._parts:
-            part.begin_step(batches, loss_weight)
+            part.begin_step(batches)
         self._schedule.step(*self._inputs, **self._targets)
         if self._reducer is not None:
             self._reducer.perform_reduce_grad(1)
@@ -113,7 +113,6 @@ class _Part(nn.Module):
         self._models = [model]  # not a submodule: FSDP's root would be called through this module
         self._count = count
         self._batches: Iterator[Batch] = iter(())
-        self._loss_weight = 1.0
 
     @property
     def model(self) -> PipelineModel:
@@ -124,11 +123,10 @@ class _Part(nn.Module):
         """Those of the part; while FSDP holds the weights, the whole ones. Zero bubble asks for them."""
         return self.model.parameters_of(self.number)
 
-    def begin_step(self, batches: Sequence[Batch], loss_weight: float) -> None:
+    def begin_step(self, batches: Sequence[Batch]) -> None:
         """Give the part the micro-batches of a step."""
         self.sums = []
         self._batches = iter(batches)
-        self._loss_weight = loss_weight
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """The residual stream after the part, given the one before; after the last part the loss, [1]."""
@@ -138,9 +136,9 @@ class _Part(nn.Module):
         self.sums.append(LossSums(sums.loss.detach(), None if auxiliary is None else auxiliary.detach()))
         output = x_TD
         if self.model.place.parts[self.number].has_output:
-            output = torch.stack([sums.total / self._loss_weight])
+            output = torch.stack([sums.total])
         elif auxiliary is not None and auxiliary.requires_grad:
-            output = _WithLoss.apply(x_TD, auxiliary.sum() / self._loss_weight)
+            output = _WithLoss.apply(x_TD, auxiliary.sum())
         if not output.requires_grad:  # all frozen up to here, but a backward pass must begin somewhere
             output = output.requires_grad_()
         is_last_backward = self.number == self.model.place.own[0] and len(self.sums) == self._count
