@@ -119,8 +119,8 @@ def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
             label=lambda arm: owners[id(arm)].label(arm),
         )
         stopped = is_asked()
-    for figure in figures:
-        _report(figure, works[_trained(figure).name], given, outcome)
+        for figure in figures:
+            _report(figure, works[_trained(figure).name], given, outcome)
     return 1 if outcome.failed or stopped else 0
 
 
