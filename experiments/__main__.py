@@ -23,18 +23,19 @@ import torch
 from benchmarks.record import markdown
 from experiments import page
 from experiments.corpus import Corpus, open_corpus, quick_corpus
-from experiments.estimate import modelled_seconds, size_of
-from experiments.figure import Arm, Figure
+from experiments.estimate import Estimates, modelled_seconds, size_of
+from experiments.figure import Arm, Figure, Result
 from experiments.multi_process import multi_process_service
 from experiments.registry import FIGURES
 from experiments.results import read_results
 from experiments.schedule import Outcome, gpus_for, run_arms
+from experiments.stop import is_asked, stoppable
 from experiments.work import Work
 from moba_train.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, draw or list figures. Returns the exit code: 1 where an arm failed."""
+    """Run, draw or list figures. Returns the exit code: 1 where an arm failed or the call was asked to end."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.names if name not in FIGURES]:
@@ -100,12 +101,13 @@ def _trained(figure: Figure) -> Figure:
 
 def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
     deadline = time.monotonic() + given.seconds
-    works = {trained.name: _work(trained, given) for trained in dict.fromkeys(map(_trained, figures))}
+    estimates = Estimates(_finished(figures, given))
+    works = {trained.name: _work(trained, given, estimates) for trained in dict.fromkeys(map(_trained, figures))}
     owners = {id(arm): work for work in works.values() for arm in work.needed}
     arms = [arm for work in works.values() for arm in work.needed]
     if given.longest_first:
         arms.sort(key=lambda arm: -owners[id(arm)].chain_seconds(arm, min(given.gpus, 1)))
-    with multi_process_service() if given.gpus and given.arms_per_gpu > 1 else nullcontext():
+    with stoppable(), multi_process_service() if given.gpus and given.arms_per_gpu > 1 else nullcontext():
         outcome = run_arms(
             arms,
             given.gpus,
@@ -116,16 +118,23 @@ def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
             arms_per_gpu=given.arms_per_gpu,
             label=lambda arm: owners[id(arm)].label(arm),
         )
-    for figure in figures:
-        _report(figure, works[_trained(figure).name], given, outcome)
-    return 1 if outcome.failed else 0
+        stopped = is_asked()
+        for figure in figures:
+            _report(figure, works[_trained(figure).name], given, outcome)
+    return 1 if outcome.failed or stopped else 0
 
 
-def _work(figure: Figure, given: argparse.Namespace) -> Work:
+def _finished(figures: Sequence[Figure], given: argparse.Namespace) -> list[Result]:
+    """The arms whose times are known: of the files that this call adds to, and of all that the repository has."""
+    files = {_output(figure, given) for figure in figures} | {page.result_file(figure) for figure in FIGURES.values()}
+    return [result for file in sorted(files) for result in read_results(file)]
+
+
+def _work(figure: Figure, given: argparse.Namespace, estimates: Estimates) -> Work:
     runs = given.runs / (f"{figure.name}-quick" if given.quick else figure.name)
     seeds = given.seeds if given.seeds is not None else range(1 if given.quick else figure.seeds)
     corpus = _corpus(figure, given, runs)
-    work = Work.of(figure, corpus, runs, _output(figure, given), given.quick, seeds, given.arms)
+    work = Work.from_figure(figure, corpus, runs, _output(figure, given), given.quick, seeds, given.arms, estimates)
     print(f"{figure.title}: {work.held} arms held, {len(work.needed)} to run", flush=True)
     return work
 
@@ -143,17 +152,28 @@ def _report(figure: Figure, work: Work, given: argparse.Namespace, outcome: Outc
     results = read_results(work.output)
     if results:
         print("\n".join(page.summary_lines(figure, results)))
-    own = set(map(id, work.needed))
+    own = set(map(id, work.needed))  # arms of two figures may be equal
     for arm, error in outcome.failed:
         if id(arm) in own:
-            print(f"failed: {arm.key}: {str(error).splitlines()[0]}")
+            why = str(error).splitlines()[0]
+            print(f"failed: {work.label(arm)}: {why}; the same command runs it again, --arms '{arm.key}' it alone")
     for arm in outcome.left:
-        if id(arm) not in own:
-            continue
-        never = gpus_for(arm, given.gpus, given.seconds, work.seconds) is None
-        why = f"it would not end within --seconds {given.seconds:.0f}" if never else "the same command goes on with it"
-        print(f"not begun: {arm.key}, about {work.seconds(arm, min(given.gpus, 1), 1):.0f} s on one device; {why}")
+        if id(arm) in own:
+            alone = f"about {work.seconds(arm, min(given.gpus, 1), 1):.0f} s alone on one device"
+            print(f"not finished: {work.label(arm)}, {alone}; {_what_to_do(arm, work, given)}")
     print(f"{len(results)} arms in {_shown(work.output)}")
+
+
+def _what_to_do(arm: Arm, work: Work, given: argparse.Namespace) -> str:
+    """What an arm that is not finished needs."""
+    sharing = given.arms_per_gpu
+    gpus = given.gpus if sharing == 1 else min(given.gpus, 1)
+    if gpus_for(arm, gpus, given.seconds, work.seconds, sharing) is not None:
+        return "the same command goes on with it"
+    too_long = f"it would not end within --seconds {given.seconds:.0f}"
+    if sharing > 1 and gpus_for(arm, given.gpus, given.seconds, work.seconds) is not None:
+        return f"{too_long} while {sharing} share a GPU, but with --arms-per-gpu 1"
+    return too_long
 
 
 def _shown(path: Path) -> str:
@@ -183,7 +203,7 @@ def _headline(figure: Figure) -> str:
     if figure.source:
         return f"{figure.name:<14}{figure.title} (the arms of {figure.source})"
     arms = [arm for seed in range(figure.seeds) for arm in figure.arms(seed, quick=False)]
-    minutes = sum(map(modelled_seconds_on_one, arms)) / 60
+    minutes = sum(map(modelled_seconds, arms)) / 60
     cost = f"{len(arms)} arms with {figure.seeds} seeds, about {minutes:.0f} GPU minutes"
     return f"{figure.name:<14}{figure.title} ({cost})"
 
@@ -193,15 +213,8 @@ def _listed(figure: Figure) -> list[str]:
     rows = [["arm", "parameters", "tokens", "minutes on one H100"]]
     for arm in _trained(figure).arms(0, quick=False):
         parameters, tokens = size_of(arm)
-        rows.append(
-            [arm.name, f"{parameters / 1e6:.1f}M", f"{tokens / 1e6:.0f}M", f"{modelled_seconds_on_one(arm) / 60:.1f}"]
-        )
+        rows.append([arm.name, f"{parameters / 1e6:.1f}M", f"{tokens / 1e6:.0f}M", f"{modelled_seconds(arm) / 60:.1f}"])
     return [_headline(figure), markdown(rows)]
-
-
-def modelled_seconds_on_one(arm: Arm) -> float:
-    """Seconds on one H100."""
-    return modelled_seconds(arm, 1)
 
 
 if __name__ == "__main__":

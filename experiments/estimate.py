@@ -6,18 +6,24 @@ constants are those of the kernels of 10M models at 8K tokens, full attention an
 "small models on a GPU").
 
 A step takes the host a time for each layer, however few its tokens. Arms that share a GPU wait for each other only
-where the GPU is full: an arm takes the longer of its host's time and the GPU's time for all of them.
+where the GPU is full: an arm takes the longer of its host's time and the GPU's time for all of them. With CUDA's
+Multi-Process Service their kernels run at the same time, and the GPU does more for all of them.
+
+What the model says is multiplied by what arms took that ran under the same conditions: kind of attention, device, and
+how they shared it. docs/performance-log.md ("how long arms take") compares both.
 """
 
 import functools
 import json
 import statistics
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from experiments.figure import Arm, Result, key_of
+from experiments.figure import Arm, Result
+from experiments.multi_process import service_runs
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.planning.flops import real_flops
@@ -31,8 +37,10 @@ FLOPS = 400e12
 """Per second, of matrix products and attention."""
 CHANNEL_S = 0.1e-9
 """Per token, layer and hidden channel."""
-SELECTED_S = 1.3e-9
-"""Per token, query head and selected block."""
+SELECTED_S = 0.7e-9
+"""Per token, query head and selected block: the difference of MoBA 128/12 and 512/3 in F10."""
+OVERLAP = 1.4
+"""How much more a GPU does for arms that share it by the Multi-Process Service: full attention in F10, six on a GPU."""
 LAYER_STEP_S = 0.008
 """The host's time for each layer of a step: 39 to 57 ms a step of models of 6 layers on an H100's host, alone."""
 SELECTED = 8
@@ -66,16 +74,17 @@ def size_of(arm: Arm) -> tuple[int, int]:
     return count_recipe_parameters(config).without_embeddings, resolve_stages(config)[-1].end_token
 
 
-def modelled_seconds(arm: Arm, gpus: int = 1, sharing: int = 1) -> float:
+def modelled_seconds(arm: Arm, gpus: int = 1, sharing: int = 1, service: bool = False) -> float:
     """Seconds of an arm by the model, on `gpus` H100, each with `sharing` arms; on this machine's CPU where `gpus` is
-    0."""
+    0. `service`: whether arms that share a GPU do so by the Multi-Process Service."""
     config = config_of(arm)
     stages = resolve_stages(config)
     device = sum(_token_seconds(config, stage, gpus) * (stage.end_token - stage.first_token) for stage in stages)
     if gpus > 1:
         device /= gpus * _EFFICIENCY
     host = LAYER_STEP_S * config.model.layers * stages[-1].end_step if gpus else 0.0
-    return max(host, device * sharing) + START_S + EVALUATION_S * len(arm.evaluations)
+    waiting = max(1.0, sharing / OVERLAP) if service else sharing
+    return max(host, device * waiting) + START_S + EVALUATION_S * len(arm.evaluations)
 
 
 def _token_seconds(config: RunConfig, stage: Stage, gpus: int) -> float:
@@ -89,16 +98,43 @@ def _token_seconds(config: RunConfig, stage: Stage, gpus: int) -> float:
     return flops / FLOPS + CHANNEL_S * model.layers * model.hidden_size + SELECTED_S * model.heads * selected
 
 
-def correction(arm: Arm, results: Sequence[Result], arms: Sequence[Arm]) -> float:
-    """How much longer finished arms took than by the model, on this kind of device and with the attention of `arm`
-    where there are any, else all of them; 1 where none is finished."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    by_key = {other.key: other for other in arms}
-    ratios: dict[bool, list[float]] = {True: [], False: []}
-    for result in results:
-        other = by_key.get(key_of(result))
-        if other is not None and (result["device"] == device) == bool(result["gpus"]):
-            alike = other.recipe["attention"].get("default") == arm.recipe["attention"].get("default")
-            ratios[alike].append(result["seconds"] / modelled_seconds(other, result["gpus"], result["arms_per_gpu"]))
-    found = ratios[True] or ratios[False]
-    return statistics.median(found) if found else 1.0
+class Estimates:
+    """How long arms take on this machine: the model, corrected by arms that have ended. Of any thread."""
+
+    def __init__(self, finished: Iterable[Result]) -> None:
+        """finished: results of any figures."""
+        self._ratios: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+        self._lock = threading.Lock()
+        for result in finished:
+            self.add(result)
+
+    def add(self, result: Result) -> None:
+        """Take a finished arm into account."""
+        recipe, gpus, sharing = (result[key] for key in ("recipe", "gpus", "arms_per_gpu"))
+        service = bool(result.get("multi_process_service", False))
+        arm = Arm(result["name"], result["seed"], recipe, dict.fromkeys(result["evaluations"], ()))
+        ratio = result["seconds"] / modelled_seconds(arm, gpus, sharing, service)
+        with self._lock:
+            by_kind = self._ratios.setdefault(_conditions(result["device"], gpus, sharing, service), {})
+            by_kind.setdefault(_kind(arm), []).append(ratio)
+
+    def seconds(self, arm: Arm, gpus: int, sharing: int) -> float:
+        """Seconds of an arm on `gpus` GPUs, each with `sharing` arms; on the CPU where `gpus` is 0.
+
+        The median ratio of arms of its kind that ran under the same conditions corrects it, else that of all others.
+        """
+        service = service_runs() and sharing > 1
+        device = torch.cuda.get_device_name() if gpus and torch.cuda.is_available() else None
+        with self._lock:
+            by_kind = self._ratios.get(_conditions(device, gpus, sharing, service), {})
+            found = by_kind.get(_kind(arm)) or [ratio for ratios in by_kind.values() for ratio in ratios]
+        return modelled_seconds(arm, gpus, sharing, service) * (statistics.median(found) if found else 1.0)
+
+
+def _conditions(device: str | None, gpus: int, sharing: int, service: bool) -> tuple[Any, ...]:
+    """What arms have in common whose times say something of each other's."""
+    return (device, sharing > 1, service) if gpus else ("CPU",)
+
+
+def _kind(arm: Arm) -> str:
+    return str(arm.recipe["attention"].get("default"))

@@ -1,6 +1,6 @@
-"""Scaling fits and readings that several figures share."""
+"""Losses of MoBA and full attention over compute: pairs, power laws and trends."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from experiments.comparison import CONFIDENCE, POWER, Cell, Estimate, t_quantile
 from experiments.figure import Result
+from experiments.readings import Losses
 from moba_train.report.scaling_fit import FEWEST_RUNS, ScalingFit, fit_power_law, percentile_interval
 
 COLOURS = {"full": "#797979", "moba": "#d9480f"}
@@ -16,35 +17,21 @@ AXES = {"6ND": "6ND", "real": "real FLOPs"}
 """Ways to count compute: key in results, label."""
 
 
-def validation_loss(result: Result) -> float:
-    """Validation loss at the end of the last stage, with its own attention."""
-    return float(_last(result)["validation_loss"]["eval_loss"])
-
-
-def trailing_loss(result: Result) -> float:
-    """Trailing loss at the end of the last stage, with its own attention."""
-    return float(_last(result)["position_wise"]["trailing_loss"])
-
-
-def _last(result: Result) -> Mapping[str, Any]:
-    stages: dict[str, Any] = result["stages"]
-    return stages[list(stages)[-1]]
-
-
-def split(name: str) -> tuple[str, str]:
+def attention_and_size(name: str) -> tuple[str, str]:
     """Attention and size of an arm called `moba-10m`."""
     attention, _, size = name.rpartition("-")
     return attention, size
 
 
-def paired(results: Sequence[Result], value: Callable[[Result], float]) -> list[Cell]:
-    """A cell for each result, by attention, in blocks of one size and one seed; blocks of one cell say nothing."""
+def paired(
+    results: Sequence[Result], value: Callable[[Result], float], by_sequence: Callable[[Result], Losses]
+) -> list[Cell]:
+    """A cell for each result, by attention, in blocks of one size and one seed."""
     cells = []
     for result in results:
-        attention, size = split(result["name"])
-        cells.append(Cell(attention, f"{size}, seed {result['seed']}", value(result)))
-    counts = [cell.block for cell in cells]
-    return [cell for cell in cells if counts.count(cell.block) > 1]
+        attention, size = attention_and_size(result["name"])
+        cells.append(Cell(attention, f"{size}, seed {result['seed']}", value(result), by_sequence(result)))
+    return cells
 
 
 @dataclass(frozen=True)
@@ -82,8 +69,8 @@ def fit(results: Sequence[Result], value: Callable[[Result], float], axis: str) 
     """Laws of both attentions; None where one has runs of fewer than three sizes."""
     found = {}
     for index, attention in enumerate(("full", "moba")):
-        own = [result for result in results if split(result["name"])[0] == attention]
-        if len({split(result["name"])[1] for result in own}) < FEWEST_RUNS:
+        own = [result for result in results if attention_and_size(result["name"])[0] == attention]
+        if len({attention_and_size(result["name"])[1] for result in own}) < FEWEST_RUNS:
             return None
         compute = [result["compute"][axis] for result in own]
         found[attention] = fit_power_law(compute, [value(result) for result in own], seed=index)
@@ -102,7 +89,7 @@ def trend(results: Sequence[Result], value: Callable[[Result], float]) -> Estima
     pairs of one size and seed; None with fewer than three pairs or one size."""
     by_block: dict[tuple[str, int], dict[str, Result]] = {}
     for result in results:
-        attention, size = split(result["name"])
+        attention, size = attention_and_size(result["name"])
         by_block.setdefault((size, result["seed"]), {})[attention] = result
     pairs = [pair for pair in by_block.values() if {"moba", "full"} <= pair.keys()]
     x = np.log10([pair["full"]["compute"]["6ND"] for pair in pairs])

@@ -12,10 +12,10 @@ from benchmarks.plotting import GREY, plain
 from experiments.comparison import Cell, Verdict, compare, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import trailing_loss, validation_loss
-from experiments.mechanisms import SIZE, TOKENS, needle, shape
+from experiments.mechanisms import SIZE, TOKENS, shape
 from experiments.models import moba, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
+from experiments.readings import last_stage, needle, trailing_loss, validation_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -138,8 +138,7 @@ def _entropy(shares_X: npt.NDArray[np.float64]) -> float:
 
 
 def _probe(result: Result) -> dict[str, Any]:
-    stages: dict[str, Any] = result["stages"]
-    probe: dict[str, Any] = stages[list(stages)[-1]][PROBE]
+    probe: dict[str, Any] = last_stage(result)[PROBE]
     return probe
 
 
@@ -154,13 +153,11 @@ def _shares(layer: dict[str, Any]) -> npt.NDArray[np.float64]:
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
     found = []
-    arms = dict.fromkeys(result["name"] for result in results)
-    if "free" in arms and len(arms) > 1:
-        comparison = compare([Cell(one["name"], f"seed {one['seed']}", trailing_loss(one)) for one in results])
-        for name in arms:
-            if name != "free":
-                gap = comparison.difference(name, "free")
-                found.append(Verdict(f"`{name}` changes the trailing loss by less than 0.005", gap, -0.005, 0.005))
+    comparison = compare([Cell(one["name"], f"seed {one['seed']}", trailing_loss(one)) for one in results])
+    for name in comparison.arms:
+        if name != "free":
+            claim = f"`{name}` changes the trailing loss by less than 0.005"
+            found += comparison.judge(claim, {name: 1.0, "free": -1.0}, -0.005, 0.005)
     # Layers of one model are not independent, so a seed counts once.
     bits = [statistics.mean(tastes(result)) for result in results if result["name"] == "free"]
     if len(bits) > 1:

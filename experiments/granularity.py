@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from benchmarks.plotting import GREY, plain
 from experiments import published
-from experiments.comparison import Cell, Comparison, Verdict, compare
+from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import COLOURS, validation_loss
+from experiments.fits import COLOURS
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
+from experiments.readings import validation_by_sequence, validation_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,9 +66,11 @@ class Granularity(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Means of the arms, and the differences that were published."""
-        rows = [["arm", "validation loss", "seeds"]]
+        rows = [["arm", "validation loss", *ABOVE, "seeds"]]
+        at_32k = _cells(results, ("blocks-", "full-32k"))
         for name, values in _values(results).items():
-            rows.append([name, f"{statistics.mean(values):.4f}", str(len(values))])
+            gap = above(at_32k, name, "full-32k")
+            rows.append([name, f"{statistics.mean(values):.4f}", *gap, str(len(values))])
         return Finding([*_sparsity_verdicts(results), *_key_verdicts(results)], rows)
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
@@ -106,45 +109,39 @@ def _values(results: Sequence[Result]) -> dict[str, list[float]]:
     return found
 
 
-def _compared(results: Sequence[Result], prefixes: tuple[str, ...]) -> Comparison | None:
-    """Arms whose names begin so, in blocks of a seed; None with fewer than two."""
-    cells = [
-        Cell(result["name"], f"seed {result['seed']}", validation_loss(result))
+def _cells(results: Sequence[Result], prefixes: tuple[str, ...]) -> list[Cell]:
+    """Arms whose names begin so, in blocks of a seed."""
+    return [
+        Cell(result["name"], f"seed {result['seed']}", validation_loss(result), validation_by_sequence(result))
         for result in results
         if result["name"].startswith(prefixes)
     ]
-    return compare(cells) if len({cell.arm for cell in cells}) > 1 else None
 
 
 def _sparsity_verdicts(results: Sequence[Result]) -> list[Verdict]:
-    found = []
-    comparison = _compared(results, ("blocks-", "full-32k"))
-    if comparison is None:
-        return []
+    comparison = compare(_cells(results, ("blocks-", "full-32k")))
     counts = sorted(int(arm.removeprefix("blocks-")) for arm in comparison.arms if arm != "full-32k")
+    if not counts:
+        return []
     coarsest, finest = f"blocks-{counts[0]}", f"blocks-{counts[-1]}"
+    found = []
     if len(counts) > 1:
-        worse = comparison.difference(coarsest, finest)
         claim = f"{counts[0]} blocks lose 0.005 or more to {counts[-1]}, at equal sparsity"
-        found.append(Verdict(claim, worse, 0.005, math.inf))
-    if "full-32k" in comparison.arms:
-        claim = f"{counts[-1]} blocks are within 0.005 of full attention"
-        found.append(Verdict(claim, comparison.difference(finest, "full-32k"), -0.005, 0.005))
-    return found
+        found += comparison.judge(claim, {coarsest: 1.0, finest: -1.0}, 0.005, math.inf)
+    claim = f"{counts[-1]} blocks are within 0.005 of full attention"
+    return found + comparison.judge(claim, {finest: 1.0, "full-32k": -1.0}, -0.005, 0.005)
 
 
 def _key_verdicts(results: Sequence[Result]) -> list[Verdict]:
-    found = []
-    comparison = _compared(results, ("keys-",))
-    arms = comparison.arms if comparison else ()
-    if comparison and {"keys-512-conv-0", "keys-128-conv-0"} <= set(arms):
-        smaller = comparison.difference("keys-128-conv-0", "keys-512-conv-0")
-        found.append(Verdict("Blocks of 128 are better than blocks of 512, at 1,536 keys", smaller, -math.inf, 0.0))
-    sizes = [size for size in FIXED_KEYS if {f"keys-{size}-conv-0", f"keys-{size}-conv-3"} <= set(arms)]
-    if comparison and sizes:
-        weights = {f"keys-{size}-conv-{width}": (1 if width else -1) / len(sizes) for size in sizes for width in (0, 3)}
+    comparison = compare(_cells(results, ("keys-",)))
+    claim = "Blocks of 128 are better than blocks of 512, at 1,536 keys"
+    found = comparison.judge(claim, {"keys-128-conv-0": 1.0, "keys-512-conv-0": -1.0}, -math.inf, 0.0)
+    pairs = [{f"keys-{size}-conv-3": 1.0, f"keys-{size}-conv-0": -1.0} for size in FIXED_KEYS]
+    known = [pair for pair in pairs if comparison.knows(pair)]
+    if known:
+        weights = {arm: weight / len(known) for pair in known for arm, weight in pair.items()}
         claim = "A convolution over keys of width 3 improves the loss, mean over block sizes"
-        found.append(Verdict(claim, comparison.contrast(weights), -math.inf, 0.0))
+        found += comparison.judge(claim, weights, -math.inf, 0.0)
     return found
 
 

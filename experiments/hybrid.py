@@ -14,6 +14,7 @@ from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
+from experiments.readings import bucket_middles, loss_by_position, position_wise
 from moba_train.config.run import SpikeConfig
 from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
 
@@ -76,21 +77,19 @@ class Hybrid(Figure):
         verdicts = []
         for place, edges in enumerate(_buckets(results)):
             cells = _cells(results, functools.partial(_loss_at, place))
-            arms = {cell.arm for cell in cells}
-            if "full" not in arms:
-                break
             found = compare(cells)
-            others = {name: found.difference(name, "full") for name in OTHERS if name in arms}
+            if "full" not in found.arms:
+                break
+            others = {name: found.difference(name, "full") for name in OTHERS if name in found.arms}
             full = statistics.mean(cell.value for cell in cells if cell.arm == "full")
             rows.append([edges, f"{full:.4f}", *(str(others.get(name, "–")) for name in OTHERS)])
         if len(rows) > 1:
             for name, estimate in others.items():
                 claim = f"In the last tokens, the loss of {OTHERS[name]} is within {CLOSE} of full attention's"
                 verdicts.append(Verdict(claim, estimate, -CLOSE, CLOSE))
-        steps = _cells(results, lambda result: float(result["boundaries"][-1]["loss_step"]))
-        if {"hybrid", "full"} <= {cell.arm for cell in steps}:
-            claim = f"The switch raises the training loss by less than {CLOSE} (mean of 10 steps, against no switch)"
-            verdicts.append(Verdict(claim, compare(steps).difference("hybrid", "full"), -math.inf, CLOSE))
+        steps = compare(_cells(results, lambda result: float(result["boundaries"][-1]["loss_step"])))
+        claim = f"The switch raises the training loss by less than {CLOSE} (mean of 10 steps, against no switch)"
+        verdicts += steps.judge(claim, {"hybrid": 1.0, "full": -1.0}, -math.inf, CLOSE)
         scores = {f"{result['name']}, seed {result['seed']}": armed_scores(result) for result in results}
         rows.append(
             [
@@ -109,9 +108,8 @@ class Hybrid(Figure):
         others = [result for result in results if result["name"] != "full" and result["seed"] in full]
         for result in others:
             colour, base = _COLOURS[result["name"]], full[result["seed"]]
-            gap = _curve(result) - _curve(base)
-            places = _position_wise(result)["bucket"] * (np.arange(len(gap)) + 0.5)
-            left.plot(places, gap, "o-", ms=3, lw=1.2, color=colour)
+            gap = loss_by_position(result) - loss_by_position(base)
+            left.plot(bucket_middles(result), gap, "o-", ms=3, lw=1.2, color=colour)
             for side, first in (("before", -_around(result, "before").size), ("after", 0)):
                 gap = _smooth(_around(result, side) - _around(base, side))
                 right.plot(first + (SMOOTH - 1) / 2 + np.arange(gap.size), gap, lw=1.2, color=colour)
@@ -166,16 +164,6 @@ def armed_scores(result: Result) -> dict[str, Any]:
     }
 
 
-def _position_wise(result: Result) -> dict[str, Any]:
-    return dict(result["stages"][STAGES[-1]]["position_wise"]["position_wise"])
-
-
-def _curve(result: Result) -> npt.NDArray[np.float64]:
-    """Loss by position at the end, with the attention of the last stage."""
-    found = _position_wise(result)
-    return np.array(found["curves"][found["attention"]]["mean"])
-
-
 def _around(result: Result, side: str) -> npt.NDArray[np.float64]:
     """Training loss, nats, of each step `before` or `after` the last switch of stage."""
     return np.array(result["switches"][-1][side]["loss"])
@@ -188,15 +176,15 @@ def _smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _loss_at(bucket: int, result: Result) -> float:
-    return float(_curve(result)[bucket])
+    return float(loss_by_position(result)[bucket])
 
 
 def _buckets(results: Sequence[Result]) -> list[str]:
     """The buckets of the context, in words."""
     if not results:
         return []
-    width = _position_wise(results[0])["bucket"]
-    return [f"{width * place} to {width * (place + 1)}" for place in range(len(_curve(results[0])))]
+    width = position_wise(results[0])["bucket"]
+    return [f"{width * place} to {width * (place + 1)}" for place in range(len(loss_by_position(results[0])))]
 
 
 def _cells(results: Sequence[Result], value: Callable[[Result], float]) -> list[Cell]:

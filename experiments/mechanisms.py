@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from benchmarks.plotting import GREY, plain
-from experiments.comparison import Cell, Comparison, Verdict, compare
+from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import trailing_loss, validation_loss
 from experiments.models import FULL, batch_tokens, learning_rate, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
+from experiments.readings import (
+    needle,
+    own_trailing_by_sequence,
+    trailing_by_sequence,
+    trailing_loss,
+    validation_loss,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -121,10 +127,14 @@ class Mechanisms(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """One row for each kind and length."""
-        rows = [["", "validation loss", "trailing loss", "needle", "tokens/s", "parameters of its own", "seeds"]]
+        losses = ["validation loss", "trailing loss", *ABOVE]
+        rows = [["", *losses, "needle", "tokens/s", "parameters of its own", "seeds"]]
         for name in dict.fromkeys(result["name"] for result in results):
             own = [result for result in results if result["name"] == name]
             losses = [f"{_mean(own, validation_loss):.4f}", f"{_mean(own, trailing_loss):.4f}"]
+            mechanism, length = _mechanism_and_length(name)
+            same_length = [result for result in results if _mechanism_and_length(result["name"])[1] == length]
+            losses += above(_cells(same_length), mechanism, "full")
             alone = [result["tokens_per_s"] for result in own if result["arms_per_gpu"] == 1]
             speed = f"{statistics.mean(alone):,.0f}" if alone else "–"
             added = _added_parameters(own[0], results)
@@ -136,14 +146,14 @@ class Mechanisms(Figure):
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """Trailing loss above full attention and needles, kinds side by side."""
         left, right = canvas.subplots(1, 2, sharey=True)
-        names = list(dict.fromkeys(_split(result["name"])[0] for result in results))[::-1]
-        for index, length in enumerate(dict.fromkeys(_split(result["name"])[1] for result in results)):
+        names = list(dict.fromkeys(_mechanism_and_length(result["name"])[0] for result in results))[::-1]
+        for index, length in enumerate(dict.fromkeys(_mechanism_and_length(result["name"])[1] for result in results)):
             colour = ("#1c7ed6", "#d9480f")[index % 2]
             for axes, value in ((left, trailing_loss), (right, needle)):
                 full = [value(result) for result in results if result["name"] == f"full-{length}"]
                 base = statistics.mean(full) if full and axes is left else 0.0
                 for result in results:
-                    name, own = _split(result["name"])
+                    name, own = _mechanism_and_length(result["name"])
                     if own == length:
                         label = length if axes is right and name == names[-1] and not result["seed"] else None
                         place = names.index(name) + 0.15 * (1 - 2 * index)
@@ -212,13 +222,7 @@ def _distilled_stages(kind: str, size: str, stage: Mapping[str, Any]) -> list[di
     return [{**first, "schedule": schedule}, {**warmup, **gate}, sparse]
 
 
-def needle(result: Result) -> float:
-    """Share of needles that the last stage's model finds with its own attention."""
-    stages: dict[str, Any] = result["stages"]
-    return float(stages[list(stages)[-1]]["needle"]["needle"])
-
-
-def _split(name: str) -> tuple[str, str]:
+def _mechanism_and_length(name: str) -> tuple[str, str]:
     mechanism, _, length = name.rpartition("-")
     return mechanism, length
 
@@ -229,42 +233,57 @@ def _mean(results: Sequence[Result], value: Any) -> float:
 
 def _added_parameters(result: Result, results: Sequence[Result]) -> int | None:
     """Parameters beyond those of full attention; None while that arm is missing."""
-    length = _split(result["name"])[1]
+    length = _mechanism_and_length(result["name"])[1]
     full = next((other for other in results if other["name"] == f"full-{length}"), None)
     return None if full is None else int(result["parameters"] - full["parameters"])
 
 
 def _infllm_rows(full: Sequence[Result]) -> list[list[str]]:
     """What `infllm` reads with full attention's weights."""
-    found = [result["evaluations"][READ_WITH_INFLLM]["numbers"] for result in full if result["evaluations"]]
-    if not found:
+    read = [(result, result["evaluations"][READ_WITH_INFLLM]) for result in full if result["evaluations"]]
+    if not read:
         return []
-    name = f"infllm-{_split(full[0]['name'])[1]}, weights of full"
-    means = {key: statistics.mean(one[key] for one in found) for key in ("eval_loss", "trailing_loss", "needle")}
+    name = f"infllm-{_mechanism_and_length(full[0]['name'])[1]}, weights of full"
+    names = ("eval_loss", "trailing_loss", "needle")
+    means = {key: statistics.mean(found["numbers"][key] for _, found in read) for key in names}
+    cells = [
+        Cell(
+            READ_WITH_INFLLM,
+            _block(result),
+            found["numbers"]["trailing_loss"],
+            own_trailing_by_sequence(found["position_wise"]),
+        )
+        for result, found in read
+    ]
     losses = [f"{means['eval_loss']:.4f}", f"{means['trailing_loss']:.4f}"]
-    return [[name, *losses, f"{means['needle']:.2f}", "–", "0", str(len(found))]]
+    losses += above([*_cells(full), *cells], READ_WITH_INFLLM, "full")
+    return [[name, *losses, f"{means['needle']:.2f}", "–", "0", str(len(read))]]
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
     """Kinds are compared in blocks of one length and seed, so that two lengths are a spread where there is one seed."""
     found = []
-    comparison = _compared(results)
-    arms = comparison.arms if comparison else ()
-    for name in arms:
-        if comparison and name != "full" and "full" in arms:
+    comparison = compare(_cells(results))
+    for name in comparison.arms:
+        if name != "full":
             claim = f"`{name}` is within 0.01 of full attention's trailing loss"
-            found.append(Verdict(claim, comparison.difference(name, "full"), -0.01, 0.01))
-    if comparison and {"moba-128", "moba-128-conv"} <= set(arms):
-        better = comparison.difference("moba-128-conv", "moba-128")
-        found.append(Verdict("`key_conv: 3` improves MoBA's trailing loss", better, -math.inf, 0.0))
-    return found
+            found += comparison.judge(claim, {name: 1.0, "full": -1.0}, -0.01, 0.01)
+    claim = "`key_conv: 3` improves MoBA's trailing loss"
+    return found + comparison.judge(claim, {"moba-128-conv": 1.0, "moba-128": -1.0}, -math.inf, 0.0)
 
 
-def _compared(results: Sequence[Result]) -> Comparison | None:
-    cells = []
-    for result in results:
-        name, length = _split(result["name"])
-        cells.append(Cell(name, f"{length}, seed {result['seed']}", trailing_loss(result)))
-    blocks = [cell.block for cell in cells]
-    paired = [cell for cell in cells if blocks.count(cell.block) > 1]
-    return compare(paired) if paired else None
+def _cells(results: Sequence[Result]) -> list[Cell]:
+    """Trailing losses by mechanism."""
+    return [
+        Cell(
+            _mechanism_and_length(result["name"])[0],
+            _block(result),
+            trailing_loss(result),
+            trailing_by_sequence(result),
+        )
+        for result in results
+    ]
+
+
+def _block(result: Result) -> str:
+    return f"{_mechanism_and_length(result['name'])[1]}, seed {result['seed']}"

@@ -20,12 +20,17 @@ _QUIT_S = 10.0
 """Seconds that the service may take to end."""
 
 
+def service_runs() -> bool:
+    """Whether processes that this one starts share GPUs by a service."""
+    return _PIPES in os.environ
+
+
 @contextmanager
 def multi_process_service() -> Iterator[None]:
     """Inside, the processes that this one starts share GPUs by a service of their own, if CUDA's driver brings it along
     and the environment names none already."""
     control = shutil.which(_CONTROL)
-    if control is None or _PIPES in os.environ:
+    if control is None or service_runs():
         yield
         return
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:

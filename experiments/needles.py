@@ -12,9 +12,10 @@ from benchmarks.plotting import plain
 from experiments.comparison import Estimate, Verdict, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.mechanisms import SIZE, TOKENS, needle, shape
+from experiments.mechanisms import SIZE, TOKENS, shape
 from experiments.models import FULL, moba, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
+from experiments.readings import needle
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,8 @@ from benchmarks.record import provenance
 from benchmarks.trainer_run import trainer_command
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Result
+from experiments.multi_process import service_runs
+from experiments.stop import run_to_end
 from moba_train.config.run import SpikeConfig
 from moba_train.foreign_files import ROOTS
 from moba_train.health.spike import RECOVERY_STEPS
@@ -80,9 +81,13 @@ def _locate(sources: Iterable[dict[str, Any]], corpus: Corpus) -> None:
 
 def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved: bool, sharing: int = 1) -> Result:
     """Train the arm on these GPUs (none: on the CPU), evaluate it, and return its result. Whatever an earlier attempt
-    left in the arm's folder is removed. `sharing` arms have these GPUs at the same time, which times are to be read by.
+    left in the arm's folder is removed. `sharing` arms have these GPUs at the same time.
 
-    Raises RuntimeError, with the end of what they printed, when training or an evaluation fails.
+    The result is that of `arm_result`, besides `seconds` and what these depend on: `gpus` of this arm, `arms_per_gpu`,
+    and whether arms shared a GPU by the `multi_process_service`.
+
+    Raises RuntimeError, with the end of what they printed, when training or an evaluation fails, StoppedError when the
+    call is asked to end.
     """
     folder = runs / arm.key
     shutil.rmtree(folder, ignore_errors=True)
@@ -105,7 +110,8 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
         evaluated[name] = _kept(json.loads((output / "evaluation.json").read_text()))
     found = arm_result(arm, folder, evaluated, roots)
     seconds = round(time.monotonic() - began, 1)
-    return found | {"gpus": len(devices), "arms_per_gpu": sharing, "seconds": seconds}
+    how = {"gpus": len(devices), "arms_per_gpu": sharing, "multi_process_service": bool(devices) and service_runs()}
+    return found | how | {"seconds": seconds}
 
 
 def _visible(devices: Sequence[int]) -> str:
@@ -127,11 +133,15 @@ def _roots(corpus: Corpus, runs: Path) -> list[Path]:
 
 def start(command: list[str], environment: Mapping[str, str], log: Path) -> None:
     """Run a command, its output added to `log`. Raises RuntimeError with the last lines when it fails."""
-    with log.open("a") as stream:
-        status = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False)
-    if status.returncode:
+    status = run_to_end(command, environment, log)
+    if status:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise RuntimeError(f"{' '.join(command[1:5])} ended with status {status.returncode}; {log.name} ends:\n{last}")
+        raise RuntimeError(f"{_program(command)} ended with status {status}, its log is {log}\n{last}")
+
+
+def _program(command: Sequence[str]) -> str:
+    """What a command runs, in words."""
+    return "the evaluation" if "moba_train.cli" in command else "training"
 
 
 def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any], data_roots: Sequence[Path]) -> Result:

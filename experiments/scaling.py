@@ -9,10 +9,11 @@ import numpy as np
 
 from benchmarks.plotting import GREY, plain
 from experiments import published
-from experiments.comparison import Verdict, compare
+from experiments.comparison import ABOVE, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import AXES, COLOURS, fit, paired, split, validation_loss
+from experiments.fits import AXES, COLOURS, attention_and_size, fit, paired
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
+from experiments.readings import Losses, validation_by_sequence, validation_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,23 +59,29 @@ class ScalingFigure(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Means by size, fits over both computes, and what follows."""
-        rows: list[list[str]] = [["", "full", "MoBA"]]
+        rows: list[list[str]] = [["", "full", "MoBA", *ABOVE]]
         small_first = sorted(results, key=lambda result: result["compute"]["6ND"])
-        for size in dict.fromkeys(split(result["name"])[1] for result in small_first):
+        for size in dict.fromkeys(attention_and_size(result["name"])[1] for result in small_first):
             cells = [_mean_text(results, f"{attention}-{size}", self.loss) for attention in ("full", "moba")]
-            rows.append([f"{self.loss_name}, {size}", *cells])
+            own = [result for result in results if attention_and_size(result["name"])[1] == size]
+            gap = above(paired(own, self.loss, self.by_sequence), "moba", "full")
+            rows.append([f"{self.loss_name}, {size}", *cells, *gap])
         numbers = {}
         for axis in AXES:
             if (fits := fit(results, self.loss, axis)) is not None:
-                rows += [[name, a, b] for name, a, b in fits.rows()]
+                rows += [[name, a, b, "", ""] for name, a, b in fits.rows()]
                 numbers[axis] = fits.to_json()
         if numbers:
-            rows.insert(len(rows) - 2 * len(numbers), ["**L = a C^b**, PFLOP/s-days", "**a**", "**b**"])
+            rows.insert(len(rows) - 2 * len(numbers), ["**L = a C^b**, PFLOP/s-days", "**a**", "**b**", "", ""])
         return Finding(self.verdicts(results), rows, numbers)
 
     @abstractmethod
     def loss(self, result: Result) -> float:
         """The loss that the figure is about."""
+
+    @abstractmethod
+    def by_sequence(self, result: Result) -> Losses:
+        """That loss of each sequence."""
 
     @abstractmethod
     def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
@@ -105,7 +112,7 @@ def _draw_losses(axes: "Axes", results: Sequence[Result], loss: Callable[[Result
 
     fits = fit(results, loss, axis)
     for attention in ("full", "moba"):
-        own = [result for result in results if split(result["name"])[0] == attention]
+        own = [result for result in results if attention_and_size(result["name"])[0] == attention]
         x = [result["compute"][axis] for result in own]
         axes.plot(x, [loss(result) for result in own], "o", ms=4, color=COLOURS[attention], label=attention)
         if fits is not None:
@@ -128,7 +135,7 @@ def _draw_gaps(
     by_name = {(result["name"], result["seed"]): result for result in results}
     points = []
     for (name, seed), result in by_name.items():
-        attention, size = split(name)
+        attention, size = attention_and_size(name)
         full = by_name.get((f"full-{size}", seed))
         if attention == "moba" and full is not None:
             points.append((result["compute"]["6ND"], 100 * (loss(result) / loss(full) - 1)))
@@ -187,12 +194,15 @@ class Scaling(ScalingFigure):
         """Validation loss."""
         return validation_loss(result)
 
+    def by_sequence(self, result: Result) -> Losses:
+        """Validation loss of each sequence."""
+        return validation_by_sequence(result)
+
     def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
         """The gap over all sizes, and the slopes."""
-        found = []
-        if cells := paired(results, validation_loss):
-            gap = compare(cells).difference("moba", "full")
-            found.append(Verdict("MoBA's validation loss is within 0.01 of full attention's", gap, -0.01, 0.01))
+        comparison = compare(paired(results, validation_loss, validation_by_sequence))
+        claim = "MoBA's validation loss is within 0.01 of full attention's"
+        found = comparison.judge(claim, {"moba": 1.0, "full": -1.0}, -0.01, 0.01)
         if (fits := fit(results, validation_loss, "6ND")) is not None:
             claim = "The exponents of both fits over 6ND are within 0.005 of each other"
             found.append(Verdict(claim, fits.slopes(), -0.005, 0.005))

@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from experiments.figure import Arm
+from experiments.stop import StoppedError, is_asked
 
 Run = Callable[[Arm, Sequence[int]], None]
 """Runs an arm on these GPUs, to its end, and keeps its result."""
@@ -20,7 +21,7 @@ class Outcome:
 
     finished: list[Arm]
     left: list[Arm]
-    """Arms that there was no time for, or that lack another one's weights."""
+    """Arms that there was no time for, that lack another one's weights, or that were stopped."""
     failed: list[tuple[Arm, BaseException]]
 
 
@@ -34,7 +35,8 @@ def run_arms(
     arms_per_gpu: int = 1,
     label: Callable[[Arm], str] = lambda arm: arm.key,
 ) -> Outcome:
-    """Run `arms` until none is left that would end before `deadline` (of `time.monotonic`).
+    """Run `arms` until none is left that would end before `deadline` (of `time.monotonic`), or until the call is asked
+    to end (stop.py).
 
     ready         whether an arm that needs another one's weights has them; asked again whenever an arm has ended
     arms_per_gpu  how many share a GPU; with more than one, no arm has several GPUs
@@ -46,7 +48,7 @@ def run_arms(
     outcome = Outcome([], [], [])
     with ThreadPoolExecutor(max(1, len(free))) as pool:
         while True:
-            candidates = [arm for arm in waiting if ready(arm)]
+            candidates = [] if is_asked() else [arm for arm in waiting if ready(arm)]
             sharing = min(arms_per_gpu, -(-(len(candidates) + len(running)) // max(1, gpus)))
             for arm in candidates:
                 if not gpus and running:
@@ -69,7 +71,11 @@ def run_arms(
             for future in done:
                 arm, mine = running.pop(future)
                 free = sorted([*free, *mine])
-                if (error := future.exception()) is not None:
+                error = future.exception()
+                if isinstance(error, StoppedError):
+                    outcome.left.append(arm)
+                    print(f"{label(arm)}: {error}", flush=True)
+                elif error is not None:
                     outcome.failed.append((arm, error))
                     print(f"{label(arm)}: failed: {error}", flush=True)
                 else:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from benchmarks.plotting import GREY, titled
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import validation_loss
 from experiments.models import FULL, TOKENS_PER_PARAMETER, learning_rate, parameters, recipe, staged
+from experiments.readings import validation_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import moba_train.attention.registry  # noqa: F401  # attention kinds, which the recipe names
 from benchmarks.plotting import GREY, titled
-from experiments.comparison import Cell, Verdict, compare, shared
+from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.estimate import config_of
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import COLOURS, trailing_loss, validation_loss
+from experiments.fits import COLOURS
 from experiments.models import FULL, moba, recipe, staged
+from experiments.readings import (
+    bucket_middles,
+    loss_by_position,
+    trailing_by_sequence,
+    trailing_loss,
+    validation_loss,
+)
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.planning.flops import real_flops
@@ -78,15 +85,14 @@ class ShortFirst(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """What beginning short gains or costs in the trailing loss, at equal tokens and at equal FLOPs."""
-        cells = shared([Cell(result["name"], f"seed {result['seed']}", trailing_loss(result)) for result in results])
-        verdicts = []
+        comparison = compare(_cells(results))
+        verdicts: list[Verdict] = []
         for length, reference in product(MINIATURES, ("moba", "full")):
             for more, words in (("", "equal tokens"), (EQUAL_FLOPS, "equal FLOPs")):
                 short, other = length + SHORT + more, length + reference + (more if reference != "full" else "")
-                if {short, other} <= {cell.arm for cell in cells}:
-                    at = f"At {length or '32k-'}{words}".replace("k-", "K and ")
-                    claim = f"{at}, the trailing loss of {WORDS[SHORT]} is not above that of {WORDS[reference]}"
-                    verdicts.append(Verdict(claim, compare(cells).difference(short, other), -math.inf, 0.0))
+                at = f"At {length or '32k-'}{words}".replace("k-", "K and ")
+                claim = f"{at}, the trailing loss of {WORDS[SHORT]} is not above that of {WORDS[reference]}"
+                verdicts += comparison.judge(claim, {short: 1.0, other: -1.0}, -math.inf, 0.0)
         return Finding(verdicts, _rows(results))
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
@@ -99,10 +105,8 @@ class ShortFirst(Figure):
             face = colour if equal_tokens else "none"
             form = "s" if length else "o"
             left.plot(result["compute"]["real"], trailing_loss(result), form, color=colour, mfc=face, ms=6)
-            found = _last(result)["position_wise"]["position_wise"]
-            losses = found["curves"][found["attention"]]["mean"]
-            places = [found["bucket"] * (bucket + 0.5) for bucket in range(len(losses))]
-            right.plot(places, losses, ":" if length else "-" if equal_tokens else "--", color=colour, lw=1.2)
+            style = ":" if length else "-" if equal_tokens else "--"
+            right.plot(bucket_middles(result), loss_by_position(result), style, color=colour, lw=1.2)
         for name, words in WORDS.items():
             left.plot([], [], "o", color=_COLOURS[name], label=words)
         left.plot([], [], "o", color=GREY, mfc="none", label="with the FLOPs of full attention")
@@ -161,16 +165,20 @@ def flops_per_token(made: dict[str, Any]) -> float:
     return flops / sum(stage.planned_tokens for stage in stages)
 
 
-def _last(result: Result) -> dict[str, Any]:
-    """What was evaluated at the end of the run."""
-    return dict(result["stages"]["train"])
+def _cells(results: Sequence[Result]) -> list[Cell]:
+    return [
+        Cell(result["name"], f"seed {result['seed']}", trailing_loss(result), trailing_by_sequence(result))
+        for result in results
+    ]
 
 
 def _rows(results: Sequence[Result]) -> list[list[str]]:
-    rows = [["arm", "seeds", "tokens", "real FLOPs, PFLOP/s-days", "trailing loss", "validation loss"]]
+    rows = [["arm", "seeds", "tokens", "real FLOPs, PFLOP/s-days", "trailing loss", *ABOVE, "validation loss"]]
     for name in dict.fromkeys(result["name"] for result in results):
         runs = [result for result in results if result["name"] == name]
-        losses = [f"{statistics.mean(map(loss, runs)):.4f}" for loss in (trailing_loss, validation_loss)]
+        trailing, validation = (f"{statistics.mean(map(loss, runs)):.4f}" for loss in (trailing_loss, validation_loss))
+        gap = above(_cells(results), name, f"{split_name(name)[0]}full")
         compute = statistics.mean(run["compute"]["real"] for run in runs)
-        rows.append([name, str(len(runs)), f"{runs[0]['tokens'] / 1e6:.1f}M", f"{compute:.4g}", *losses])
+        size = [str(len(runs)), f"{runs[0]['tokens'] / 1e6:.1f}M", f"{compute:.4g}"]
+        rows.append([name, *size, trailing, *gap, validation])
     return rows

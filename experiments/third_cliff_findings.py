@@ -1,5 +1,6 @@
 """What finished arms of the third cliff (F6) say."""
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.plotting import GREY, plain
-from experiments.comparison import Cell, Verdict, compare, shared
+from experiments.comparison import Cell, Verdict, compare
 from experiments.figure import Result
-from experiments.fits import validation_loss
+from experiments.readings import Losses, validation_by_sequence, validation_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,43 +68,44 @@ def as_attention(result: Result, attention: str) -> float:
     return float(result["evaluations"][AS_MOBA]["validation_loss"][attention])
 
 
+def as_moba_by_sequence(result: Result) -> Losses:
+    """`as_attention` with MoBA of each sequence."""
+    found: Losses = result["evaluations"][AS_MOBA]["validation_loss"].get("by_sequence", {}).get("moba", [])
+    return found
+
+
 def verdicts(tuned: Sequence[Result]) -> Iterator[Verdict]:
     """The claims, as far as there are arms for them."""
-    start = list({(cell.arm, cell.block): cell for cell in _cells(tuned, first_loss, _layers)}.values())
-    if {"none", "all"} <= _arms(start):  # once for each seed, as all masks begin alike
-        claim = "Before the first step MoBA and full attention have the same loss, within 0.05"
-        yield Verdict(claim, compare(start).difference("none", "all"), -0.05, 0.05)
-    after, back = _cells(tuned, validation_loss), _cells(tuned, lambda result: as_attention(result, "moba"))
+    # Once for each seed, as all masks begin alike.
+    start = {(cell.arm, cell.block): cell for cell in _cells(tuned, first_loss, _layers)}
+    claim = "Before the first step MoBA and full attention have the same loss, within 0.05"
+    yield from compare(list(start.values())).judge(claim, {"none": 1.0, "all": -1.0}, -0.05, 0.05)
+    after = compare(_cells(tuned, validation_loss, by_sequence=validation_by_sequence))
+    moba = functools.partial(as_attention, attention="moba")
+    back = compare(_cells(tuned, moba, by_sequence=as_moba_by_sequence))
     shares = sorted({_share(result) for result in tuned}, key=float)
     if not shares:
         return
     thin, thick = shares[0], shares[-1]
     gap = {f"none-{thin}": 1.0, f"all-{thin}": -1.0}
-    if gap.keys() <= _arms(after):
-        yield Verdict(f"At {thin} % MoBA is worse than full attention", compare(after).contrast(gap), 0.0, math.inf)
-    wider = gap | {f"none-{thick}": -1.0, f"all-{thick}": 1.0}
-    if thin != thick and wider.keys() <= _arms(after):
-        claim = f"The gap at {thin} % is larger than at {thick} %"
-        yield Verdict(claim, compare(after).contrast(wider), 0.0, math.inf)
-    if {f"last3-{thin}", f"none-{thin}"} <= _arms(after):
-        claim = f"At {thin} % full attention in the last 3 layers is better than MoBA"
-        yield Verdict(claim, compare(after).difference(f"last3-{thin}", f"none-{thin}"), -math.inf, 0.0)
+    yield from after.judge(f"At {thin} % MoBA is worse than full attention", gap, 0.0, math.inf)
+    if thin != thick:
+        wider = gap | {f"none-{thick}": -1.0, f"all-{thick}": 1.0}
+        yield from after.judge(f"The gap at {thin} % is larger than at {thick} %", wider, 0.0, math.inf)
+    claim = f"At {thin} % full attention in the last 3 layers is better than MoBA"
+    yield from after.judge(claim, {f"last3-{thin}": 1.0, f"none-{thin}": -1.0}, -math.inf, 0.0)
     for layers in ("last3", "all"):
-        if {f"{layers}-{thin}", f"none-{thin}"} <= _arms(back):
-            claim = f"At {thin} %, {_WORDS[layers]} in fine-tuning and MoBA after it is no worse than MoBA in both"
-            yield Verdict(claim, compare(back).difference(f"{layers}-{thin}", f"none-{thin}"), -math.inf, 0.0)
+        claim = f"At {thin} %, {_WORDS[layers]} in fine-tuning and MoBA after it is no worse than MoBA in both"
+        yield from back.judge(claim, {f"{layers}-{thin}": 1.0, f"none-{thin}": -1.0}, -math.inf, 0.0)
 
 
 def _cells(
     tuned: Sequence[Result],
     value: Callable[[Result], float],
     arm: Callable[[Result], str] = lambda result: result["name"],
+    by_sequence: Callable[[Result], Losses] = lambda result: (),
 ) -> list[Cell]:
-    return shared([Cell(arm(result), f"seed {result['seed']}", value(result)) for result in tuned])
-
-
-def _arms(cells: Sequence[Cell]) -> set[str]:
-    return {cell.arm for cell in cells}
+    return [Cell(arm(result), f"seed {result['seed']}", value(result), by_sequence(result)) for result in tuned]
 
 
 def fine_tuned_rows(tuned: Sequence[Result]) -> list[list[str]]:

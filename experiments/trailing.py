@@ -5,14 +5,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.plotting import GREY, titled
 from experiments import published
-from experiments.comparison import Cell, Verdict, compare
+from experiments.comparison import Cell, Verdict, above, compare
 from experiments.figure import Figure, Finding, Result
-from experiments.fits import COLOURS, paired, split, trailing_loss, trend
+from experiments.fits import COLOURS, attention_and_size, paired, trend
 from experiments.models import parameters
+from experiments.readings import (
+    Losses,
+    bucket_middles,
+    loss_by_position,
+    own_trailing_by_sequence,
+    position_wise,
+    trailing_by_sequence,
+    trailing_loss,
+)
 from experiments.scaling import ScalingFigure
 
 if TYPE_CHECKING:
@@ -56,6 +64,10 @@ class Trailing(ScalingFigure):
         """Trailing loss."""
         return trailing_loss(result)
 
+    def by_sequence(self, result: Result) -> Losses:
+        """Trailing loss of each sequence."""
+        return trailing_by_sequence(result)
+
     def evaluations(self, quick: bool) -> dict[str, Sequence[str]]:
         """MoBA and full attention on the same weights."""
         block = 16 if quick else self.block_size
@@ -66,23 +78,26 @@ class Trailing(ScalingFigure):
 
     def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
         """The gap's sign and its trend; the sign on synthetic recall, too."""
-        found = []
-        if cells := paired(results, trailing_loss):
-            gap = compare(cells).difference("moba", "full")
-            found.append(Verdict("MoBA's trailing loss is above full attention's", gap, 0.0, math.inf))
+        gap = {"moba": 1.0, "full": -1.0}
+        comparison = compare(paired(results, trailing_loss, trailing_by_sequence))
+        found = comparison.judge("MoBA's trailing loss is above full attention's", gap, 0.0, math.inf)
         if (slope := trend(results, trailing_loss)) is not None:
             found.append(Verdict("The gap shrinks with compute (slope for each factor of 10)", slope, -math.inf, 0.0))
-        if cells := paired([result for result in results if RECALL in result["evaluations"]], recall_loss):
-            gap = compare(cells).difference("moba", "full")
-            claim = "On synthetic recall, too, MoBA's trailing loss is above full attention's"
-            found.append(Verdict(claim, gap, 0.0, math.inf))
-        return found
+        recalled = [result for result in results if RECALL in result["evaluations"]]
+        comparison = compare(paired(recalled, recall_loss, recall_by_sequence))
+        claim = "On synthetic recall, too, MoBA's trailing loss is above full attention's"
+        return found + comparison.judge(claim, gap, 0.0, math.inf)
 
 
 def recall_loss(result: Result) -> float:
     """Trailing loss on synthetic recall, with the attention that the arm was trained with."""
     data = result["evaluations"][RECALL]["position_wise"]
     return float(data["curves"][data["attention"]]["mean"][-1])
+
+
+def recall_by_sequence(result: Result) -> Losses:
+    """Trailing loss of each sequence of synthetic recall."""
+    return own_trailing_by_sequence(result["evaluations"][RECALL]["position_wise"])
 
 
 class Position(Figure):
@@ -96,7 +111,10 @@ class Position(Figure):
         "against 1.464 C^-0.097 in the last; trailing tokens account for most of the difference "
         "([MoBA](https://arxiv.org/abs/2502.13189), appendix A.1)."
     )
-    setup = "The largest models of F2 that both attentions have, on samples that lie inside one document, 2K a bucket."
+    setup = (
+        "The largest models of F2 that both attentions have, on samples that lie inside one document, 2K a bucket. Of "
+        "the last bucket alone the loss of each sample is kept, and with it the error of evaluation."
+    )
     result: ClassVar[str] = "the gap grows with position, as published; one seed of one size, no verdict"
     found: ClassVar[str] = (
         "One seed of 6.5M parameters, so no verdict. The shape is the published one: no gap in the first 2K tokens, "
@@ -109,12 +127,14 @@ class Position(Figure):
         pairs = largest_pairs(results)
         if not pairs:
             return Finding([], [["tokens", "full", "MoBA", "gap"]])
-        full, moba = (np.array([_curve(pair[name]) for pair in pairs]) for name in ("full", "moba"))
+        full, moba = (np.array([loss_by_position(pair[name]) for pair in pairs]) for name in ("full", "moba"))
         gaps = moba - full
-        bucket = _bucket(pairs[0]["full"])
-        rows = [["tokens", "full", "MoBA", "gap", "published gap, %", "gap here, %"]]
+        bucket = int(position_wise(pairs[0]["full"])["bucket"])
+        rows = [["tokens", "full", "MoBA", "gap", "± evaluation", "published gap, %", "gap here, %"]]
+        error = _trailing_error(pairs)
         for index, gap in enumerate(gaps.mean(0)):
             cells = [f"{full[:, index].mean():.4f}", f"{moba[:, index].mean():.4f}", f"{gap:+.4f}"]
+            cells.append(error if index == gaps.shape[1] - 1 else "–")
             shares = [_published_share(index, bucket), f"{100 * gap / full[:, index].mean():+.2f}"]
             rows.append([f"{index * bucket} to {(index + 1) * bucket}", *cells, *shares])
         ends = [
@@ -131,16 +151,16 @@ class Position(Figure):
         left, right = canvas.subplots(1, 2)
         pairs = largest_pairs(results)
         for pair in pairs:
-            edges = _bucket(pair["full"]) * (np.arange(len(_curve(pair["full"]))) + 0.5)
+            middles = bucket_middles(pair["full"])
             for name in ("full", "moba"):
                 label = name if pair is pairs[0] else None
-                left.plot(edges, _curve(pair[name]), "-", lw=1.3, color=COLOURS[name], label=label)
-            share = 100 * (_curve(pair["moba"]) / _curve(pair["full"]) - 1)
-            right.plot(
-                edges, share, "o-", ms=3, lw=1.2, color=COLOURS["moba"], label="here" if pair is pairs[0] else None
-            )
-            if pair is pairs[0] and _bucket(pair["full"]) == published.POSITION_BUCKET:
-                right.plot(edges, list(map(_published_gap, range(len(edges)))), color=GREY, lw=1.3, label="published")
+                left.plot(middles, loss_by_position(pair[name]), "-", lw=1.3, color=COLOURS[name], label=label)
+            share = 100 * (loss_by_position(pair["moba"]) / loss_by_position(pair["full"]) - 1)
+            here = "here" if pair is pairs[0] else None
+            right.plot(middles, share, "o-", ms=3, lw=1.2, color=COLOURS["moba"], label=here)
+            if here and position_wise(pair["full"])["bucket"] == published.POSITION_BUCKET:
+                theirs = list(map(_published_gap, range(len(middles))))
+                right.plot(middles, theirs, color=GREY, lw=1.3, label="published")
         for axes, title in ((left, "loss by position"), (right, "MoBA above full, %")):
             titled(axes, title, "position in the context, tokens")
             if pairs:
@@ -151,7 +171,7 @@ def largest_pairs(results: Sequence[Result]) -> list[dict[str, Result]]:
     """MoBA and full attention of the largest size that has both, a pair for each seed."""
     by_size: dict[str, dict[int, dict[str, Result]]] = {}
     for result in results:
-        attention, size = split(result["name"])
+        attention, size = attention_and_size(result["name"])
         by_size.setdefault(size, {}).setdefault(result["seed"], {})[attention] = result
     for size in sorted(by_size, key=parameters, reverse=True):
         pairs = [pair for pair in by_size[size].values() if {"full", "moba"} <= pair.keys()]
@@ -160,14 +180,15 @@ def largest_pairs(results: Sequence[Result]) -> list[dict[str, Result]]:
     return []
 
 
-def _curve(result: Result) -> npt.NDArray[np.float64]:
-    """Loss by bucket, with the attention that the arm was trained with."""
-    data = result["stages"]["train"]["position_wise"]["position_wise"]
-    return np.array(data["curves"][data["attention"]]["mean"])
-
-
-def _bucket(result: Result) -> int:
-    return int(result["stages"]["train"]["position_wise"]["position_wise"]["bucket"])
+def _trailing_error(pairs: Sequence[dict[str, Result]]) -> str:
+    """The error of evaluation alone of the gap in the last bucket, as a cell of a table."""
+    cells = [
+        Cell(name, f"seed {result['seed']}", trailing_loss(result), trailing_by_sequence(result))
+        for pair in pairs
+        for name, result in pair.items()
+    ]
+    _, error = above(cells, "moba", "full")
+    return error
 
 
 def _published_gap(index: int) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from benchmarks.plotting import GREY, titled
 from experiments.comparison import Cell, Verdict, compare
 from experiments.figure import Figure, Finding, Result
-from experiments.fits import COLOURS, split
+from experiments.fits import COLOURS, attention_and_size
 from experiments.trailing import BOTH
 
 if TYPE_CHECKING:
@@ -59,12 +59,12 @@ class TrainedWith(Figure):
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """What running with MoBA costs, and what training with it costs when run with full attention."""
         panels = canvas.subplots(1, 2, sharey=True)
-        sizes = list(dict.fromkeys(split(result["name"])[1] for result in results))
+        sizes = list(dict.fromkeys(attention_and_size(result["name"])[1] for result in results))
         for axes, (loss, label) in zip(panels, LOSSES.items(), strict=True):
             for trained, name in TRAINED.items():
-                own = [result for result in results if split(result["name"])[0] == trained]
+                own = [result for result in results if attention_and_size(result["name"])[0] == trained]
                 for run, style in (("full", "o"), ("moba", "^")):
-                    x = [sizes.index(split(result["name"])[1]) for result in own]
+                    x = [sizes.index(attention_and_size(result["name"])[1]) for result in own]
                     y = [evaluated(result, loss, run) for result in own]
                     axes.plot(x, y, style, ms=5, color=COLOURS[trained], alpha=0.8, label=f"{name}, run with {run}")
             axes.set_xticks(range(len(sizes)), sizes)
@@ -83,7 +83,7 @@ def evaluated(result: Result, loss: str, run: str) -> float:
 def _verdicts(results: Sequence[Result], loss: str, label: str) -> list[Verdict]:
     cells = []
     for result in results:
-        trained, size = split(result["name"])
+        trained, size = attention_and_size(result["name"])
         for run in ("full", "moba"):
             cells.append(Cell(f"{trained} -> {run}", f"{size}, seed {result['seed']}", evaluated(result, loss, run)))
     blocks = [cell.block for cell in cells]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.corpus import Corpus
-from experiments.estimate import correction, modelled_seconds
+from experiments.estimate import Estimates
 from experiments.figure import Arm, Figure
 from experiments.results import add_result, held, read_results
 from experiments.run_arm import run_arm
@@ -32,9 +32,11 @@ class Work:
     """Those to run, each behind the one whose weights it needs."""
     held: int
     """How many the result file has already."""
+    estimates: Estimates
+    """How long arms take; they learn from every arm that ends."""
 
     @staticmethod
-    def of(
+    def from_figure(
         figure: Figure,
         corpus: Corpus,
         runs: Path,
@@ -42,12 +44,13 @@ class Work:
         quick: bool,
         seeds: Sequence[int],
         patterns: Sequence[str] | None,
+        estimates: Estimates,
     ) -> "Work":
         """The work of a figure for these seeds and names of arms. Raises UserError where the file has other results."""
         arms = arms_of(figure, seeds, quick)
         done = held(output, _settings(figure, corpus, quick), arms)
         wanted = [arm for arm in asked_for(arms, patterns) if arm.key not in done]
-        return Work(figure, corpus, runs, output, quick, arms, _with_parents(wanted, arms, runs), len(done))
+        return Work(figure, corpus, runs, output, quick, arms, _with_parents(wanted, arms, runs), len(done), estimates)
 
     def run(self, arm: Arm, devices: Sequence[int], sharing: int) -> None:
         """Run an arm and add its result to the file. Raises UserError where its parent's weights are not worth it."""
@@ -55,15 +58,16 @@ class Work:
             self._check_parent(_parent(arm, self.arms))
         parents = {f"{one.parent}-seed{one.seed}" for one in self.arms if one.parent}
         result = run_arm(arm, self.corpus, self.runs, devices, arm.key in parents, sharing)
-        _finished_mark(self.runs, arm).touch()
         add_result(self.output, _settings(self.figure, self.corpus, self.quick), result)
+        _finished_mark(self.runs, arm).touch()  # last: arms that need its weights also need its result
+        self.estimates.add(result)
         print(
             f"{self.label(arm)}: ended after {result['seconds']:.0f} s, {result['tokens_per_s']:,} tokens/s", flush=True
         )
 
     def seconds(self, arm: Arm, gpus: int, sharing: int) -> float:
         """How long an arm takes, by those that are finished."""
-        return modelled_seconds(arm, gpus, sharing) * correction(arm, read_results(self.output), self.arms)
+        return self.estimates.seconds(arm, gpus, sharing)
 
     def chain_seconds(self, arm: Arm, gpus: int) -> float:
         """How long an arm takes, and behind it the longest of those that need its weights."""

@@ -18,6 +18,7 @@ from moba_train.data.batch import collate
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.data.samples import Sample
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, never_stops
+from moba_train.evals.results import finite
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import DataShard
@@ -143,9 +144,15 @@ class PositionWiseLoss:
         return PositionWiseLoss(self.bucket, self.losses - other.losses)
 
     def to_json(self) -> dict[str, Any]:
-        """Means and standard errors, [buckets] each, as JSON values: null where there is none."""
-        error = [None if np.isnan(value) else value for value in self.standard_error.tolist()]
-        return {"mean": self.mean.tolist(), "standard_error": error}
+        """Means and standard errors, [buckets] each, and the trailing loss of each sequence, as JSON values: null where
+        there is none."""
+        values = {
+            "mean": self.mean.tolist(),
+            "standard_error": self.standard_error.tolist(),
+            "trailing_by_sequence": self.losses[:, -1].round(5).tolist(),
+        }
+        found: dict[str, Any] = finite(values)
+        return found
 
 
 class SamplesOfOneLength(Protocol):

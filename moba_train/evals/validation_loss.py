@@ -2,17 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
-from moba_train.data.batch import collate
+from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample, StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, never_stops
+from moba_train.evals.results import finite
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.forward import training_loss
+from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import DataShard
 
 
@@ -54,9 +59,33 @@ class ValidationLoss(Evaluation):
             )
             for name in context.each_attention()
         }
-        own = losses[context.own]
-        table = [f"{name:<24} validation loss {loss:.4f} nats per token" for name, loss in losses.items()]
-        return EvaluationResult({"eval_loss": own}, f"validation loss {own:.4f}", table, dict(losses))
+        own = losses[context.own].mean
+        table = [f"{name:<24} validation loss {loss.mean:.4f} nats per token" for name, loss in losses.items()]
+        data: dict[str, Any] = {name: loss.mean for name, loss in losses.items()}
+        data["by_sequence"] = {name: finite(loss.by_sequence.round(5).tolist()) for name, loss in losses.items()}
+        return EvaluationResult({"eval_loss": own}, f"validation loss {own:.4f}", table, data)
+
+
+@dataclass(frozen=True)
+class SequenceLosses:
+    """Losses of held-out sequences, in nats."""
+
+    sums: npt.NDArray[np.float64]
+    """[sequences]: weighted sum over the tokens."""
+    weights: npt.NDArray[np.float64]
+    """[sequences]: sum of the weights; 0 where no token carries loss."""
+
+    @property
+    def mean(self) -> float:
+        """Mean over all tokens; NaN where none carries loss."""
+        weight = float(self.weights.sum())
+        return float(self.sums.sum()) / weight if weight else float("nan")
+
+    @property
+    def by_sequence(self) -> npt.NDArray[np.float64]:
+        """Mean over the tokens of each sequence, [sequences]; NaN where none carries loss."""
+        nothing = np.full_like(self.sums, np.nan)
+        return np.divide(self.sums, self.weights, out=nothing, where=self.weights > 0)
 
 
 @torch.no_grad()
@@ -67,23 +96,37 @@ def validation_loss(
     data_shard: DataShard,
     device: torch.device,
     between_batches: Callable[[], None] = never_stops,
-) -> float:
-    """Mean loss in nats per token over all of `data`, equal on every rank and (up to rounding) for every layout.
+) -> SequenceLosses:
+    """Losses of all sequences of `data`, equal on every rank and (up to rounding) for every layout.
 
     Called on all ranks together: each makes the same number of passes, the last ones padded with samples of weight 0.
     """
     per_pass = data_shard.dp_size * micro_batch_size
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    rows = -(-data.sequences // per_pass) * per_pass  # the last ones are padding
+    totals = torch.zeros(rows, 2, dtype=torch.float64, device=device)
     for first in range(0, data.sequences, per_pass):
         between_batches()
         begin = first + data_shard.dp_rank * micro_batch_size
         samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
-        batch = data_shard.shard_batch(collate(samples)).to(device)
-        totals[0] += training_loss(model, batch).loss
-        totals[1] += batch.loss_weight_sum
+        whole = collate(samples)
+        batch = data_shard.shard_batch(whole).to(device)
+        losses_n = token_losses(model, batch)
+        weights_n = batch.loss_weight * data_shard.computes_loss
+        sums_n2 = torch.stack([losses_n * weights_n, weights_n], 1).double()
+        sequence_n = _sequences(whole, data.seq_len, data_shard).to(device)
+        for sequence in range(micro_batch_size):
+            totals[begin + sequence] = (sums_n2 * (sequence_n == sequence)[:, None]).sum(0)
     dist.all_reduce(totals)
-    loss_sum, loss_tokens = totals.tolist()
-    return loss_sum / loss_tokens if loss_tokens else float("nan")
+    sums, weights = totals[: data.sequences].T.cpu().numpy()
+    return SequenceLosses(sums, weights)
+
+
+def _sequences(batch: Batch, seq_len: int, data_shard: DataShard) -> torch.Tensor:
+    """Number in the micro-batch of the sequence of each of this rank's loss tokens, int64 [n]."""
+    numbers = torch.arange(len(batch.tokens)) // seq_len
+    # A label goes wherever its token goes.
+    shard = data_shard.shard_batch(dataclasses.replace(batch, labels=numbers))
+    return shard.labels[shard.loss_index]
 
 
 def _sample_or_padding(data: StageData, index: int) -> Sample:

@@ -56,10 +56,7 @@ def _gathered_until_backward(model: Transformer) -> Iterator[None]:
 
 def training_loss(model: Transformer, batch: Batch) -> LossSums:
     """Weighted sums of the losses (nats) of this rank's part of a micro-batch, with gradient where that is enabled and
-    the model is no pipeline's.
-
-    The loss on validation data is this sum, too.
-    """
+    the model is no pipeline's."""
     update_weight_scales(model)
     return _loss(model, batch)
 

@@ -127,6 +127,7 @@ def test_means_and_errors_take_sequences_as_the_sample() -> None:
     assert result.numbers["trailing_gap_error"] == 0  # of pairs: the sequences differ, the gap does not
     assert "+0.2500 +- 0.0000" in result.message
     assert result.data["curves"]["full"]["mean"] == [4.0, 1.75]
+    assert result.data["curves"]["full"]["trailing_by_sequence"] == [1.75, 2.25, 1.25]
     assert PositionWiseLoss(8, moba.losses[:1]).to_json()["standard_error"] == [None, None]
 
 

@@ -1,14 +1,19 @@
 """Arms side by side: GPUs are shared out, time is kept, what another arm needs comes first, failures stay alone."""
 
+import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from experiments.figure import Arm
 from experiments.scaling import Scaling
 from experiments.schedule import gpus_for, run_arms
+from experiments.stop import is_asked, run_to_end, stoppable
 from experiments.work import arms_of, asked_for
 
 
@@ -135,3 +140,43 @@ def test_equal_arms_of_two_figures_both_run() -> None:
     )
     assert list(map(id, ran)) == list(map(id, arms))
     assert len(outcome.finished) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_call_that_is_asked_to_end_ends_its_arms_and_begins_none(tmp_path: Path, number: signal.Signals) -> None:
+    began = time.monotonic()
+    handler = signal.getsignal(number)
+    log = tmp_path / "a.log"
+
+    def run(one: Arm, gpus: Sequence[int]) -> None:
+        if one.name == "b":
+            while "begun" not in log.read_text():
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+        program = "import os, time; print('begun', os.getpid(), flush=True); time.sleep(600)"
+        run_to_end([sys.executable, "-c", program], os.environ, log)
+
+    log.touch()
+    with stoppable():
+        outcome = run_arms(
+            [arm(name) for name in "abc"],
+            2,
+            began + 1e6,
+            run,
+            lambda one, gpus, sharing: 1.0,
+            label=lambda one: one.name,
+        )
+        assert is_asked()
+    assert sorted(one.name for one in outcome.left) == list("abc"), "the same command goes on with them"
+    assert (outcome.finished, outcome.failed) == ([], [])
+    assert time.monotonic() - began < 300
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text().split()[1]), 0)
+    assert signal.getsignal(number) == handler
+    assert not is_asked(), "a later call runs"
+
+
+def test_a_program_runs_to_its_end_and_its_output_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run_to_end([sys.executable, "-c", "import sys; print('said'); sys.exit(3)"], os.environ, log) == 3
+    assert log.read_text() == "said\n"

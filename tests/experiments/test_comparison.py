@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.comparison import Cell, Estimate, Verdict, compare, t_quantile
+from experiments.comparison import Cell, Estimate, Verdict, above, compare, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ def cells(rng: np.random.Generator, difference: float, noise: float, blocks: int
     found = []
     for block in range(blocks):
         level = rng.normal(3.0, 0.5)  # far larger than what is compared
-        for arm, above in (("full", 0.0), ("moba", difference), ("other", -1.0)):
-            found.append(Cell(arm, f"seed {block}", level + above + rng.normal(0, noise)))
+        for arm, more in (("full", 0.0), ("moba", difference), ("other", -1.0)):
+            found.append(Cell(arm, f"seed {block}", level + more + rng.normal(0, noise)))
     return found
 
 
@@ -51,8 +51,55 @@ def test_one_seed_says_nothing_and_strangers_are_refused() -> None:
     assert (found.low, found.high, found.visible) == (-math.inf, math.inf, math.inf)
     assert Verdict("MoBA is worse", found, 0.0, math.inf).word == "cannot be told"
     assert "no spread known" in str(Verdict("MoBA is worse", found, 0.0, math.inf))
+    strangers = compare([Cell("full", "a", 1.0), Cell("moba", "b", 2.0)])
     with pytest.raises(ValueError, match="no common blocks"):
-        compare([Cell("full", "a", 1.0), Cell("moba", "b", 2.0)])
+        strangers.difference("moba", "full")
+    assert strangers.judge("MoBA is worse", {"moba": 1.0, "full": -1.0}, 0.0, math.inf) == []
+    assert one.judge("other is worse", {"other": 1.0, "full": -1.0}, 0.0, math.inf) == []
+    assert compare([]).judge("MoBA is worse", {"moba": 1.0, "full": -1.0}, 0.0, math.inf) == []
+
+
+def test_arms_are_compared_through_others_and_strangers_do_not_disturb() -> None:
+    chain = [Cell("a", "1", 1.0), Cell("b", "1", 1.5), Cell("b", "2", 2.5), Cell("c", "2", 2.7)]
+    strangers = [Cell("d", "3", 9.0), Cell("e", "3", 8.0), Cell("b", "4", 7.0)]
+    found = compare([*chain, *strangers])
+    assert found.difference("c", "a").value == pytest.approx(0.7)
+    assert found.difference("e", "d").value == pytest.approx(-1.0)
+    assert found.freedom == compare(chain).freedom == 0
+    assert not found.knows({"d": 1.0, "a": -1.0})
+
+
+def test_one_seed_has_the_error_of_evaluation_over_the_pairs_of_sequences() -> None:
+    """Differences of 0.1, 0.3, 0.1, 0.3: mean 0.2, standard deviation sqrt(4 * 0.01 / 3) = 0.11547, standard error half
+    of it, 0.057735; Student's t of three degrees of freedom is 3.1824. The sequences differ by far more."""
+    full = Cell("full", "seed 0", 2.5, (1.0, 2.0, 3.0, 4.0))
+    moba = Cell("moba", "seed 0", 2.7, (1.1, 2.3, 3.1, 4.3))
+    other = Cell("other", "seed 0", 2.0)
+    half = 3.1824 * 0.057735
+    found = compare([full, moba, other])
+    gap = found.difference("moba", "full")
+    assert gap.evaluation == pytest.approx(half, abs=1e-5)
+    assert (gap.low, gap.high) == (-math.inf, math.inf), "no interval of training"
+    assert f"one seed: no spread known; evaluation alone ±{half:.4f}" in str(Verdict("Worse", gap, 0.0, math.inf))
+    assert found.difference("other", "full").evaluation is None
+    assert "evaluation" not in str(Verdict("Better", found.difference("other", "full"), -math.inf, 0.0))
+    mean = found.contrast({"moba": 1.0, "full": 1.0, "other": -2.0})
+    assert mean.evaluation is None
+    assert above([full, moba, other], "moba", "full") == ["+0.2000", f"±{half:.4f}"]
+    assert above([full, moba, other], "other", "full") == ["-0.5000", "–"], "kept before there were losses by sequence"
+    assert above([full, moba], "full", "full") == above([full], "moba", "full") == ["–", "–"]
+
+
+def test_sequences_are_paired_only_within_a_block_and_where_both_have_loss() -> None:
+    full = Cell("full", "seed 0", 2.0, (1.0, 2.0, None, 3.0))
+    moba = Cell("moba", "seed 0", 2.2, (1.1, 2.1, 7.0, 3.4))
+    differences = np.array([0.1, 0.1, 0.4])
+    half = t_quantile(0.975, 2) * differences.std(ddof=1) / 3**0.5
+    assert compare([full, moba]).difference("moba", "full").evaluation == pytest.approx(half)
+    shorter = moba._replace(by_sequence=(1.1, 2.1, 3.4))
+    assert compare([full, shorter]).difference("moba", "full").evaluation is None
+    later = [cell._replace(block="seed 1", value=cell.value + 0.1) for cell in (full, moba)]
+    assert above([full, moba, *later], "moba", "full")[1] == "–", "two seeds have a spread of training"
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.python_sources import BYTES
-from experiments import page, published
+from experiments import estimate, page, published
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.corpus import Corpus
-from experiments.estimate import modelled_seconds
-from experiments.figure import Figure, Result
+from experiments.estimate import OVERLAP, Estimates, modelled_seconds
+from experiments.figure import Arm, Figure, Result
 from experiments.models import TOKENS_PER_PARAMETER, parameters
 from experiments.registry import FIGURES
 from experiments.run_arm import complete_recipe
@@ -72,6 +73,38 @@ def test_arms_that_share_a_gpu_take_longer_only_where_it_is_full() -> None:
     alone, three, twelve = (modelled_seconds(small, 1, sharing) for sharing in (1, 3, 12))
     assert alone == three
     assert twelve > 2 * alone
+    served = modelled_seconds(small, 1, 12, service=True)
+    assert served - estimate.START_S == pytest.approx((twelve - estimate.START_S) / OVERLAP)
+
+
+def test_arms_that_ended_correct_estimates_of_their_kind_under_the_same_conditions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(estimate, "service_runs", lambda: True)
+    arms = {arm.name: arm for arm in Scaling().arms(0, quick=False)}
+
+    def took(arm: Arm, factor: float, sharing: int = 6, **other: Any) -> Result:
+        seconds = factor * modelled_seconds(arm, 1, sharing, service=True)
+        how = {"device": "a GPU", "gpus": 1, "arms_per_gpu": sharing, "multi_process_service": True} | other
+        return {"name": arm.name, "seed": 0, "recipe": arm.recipe, "evaluations": {}, "seconds": seconds, **how}
+
+    def corrected(name: str, *finished: Result, sharing: int = 6) -> float:
+        modelled = modelled_seconds(arms[name], 1, sharing, service=sharing > 1)
+        return Estimates(finished).seconds(arms[name], 1, sharing) / modelled
+
+    moba, full = took(arms["moba-4m"], 1.5), took(arms["full-4m"], 0.8)
+    assert corrected("moba-10m") == 1.0
+    assert corrected("moba-10m", moba, full) == pytest.approx(1.5)
+    assert corrected("full-10m", moba, full) == pytest.approx(0.8)
+    assert corrected("full-10m", moba) == pytest.approx(1.5), "of another kind, where there is none of its own"
+    assert corrected("moba-10m", took(arms["moba-4m"], 1.5, device="another GPU")) == 1.0
+    assert corrected("moba-10m", took(arms["moba-4m"], 1.5, multi_process_service=False)) == 1.0
+    assert corrected("moba-10m", moba, sharing=1) == 1.0, "arms that shared a GPU say nothing of one alone"
+    learning = Estimates([])
+    learning.add(moba)
+    assert learning.seconds(arms["moba-4m"], 1, 6) == pytest.approx(moba["seconds"])
 
 
 def test_sizes_are_those_of_the_trainer(corpus: Corpus) -> None:
@@ -172,6 +205,24 @@ def test_trailing_and_what_is_drawn_from_its_arms(tmp_path: Path) -> None:
     file.write_text(json.dumps({**content, "results": {"arms": results[:1]}}))
     alone = page.section(FIGURES["position"], file)
     assert "science-position.svg" not in alone, "one arm has nothing to be compared with"
+
+
+@pytest.mark.parametrize("figure", TRAINED, ids=lambda figure: figure.name)
+def test_whatever_arms_a_call_has_finished_can_be_shown(figure: Figure) -> None:
+    """Two seeds of which each lacks some arms: a call ends at any of them."""
+    like = {result["name"]: result for result in page.read_results(page.result_file(figure))}
+    if not like:  # no result yet: numbers of another figure's arm, under the names of this one's
+        (some,) = (
+            arm for arm in page.read_results(page.result_file(FIGURES["mechanisms"])) if arm["name"] == "moba-8k"
+        )
+        like = {arm.name: some | {"parent": arm.parent, "evaluations": {}} for arm in figure.arms(0, quick=False)}
+    known = [result | {"name": name, "seed": seed} for name, result in like.items() for seed in (0, 1)]
+    rng = np.random.default_rng(0)
+    shown = [one for one in FIGURES.values() if figure.name in (one.name, one.source)]
+    for count in (1, 2, 2, 2, 2, 3, 3, 3, 4, 5, len(known) // 2, len(known) - 1):
+        finished = [known[index] for index in sorted(rng.choice(len(known), min(count, len(known)), replace=False))]
+        for one in shown:
+            page.summary_lines(one, finished)
 
 
 def test_finer_blocks_and_convolutions_are_judged_from_their_arms() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -13,11 +14,12 @@ from benchmarks.python_sources import BYTES
 from experiments import corpus, page, run_arm
 from experiments.__main__ import main
 from experiments.byte_tokenizer import write_byte_tokenizer
-from experiments.comparison import mean_of
+from experiments.comparison import mean_of, t_quantile
 from experiments.corpus import Corpus
 from experiments.figure import Result
 from experiments.forced_choices import divergence
 from experiments.needle_documents import needle_document
+from experiments.readings import Losses, trailing_by_sequence, trailing_loss, validation_by_sequence, validation_loss
 from experiments.registry import FIGURES
 from experiments.versions import insertion_costs
 from moba_train.data.indexed import IndexedDatasetWriter
@@ -38,6 +40,12 @@ def quick(name: str, monkeypatch: pytest.MonkeyPatch, arms: Sequence[str]) -> li
     return results
 
 
+def paired_error(losses: Losses, others: Losses) -> float:
+    """Half the interval of 95 % of the mean difference, with numpy alone."""
+    differences = np.array(losses, dtype=float) - np.array(others, dtype=float)
+    return float(t_quantile(0.975, len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5)
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_versions_compares_and_inserts(monkeypatch: pytest.MonkeyPatch) -> None:
     arms = ["full-tiny-x1", "moba_v1-sum-tiny-x1", "inserted-moba_v1-sum"]
@@ -47,7 +55,10 @@ def test_versions_compares_and_inserts(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(row for row in finding.rows if row[0] == "v1, sum, tiny")
     changed = by_name["moba_v1-sum-tiny-x1"]["evaluations"]["full-in-place"]["validation_loss"]["full"]
     own = by_name["moba_v1-sum-tiny-x1"]["stages"]["train"]["validation_loss"]["eval_loss"]
-    assert row[1:4] == [f"{own:.4f}", "x1", f"{changed - own:+.4f}"]
+    full, sums = (by_name[name] for name in ("full-tiny-x1", "moba_v1-sum-tiny-x1"))
+    error = paired_error(validation_by_sequence(sums), validation_by_sequence(full))
+    above = f"{own - validation_loss(full):+.4f}"
+    assert row[1:6] == [f"{own:.4f}", above, f"±{error:.4f}", "x1", f"{changed - own:+.4f}"]
     at_once, after, curve = insertion_costs(results)["moba_v1-sum"]
     before = by_name["full-tiny-x1"]["stages"]["train"]["validation_loss"]["eval_loss"]
     steps = [(one["step"], one["eval_loss"]) for one in by_name["inserted-moba_v1-sum"]["history"]]
@@ -61,9 +72,9 @@ def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.Mo
     results = quick("mechanisms", monkeypatch, ["full-1k", "seer-1k"])
     rows = {row[0]: row for row in FIGURES["mechanisms"].find(results).rows}
     assert list(rows) == ["", "full-1k", "infllm-1k, weights of full", "seer-1k"]
-    assert rows["full-1k"][5] == "0"
+    assert rows["full-1k"][7] == "0"
     # Two layers: a matrix of each of 2 query heads (16 x 16) and of one key head (48 x 16).
-    assert rows["seer-1k"][5] == f"{2 * (2 * 16 * 16 + 3 * 16 * 16):,}"
+    assert rows["seer-1k"][7] == f"{2 * (2 * 16 * 16 + 3 * 16 * 16):,}"
     seer = next(result for result in results if result["name"] == "seer-1k")
     assert list(seer["stages"]) == ["short", "train", "warmup", "sparse"]
     frozen = [seer["stages"][stage]["validation_loss"]["eval_loss"] for stage in ("train", "warmup")]
@@ -71,6 +82,11 @@ def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.Mo
     full = next(result for result in results if result["name"] == "full-1k")
     read = full["evaluations"]["infllm"]
     assert read["attentions"] == {"infllm": {"infllm": 2}}
+    own, seers = (trailing_by_sequence(result) for result in (full, seer))
+    assert statistics.mean(own) == pytest.approx(trailing_loss(full), abs=1e-5)
+    assert rows["seer-1k"][4] == f"±{paired_error(seers, own):.4f}"
+    infllm = read["position_wise"]["curves"]["infllm"]["trailing_by_sequence"]
+    assert rows["infllm-1k, weights of full"][4] == f"±{paired_error(infllm, own):.4f}"
     assert read["numbers"]["eval_loss"] != full["stages"]["train"]["validation_loss"]["eval_loss"]
 
 

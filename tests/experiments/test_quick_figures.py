@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from experiments import corpus
+from experiments import corpus, estimate, work
 from experiments.__main__ import main
+from experiments.figure import Arm
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -61,6 +63,28 @@ def test_figures_train_their_smallest_form_and_grow(
     with pytest.raises(SystemExit):
         main(["trailing", *quick, "--output", "other.json"])
     assert "full-tiny-seed0 was run with another recipe, or evaluated otherwise" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_call_ends_with_what_failed_and_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(arm: Arm, *_: Any) -> Any:
+        raise RuntimeError("training ended with status 1, its log is there.log\nOutOfMemoryError")
+
+    monkeypatch.setattr(corpus, "QUICK_TOKENS", 1 << 16)
+    monkeypatch.setattr(work, "run_arm", fails)
+    monkeypatch.setattr(estimate, "modelled_seconds", lambda arm, *_: 50.0 if arm.name == "blocks-4" else 1.0)
+    mixed = ["granularity", "scaling", "--quick", "--gpus", "0", "--arms", "full-32k", "blocks-4"]
+    assert main([*mixed, "--seconds", "40"]) == 1
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "failed: granularity/full-32k-seed0: training ended with status 1, its log is there.log; the same command runs "
+        "it again, --arms 'full-32k-seed0' it alone",
+        "not finished: granularity/blocks-4-seed0, about 50 s alone on one device; it would not end within --seconds "
+        "40",
+        "0 arms in runs/experiments/granularity-quick.json",
+        "0 arms in runs/experiments/scaling-quick.json",
+    ]
 
 
 def test_names_and_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:

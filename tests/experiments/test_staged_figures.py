@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import __main__ as program
-from experiments import work
+from experiments import estimate, work
 from experiments.corpus import Corpus, quick_corpus
 from experiments.figure import Figure, Result
 from experiments.hybrid import Hybrid, armed_scores
@@ -127,7 +127,7 @@ def test_beginning_short_has_the_tokens_or_the_flops_of_beginning_long(run: Run)
 def test_variants_of_a_base_are_evaluated_as_they_are_and_as_moba_and_as_full(run: Run) -> None:
     figure = ThirdCliff()
     base, tuned = run(figure, ["base", "none-1"])
-    assert set(base["evaluations"]["recall"]["validation_loss"]) == {"moba", "full"}
+    assert set(base["evaluations"]["recall"]["validation_loss"]) == {"moba", "full", "by_sequence"}
     entry = tuned["stages"]["sft"]["gradient_reach"]["gradient_reach_layers"]
     assert [len(layers) for layers in entry["layers"].values()] == [2]
     own = tuned["stages"]["sft"]["validation_loss"]["eval_loss"]
@@ -156,12 +156,11 @@ def test_nothing_is_fine_tuned_from_a_base_that_cannot_recall(
         (tmp_path / "third-cliff" / arm.key).mkdir()
         recalled = {"recall": {"validation_loss": {"moba": 0.5, "full": 0.01}}}
         known: Result = {"name": arm.name, "seed": 0, "evaluations": recalled, "seconds": 1.0, "tokens_per_s": 1}
-        return known | {"recipe": dict(arm.recipe), "device": None, "gpus": 0, "history": []}
+        return known | {"recipe": dict(arm.recipe), "device": None, "gpus": 0, "arms_per_gpu": 1}
 
     monkeypatch.setattr(work, "run_arm", pretend)
     monkeypatch.setattr(ThirdCliff, "prepare", lambda *_: None)
-    monkeypatch.setattr(work, "modelled_seconds", lambda *_: 1.0)
-    monkeypatch.setattr(work, "correction", lambda *_: 1.0)
+    monkeypatch.setattr(estimate, "modelled_seconds", lambda *_: 1.0)
     output = ["--output", str(tmp_path / "result.json"), "--runs", str(tmp_path), "--seeds", "0"]
     monkeypatch.setattr(program, "open_corpus", lambda *_: corpus)
     assert program.main(["third-cliff", "--corpus", str(corpus.folder), "--gpus", "0", *output]) == 1

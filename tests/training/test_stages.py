@@ -211,7 +211,7 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
     assert written["position_wise"]["curves"]["full"]["mean"] == pytest.approx(
         wanted["position_wise"]["curves"]["full"]["mean"], rel=1e-2 if torch.cuda.is_available() else 1e-6
     )
-    assert set(written["validation_loss"]) == {"moba", "full"}
+    assert set(written["validation_loss"]) == {"moba", "full", "by_sequence"}
     assert (tmp_path / "position_wise.png").stat().st_size > 10_000
     assert "96 to 128" in done.output
     only = CliRunner().invoke(app, [*arguments[:2], "--attention", "own", "--bucket", "64", "--sequences", "2"])

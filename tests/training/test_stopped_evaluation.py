@@ -56,14 +56,14 @@ def crash(*_arguments: Any, **_named: Any) -> None:
 
 
 def crash_at_second_batch(step_of: Callable[[], int]) -> Callable[..., Any]:
-    """`training_loss` that fails in the second batch of the evaluation at `EVALUATED`."""
-    training_loss = validation_loss.training_loss
+    """`token_losses` that fails in the second batch of the evaluation at `EVALUATED`."""
+    token_losses = validation_loss.token_losses
     batches = iter([True])
 
     def loss(*arguments: Any) -> Any:
         if step_of() == EVALUATED and not next(batches, False):
             raise CrashedError
-        return training_loss(*arguments)
+        return token_losses(*arguments)
 
     return loss
 
@@ -106,7 +106,7 @@ def test_a_run_that_dies_around_an_evaluation_has_each_record_once_and_the_same_
     run = evaluating(tmp_path / "run", corpora, save_every=3)
     with monkeypatch.context() as patched:
         if moment == "in the evaluation":
-            patched.setattr(validation_loss, "training_loss", crash_at_second_batch(current_step(run)))
+            patched.setattr(validation_loss, "token_losses", crash_at_second_batch(current_step(run)))
         elif moment == "after its records":
             evaluated = RunCheckpoints.evaluated
 
@@ -136,7 +136,7 @@ def test_a_run_that_dies_around_an_evaluation_has_each_record_once_and_the_same_
 
 def train_with_signal_to_rank_1(recipe: str) -> int:
     """Rank 1 gets SIGTERM in the first batch of the evaluation of step 6."""
-    training_loss = validation_loss.training_loss
+    token_losses = validation_loss.token_losses
     run_due = StageEvaluations.run_due
     at: list[int] = []
 
@@ -148,11 +148,11 @@ def train_with_signal_to_rank_1(recipe: str) -> int:
         if at[-1] == EVALUATED and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)
-        return training_loss(*arguments)
+        return token_losses(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(StageEvaluations, "run_due", noting)
-        patched.setattr(validation_loss, "training_loss", signalled)
+        patched.setattr(validation_loss, "token_losses", signalled)
         return main([recipe])
 
 

@@ -2,11 +2,12 @@
 
 import json
 import os
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,7 @@ def equal_to_one_device(
     if strategy.ranks not in member.groups:
         return
     engine = engine or member.engine(strategy)
-    inputs = case.inputs(member.device)
-    want = on_one_device(case, inputs)
+    inputs, want = one_device(case, member.device)
     with recorded_calls() as calls:
         (got, selection), (again, _) = (on_a_rank(engine, case, inputs) for _ in range(2))
     sequence, rank = engine.sequence(case.total), engine.transport.rank
@@ -133,19 +133,33 @@ def equal_to_one_device(
         assert_same(got.tensors, [sequence.shard(x, rank)[: sequence.tokens(rank)] for x in want.tensors])
     else:
         whole = [sequence.to_packed(padded_shards(list(x), sequence.rows)) for x in zip(*shards, strict=True)]
-        assert_as_exact(whole, want, case, inputs)
+        assert_as_exact(whole, case, member.device)
 
 
-def assert_as_exact(got: list[Tensor], one: Result, case: Case, inputs: list[Tensor]) -> None:
+@lru_cache(maxsize=4)
+def one_device(case: Case, device: torch.device) -> tuple[list[Tensor], Result]:
+    """Inputs of a case and the result of one device, kept for the strategies that are compared with it."""
+    inputs = case.inputs(device)
+    return inputs, on_one_device(case, inputs)
+
+
+@lru_cache(maxsize=4)
+def exact(case: Case, device: torch.device) -> list[Tensor]:
+    """The result in float64 for the blocks that one device selects, on the CPU."""
+    inputs, one = one_device(case, device)
+    return [x.cpu() for x in for_the_same_selection(case, one.selected, inputs)]
+
+
+def assert_as_exact(got: list[Tensor], case: Case, device: torch.device) -> None:
     """Check that errors against float64 are close to those of one device.
 
     Partial gradients are rounded to bf16 before their owner sums them, twice in `hierarchical`. One device on the CPU
     computes in float32 and rounds once; kernels also round probabilities.
     """
-    bar = 1.5 if inputs[0].is_cuda else 2.5
-    truth = for_the_same_selection(case, one.selected, inputs)
-    for name, ours, single, right in zip(NAMES, got, one.tensors, truth, strict=True):
-        right, norm = right.cpu(), right.norm().item()
+    bar = 1.5 if device.type == "cuda" else 2.5
+    _, one = one_device(case, device)
+    for name, ours, single, right in zip(NAMES, got, one.tensors, exact(case, device), strict=True):
+        norm = right.norm().item()
         errors = [((x.cpu().double() - right).norm() / norm).item() for x in (ours, single)]
         assert errors[0] <= bar * errors[1] + 1e-4, (
             f"{name}: relative error {errors[0]:.2e}, one device {errors[1]:.2e}"
@@ -273,6 +287,12 @@ def run_checks(world: int, checks: dict[str, Check], folder: Path, device: str =
     return errors
 
 
+def say(text: str) -> None:
+    """Print a line on the first rank, which `pytest -s` shows at once."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def _rank(rank: int, world: int, checks: dict[str, Check], folder: str, device: str) -> None:
     torch.set_num_threads(1)
     where = torch.device(device)
@@ -295,10 +315,12 @@ def _rank(rank: int, world: int, checks: dict[str, Check], folder: str, device: 
         try:
             member = Member(world, where)
             for name, check in checks.items():
+                began = time.perf_counter()
                 try:
                     check(member)
                 except Exception:
                     errors[name] = traceback.format_exc()
+                say(f"{name}: {'failed, ' if name in errors else ''}{time.perf_counter() - began:.1f} s")
         finally:
             Path(f"{folder}/errors{rank}.json").write_text(json.dumps(errors))
             dist.destroy_process_group()
