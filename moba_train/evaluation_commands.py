@@ -282,6 +282,10 @@ def generate(
         raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
     if prompt == "":
         raise typer.BadParameter("--prompt: given an empty text; allowed: one token at least")
+    try:
+        (prompt or "").encode()
+    except UnicodeEncodeError as error:
+        raise typer.BadParameter(f"--prompt: not UTF-8 text, at character {error.start}") from None
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"--top-p: given {top_p:g}; allowed: above 0, at most 1")
     saved, roots = open_for_generation(checkpoint, tokenizer, overrides or ())
