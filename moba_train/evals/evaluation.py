@@ -146,6 +146,11 @@ class Evaluation(ABC):
         """
         yield from ()
 
+    @classmethod  # noqa: B027  # optional, not abstract
+    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
+        """Raises DataError when a sample that `run` needs in `stage` cannot be made of the recipe's files, with the key
+        to change: before training, because it would end the run at the stage's first evaluation."""
+
     @classmethod
     def sequences_per_pass(cls, stage: Stage) -> int:
         """How many sequences of `stage.seq_len` tokens one forward pass of a rank takes."""

@@ -222,6 +222,30 @@ def test_a_haystack_shorter_than_the_needle_or_than_its_corpus_is_refused(texts:
     needle_texts(texts, haystack="synthetic").questions(100_000)
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "section", "problem"),
+    [
+        (
+            LENGTH,
+            {"needle": {"lengths": [100]}},
+            r"evaluation.needle.lengths: given 100, which leaves .* \(stage 'only'",
+        ),
+        (LENGTH, {"ruler": {"tasks": ["vt"], "lengths": [64]}}, r"evaluation.ruler.lengths: given 64; the shortest"),
+        (2**17, {"needle": {}}, r"data.validation: the corpus .* has \d+ tokens of text, fewer than the \d+ of a hay"),
+        (2**17, {"needle_signal": {}}, r"data.validation: the corpus .* has \d+ tokens of text, fewer than"),
+        (2**17, {"ruler": {"tasks": ["niah_multikey"]}}, r"data.validation: the corpus .* has \d+ tokens of text, few"),
+    ],
+)
+def test_samples_that_cannot_be_made_are_refused_before_training(
+    texts: Path, seq_len: int, section: dict[str, Any], problem: str
+) -> None:
+    """They would end the run at the first evaluation of their stage."""
+    with pytest.raises(ConfigError, match=problem):
+        validate(recipe(texts, seq_len, section), check_files=True)
+    unseen = {"name": "only", "seq_len": seq_len, "tokens": seq_len, "evaluate": False}
+    validate(recipe(texts, seq_len, section, stages=[unseen]), check_files=True)
+
+
 def test_a_stage_without_a_length_that_fits_says_what_is_missing(texts: Path) -> None:
     config = recipe(texts, 64, {"needle": {}})
     assert "none is at most the stage's seq_len 64" in Needle(config, resolve_stages(config)[0]).missing
