@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from moba_train.config.base import Section
-from moba_train.config.quantities import MOST_TOKENS, Length
+from moba_train.config.quantities import LARGEST_COUNT, Length
 
 
 class UpsampleConfig(Section):
@@ -25,7 +25,7 @@ class SourceConfig(Section):
 
     path: str = Field(min_length=1, description="corpus prefix: the file names without .bin/.idx")
     weight: float = Field(
-        1.0, gt=0, le=MOST_TOKENS, description="share of the training tokens, relative to the other sources"
+        1.0, gt=0, le=LARGEST_COUNT, description="share of the training tokens, relative to the other sources"
     )
     min_length: Length | None = Field(None, description="only documents of at least this many tokens")
     below_length: Length | None = Field(None, description="only documents of fewer tokens than this")
