@@ -54,7 +54,7 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 saved.stage.seq_len,
                 training.seq_len,
             )
-        context = _context(saved, options.cp, attentions, world)
+        context = dataclasses.replace(_context(saved, options.cp, attentions, world), trained_length=training.seq_len)
         results = {}
         for evaluation in evaluations:
             results[evaluation.name] = evaluation.run(context)

@@ -56,6 +56,9 @@ class EvaluationContext:
     of them, when the run is asked to stop."""
     track: Callable[[Sequence[int], str], Iterable[int]] = untracked
     """Shows progress through a loop over the first argument, which the second one names."""
+    trained_length: int | None = None
+    """Longest sequences that the weights were trained on; None: those of the recipe's stages up to this one, which are
+    others where a checkpoint is evaluated at another length."""
 
     @property
     def own(self) -> str:

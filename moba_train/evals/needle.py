@@ -78,6 +78,7 @@ class Needle(Evaluation):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`needle` with the own attention; `needle_full` with full attention on the same weights."""
         wanted = self._wanted
+        trained = context.trained_length or self._trained
         questions = {length: self._texts.questions(length) for length in self._lengths}
         maps = {name: self._map(context, questions, name) for name in context.each_attention()}
         own = maps[context.own]
@@ -89,7 +90,7 @@ class Needle(Evaluation):
             message += f", {maps['full'].score:.3f} with full attention on the same weights"
         data = {
             "attention": context.own,
-            "trained_length": self._trained,
+            "trained_length": trained,
             "lengths": self._lengths,
             "depths": wanted.depths,
             "samples": wanted.samples,
@@ -102,7 +103,7 @@ class Needle(Evaluation):
         }
         where = f"{wanted.samples} samples per cell, seed {wanted.seed}, {wanted.haystack} haystack"
         table = [line for name, found in maps.items() for line in found.table(name, self._lengths, wanted.depths)]
-        table.append(f"{where}; trained on {self._trained} tokens")
+        table.append(f"{where}; trained on {trained} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 
     def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:

@@ -97,6 +97,7 @@ class Ruler(Evaluation):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`ruler` and `ruler_TASK` with the own attention."""
         wanted = self._wanted
+        trained = context.trained_length or self._trained
         asked = {
             task: {length: self._texts.questions(task, length) for length in self._lengths} for task in self._tasks
         }
@@ -110,7 +111,7 @@ class Ruler(Evaluation):
         data = {
             "attention": context.own,
             "scoring": wanted.scoring,
-            "trained_length": self._trained,
+            "trained_length": trained,
             "lengths": self._lengths,
             "tasks": self._tasks,
             "samples": wanted.samples,
@@ -119,7 +120,7 @@ class Ruler(Evaluation):
         }
         table = [line for name, found in scores.items() for line in self._table(name, found)]
         where = f"{wanted.samples} samples of each task and length, seed {wanted.seed}"
-        table.append(f"{where}; trained on {self._trained} tokens")
+        table.append(f"{where}; trained on {trained} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 
     def _scores(
