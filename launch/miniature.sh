@@ -4,25 +4,30 @@
 # one GPU. After an interruption, the same command continues where it stopped. docs/recipes.md explains each step.
 #
 #   bash launch/miniature.sh NAME [--corpus FILE_OR_FOLDER] [KEY.PATH=VALUE]...      default: Python's standard library
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 name=${1:-}
+[ "$name" != --help ] || { usage; exit; }
 recipes=$(dirname "${BASH_SOURCE[0]}")/../configs/recipes/mini
-[ -n "$name" ] && [ -f "$recipes/$name.yaml" ] || {
-    echo "error: no miniature '$name'; allowed: $(cd "$recipes" && ls | sed 's/[.]yaml$//' | xargs)" >&2
-    exit 2
-}
+[ -n "$name" ] && [ -f "$recipes/$name.yaml" ] ||
+    refuse "no miniature '$name'; allowed: $(cd "$recipes" && ls | sed 's/[.]yaml$//' | xargs)"
 shift
+corpus=
+if [ "${1:-}" = --corpus ]; then
+    [ -n "${2:-}" ] || refuse "--corpus needs a file or folder"
+    [ -e "$2" ] || refuse "--corpus: $2 does not exist"
+    corpus=$(realpath "$2")
+    shift 2
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 recipe=configs/recipes/mini/$name.yaml
-select=(--glob '*.py')
-for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
-corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
-if [ "${1:-}" = --corpus ]; then
-    [ -n "${2:-}" ] || { echo "error: --corpus needs a file or folder" >&2; exit 2; }
-    corpus=$2 select=()
-    shift 2
+"$PYTHON" -m moba_train.cli config "$recipe" "$@" >/dev/null  # wrong keys are refused before minutes of data preparation
+select=()
+if [ -z "$corpus" ]; then
+    corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+    select=(--glob '*.py')
+    for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
 fi
-[ -e "$corpus" ] || { echo "error: --corpus: $corpus does not exist" >&2; exit 2; }
 
 data=runs/mini/data
 ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')

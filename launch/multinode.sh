@@ -10,17 +10,19 @@
 # GPUS         ranks on this node                           default: all its GPUs
 # RESTARTS     restarts before giving up; each resumes from the newest checkpoint   default 3
 #
+# `python -m moba_train.train --help` lists the other arguments, such as --stop-at-step.
+#
 # SIGTERM and Ctrl-C on one node stop all of them in order, with a checkpoint: docs/durability.md, "How a run is stopped".
 # Exits with 0, or with the code of this node's ranks, which docs/run-health.md lists ("Exit codes").
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-[ $# -ge 1 ] || { echo "usage: NODES=N NODE_RANK=I MASTER=HOST bash launch/multinode.sh RECIPE.yaml [key=value ...]" >&2; exit 2; }
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+[ "${1:-}" != --help ] || { usage; exit; }
+[ $# -ge 1 ] || refuse "no recipe; usage: NODES=N NODE_RANK=I MASTER=HOST bash launch/multinode.sh RECIPE.yaml [key.path=value ...]"
 for name in NODES NODE_RANK PORT GPUS RESTARTS; do
-    [[ ${!name:-0} =~ ^[0-9]+$ ]] || { echo "error: $name: given '${!name}'; allowed: a whole number" >&2; exit 2; }
+    [[ ${!name:-0} =~ ^[0-9]+$ ]] || refuse "$name: given '${!name}'; allowed: a whole number"
 done
-[ "${NODE_RANK:-0}" -lt "${NODES:-1}" ] || {
-    echo "error: NODE_RANK: given ${NODE_RANK:-0}; allowed: 0 to NODES - 1, which is $((${NODES:-1} - 1))" >&2
-    exit 2
-}
+[ "${NODE_RANK:-0}" -lt "${NODES:-1}" ] ||
+    refuse "NODE_RANK: given ${NODE_RANK:-0}; allowed: 0 to NODES - 1, which is $((${NODES:-1} - 1))"
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 gpus=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
 exec "$PYTHON" -m moba_train.launch \
     --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \

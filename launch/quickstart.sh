@@ -3,23 +3,29 @@
 # attention, then longer with MoBA, each sequence on two ranks), a stop and a resume half-way, evaluation, a sample and a report.
 #
 #   bash launch/quickstart.sh [--corpus FILE_OR_FOLDER]      default: the sources of Python's standard library
-FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-
-# The Python sources of the standard library, without tests, installed packages and character tables: poor training text.
-select=(--glob '*.py')
-for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
-corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+corpus=
 while [ $# -gt 0 ]; do
     case $1 in
+        --help) usage; exit ;;
         --corpus)
-            [ -n "${2:-}" ] || { echo "error: --corpus needs a file or folder" >&2; exit 2; }
-            corpus=$2 select=()
+            [ -n "${2:-}" ] || refuse "--corpus needs a file or folder"
+            [ -e "$2" ] || refuse "--corpus: $2 does not exist"
+            corpus=$(realpath "$2")
             shift 2
             ;;
-        *) echo "error: unknown argument $1; allowed: --corpus FILE_OR_FOLDER" >&2; exit 2 ;;
+        *) refuse "unknown argument $1; allowed: --corpus FILE_OR_FOLDER" ;;
     esac
 done
-[ -e "$corpus" ] || { echo "error: --corpus: $corpus does not exist" >&2; exit 2; }
+FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+select=()
+if [ -z "$corpus" ]; then
+    # The Python sources of the standard library, without tests, installed packages and character tables: poor training text.
+    corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
+    select=(--glob '*.py')
+    for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
+fi
 
 run=runs/quickstart
 recipe=configs/recipes/quickstart.yaml

@@ -6,7 +6,12 @@
 # `gates` distils the gates of the kinds seer and msa from the published model: docs/mechanisms.md.
 # `signal` asks why MoBA's gate would find needles in the published model: docs/retrieval.md.
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
-case "${1:-}" in prepare | train | finish | retrieval | signal | gates) ;; *) sed -n 2,8p "$0" >&2; exit 2 ;; esac
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+case "${1:-}" in
+    prepare | train | finish | retrieval | signal | gates) ;;
+    --help) usage; exit ;;
+    *) refuse "given '${1:-}'; allowed: prepare, train, finish, retrieval, signal, gates" ;;
+esac
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 folder=runs/smollm2

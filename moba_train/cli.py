@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from moba_train.commands import Checkpoint, GpusPerNode, Overrides, Recipe, command_group, table_console
+from moba_train.commands import (
+    Checkpoint,
+    GpusPerNode,
+    Overrides,
+    Recipe,
+    check_output_folder,
+    command_group,
+    table_console,
+)
 from moba_train.evaluation_commands import evaluate, generate, lm_eval, profile_spans
 from moba_train.launch_commands import launch
 
@@ -237,7 +245,7 @@ def fit_scaling(
     ] = False,
     last_steps: Annotated[int, typer.Option(min=1, help="logged steps that `loss` is averaged over")] = 100,
     confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the bootstrap intervals")] = 0.95,
-    resamples: Annotated[int, typer.Option(min=100, help="samples of the bootstrap")] = 2000,
+    resamples: Annotated[int, typer.Option(min=100, max=1_000_000, help="samples of the bootstrap")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="of the bootstrap: equal seeds give equal intervals")] = 0,
     output: Annotated[Path | None, typer.Option(help="folder for scaling.json and scaling.png")] = None,
 ) -> None:
@@ -248,6 +256,7 @@ def fit_scaling(
     from moba_train.report.scaling import fit_runs, write_report
     from moba_train.report.scaling_runs import COMPUTES, read_runs
 
+    check_output_folder(output)
     metrics = list(dict.fromkeys(name.strip() for name in metric.split(",")))
     computes = COMPUTES if compute is CountedCompute.both else (compute.value,)
     found = fit_runs(

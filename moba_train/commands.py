@@ -1,5 +1,6 @@
 """Common parts of the command-line programs. Imports nothing heavy, so that `--help` answers at once."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,8 @@ GpusPerNode = Annotated[int, typer.Option(min=1, help="GPUs (ranks) of each mach
 
 
 class _Commands(TyperGroup):
-    """Turns a UserError of any command into its message and exit code; other exceptions keep their traceback."""
+    """Turns a UserError of any command into its message and exit code; other exceptions keep their traceback. A message
+    of typer's about a value begins with the value."""
 
     def invoke(self, ctx: Any) -> Any:  # typer's Context or click's, by typer's version
         try:
@@ -30,6 +32,22 @@ class _Commands(TyperGroup):
         except UserError as error:
             print_error(error)
             raise typer.Exit(error.exit_code) from None
+        except typer.BadParameter as error:
+            # From 0.29 on typer reads values with pydantic, whose messages leave them out; before, click's have them.
+            if problems := getattr(error.__cause__, "errors", None):
+                error.message = f"given {problems()[0]['input']}; {error.message}"
+            raise error from None
+
+
+def check_output_folder(folder: Path | None) -> None:
+    """Raises BadParameter when `--output FOLDER` cannot be a folder: before the work whose results it is for."""
+    if folder is None:
+        return
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"--output: given {folder}; allowed: a folder, and {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"--output: given {folder}; allowed: a folder, but {there} cannot be written to")
 
 
 def parse_length(text: str) -> int:

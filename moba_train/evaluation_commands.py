@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from moba_train.commands import Checkpoint, Overrides, parse_length
+from moba_train.commands import Checkpoint, Overrides, check_output_folder, parse_length
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -99,6 +99,7 @@ def evaluate(
     import os
     import sys
 
+    check_output_folder(output)
     if gpus > 1 and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "moba_train.launch", "--standalone", "--nproc-per-node", str(gpus)]
         os.execv(sys.executable, [*launch, "-m", "moba_train.cli", *sys.argv[1:]])
@@ -172,6 +173,7 @@ def lm_eval(
     check_installed()
     from moba_train.evals.lm_eval.run import evaluate_with_lm_eval
 
+    check_output_folder(output)
     if limit is not None and limit <= 0:
         raise typer.BadParameter(f"--limit: given {limit}; allowed: above 0")
     options = LmEvalOptions(
@@ -256,10 +258,10 @@ def generate(
         Path | None, typer.Option(metavar="FILE", help="file with the text to continue, exactly as it is; -: stdin")
     ] = None,
     tokenizer: TokenizerOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=1 << 24)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,
-    seed: Annotated[int, typer.Option(help="equal seeds give equal text")] = 0,
+    seed: Annotated[int, typer.Option(min=-(1 << 31), max=(1 << 31) - 1, help="equal seeds give equal text")] = 0,
     decode: Annotated[
         DecodeAttention,
         typer.Option(
@@ -282,6 +284,10 @@ def generate(
         raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
     if prompt == "":
         raise typer.BadParameter("--prompt: given an empty text; allowed: one token at least")
+    try:
+        (prompt or "").encode()
+    except UnicodeEncodeError as error:
+        raise typer.BadParameter(f"--prompt: not UTF-8 text, at character {error.start}") from None
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"--top-p: given {top_p:g}; allowed: above 0, at most 1")
     saved, roots = open_for_generation(checkpoint, tokenizer, overrides or ())

@@ -67,6 +67,33 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(recipe):
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (["plan", "recipe.yaml", "--gpus", "0"], "0"),
+        (["plan", "recipe.yaml", "--mfu", "nan"], "nan"),
+        (["generate", "run", "--prompt", "x", "--seed", "99999999999999999999"], "99999999999999999999"),
+        (["generate", "run", "--prompt", "x", "--max-new-tokens", "1000000000000"], "1000000000000"),
+        (["convert", "moba-to-hf", "run", "new", "--dtype", "float8"], "float8"),
+    ],
+)
+def test_a_value_out_of_range_is_named_once(arguments, given):
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 2
+    assert done.stderr.count(f"given {given}; ") == 1 or f"{given} is not in the range" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["eval", "fit-scaling"])
+def test_a_file_in_place_of_an_output_folder_is_refused_before_the_work(tmp_path, command):
+    (tmp_path / "file").touch()
+    for output in ("file", "file/inside"):
+        done = runner.invoke(app, [command, str(tmp_path), "--output", str(tmp_path / output)], env={"COLUMNS": "500"})
+        assert done.exit_code == 2
+        assert (
+            f"--output: given {tmp_path / output}; allowed: a folder, and {tmp_path / 'file'} is a file" in done.stderr
+        )
+
+
 def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
     monkeypatch.setattr("moba_train.planning.plan.make_plan", lambda *_, **__: 1 / 0)
     assert isinstance(runner.invoke(app, ["plan", str(recipe), "--no-data"]).exception, ZeroDivisionError)

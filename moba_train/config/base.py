@@ -6,9 +6,12 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from moba_train.config.quantities import LARGEST_COUNT
+
 
 class Section(BaseModel):
-    """A section of the recipe: unknown keys and non-finite numbers are refused, values never change after loading.
+    """A section of the recipe: unknown keys and numbers that are not finite or beyond LARGEST_COUNT (whole ones) are
+    refused, values never change after loading.
 
     `true` and `false` are no numbers, and numbers and words such as `yes` are not `true`: pydantic would take them.
     """
@@ -32,4 +35,13 @@ class Section(BaseModel):
             refused = bool in members and value not in words and not (value is None and type(None) in members)
         if refused:
             raise PydanticCustomError("bool_type", "true and false are a type of their own")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_giants(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        whole = int in {annotation, *get_args(annotation)}
+        if whole and isinstance(value, int | float) and abs(value) > LARGEST_COUNT:
+            raise ValueError(f"given {value}; allowed: whole numbers of at most {LARGEST_COUNT:,}")
         return value

@@ -5,14 +5,16 @@ from typing import Literal
 from pydantic import Field
 
 from moba_train.config.base import Section
-from moba_train.config.quantities import Length
+from moba_train.config.quantities import LARGEST_COUNT, Length
 
 
 class UpsampleConfig(Section):
     """Long documents more often than the others."""
 
     min_length: Length = Field(description="minimum tokens of a document that counts as long")
-    factor: float = Field(gt=0, description="number of times that a long document is read for each time of another one")
+    factor: float = Field(
+        gt=0, le=1_000_000, description="number of times that a long document is read for each time of another one"
+    )
 
 
 class SourceConfig(Section):
@@ -22,7 +24,9 @@ class SourceConfig(Section):
     """
 
     path: str = Field(min_length=1, description="corpus prefix: the file names without .bin/.idx")
-    weight: float = Field(1.0, gt=0, description="share of the training tokens, relative to the other sources")
+    weight: float = Field(
+        1.0, gt=0, le=LARGEST_COUNT, description="share of the training tokens, relative to the other sources"
+    )
     min_length: Length | None = Field(None, description="only documents of at least this many tokens")
     below_length: Length | None = Field(None, description="only documents of fewer tokens than this")
     upsample: UpsampleConfig | None = Field(

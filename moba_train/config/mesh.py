@@ -66,16 +66,20 @@ def fit_mesh(
     tp = parallel.tp
     pp = parallel.pp
     if world_size % pp:
-        return None, [f"parallel.pp: given {pp}, which does not divide {_ranks(world_size)}; {divisors(world_size)}"]
+        return None, [
+            f"parallel.pp: given {pp}, which does not divide {_ranks(world_size)}; {allowed_divisors(world_size)}"
+        ]
     stage_ranks = world_size // pp
     each = f", {pp} to a pipeline (parallel.pp)" if pp > 1 else ""
     if stage_ranks % tp:
         ranks = f"{_ranks(world_size)}{each}"
-        return None, [f"parallel.tp: given {tp}, which does not divide {ranks}; {divisors(stage_ranks)}"]
+        return None, [f"parallel.tp: given {tp}, which does not divide {ranks}; {allowed_divisors(stage_ranks)}"]
     groups = stage_ranks // tp
     each += f" in groups of {tp} (parallel.tp)" if tp > 1 else ""
     if groups % cp:
-        return None, [f"{cp_key}: given {cp}, which does not divide {_ranks(world_size)}{each}; {divisors(groups)}"]
+        return None, [
+            f"{cp_key}: given {cp}, which does not divide {_ranks(world_size)}{each}; {allowed_divisors(groups)}"
+        ]
     dp = groups // cp
     sharing = each + (f", {cp * tp} to a sequence ({cp_key})" if cp > 1 else "")
     fixed = abs(parallel.dp_replicate * parallel.dp_shard)
@@ -84,7 +88,7 @@ def fit_mesh(
     elif free:
         other = next(key for key in given if key not in free)
         ranks = f"{_ranks(world_size)}{sharing}"
-        return None, [f"parallel.{other}: given {fixed}, which does not divide {ranks}; {divisors(dp)}"]
+        return None, [f"parallel.{other}: given {fixed}, which does not divide {ranks}; {allowed_divisors(dp)}"]
     elif fixed != dp:
         side = "more ranks than the layout uses" if dp > fixed else "fewer ranks than the layout needs"
         replicate = parallel.dp_replicate if dp % parallel.dp_replicate == 0 else 1
@@ -100,7 +104,12 @@ def _ranks(number: int) -> str:
     return f"the {number} ranks" if number > 1 else "the number of ranks, 1"
 
 
-def divisors(number: int) -> str:
-    """The divisors of `number` as text: `allowed: 1, 2, 4`."""
+def divisors(number: int) -> list[int]:
+    """The divisors of `number`, ascending."""
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return "allowed: " + ", ".join(map(str, sorted({*small, *(number // size for size in small)})))
+    return sorted({*small, *(number // size for size in small)})
+
+
+def allowed_divisors(number: int) -> str:
+    """The divisors of `number` as text: `allowed: 1, 2, 4`."""
+    return "allowed: " + ", ".join(map(str, divisors(number)))

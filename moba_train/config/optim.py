@@ -18,6 +18,9 @@ MuonScale = Literal["match_rms_adamw", "original"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+MOST_RATE = 1_000_000
+"""Largest learning rate and weight decay: far above any that trains, far below where float32 overflows."""
+
 
 class ScheduleConfig(Section):
     """Learning rate as a function of the tokens consumed: warm-up, then one of four shapes.
@@ -60,10 +63,12 @@ class OptimConfig(Section):
         description="what computes AdamW; apex, transformer_engine: their fused kernels; deepspeed_cpu: state and "
         "update in host memory, for models whose optimizer state does not fit on the GPU",
     )
-    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    lr: float = Field(3e-4, gt=0, le=MOST_RATE, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the running mean and of the running square")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the running square")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay, times the learning rate, at each step")
+    eps: float = Field(1e-8, gt=0, le=1, description="added to the root of the running square")
+    weight_decay: float = Field(
+        0.1, ge=0, le=MOST_RATE, description="decoupled decay, times the learning rate, at each step"
+    )
     clip_norm: float | None = Field(1.0, gt=0, description="global gradient norm is clipped to this; null: never")
     muon: MuonConfig = MuonConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -12,26 +12,32 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([KMBT]?)\s*$", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
 
+LARGEST_COUNT = 2**53
+"""Largest whole number of a recipe, nine thousand trillions: up to here float64, in which suffixes are read and corpora
+are blended, holds every one. Beyond 2**63 they overflow in numpy and torch."""
+
 
 def parse_number(value: Any, base: int) -> Any:
     """An int from `value` (int, integral float or text such as "1.5B"), suffixes being powers of `base`.
 
     Values of other types are returned untouched, for the caller's own validation to refuse.
-    Raises ValueError when the text is not a number or not a whole one.
+    Raises ValueError when the text is not a number or not a whole one, and for more than LARGEST_COUNT.
     """
     if isinstance(value, bool):
         raise ValueError(f"given {str(value).lower()}, which is not a number; write e.g. 4096, 128K or 1.5B")
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if not isinstance(value, str):
-        return value
-    match = _NUMBER.match(value)
-    if match is None:
-        raise ValueError(f"given {value!r}, which is not a number; write e.g. 4096, 128K or 1.5B")
-    number = float(match[1].replace("_", "")) * base ** _POWER[match[2].upper()]
-    if not number.is_integer():
+    number = value
+    if isinstance(value, str):
+        match = _NUMBER.match(value)
+        if match is None:
+            raise ValueError(f"given {value!r}, which is not a number; write e.g. 4096, 128K or 1.5B")
+        number = float(match[1].replace("_", "")) * base ** _POWER[match[2].upper()]
+    if isinstance(number, int | float) and number > LARGEST_COUNT:
+        raise ValueError(f"given {value!r}; allowed: at most {LARGEST_COUNT:,} tokens")
+    if isinstance(number, float) and number.is_integer():
+        return int(number)
+    if isinstance(value, str):
         raise ValueError(f"given {value!r}, which is {number:,} tokens; allowed: a whole number")
-    return int(number)
+    return number
 
 
 def format_count(number: float, base: int = 1000) -> str:

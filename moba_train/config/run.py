@@ -14,9 +14,14 @@ CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring", "dispatch"
 CPLayout = Literal["contiguous", "zigzag"]
 """Which tokens of a sequence each rank of a context-parallel group holds (parallel/context/layout.py)."""
 
-
 PipelineSchedule = Literal["1f1b", "interleaved_1f1b", "zero_bubble"]
 """The order in which a pipeline's ranks run micro-batches forward and backward (parallel/pipeline)."""
+
+YEAR = 365 * 86400
+"""Largest number of seconds that anything waits for; some orders of magnitude more overflow in Python's clocks."""
+
+MOST_SAMPLES = 1_000_000
+"""Largest number of samples of an evaluation, and of steps that a spike is compared with."""
 
 
 class ContextParallelConfig(Section):
@@ -110,7 +115,7 @@ class ParallelConfig(ContextParallelConfig):
         "in buffers for two blocks; gradients, too, whatever gradient_transport says, in the compute dtype, and "
         "added up in float32; on a CPU nothing changes",
     )
-    timeout: int = Field(600, ge=1, description="seconds a rank waits for others before it ends the run")
+    timeout: int = Field(600, ge=1, le=YEAR, description="seconds a rank waits for others before it ends the run")
 
     @model_validator(mode="before")
     @classmethod
@@ -216,7 +221,9 @@ class PositionWiseConfig(Section):
     of the last bucket is the trailing loss. See docs/stages.md."""
 
     bucket: Length = Field(2048, description="tokens of the context that are averaged together; divides every seq_len")
-    sequences: int = Field(32, ge=2, description="samples; fewer where the documents do not give as many")
+    sequences: int = Field(
+        32, ge=2, le=MOST_SAMPLES, description="samples; fewer where the documents do not give as many"
+    )
     every: int | None = Field(
         None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
     )
@@ -231,7 +238,7 @@ class GateProbeConfig(Section):
     docs/evaluation.md."""
 
     queries: int = Field(256, ge=1, description="sampled queries of a sequence, all heads of them")
-    sequences: int = Field(1, ge=1, description="validation sequences of the stage's length")
+    sequences: int = Field(1, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
     layers: list[int] | None = Field(None, min_length=1, description="layers, counted from 0; null: every sparse one")
     by_head: bool = Field(
         False,
@@ -279,7 +286,7 @@ class HiddenNeedles(AnswersConfig):
         min_length=1,
         description="where the needle is, in % of the haystack; 0: its beginning, 100: its end",
     )
-    samples: int = Field(4, ge=1, description="samples of each length and depth")
+    samples: int = Field(4, ge=1, le=MOST_SAMPLES, description="samples of each length and depth")
     needles: int = Field(
         1, ge=1, le=32, description="needles that are asked for; the first is at the depth, the others anywhere"
     )
@@ -328,7 +335,7 @@ class RulerConfig(AnswersConfig):
         min_length=1,
         description="tasks by name; besides these, niah_single_2, niah_single_3, niah_multikey_2 and niah_multikey_3",
     )
-    samples: int = Field(8, ge=1, description="samples of each task and length")
+    samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
     scoring: Literal["teacher_forced", "generated"] = Field(
         "teacher_forced",
         description="which answers the numbers are about; generated: RULER's own score, by greedy generation, which "
@@ -341,7 +348,9 @@ class GradientReachConfig(Section):
     """Norm of the loss' gradient at every layer's input, by distance to the loss token it comes from: which tokens a
     sparse loss mask, as in SFT, trains through attention. Needs parallel.pp 1. See docs/evaluation.md."""
 
-    sequences: int = Field(4, ge=1, description="validation sequences of the stage's length, with their loss masks")
+    sequences: int = Field(
+        4, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length, with their loss masks"
+    )
     every: int | None = Field(
         None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
     )
@@ -360,7 +369,7 @@ class EvaluationConfig(Section):
         description="also evaluate before the first step of every stage, with its attention, RoPE and length: the "
         "baseline at step 0, and what a change of stage does before anything is trained",
     )
-    sequences: int = Field(32, ge=1, description="validation sequences of the stage's length")
+    sequences: int = Field(32, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
     position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
     gate_probe: GateProbeConfig | None = Field(None, description="null: gates are not probed")
     needle: NeedleConfig | None = Field(None, description="null: not evaluated")
@@ -425,7 +434,9 @@ class TelemetryConfig(Section):
 class SpikeConfig(Section):
     """Spikes of loss and gradient norm: one-sided robust z-score over a trailing window. See docs/run-health.md."""
 
-    window: int = Field(128, ge=8, description="number of unflagged values that the score looks back on")
+    window: int = Field(
+        128, ge=8, le=MOST_SAMPLES, description="number of unflagged values that the score looks back on"
+    )
     warn_sigma: float = Field(6.0, gt=0, description="robust standard deviations above the median that flag a step")
     reaction: Literal["log", "skip_step", "rollback"] = Field(
         "log",
@@ -471,7 +482,9 @@ class NodeConfig(Section):
         description="what a GPU with uncorrected ECC errors or a failed row remap, or one that the driver cannot "
         "reach, means for a run that starts; refuse: it ends with exit code 75; warn: it starts, with a report",
     )
-    every: float = Field(60.0, gt=0, description="seconds between looks at GPUs and disks while the run goes on")
+    every: float = Field(
+        60.0, gt=0, le=YEAR, description="seconds between looks at GPUs and disks while the run goes on"
+    )
 
 
 class HealthConfig(Section):

@@ -9,7 +9,7 @@ from moba_train.config.attention import AttentionConfig
 from moba_train.config.base import Section
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.config.optim import OptimConfig, ScheduleConfig
+from moba_train.config.optim import MOST_RATE, OptimConfig, ScheduleConfig
 from moba_train.config.quantities import Length, TokenBudget
 from moba_train.config.run import (
     CheckpointConfig,
@@ -29,7 +29,7 @@ class StageConfig(Section):
     the place in the data are carried over from the stage before."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="shown in logs; unique in the recipe")
-    seq_len: Length = Field(description="tokens of one training sequence")
+    seq_len: Length = Field(le=2**30, description="tokens of one training sequence")
     tokens: TokenBudget = Field(ge=1, description="training tokens of this stage, rounded up to whole steps")
     until: UntilConfig | None = Field(
         None, description="exit criterion: the stage goes on beyond `tokens` until it is met; null: it ends there"
@@ -48,7 +48,7 @@ class StageConfig(Section):
         "`blocks.*.attention.*`; the others and their optimizer state stay as they are",
     )
     evaluate: bool = Field(True, description="whether the recipe's evaluations run in this stage")
-    lr: float | None = Field(None, gt=0, description="peak learning rate of this stage's own schedule")
+    lr: float | None = Field(None, gt=0, le=MOST_RATE, description="peak learning rate of this stage's own schedule")
     schedule: ScheduleConfig | None = Field(None, description="a schedule that spans this stage alone")
 
 

@@ -82,7 +82,10 @@ class TextTokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without tokens that mark its beginning or end."""
+        """Token ids of `text`, without tokens that mark its beginning or end.
+
+        Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which JSON can hold and UTF-8 cannot.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -112,7 +115,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; control tokens that are spelt out in it are plain text."""
-        return self.processor.encode(text)
+        return self.processor.encode(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, without control tokens."""
@@ -167,6 +170,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; special tokens that are spelt out in it, as by chat templates, become these tokens."""
+        text.encode()  # the library's own error, a TypeError, does not say what is wrong
         return self.library.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:

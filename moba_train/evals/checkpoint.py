@@ -9,7 +9,7 @@ from typing import Any
 
 from moba_train.checkpoint.recipe import SavedRun, Training, overridden_kinds, saved_training
 from moba_train.checkpoint.state import load_model
-from moba_train.config.mesh import MeshSizes, divisors
+from moba_train.config.mesh import MeshSizes, allowed_divisors
 from moba_train.config.run import ParallelConfig
 from moba_train.config.stages import Stage
 from moba_train.convert.hf_import import imported_recipe
@@ -54,7 +54,7 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 saved.stage.seq_len,
                 training.seq_len,
             )
-        context = _context(saved, options.cp, attentions, world)
+        context = dataclasses.replace(_context(saved, options.cp, attentions, world), trained_length=training.seq_len)
         results = {}
         for evaluation in evaluations:
             results[evaluation.name] = evaluation.run(context)
@@ -122,7 +122,7 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
         cp = stage.parallel.cp if ranks % stage.parallel.cp == 0 else 1
     if ranks % cp:
         given = f"--cp: given {cp}, which does not divide the {ranks} ranks of --gpus"
-        raise UserError(f"{given}; {divisors(ranks)}, or more --gpus")
+        raise UserError(f"{given}; {allowed_divisors(ranks)}, or more --gpus")
     # The recipe's transport may not work with another number of ranks or heads.
     unchanged = (cp, 1, 1) == (stage.parallel.cp, stage.parallel.tp, stage.parallel.pp)
     parallel = stage.parallel if unchanged else ParallelConfig(cp=cp)

@@ -56,6 +56,9 @@ class EvaluationContext:
     of them, when the run is asked to stop."""
     track: Callable[[Sequence[int], str], Iterable[int]] = untracked
     """Shows progress through a loop over the first argument, which the second one names."""
+    trained_length: int | None = None
+    """Longest sequences that the weights were trained on; None: those of the recipe's stages up to this one, which are
+    others where a checkpoint is evaluated at another length."""
 
     @property
     def own(self) -> str:
@@ -145,6 +148,11 @@ class Evaluation(ABC):
         Reads indices, no tokens.
         """
         yield from ()
+
+    @classmethod  # noqa: B027  # optional, not abstract
+    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
+        """Raises DataError when a sample that `run` needs in `stage` cannot be made of the recipe's files, with the key
+        to change: before training, because it would end the run at the stage's first evaluation."""
 
     @classmethod
     def sequences_per_pass(cls, stage: Stage) -> int:

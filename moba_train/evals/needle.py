@@ -68,9 +68,17 @@ class Needle(Evaluation):
         if wanted is not None and not stage_lengths(wanted, stage):
             yield f"{cls.key}.lengths has none of at most seq_len {stage.seq_len}; add one, or set extrapolate: true"
 
+    @classmethod
+    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
+        """Raises DataError for lengths that leave no room for the needles, and for too little text around them."""
+        needle = cls(config, stage)
+        for length in needle._lengths:
+            needle._texts.check(length)
+
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`needle` with the own attention; `needle_full` with full attention on the same weights."""
         wanted = self._wanted
+        trained = context.trained_length or self._trained
         questions = {length: self._texts.questions(length) for length in self._lengths}
         maps = {name: self._map(context, questions, name) for name in context.each_attention()}
         own = maps[context.own]
@@ -82,7 +90,7 @@ class Needle(Evaluation):
             message += f", {maps['full'].score:.3f} with full attention on the same weights"
         data = {
             "attention": context.own,
-            "trained_length": self._trained,
+            "trained_length": trained,
             "lengths": self._lengths,
             "depths": wanted.depths,
             "samples": wanted.samples,
@@ -95,7 +103,7 @@ class Needle(Evaluation):
         }
         where = f"{wanted.samples} samples per cell, seed {wanted.seed}, {wanted.haystack} haystack"
         table = [line for name, found in maps.items() for line in found.table(name, self._lengths, wanted.depths)]
-        table.append(f"{where}; trained on {self._trained} tokens")
+        table.append(f"{where}; trained on {trained} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 
     def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:
@@ -173,8 +181,9 @@ class NeedleTexts:
         """Whether a sample of `length` tokens has a haystack at least as long as its needles."""
         return all(room >= needles for room, needles in (self._room(length, index) for index in self._samples))
 
-    def questions(self, length: int) -> list[Question]:
-        """The samples of `length` tokens, those of the first depth first. Raises DataError where one does not fit."""
+    def check(self, length: int) -> None:
+        """Raises DataError where a sample of `length` tokens has no room for its needles, or the corpus too little
+        text for its haystack."""
         found = [self._room(length, index) for index in self._samples]
         room, needles = min(found, key=lambda pair: pair[0] - pair[1])
         if room < needles:
@@ -182,6 +191,12 @@ class NeedleTexts:
                 f"{self._key}.lengths: given {length}, which leaves {max(room, 0)} tokens for the haystack, fewer "
                 f"than the {needles} of what is hidden in it; allowed: at least {length - room + needles}"
             )
+        if self._natural is not None:
+            self._natural.tokens(max(room for room, _ in found), random.Random(self._wanted.seed))
+
+    def questions(self, length: int) -> list[Question]:
+        """The samples of `length` tokens, those of the first depth first. Raises DataError as `check` does."""
+        self.check(length)
         return [self.question(length, depth, index) for depth in self._wanted.depths for index in self._samples]
 
     @property

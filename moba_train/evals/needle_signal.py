@@ -63,6 +63,13 @@ class NeedleSignalEvaluation(Evaluation):
             yield f"{cls.key}: given with parallel.tp {config.parallel.tp}, which has heads on several ranks; remove it"
 
     @classmethod
+    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
+        """Raises DataError for lengths that leave no room for the needles, and for too little text around them."""
+        signal = cls(config, stage)
+        for length in signal._lengths:
+            signal._texts.check(length)
+
+    @classmethod
     def sequences_per_pass(cls, stage: Stage) -> int:
         """One."""
         return 1

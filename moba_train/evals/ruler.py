@@ -86,9 +86,18 @@ class Ruler(Evaluation):
         if wanted is not None and not stage_lengths(wanted, stage):
             yield f"{cls.key}.lengths has none of at most seq_len {stage.seq_len}; add one, or set extrapolate: true"
 
+    @classmethod
+    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
+        """Raises DataError for lengths that a task does not fit in, and for too little text around needles."""
+        ruler = cls(config, stage)
+        for task in ruler._tasks:
+            for length in ruler._lengths:
+                ruler._texts.check(task, length)
+
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`ruler` and `ruler_TASK` with the own attention."""
         wanted = self._wanted
+        trained = context.trained_length or self._trained
         asked = {
             task: {length: self._texts.questions(task, length) for length in self._lengths} for task in self._tasks
         }
@@ -102,7 +111,7 @@ class Ruler(Evaluation):
         data = {
             "attention": context.own,
             "scoring": wanted.scoring,
-            "trained_length": self._trained,
+            "trained_length": trained,
             "lengths": self._lengths,
             "tasks": self._tasks,
             "samples": wanted.samples,
@@ -111,7 +120,7 @@ class Ruler(Evaluation):
         }
         table = [line for name, found in scores.items() for line in self._table(name, found)]
         where = f"{wanted.samples} samples of each task and length, seed {wanted.seed}"
-        table.append(f"{where}; trained on {self._trained} tokens")
+        table.append(f"{where}; trained on {trained} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 
     def _scores(
@@ -183,14 +192,19 @@ class RulerTexts:
         """Whether the shortest sample of a task fits in `length` tokens."""
         return self._excess(task, length, 0, TASKS[task].least) <= 0
 
-    def questions(self, task: str, length: int) -> list[Prompt]:
-        """All samples of a task of at most `length` tokens. Raises DataError where the task does not fit."""
+    def check(self, task: str, length: int) -> None:
+        """Raises DataError where the shortest sample of a task does not fit in `length` tokens, or the corpus has too
+        little text for it."""
         excess = self._excess(task, length, 0, TASKS[task].least)
         if excess > 0:
             raise DataError(
                 f"{Ruler.key}.lengths: given {length}; the shortest sample of {task} has {length + excess} tokens, its "
                 "answer included; give longer ones, or leave the task out"
             )
+
+    def questions(self, task: str, length: int) -> list[Prompt]:
+        """All samples of a task of at most `length` tokens. Raises DataError as `check` does."""
+        self.check(task, length)
         size = self._size(task, length)
         return [self._prompt(task, length, index, size) for index in range(self._wanted.samples)]
 

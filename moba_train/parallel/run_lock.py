@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
@@ -119,7 +119,8 @@ def run_folder_lock(run_dir: Path, world: World, wait_s: float = WAIT_S) -> Iter
         yield lock or RunLock(run_dir)
     finally:
         if file is not None:
-            file.close()
+            with suppress(OSError):  # a name that a full disk did not take is written once more; the file is closed
+                file.close()
 
 
 def _job_store(store: dist.Store) -> dist.Store:

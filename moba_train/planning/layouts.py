@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from moba_train.config.mesh import MeshSizes
+from moba_train.config.mesh import MeshSizes, divisors
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import ConfigError, PlanError
@@ -110,9 +110,14 @@ def _candidates(config: RunConfig, nodes: int, machine: Machine) -> Iterator[_Ca
     model = config.model
     stages = resolve_stages(config)
     most_tp = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size, machine.ranks_per_node)
-    for pp in _divisors(world):
-        for tp in _divisors(gcd(most_tp, world // pp)):
-            for copies in _divisors(world // (pp * tp)):
+    most_copies = min(stage.batch_sequences for stage in stages)
+    for pp in divisors(world):
+        if pp > model.layers:
+            break
+        for tp in divisors(gcd(most_tp, world // pp)):
+            for copies in divisors(world // (pp * tp)):
+                if copies > most_copies:
+                    break
                 shared = _with_layout(config, pp, tp, copies)
                 if number_of_parts(shared.parallel) > model.layers:
                     continue
@@ -132,7 +137,7 @@ def _with_layout(config: RunConfig, pp: int, tp: int, copies: int) -> RunConfig:
 def _meshes(stage: Stage, whole: MeshSizes) -> Iterator[MeshSizes]:
     """`whole` with each cp that its dp_shard can give way to in `stage`."""
     rows = stage.micro_batch_size * stage.seq_len
-    for cp in _divisors(whole.dp_shard):
+    for cp in divisors(whole.dp_shard):
         mesh = whole._replace(dp_shard=whole.dp_shard // cp, cp=cp)
         unit = mesh.tp * (2 * cp if cp > 1 else 1)  # zigzag layouts cut a sequence into 2 cp parts
         count, rest = divmod(stage.batch_sequences, stage.micro_batch_size * mesh.dp)
@@ -212,10 +217,6 @@ def _nothing_fits(layouts: Sequence[Layout], nodes: int, machine: Machine) -> st
 
 def _memory(step: StageStep) -> int:
     return step.activations.memory.total
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _powers_below(number: int) -> list[int]:

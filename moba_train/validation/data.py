@@ -7,10 +7,12 @@ from pathlib import Path
 
 from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
+from moba_train.evals.registry import enabled_evaluations
 from moba_train.validation.stage_exit import exit_data_problems
 
 
@@ -40,6 +42,19 @@ def file_problems(config: RunConfig, resolvable: bool = True) -> Iterator[str]:
     yield from tokenizer_problems(config)
     if resolvable and not corpora:
         yield from exit_data_problems(config)
+        yield from _sample_problems(config)
+
+
+def _sample_problems(config: RunConfig) -> Iterator[str]:
+    """Samples of evaluations that cannot be made, in any stage: at its first evaluation they would end the run."""
+    for evaluation in enabled_evaluations(config):
+        for stage in resolve_stages(config):
+            try:
+                if stage.evaluate:
+                    evaluation.check_samples(config, stage)
+            except DataError as error:
+                yield f"{error} (stage {stage.name!r})"
+                break
 
 
 def _corpus_problems(config: RunConfig) -> Iterator[str]:

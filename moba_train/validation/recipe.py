@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-from moba_train.config.mesh import MeshSizes, divisors, fit_mesh
+from moba_train.config.mesh import MeshSizes, allowed_divisors, fit_mesh
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.schema import RunConfig, StageConfig
@@ -90,7 +90,7 @@ def validate(
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:
     if model.heads % model.kv_heads:
-        fits = divisors(model.heads)
+        fits = allowed_divisors(model.heads)
         yield f"model.kv_heads: given {model.kv_heads}, which does not divide heads {model.heads}; {fits}"
     if model.head_dim is None and model.hidden_size % model.heads:
         yield (

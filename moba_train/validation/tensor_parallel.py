@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import get_args
 
-from moba_train.config.mesh import divisors
+from moba_train.config.mesh import allowed_divisors
 from moba_train.config.run import CPLayout
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
@@ -23,12 +23,13 @@ def tensor_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[s
     sizes = {key: getattr(config.model, key) for key in _DIVIDED}
     uneven = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]
     if uneven:
-        yield f"parallel.tp: given {tp}, which does not divide {', '.join(uneven)}; {divisors(gcd(*sizes.values()))}"
+        allowed = allowed_divisors(gcd(*sizes.values()))
+        yield f"parallel.tp: given {tp}, which does not divide {', '.join(uneven)}; {allowed}"
     if ranks_per_node is not None and ranks_per_node % tp:
         ranks = f"the {ranks_per_node} rank{'s' * (ranks_per_node > 1)} of a node"
         yield (
             f"parallel.tp: given {tp}, which does not divide {ranks}; a tp group must not span nodes; "
-            f"{divisors(ranks_per_node)}"
+            f"{allowed_divisors(ranks_per_node)}"
         )
 
 

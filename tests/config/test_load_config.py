@@ -285,6 +285,32 @@ def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe, over
     assert found.startswith(problem)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "parallel.timeout",
+        "health.node.every",
+        "health.spike.window",
+        "optim.lr",
+        "optim.eps",
+        "optim.weight_decay",
+        "stages.0.lr",
+        "stages.0.tokens",
+        "batch_tokens",
+        "data.train.0.weight",
+        "evaluation.sequences",
+        "evaluation.needle.samples",
+        "attention.nsa.topk",
+        "attention.nsa.hidden",
+    ],
+)
+@pytest.mark.parametrize("number", ["1e300", "99999999999999999999"])
+def test_numbers_that_overflow_later_are_refused(recipe, path, number):
+    (problem,) = problems(recipe, [f"{path}={number}"])
+    assert re.sub(r"\[(\d+)\]", r".\1", problem).startswith(f"{path}: given ")
+    assert "; allowed: " in problem
+
+
 def test_missing_keys_say_what_they_need(write):
     found = problems(write("empty.yaml", ""))
     assert "batch_tokens: missing; allowed: integer >= 1 (K, M = 1024)" in found

@@ -36,6 +36,13 @@ def test_everything_else_is_refused(value):
             adapter.validate_python(value)
 
 
+@pytest.mark.parametrize("value", ["9999999999T", "1e300", "9" * 400, 10**22, 1e300, 2**53 + 1])
+def test_more_tokens_than_float64_counts_are_refused(value):
+    for adapter in (length, budget):
+        with pytest.raises(ValidationError, match="allowed: at most 9,007,199,254,740,992 tokens"):
+            adapter.validate_python(value)
+
+
 def test_zero_is_a_budget_but_no_length():
     assert budget.validate_python(0) == 0
     with pytest.raises(ValidationError):

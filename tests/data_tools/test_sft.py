@@ -122,6 +122,7 @@ BAD = {
             {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]},
         ]
     },
+    "surrogates not allowed": {"messages": [MESSAGES[1] | {"content": "\ud800"}, MESSAGES[2]]},
     "only the assistant calls tools": {"messages": [MESSAGES[1] | {"tool_calls": [{}]}, MESSAGES[2]]},
 }
 

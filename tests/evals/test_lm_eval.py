@@ -426,6 +426,8 @@ def test_every_problem_names_its_option_or_task(
     assert "tag 'niah_singel_1' (did you mean 'niah_single_1'?)" in command(run, "--tasks", "niah_singel_1", code=2)
     short = command(run, "--tasks", "ruler_vt", "--lengths", "4K", code=2)
     assert "--lengths: given 4096; allowed: 1024 to 1024" in short
+    too_short = command(run, "--tasks", "ruler_vt", "--lengths", "512", "--seq-len", "512", code=2)
+    assert "RULER's samples have at least 1024 tokens, and the model reads 512; allowed: with --seq-len" in too_short
     assert "--include-path nowhere: is not a folder" in command(
         run, "--tasks", "a", "--include-path", "nowhere", code=2
     )

@@ -9,10 +9,12 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 from questions import Reader, context, recipe
+from typer.testing import CliRunner
 
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.observer import AttentionObserver
+from moba_train.cli import app
 from moba_train.config.load import dump_config
 from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
@@ -21,6 +23,7 @@ from moba_train.evals.answers import answer_batch, encode_segments, predicted_an
 from moba_train.evals.haystack import noise_tokens
 from moba_train.evals.needle import Needle, NeedleTexts
 from moba_train.evals.selected_blocks import SelectedBlocks
+from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
@@ -222,9 +225,51 @@ def test_a_haystack_shorter_than_the_needle_or_than_its_corpus_is_refused(texts:
     needle_texts(texts, haystack="synthetic").questions(100_000)
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "section", "problem"),
+    [
+        (
+            LENGTH,
+            {"needle": {"lengths": [100]}},
+            r"evaluation.needle.lengths: given 100, which leaves .* \(stage 'only'",
+        ),
+        (LENGTH, {"ruler": {"tasks": ["vt"], "lengths": [64]}}, r"evaluation.ruler.lengths: given 64; the shortest"),
+        (2**17, {"needle": {}}, r"data.validation: the corpus .* has \d+ tokens of text, fewer than the \d+ of a hay"),
+        (2**17, {"needle_signal": {}}, r"data.validation: the corpus .* has \d+ tokens of text, fewer than"),
+        (2**17, {"ruler": {"tasks": ["niah_multikey"]}}, r"data.validation: the corpus .* has \d+ tokens of text, few"),
+    ],
+)
+def test_samples_that_cannot_be_made_are_refused_before_training(
+    texts: Path, seq_len: int, section: dict[str, Any], problem: str
+) -> None:
+    """They would end the run at the first evaluation of their stage."""
+    with pytest.raises(ConfigError, match=problem):
+        validate(recipe(texts, seq_len, section), check_files=True)
+    unseen = {"name": "only", "seq_len": seq_len, "tokens": seq_len, "evaluate": False}
+    validate(recipe(texts, seq_len, section, stages=[unseen]), check_files=True)
+
+
 def test_a_stage_without_a_length_that_fits_says_what_is_missing(texts: Path) -> None:
     config = recipe(texts, 64, {"needle": {}})
     assert "none is at most the stage's seq_len 64" in Needle(config, resolve_stages(config)[0]).missing
+
+
+def test_a_checkpoint_that_is_evaluated_at_another_length_keeps_its_trained_length(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"run_dir": str(tmp_path / "run"), "stages": [{"name": "only", "seq_len": 64, "tokens": 64}]}
+    trained = recipe(texts, 64, {}, **keys)
+    monkeypatch.setenv(ROOTS, str(texts))
+    (tmp_path / "recipe.yaml").write_text(dump_config(trained))
+    assert main([str(tmp_path / "recipe.yaml")]) == 0
+    command = ["eval", str(tmp_path / "run"), "--tasks", "needle,ruler", "--seq-len", "1K"]
+    sizes = ["evaluation.needle.samples=1", "evaluation.ruler.samples=1", "evaluation.ruler.tasks=[vt]"]
+    done = CliRunner().invoke(app, [*command, *sizes, "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("; trained on 64 tokens") == 2
+    measured = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    lengths = {measured["needle"]["trained_length"], measured["ruler"]["trained_length"], measured["trained_seq_len"]}
+    assert lengths == {64}
 
 
 def test_a_stage_trains_until_the_needle_is_found(texts: Path, tmp_path: Path) -> None:

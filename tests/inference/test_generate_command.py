@@ -94,6 +94,9 @@ def test_a_prompt_that_cannot_be_used_is_named(run: Path, tmp_path: Path) -> Non
     for arguments in ((), ("--prompt", "x", "--prompt-file", "-")):
         assert "either --prompt TEXT or --prompt-file" in generated(run, *arguments, code=2)[1]
     assert "--prompt: given an empty text" in generated(run, "--prompt", "", code=2)[1]
+    assert (
+        "--prompt: not UTF-8 text, at character 0" in generated(run, "--prompt", "\udcff", code=2)[1]
+    )  # a byte ff in a shell
     shown, message = generated(run, "--prompt", "x", "--top-p", "2", code=2)
     assert "--top-p: given 2" in message
     assert not shown

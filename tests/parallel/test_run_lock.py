@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -88,6 +89,16 @@ def wait_longer_than_a_collective_may(rank: int, store: Path, run_dir: Path) -> 
         run_folder_lock(run_dir, world, wait_s=1.5),
     ):
         pass
+
+
+def test_a_disk_that_takes_no_byte_is_named(tmp_path: Path, world: World) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # each write fails, as on a full disk
+    try:
+        with pytest.raises(LaunchError, match=r"cannot be used: .*File too large"), run_folder_lock(tmp_path, world):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_every_rank_is_told_who_trains_there_whatever_the_timeout_of_collectives_is(tmp_path: Path) -> None:

@@ -107,6 +107,11 @@ def test_gpus_that_no_layout_divides_are_refused_with_the_nearest(search) -> Non
         search("parallel.tp=1", nodes=3, machine=FOUR._replace(ranks_per_node=3))
 
 
+def test_more_nodes_than_there_are_are_refused_without_trying_each_number(search) -> None:
+    with pytest.raises(PlanError, match=r"given 1000000000; no layout of 4000000000 GPUs .*nearest: --nodes 8192"):
+        search(nodes=1_000_000_000)
+
+
 def test_what_cannot_be_predicted_is_said(search) -> None:
     with pytest.raises(PlanError, match=r"precision.compute: given fp32, whose steps were never measured"):
         search("precision.compute=fp32")

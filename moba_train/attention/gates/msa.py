@@ -20,7 +20,7 @@ from moba_train.attention.kind import LayerInput
 from moba_train.attention.operators import layout_arguments, query_positions
 from moba_train.attention.shard import Shard
 from moba_train.config.base import Section
-from moba_train.config.model import ModelConfig
+from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.config.quantities import Length
 
 
@@ -55,7 +55,11 @@ class MsaKind(DistilledGate):
             True, description="mode sparse: whether the gate goes on learning; mode warmup: it always does"
         )
         index_dim: int | None = Field(
-            None, ge=2, multiple_of=2, description="width of index queries and keys; null: the head width"
+            None,
+            ge=2,
+            le=LARGEST_WIDTH,
+            multiple_of=2,
+            description="width of index queries and keys; null: the head width",
         )
 
     @classmethod

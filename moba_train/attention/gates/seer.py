@@ -20,7 +20,7 @@ from moba_train.attention.kind import LayerInput
 from moba_train.attention.operators import layout_arguments
 from moba_train.attention.shard import Shard
 from moba_train.config.base import Section
-from moba_train.config.model import ModelConfig
+from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 
 
 class SeerGate(nn.Module):
@@ -51,7 +51,11 @@ class SeerKind(DistilledGate):
             description="of the topk blocks, only those with a larger share of the gate's softmax; null: all of them",
         )
         gate_dim: int | None = Field(
-            None, ge=2, multiple_of=2, description="width of the gate's features, for each head; null: the head width"
+            None,
+            ge=2,
+            le=LARGEST_WIDTH,
+            multiple_of=2,
+            description="width of the gate's features, for each head; null: the head width",
         )
 
     def __init__(self, options: Section, head_dim: int) -> None:

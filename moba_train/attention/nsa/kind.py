@@ -25,7 +25,7 @@ from moba_train.attention.shard import Shard
 from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
 from moba_train.attention.window import WindowAttention
 from moba_train.config.base import Section
-from moba_train.config.model import ModelConfig
+from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.config.quantities import Length
 
 BRANCHES = ("compressed", "selected", "window")
@@ -38,7 +38,10 @@ class NsaOptions(Section):
     compressed_block: Length = Field(32, description="tokens of a compressed block")
     stride: Length = Field(16, description="tokens from one compressed block to the next; divides compressed_block")
     hidden: int | None = Field(
-        None, ge=1, description="hidden width of the MLPs that compress keys and values; null: the head width"
+        None,
+        ge=1,
+        le=LARGEST_WIDTH,
+        description="hidden width of the MLPs that compress keys and values; null: the head width",
     )
     block_size: Length = Field(
         64, description="tokens of a selected block; a multiple of stride, at least compressed_block"

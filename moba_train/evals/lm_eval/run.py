@@ -97,6 +97,11 @@ def evaluate_with_lm_eval(
 def _sample_lengths(options: LmEvalOptions, seq_len: int) -> list[int]:
     """Lengths of the samples that RULER's tasks make. Raises UserError for those that the model cannot read."""
     for length in options.lengths:
+        if seq_len < SHORTEST:
+            raise UserError(
+                f"--lengths: given {length}; RULER's samples have at least {SHORTEST} tokens, and the model reads "
+                f"{seq_len}; allowed: with --seq-len {SHORTEST} or more"
+            )
         if not SHORTEST <= length <= seq_len:
             raise UserError(
                 f"--lengths: given {length}; allowed: {SHORTEST} to {seq_len}, the longest text that the model reads; "
