@@ -15,10 +15,12 @@ import torch
 from benchmarks.record import provenance
 from benchmarks.trainer_run import trainer_command
 from experiments.corpus import Corpus
+from experiments.estimate import config_of
 from experiments.figure import Arm, Result
 from experiments.multi_process import service_runs
 from experiments.stop import run_to_end
 from moba_train.config.run import SpikeConfig
+from moba_train.config.stages import resolve_stages
 from moba_train.foreign_files import ROOTS
 from moba_train.health.spike import RECOVERY_STEPS
 from moba_train.report.scaling_runs import read_runs
@@ -86,8 +88,8 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
     The result is that of `arm_result`, besides `seconds` and what these depend on: `gpus` of this arm, `arms_per_gpu`,
     and whether arms shared a GPU by the `multi_process_service`.
 
-    Raises RuntimeError, with the end of what they printed, when training or an evaluation fails, StoppedError when the
-    call is asked to end.
+    Raises RuntimeError, with the end of what they printed, when training or an evaluation fails, and when training was
+    asked to stop, StoppedError when the call is asked to end.
     """
     folder = runs / arm.key
     shutil.rmtree(folder, ignore_errors=True)
@@ -101,6 +103,7 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
         environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: arms that share a machine would share its cores
         environment["CUDA_VISIBLE_DEVICES"] = _visible(devices)
     start(trainer_command(recipe, runs / f"{arm.key}.yaml", ranks), environment, runs / f"{arm.key}.log")
+    check_complete(arm, read_records(folder / "metrics.jsonl"))
     evaluated = {}
     for name, arguments in arm.evaluations.items():
         output = runs / f"{arm.key}-{name}"
@@ -137,6 +140,18 @@ def start(command: list[str], environment: Mapping[str, str], log: Path) -> None
     if status:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise RuntimeError(f"{_program(command)} ended with status {status}, its log is {log}\n{last}")
+
+
+def check_complete(arm: Arm, records: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RuntimeError where training has stopped before its last step, as it does, with status 0, when something
+    asks it to. records: of its metrics.jsonl."""
+    last = resolve_stages(config_of(arm))[-1]
+    at = [record for record in records if record["type"] == "metrics"][-1]
+    may_exit = last.until is not None
+    if at["stage"] != last.name or (at["step"] < last.end_step and not may_exit):
+        raise RuntimeError(
+            f"training was asked to stop after step {at['step']} of {last.end_step}, in stage {at['stage']}"
+        )
 
 
 def _program(command: Sequence[str]) -> str:

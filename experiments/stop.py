@@ -56,15 +56,18 @@ def stoppable() -> Iterator[None]:
 def run_to_end(command: list[str], environment: Mapping[str, str], log: Path) -> int:
     """Run a command, its output added to `log`. Returns its exit status.
 
-    Raises StoppedError when the call is asked to end; the process has ended then.
+    Raises StoppedError when the call is asked to end; the process has ended then. So it does where the process ended at
+    the same time: Ctrl-C reaches it as well.
     """
     with log.open("a") as stream:
         process = subprocess.Popen(command, env=dict(environment), stdout=stream, stderr=subprocess.STDOUT)
-        while not is_asked():
+        while not is_asked() and process.returncode is None:
             with suppress(subprocess.TimeoutExpired):
-                return process.wait(_LOOK_S)
-        _end(process)
-        raise StoppedError(f"ended before it was finished; {log.name} has what it printed")
+                process.wait(_LOOK_S)
+        if is_asked():
+            _end(process)
+            raise StoppedError(f"ended before it was finished; {log.name} has what it printed")
+        return process.returncode
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

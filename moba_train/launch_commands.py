@@ -25,7 +25,21 @@ class Manifests(StrEnum):
     trainjob = "trainjob"
 
 
+_SEVERAL = "torchrun on several nodes"
+_USED_BY = {
+    "name": ("--slurm", "--k8s"),
+    "master": (_SEVERAL,),
+    "time_limit": ("--slurm",),
+    "stop_s": ("--slurm", "--k8s"),
+    "image": ("--k8s",),
+    "claim": ("--k8s",),
+    "restarts": ("--k8s",),
+}
+"""Options that are not used by every way to start, by the names of their parameters."""
+
+
 def launch(
+    context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="machines")] = 1,
@@ -37,11 +51,14 @@ def launch(
     start: Annotated[
         bool, typer.Option("--start", help="start it, in place of printing how: here, by sbatch or by kubectl apply")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="of the job; default: the recipe's `name`")] = None,
-    master: Annotated[str, typer.Option(help="torchrun: host name of the first node")] = "NODE0",
+    name: Annotated[
+        str | None, typer.Option(help="Slurm, Kubernetes: of the job; default: the recipe's `name`")
+    ] = None,
+    master: Annotated[str, typer.Option(help="torchrun on several nodes: host name of the first")] = "NODE0",
     time_limit: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="Slurm: as sbatch takes it")] = None,
     stop_s: Annotated[
-        int | None, typer.Option("--stop-seconds", min=1, help="from the signal to the end; default: 600")
+        int | None,
+        typer.Option("--stop-seconds", min=1, help="Slurm, Kubernetes: from the signal to the end; default: 600"),
     ] = None,
     image: Annotated[str | None, typer.Option(help="Kubernetes: the image of docker/Dockerfile")] = None,
     claim: Annotated[
@@ -64,6 +81,7 @@ def launch(
 
     if slurm and k8s:
         raise LaunchError("--slurm and --k8s: given both; allowed: one of them, or none for torchrun")
+    _refuse_unused(context, "--slurm" if slurm else "--k8s" if k8s else _SEVERAL if nodes > 1 else "torchrun")
     config = load_config(recipe, overrides or ())
     validate(config, world_size=nodes * gpus_per_node, check_files=False, ranks_per_node=gpus_per_node)
     job = Job(
@@ -88,6 +106,16 @@ def launch(
         _replace_process(commands[0])
     for command in commands:
         typer.echo(shell(command))
+
+
+def _refuse_unused(context: typer.Context, way: str) -> None:
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        used_by = _USED_BY.get(str(parameter.name), (way,))
+        if way not in used_by and source is not None and source.name == "COMMANDLINE":
+            raise LaunchError(
+                f"{parameter.opts[0]}: given for {way}, which has no use for it; allowed with {' or '.join(used_by)}"
+            )
 
 
 def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: int) -> "Pods":

@@ -77,7 +77,10 @@ def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 def _steps(path: Path) -> dict[int, dict[str, float]]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a run's metrics.jsonl")
-    return {record["step"]: record for record in read_records(path) if record["type"] == "metrics"}
+    steps = {record["step"]: record for record in read_records(path) if record["type"] == "metrics"}
+    if not steps:
+        raise UserError(f"{path}: has no step of a training; give a run's metrics.jsonl")
+    return steps
 
 
 def _equal(x: float | None, y: float | None, tolerance: float) -> bool:

@@ -52,6 +52,24 @@ def test_slurm_gets_one_line():
         assert option in " ".join(line)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option", "way"),
+    [
+        (("--image", "moba:1"), "--image", "--k8s"),
+        (("--slurm", "--claim", "a:/data"), "--claim", "--k8s"),
+        (("--nodes", "2", "--restarts", "3"), "--restarts", "--k8s"),
+        (("--master", "alpha"), "--master", "torchrun on several nodes"),
+        (("--time", "1:00:00"), "--time", "--slurm"),
+        (("--stop-seconds", "60"), "--stop-seconds", "--slurm or --k8s"),
+        (("--name", "a"), "--name", "--slurm or --k8s"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(arguments: tuple[str, ...], option: str, way: str):
+    text = refused(*arguments)
+    assert f"{option}: given for " in text
+    assert f"allowed with {way}" in text
+
+
 def manifests(kind: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(launch("--nodes", "8", "--k8s", kind, *PODS)))
 

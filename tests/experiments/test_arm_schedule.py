@@ -6,14 +6,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from experiments.figure import Arm
+from experiments.models import FULL, recipe
+from experiments.run_arm import check_complete
 from experiments.scaling import Scaling
 from experiments.schedule import gpus_for, run_arms
-from experiments.stop import is_asked, run_to_end, stoppable
+from experiments.stop import StoppedError, is_asked, run_to_end, stoppable
 from experiments.work import arms_of, asked_for
 
 
@@ -180,3 +183,31 @@ def test_a_program_runs_to_its_end_and_its_output_is_kept(tmp_path: Path) -> Non
     log = tmp_path / "log"
     assert run_to_end([sys.executable, "-c", "import sys; print('said'); sys.exit(3)"], os.environ, log) == 3
     assert log.read_text() == "said\n"
+
+
+def test_a_program_that_the_same_signal_ends_with_status_0_is_not_finished(tmp_path: Path) -> None:
+    """Ctrl-C reaches the trainer as well, which then ends in order."""
+    program = f"import os, signal; os.kill({os.getpid()}, signal.SIGINT)"
+    with stoppable(), pytest.raises(StoppedError):
+        run_to_end([sys.executable, "-c", program], os.environ, tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "until", "complete"),
+    [
+        ("long", 8, False, True),
+        ("long", 7, False, False),
+        ("short", 4, False, False),
+        ("long", 7, True, True),
+        ("short", 4, True, False),
+    ],
+)
+def test_training_that_was_asked_to_stop_is_no_result(stage: str, step: int, until: bool, complete: bool) -> None:
+    last: dict[str, object] = {"name": "long", "seq_len": 16, "tokens": 512}
+    if until:
+        last["until"] = {"metric": "eval_loss", "at_most": 1.0, "max_tokens": 1024}
+    stages = [{"name": "short", "seq_len": 16, "tokens": 512}, last]
+    whole = Arm("a", 0, recipe("tiny", FULL, 16, 1024, 128, {}, stages=stages))
+    records = [{"type": "metrics", "stage": stage, "step": step}, {"type": "validation_loss"}]
+    with nullcontext() if complete else pytest.raises(RuntimeError, match=f"asked to stop after step {step} of"):
+        check_complete(whole, records)

@@ -127,6 +127,15 @@ def test_a_history_of_early_versions_is_read_compared_drawn_and_continued(tmp_pa
     assert read_records(tmp_path / "metrics.discarded.jsonl") == records[-1:]
 
 
+def test_a_file_without_steps_is_not_compared(tmp_path: Path) -> None:
+    """Each step of the other file would count as missing there."""
+    history, other = tmp_path / "metrics.jsonl", tmp_path / "corpus.jsonl"
+    history.write_text(json.dumps({"type": "metrics", "step": 1, "loss": 2.0, "grad_norm": 1.0}) + "\n")
+    other.write_text(json.dumps({"text": "a document"}) + "\n")
+    with pytest.raises(UserError, match=r"corpus.jsonl: has no step of a training"):
+        compare(history, other)
+
+
 def test_console_lines_are_plain_outside_a_terminal() -> None:
     output = io.StringIO()
     telemetry = Telemetry([ConsoleSink(1000, Console(file=output, highlight=False, soft_wrap=True))])
