@@ -37,11 +37,9 @@ class Section(BaseModel):
             raise PydanticCustomError("bool_type", "true and false are a type of their own")
         return value
 
-    @field_validator("*", mode="before")
+    @field_validator("*")  # after bounds of the field's own, which say more
     @classmethod
-    def _refuse_giants(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        whole = int in {annotation, *get_args(annotation)}
-        if whole and isinstance(value, int | float) and abs(value) > LARGEST_COUNT:
+    def _refuse_giants(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > LARGEST_COUNT:
             raise ValueError(f"given {value}; allowed: whole numbers of at most {LARGEST_COUNT:,}")
         return value

@@ -199,7 +199,11 @@ def test_imported_models_and_hugging_face_folders_give_the_run_s_loss(run: Path,
     evaluate(tmp_path / "imported", *options)
     imported = newest(tmp_path / "imported")
     assert (imported["step"], imported["tokens"], imported["trained_seq_len"]) == (0, None, 32)
-    assert imported["validation_loss"] == pytest.approx(wanted, abs=1e-6)
+    found = imported["validation_loss"]
+    assert found.keys() == wanted.keys() == {"moba", "full", "by_sequence"}
+    for name in ("moba", "full"):
+        assert found[name] == pytest.approx(wanted[name], abs=1e-6)
+        assert found["by_sequence"][name] == pytest.approx(wanted["by_sequence"][name], abs=2e-5)  # rounded to 1e-5
     evaluate(tmp_path / "hf", *options, "--output", tmp_path / "out")
     direct = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert direct["validation_loss"] == imported["validation_loss"]
