@@ -7,7 +7,8 @@ model           the shape of the Transformer
 attention       the per-layer grammar
 data            where the tokens come from
 optim           optimizer and learning-rate schedule
-run             the sections about running: layout, precision, checkpoints, evaluation, logging, health
+run             the sections about running: layout, precision, checkpoints, exit criteria, logging, health
+evaluation      what is measured while a run trains
 stages          what each stage comes to once its defaults are filled in
 load            YAML with `extends:` and command-line overrides
 explain         what a key accepts, and what is wrong with a recipe, in plain words

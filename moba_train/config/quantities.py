@@ -16,6 +16,9 @@ LARGEST_COUNT = 2**53
 """Largest whole number of a recipe, nine thousand trillions: up to here float64, in which suffixes are read and corpora
 are blended, holds every one. Beyond 2**63 they overflow in numpy and torch."""
 
+MOST_SAMPLES = 1_000_000
+"""Largest number of samples of an evaluation, and of steps that a spike is compared with."""
+
 
 def parse_number(value: Any, base: int) -> Any:
     """An int from `value` (int, integral float or text such as "1.5B"), suffixes being powers of `base`.

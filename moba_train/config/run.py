@@ -1,4 +1,4 @@
-"""The sections about running: parallel layout, precision, checkpoints, evaluation, logging, health."""
+"""The sections about running: parallel layout, precision, checkpoints, exit criteria, logging, health."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,7 +6,7 @@ from annotated_types import MinLen
 from pydantic import Field, model_validator
 
 from moba_train.config.base import Section
-from moba_train.config.quantities import Length, TokenBudget
+from moba_train.config.quantities import MOST_SAMPLES, TokenBudget
 
 CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring", "dispatch"]
 """How the ranks of a context-parallel group exchange queries, keys and values (parallel/context/transport)."""
@@ -19,9 +19,6 @@ PipelineSchedule = Literal["1f1b", "interleaved_1f1b", "zero_bubble"]
 
 YEAR = 365 * 86400
 """Largest number of seconds that anything waits for; some orders of magnitude more overflow in Python's clocks."""
-
-MOST_SAMPLES = 1_000_000
-"""Largest number of samples of an evaluation, and of steps that a spike is compared with."""
 
 
 class ContextParallelConfig(Section):
@@ -214,168 +211,6 @@ class CheckpointConfig(Section):
     max_failures: int | None = Field(
         None, ge=1, description="failed saves in a row after which the run ends; null: it goes on"
     )
-
-
-class PositionWiseConfig(Section):
-    """Loss by position in the context, on samples of `seq_len` tokens that lie inside one validation document. The loss
-    of the last bucket is the trailing loss. See docs/stages.md."""
-
-    bucket: Length = Field(2048, description="tokens of the context that are averaged together; divides every seq_len")
-    sequences: int = Field(
-        32, ge=2, le=MOST_SAMPLES, description="samples; fewer where the documents do not give as many"
-    )
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-    attention: Literal["own", "both"] = Field(
-        "both",
-        description="both: where a stage has other layers than full ones, full attention on the same weights too",
-    )
-
-
-class GateProbeConfig(Section):
-    """What the gates of sparse layers select, compared with full attention on a sample of queries. See
-    docs/evaluation.md."""
-
-    queries: int = Field(256, ge=1, description="sampled queries of a sequence, all heads of them")
-    sequences: int = Field(1, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
-    layers: list[int] | None = Field(None, min_length=1, description="layers, counted from 0; null: every sparse one")
-    by_head: bool = Field(
-        False,
-        description="also keep how far each head's selected blocks are (head_distance_share); needs parallel.tp 1",
-    )
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-
-
-class AnswersConfig(Section):
-    """What evaluations share that ask questions about a long text."""
-
-    lengths: list[Length] | None = Field(
-        None,
-        min_length=1,
-        description="tokens of a sample, its answer included; null: a quarter, a half and all of the stage's seq_len",
-    )
-    extrapolate: bool = Field(
-        False, description="true: also lengths beyond a stage's seq_len; false: a stage leaves out what is longer"
-    )
-    corpus: str | None = Field(
-        None,
-        min_length=1,
-        description="prefix of the tokenised corpus that natural text comes from; null: the first of data.validation",
-    )
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of the samples, which are the same at every evaluation")
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-    attention: Literal["own", "both"] = Field(
-        "both",
-        description="both: where a stage has other layers than full ones, full attention on the same weights too",
-    )
-    chat: bool = Field(
-        False, description="ask through the chat template in the folder of data.tokenizer, as a user's message"
-    )
-
-
-class HiddenNeedles(AnswersConfig):
-    """Where sentences with a number each are hidden in a long text."""
-
-    depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
-        [0, 25, 50, 75, 100],
-        min_length=1,
-        description="where the needle is, in % of the haystack; 0: its beginning, 100: its end",
-    )
-    samples: int = Field(4, ge=1, le=MOST_SAMPLES, description="samples of each length and depth")
-    needles: int = Field(
-        1, ge=1, le=32, description="needles that are asked for; the first is at the depth, the others anywhere"
-    )
-    keys: int | None = Field(
-        None,
-        ge=1,
-        le=1000,
-        description="needles in the haystack, those that are not asked for included; null: as many as `needles`",
-    )
-    haystack: Literal["natural", "synthetic"] = Field(
-        "natural", description="natural: text of `corpus`; synthetic: RULER's few sentences, repeated"
-    )
-
-
-class NeedleConfig(HiddenNeedles):
-    """Needle in a haystack: sentences with a number each are hidden in a long text, at each depth, and the model is
-    asked for them. See docs/retrieval.md."""
-
-    generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp and pp 1")
-
-
-class GateSizeConfig(Section):
-    """A gate whose selection is looked at, whatever attention the layers have."""
-
-    block_size: Length = Field(512, description="tokens of a block")
-    topk: int = Field(3, ge=2, description="blocks that a query attends to, its own included")
-
-
-class NeedleSignalConfig(HiddenNeedles):
-    """Why a gate of mean keys finds a needle: how far its block's score is above those of other blocks, and whether
-    the rate of misses is that of FlashMoBA's signal-to-noise model (arXiv:2511.11571), for each head. Needs parallel.tp
-    and pp 1. See docs/retrieval.md."""
-
-    gates: list[GateSizeConfig] = Field(
-        [GateSizeConfig()],
-        min_length=1,
-        description="gates that are looked at, on the queries and keys of every layer, one head at a time",
-    )
-
-
-class RulerConfig(AnswersConfig):
-    """RULER's tasks (Hsieh et al. 2024, arXiv:2404.06654), made here without downloads. See docs/retrieval.md."""
-
-    tasks: list[str] = Field(
-        ["niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"],
-        min_length=1,
-        description="tasks by name; besides these, niah_single_2, niah_single_3, niah_multikey_2 and niah_multikey_3",
-    )
-    samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
-    scoring: Literal["teacher_forced", "generated"] = Field(
-        "teacher_forced",
-        description="which answers the numbers are about; generated: RULER's own score, by greedy generation, which "
-        "needs parallel.tp and pp 1; teacher_forced: the most likely tokens given the right ones before, in one "
-        "forward pass",
-    )
-
-
-class GradientReachConfig(Section):
-    """Norm of the loss' gradient at every layer's input, by distance to the loss token it comes from: which tokens a
-    sparse loss mask, as in SFT, trains through attention. Needs parallel.pp 1. See docs/evaluation.md."""
-
-    sequences: int = Field(
-        4, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length, with their loss masks"
-    )
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-    attention: Literal["own", "both"] = Field(
-        "both",
-        description="both: where a stage has other layers than full ones, full attention on the same weights too",
-    )
-
-
-class EvaluationConfig(Section):
-    """Mean token loss on `data.validation`, always on the same sequences, and other evaluations."""
-
-    every: int = Field(100, ge=1, description="optimizer steps between evaluations")
-    at_start: bool = Field(
-        False,
-        description="also evaluate before the first step of every stage, with its attention, RoPE and length: the "
-        "baseline at step 0, and what a change of stage does before anything is trained",
-    )
-    sequences: int = Field(32, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
-    position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
-    gate_probe: GateProbeConfig | None = Field(None, description="null: gates are not probed")
-    needle: NeedleConfig | None = Field(None, description="null: not evaluated")
-    needle_signal: NeedleSignalConfig | None = Field(None, description="null: not measured")
-    ruler: RulerConfig | None = Field(None, description="null: not evaluated")
-    gradient_reach: GradientReachConfig | None = Field(None, description="null: not measured")
 
 
 class TrailingLossRecovered(Section):

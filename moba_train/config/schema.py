@@ -8,13 +8,13 @@ from pydantic import Field
 from moba_train.config.attention import AttentionConfig
 from moba_train.config.base import Section
 from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import MOST_RATE, OptimConfig, ScheduleConfig
 from moba_train.config.quantities import Length, TokenBudget
 from moba_train.config.run import (
     CheckpointConfig,
     ContextParallelConfig,
-    EvaluationConfig,
     HealthConfig,
     MemoryConfig,
     ParallelConfig,

@@ -1,6 +1,6 @@
 """The interface of an evaluation: what it needs, when it is due, and what it gives.
 
-A new evaluation is one file with a subclass of `Evaluation`, its section `evaluation.<name>` in config/run.py, null by
+A new evaluation is one file with a subclass of `Evaluation`, its section in config/evaluation.py, null by
 default, and one line in registry.py. It then runs while a stage trains (stage.py) and in `moba-train eval`
 (checkpoint.py), and a stage may train `until` one of its numbers is good.
 
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from moba_train.config.run import EvaluationConfig
+from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.evals.variants import Layers, name_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moba_train.config.run import AnswersConfig
+from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.load_template import load_chat_template

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from moba_train.config.run import AnswersConfig
+from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moba_train.attention.protocol import TokenRange
+from moba_train.config.evaluation import HiddenNeedles
 from moba_train.config.quantities import format_count
-from moba_train.config.run import HiddenNeedles
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import DataError

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moba_train.attention.protocol import TokenRange
+from moba_train.config.evaluation import RulerConfig
 from moba_train.config.explain import did_you_mean
 from moba_train.config.quantities import format_count
-from moba_train.config.run import RulerConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import DataError

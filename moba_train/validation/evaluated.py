@@ -5,9 +5,9 @@ from pathlib import Path
 
 from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.data import SourceConfig
+from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.load import with_overrides
 from moba_train.config.optim import ScheduleConfig
-from moba_train.config.run import EvaluationConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.convert.hf_import import imported_recipe

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import prod
 
+from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.quantities import format_count
-from moba_train.config.run import EvaluationConfig
 from moba_train.config.schema import RunConfig
 from moba_train.convert.initial_weights import left_out_kinds
 from moba_train.data.indexed import corpus_file
