@@ -9,8 +9,8 @@ A step takes the host a time for each layer, however few its tokens. Arms that s
 where the GPU is full: an arm takes the longer of its host's time and the GPU's time for all of them. With CUDA's
 Multi-Process Service their kernels run at the same time, and the GPU does more for all of them.
 
-What the model says is multiplied by what arms took that ran under the same conditions: kind of attention, device, and
-how they shared it. docs/performance-log.md ("how long arms take") compares both.
+What the model says is multiplied by what arms took that ran under the same conditions: kind of attention, length,
+device, and how they shared it. docs/performance-log.md ("how long arms take") compares both.
 """
 
 import functools
@@ -103,7 +103,7 @@ class Estimates:
 
     def __init__(self, finished: Iterable[Result]) -> None:
         """finished: results of any figures."""
-        self._ratios: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+        self._ratios: dict[tuple[Any, ...], dict[tuple[str, int], list[float]]] = {}
         self._lock = threading.Lock()
         for result in finished:
             self.add(result)
@@ -115,19 +115,23 @@ class Estimates:
         arm = Arm(result["name"], result["seed"], recipe, dict.fromkeys(result["evaluations"], ()))
         ratio = result["seconds"] / modelled_seconds(arm, gpus, sharing, service)
         with self._lock:
-            by_kind = self._ratios.setdefault(_conditions(result["device"], gpus, sharing, service), {})
-            by_kind.setdefault(_kind(arm), []).append(ratio)
+            ratios = self._ratios.setdefault(_conditions(result["device"], gpus, sharing, service), {})
+            ratios.setdefault(_kind_and_length(arm), []).append(ratio)
 
     def seconds(self, arm: Arm, gpus: int, sharing: int) -> float:
         """Seconds of an arm on `gpus` GPUs, each with `sharing` arms; on the CPU where `gpus` is 0.
 
-        The median ratio of arms of its kind that ran under the same conditions corrects it, else that of all others.
+        The median ratio of arms of its kind and length that ran under the same conditions corrects it, else that of all
+        of its kind, else that of all.
         """
         service = service_runs() and sharing > 1
         device = torch.cuda.get_device_name() if gpus and torch.cuda.is_available() else None
+        kind, length = _kind_and_length(arm)
         with self._lock:
-            by_kind = self._ratios.get(_conditions(device, gpus, sharing, service), {})
-            found = by_kind.get(_kind(arm)) or [ratio for ratios in by_kind.values() for ratio in ratios]
+            ratios = self._ratios.get(_conditions(device, gpus, sharing, service), {})
+            own_kind = {own: found for own, found in ratios.items() if own[0] == kind}
+            nearest = {(kind, length): ratios[kind, length]} if (kind, length) in ratios else own_kind or ratios
+            found = [ratio for one in nearest.values() for ratio in one]
         return modelled_seconds(arm, gpus, sharing, service) * (statistics.median(found) if found else 1.0)
 
 
@@ -136,5 +140,6 @@ def _conditions(device: str | None, gpus: int, sharing: int, service: bool) -> t
     return (device, sharing > 1, service) if gpus else ("CPU",)
 
 
-def _kind(arm: Arm) -> str:
-    return str(arm.recipe["attention"].get("default"))
+def _kind_and_length(arm: Arm) -> tuple[str, int]:
+    """Kind of attention and tokens of a sequence, of the last stage."""
+    return str(arm.recipe["attention"].get("default")), int(arm.recipe["stages"][-1]["seq_len"])

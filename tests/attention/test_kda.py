@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import StageContext
 from moba_train.attention.linear import kda
-from moba_train.attention.linear.delta_parts import in_parts
+from moba_train.attention.linear.delta_parts import in_parts, most_rows
 from moba_train.attention.linear.delta_states import DeltaInputs
 from moba_train.attention.linear.fla import has_fla
 from moba_train.attention.linear.kda import KdaKind, KdaParameters
@@ -153,9 +153,16 @@ def test_the_rule_part_by_part(rows, with_states):
 def test_the_layer_part_by_part(rows, lengths, monkeypatch):
     """Documents that end inside a part, at its end, 1 to 3 tokens before it, and that go on."""
     want = results(make_layer("kda", {}, lengths))
-    monkeypatch.setattr(kda, "ROWS", rows)
+    monkeypatch.setattr(kda, "most_rows", lambda channels, rows=rows: rows)
     for got, expected in zip(flat(results(make_layer("kda", {}, lengths))), flat(want), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("channels", [100, 384, 1024, 2047])
+def test_parts_of_narrow_layers_are_longer_and_as_large(channels):
+    assert most_rows(8192) == most_rows(2048) == 8192
+    assert most_rows(channels) % 64 == 0
+    assert 0 <= 8192 * 2048 - most_rows(channels) * channels < 64 * channels
 
 
 def test_gradients_of_parts_are_added_in_float32(monkeypatch):
@@ -163,7 +170,7 @@ def test_gradients_of_parts_are_added_in_float32(monkeypatch):
     errors = []
     want = results(make_layer("kda", {}, [200]))[2]
     for rows in (100, 5):
-        monkeypatch.setattr(kda, "ROWS", rows)
+        monkeypatch.setattr(kda, "most_rows", lambda channels, rows=rows: rows)
         layer = make_layer("kda", {}, [200])
         for tensor in (*layer.inputs(), *layer.parameters.parameters()):
             tensor.data = tensor.data.bfloat16()
@@ -175,7 +182,7 @@ def test_gradients_of_parts_are_added_in_float32(monkeypatch):
 
 def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
     """x, q, k, v are its input; kept besides are the states between four parts and the rows before them."""
-    monkeypatch.setattr(kda, "ROWS", 16)
+    monkeypatch.setattr(kda, "most_rows", lambda channels: 16)
     layer = make_layer("kda", {}, [64])
     inputs = {x.untyped_storage().data_ptr() for x in [*layer.inputs(), *layer.parameters.parameters()]}
     kept = {}
@@ -277,7 +284,7 @@ def test_what_fla_is_asked_for(monkeypatch):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
     assert_decodes_like_training("kda", options)
     assert_ranks_equal_one_device(make_layer("kda", options, LENGTHS), STRATEGIES[0], atol=1e-10)
-    monkeypatch.setattr(kda, "ROWS", 8)
+    monkeypatch.setattr(kda, "most_rows", lambda channels: 8)
     modules["fla.ops.kda"].chunk_kda = stand_in(recomputed=True)
     for got, expected in zip(flat(results(make_layer("kda", options, LENGTHS))), flat(want), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
@@ -319,7 +326,7 @@ def test_fla_part_by_part(monkeypatch):
     model = MODEL.model_copy(update={"head_dim": 64, "hidden_size": 64})
     found = []
     for rows in (1024, 128):
-        monkeypatch.setattr(kda, "ROWS", rows)
+        monkeypatch.setattr(kda, "most_rows", lambda channels, rows=rows: rows)
         layer = make_layer("kda", {"backend": "fla"}, [300, 1, 129, 82], model=model)
         for tensor in (*layer.inputs(), *layer.parameters.parameters()):
             tensor.data = tensor.data.to("cuda", torch.bfloat16)

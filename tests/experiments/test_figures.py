@@ -84,11 +84,19 @@ def test_arms_that_ended_correct_estimates_of_their_kind_under_the_same_conditio
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(estimate, "service_runs", lambda: True)
     arms = {arm.name: arm for arm in Scaling().arms(0, quick=False)}
+    arms |= {f"{arm.name}-32k": arm for arm in Trailing().arms(0, quick=False)}
 
     def took(arm: Arm, factor: float, sharing: int = 6, **other: Any) -> Result:
         seconds = factor * modelled_seconds(arm, 1, sharing, service=True)
         how = {"device": "a GPU", "gpus": 1, "arms_per_gpu": sharing, "multi_process_service": True} | other
-        return {"name": arm.name, "seed": 0, "recipe": arm.recipe, "evaluations": {}, "seconds": seconds, **how}
+        return {
+            "name": arm.name,
+            "seed": 0,
+            "recipe": arm.recipe,
+            "seconds": seconds,
+            "evaluations": dict(arm.evaluations),
+            **how,
+        }
 
     def corrected(name: str, *finished: Result, sharing: int = 6) -> float:
         modelled = modelled_seconds(arms[name], 1, sharing, service=sharing > 1)
@@ -99,6 +107,10 @@ def test_arms_that_ended_correct_estimates_of_their_kind_under_the_same_conditio
     assert corrected("moba-10m", moba, full) == pytest.approx(1.5)
     assert corrected("full-10m", moba, full) == pytest.approx(0.8)
     assert corrected("full-10m", moba) == pytest.approx(1.5), "of another kind, where there is none of its own"
+    longer = took(arms["moba-4m-32k"], 0.6)
+    assert corrected("moba-10m-32k", moba, full, longer) == pytest.approx(0.6), "of its own length"
+    assert corrected("moba-10m", moba, full, longer) == pytest.approx(1.5)
+    assert corrected("moba-10m-32k", moba, full) == pytest.approx(1.5), "of its kind, where there is none of its length"
     assert corrected("moba-10m", took(arms["moba-4m"], 1.5, device="another GPU")) == 1.0
     assert corrected("moba-10m", took(arms["moba-4m"], 1.5, multi_process_service=False)) == 1.0
     assert corrected("moba-10m", moba, sharing=1) == 1.0, "arms that shared a GPU say nothing of one alone"

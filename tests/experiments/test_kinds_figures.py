@@ -67,6 +67,41 @@ def test_versions_compares_and_inserts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(at_once) > 1e-4, "MoBA's first version is not full attention"
 
 
+def test_versions_are_judged_at_their_best_rates_two_at_a_time() -> None:
+    def arm(kind: str, size: str, rate: str, loss: float) -> Result:
+        last = {"validation_loss": {"eval_loss": loss}}
+        run = {"stages": {"train": last}, "spikes": [], "gradient_norms": [[1, 1.0]], "evaluations": {}}
+        return {"name": f"{kind}-{size}-{rate}", "seed": 0, "parent": None, **run}
+
+    results = []
+    for size, base, noise in (("4m", 2.0, 0.001), ("10m", 1.5, 0.0), ("25m", 1.4, -0.001)):
+        results += [arm("full", size, "x1", base), arm("full", size, "x4", base + 1)]
+        results += [arm("moba", size, "x0.5", base + 0.07 + noise), arm("moba", size, "x1", base + 0.5)]
+        results += [arm("moba_v1-sum", size, "x1", base + 0.3 + 300 * noise)]
+    near, behind, _ = FIGURES["versions"].find(results).verdicts
+    assert near.estimate.value == pytest.approx(0.07), "at the best rate of each"
+    assert near.word == "does not agree", "that v1 scatters from size to size says nothing of v2"
+    assert behind.word == "cannot be told"
+
+
+def test_mechanisms_are_judged_within_a_length_that_has_two_seeds() -> None:
+    def arm(name: str, seed: int, loss: float) -> Result:
+        position = {"attention": "own", "curves": {"own": {"mean": [loss]}}}
+        last = {
+            "validation_loss": {"eval_loss": loss},
+            "position_wise": {"trailing_loss": loss, "position_wise": position},
+            "needle": {"needle": 0.5},
+        }
+        how = {"arms_per_gpu": 2, "tokens_per_s": 1, "parameters": 1, "evaluations": {}}
+        return {"name": name, "seed": seed, "stages": {"train": last}, **how}
+
+    results = [arm("full-32k", 0, 1.0), arm("moba-32k", 0, 9.0)]
+    results += [arm("full-8k", 0, 2.0), arm("moba-8k", 0, 2.101), arm("full-8k", 1, 2.1), arm("moba-8k", 1, 2.199)]
+    (verdict,) = FIGURES["mechanisms"].find(results).verdicts
+    assert verdict.claim.startswith("At 8K `moba`")
+    assert verdict.estimate.value == pytest.approx(0.1)
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     results = quick("mechanisms", monkeypatch, ["full-1k", "seer-1k"])

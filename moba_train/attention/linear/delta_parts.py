@@ -16,9 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.linear.delta_states import Edges
 
-ROWS = 8_192
-"""Most rows of a part. With kernels of 32 heads of 64, whose launches take the host longer than 4,096 rows take an
-H200, parts of 4,096 took 24.3 ms for 8,192 tokens, where one call took 8.8."""
+_ROWS = 8_192
+"""Rows of a part of a wide layer. With kernels of 32 heads of 64, whose launches take the host longer than 4,096 rows
+take an H200, parts of 4,096 took 24.3 ms for 8,192 tokens, where one call took 8.8."""
+_CHANNELS = 2_048
+"""The narrowest layer that is wide. Parts of a narrower one have more rows, and the same memory: its launches take the
+host as long, and the GPU less."""
 _CHUNK = 64
 """Rows that the kernels take at a time: parts are multiples of it, so that they cut no chunk in two."""
 
@@ -29,6 +32,11 @@ Part = Callable[[Rows, Rows | None, Edges, Tensor | None, bool], tuple[Tensor, T
 it, its edges, and the states before its segments."""
 
 
+def most_rows(channels: int) -> int:
+    """The most rows of a part of a layer whose queries have so many channels, all heads together."""
+    return max(_ROWS, _ROWS * _CHANNELS // channels // _CHUNK * _CHUNK)
+
+
 def in_parts(
     run: Part,
     rows: Rows,
@@ -36,7 +44,7 @@ def in_parts(
     initial_NHdd: Tensor | None = None,
     wants_states: bool = False,
     *,
-    most: int = ROWS,
+    most: int,
     lookback: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """What `run` gives for all rows at once, computed for at most `most` of them at a time.

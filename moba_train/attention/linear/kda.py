@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.linear.convolution import BEFORE, TAPS, ShortConvolution, part_places
 from moba_train.attention.linear.delta import delta_attention
-from moba_train.attention.linear.delta_parts import ROWS, Rows, in_parts
+from moba_train.attention.linear.delta_parts import Rows, in_parts, most_rows
 from moba_train.attention.linear.delta_states import DeltaInputs, Edges, delta_over_ranks
 from moba_train.attention.linear.fla import fla_delta_attention, fla_problem, fla_refuses
 from moba_train.attention.linear.ranges import segment_edges
@@ -141,11 +141,12 @@ class KdaKind(AttentionKind):
         shard = layer.shard
         rows = tuple(map(shard.own, (layer.x_TD, layer.q_THd, layer.k_TKd, layer.v_TKd)))
         alone = len(shard.ranges_by_rank) == 1 and not shard.generates
-        if alone and len(rows[0]) > ROWS and torch.is_grad_enabled():
+        most = most_rows(math.prod(layer.q_THd.shape[1:]))
+        if alone and len(rows[0]) > most and torch.is_grad_enabled():
             # The gradients of the parts are added in float32.
             weights = {name: _at_least_float32(weight) for name, weight in parameters.named_parameters()}
             run = partial(self._part, parameters, weights)
-            gated_nHd, _ = in_parts(run, rows, segment_edges(shard.layout), most=ROWS, lookback=BEFORE)
+            gated_nHd, _ = in_parts(run, rows, segment_edges(shard.layout), most=most, lookback=BEFORE)
             return shard.padded(gated_nHd), None
         x_nD, *qkv = rows
         convolved = [conv(x, name, shard) for conv, x, name in zip(parameters.convolutions, qkv, "qkv", strict=True)]
@@ -209,8 +210,9 @@ class KdaKind(AttentionKind):
     def _rule_in_parts(
         self, inputs: DeltaInputs, edges: Edges, initial_NHdd: Tensor | None, wants_states: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """`_rule`, for at most ROWS rows at a time where there is a backward pass."""
-        if len(inputs.q_nHd) <= ROWS or not torch.is_grad_enabled():
+        """`_rule`, for at most `most_rows` at a time where there is a backward pass."""
+        most = most_rows(math.prod(inputs.q_nHd.shape[1:]))
+        if len(inputs.q_nHd) <= most or not torch.is_grad_enabled():
             return self._rule(inputs, edges, initial_NHdd, wants_states)
 
         def part(
@@ -219,7 +221,7 @@ class KdaKind(AttentionKind):
             own = DeltaInputs(*rows, *inputs.of_heads)
             return self._rule(own, edges, initial_NHdd, wants_states, recomputed=True)
 
-        return in_parts(part, inputs.by_row, edges, initial_NHdd, wants_states, most=ROWS)
+        return in_parts(part, inputs.by_row, edges, initial_NHdd, wants_states, most=most)
 
     def _rule(
         self,
@@ -262,8 +264,8 @@ class KdaKind(AttentionKind):
     def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
         """With fla's kernels: the convolutions' inputs and sums, convolved queries and keys, these normed, keys and
         values repeated for each query head, decays, two products in chunks of 64 tokens, and the result before norm and
-        gate. Of more than `delta_parts.ROWS` tokens a rank that has no others beside it keeps nothing."""
-        if cp == 1 and tokens > ROWS:
+        gate. Of more than `delta_parts.most_rows` a rank that has no others beside it keeps nothing."""
+        if cp == 1 and tokens > most_rows(model.heads * model.head_width):
             return 0
         heads, kv_heads = model.heads, model.kv_heads
         return width * (model.head_width * (8 * heads + 5 * kv_heads) + 2 * 64 * heads)
