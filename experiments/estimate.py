@@ -31,6 +31,8 @@ from moba_train.planning.parameters import count_recipe_parameters
 
 START_S = 45.0
 """Start, compilation and evaluation at the end."""
+TUNING_S = {"kda": 250.0}
+"""By kind: how long fla-core times variants of its kernels, once on each machine."""
 EVALUATION_S = 30.0
 """Each call of `moba-train eval`."""
 FLOPS = 400e12
@@ -83,8 +85,9 @@ def modelled_seconds(arm: Arm, gpus: int = 1, sharing: int = 1, service: bool = 
     if gpus > 1:
         device /= gpus * _EFFICIENCY
     host = LAYER_STEP_S * config.model.layers * stages[-1].end_step if gpus else 0.0
+    tuning = TUNING_S.get(str(arm.recipe["attention"].get("default")), 0.0) if gpus else 0.0
     waiting = max(1.0, sharing / OVERLAP) if service else sharing
-    return max(host, device * waiting) + START_S + EVALUATION_S * len(arm.evaluations)
+    return max(host, device * waiting) + START_S + tuning + EVALUATION_S * len(arm.evaluations)
 
 
 def _token_seconds(config: RunConfig, stage: Stage, gpus: int) -> float:

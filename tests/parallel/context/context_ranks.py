@@ -1,5 +1,6 @@
 """Checks of ranks in separate processes. All checks run in one set of processes, because starting them is slow."""
 
+import faulthandler
 import json
 import os
 import time
@@ -262,6 +263,8 @@ def refusals_come_before_any_message(member: Member) -> None:
     assert calls == []
 
 
+_LONG_S = 60.0
+"""Seconds after which, and again, a check prints where each rank is."""
 Check = Callable[[Member], None]
 CHECKS: dict[str, Check] = {
     f"{name}, {how}": partial(equal_to_one_device, case, strategy)
@@ -316,11 +319,13 @@ def _rank(rank: int, world: int, checks: dict[str, Check], folder: str, device: 
             member = Member(world, where)
             for name, check in checks.items():
                 began = time.perf_counter()
+                faulthandler.dump_traceback_later(_LONG_S, repeat=True)
                 try:
                     check(member)
                 except Exception:
                     errors[name] = traceback.format_exc()
                 say(f"{name}: {'failed, ' if name in errors else ''}{time.perf_counter() - began:.1f} s")
         finally:
+            faulthandler.cancel_dump_traceback_later()
             Path(f"{folder}/errors{rank}.json").write_text(json.dumps(errors))
             dist.destroy_process_group()
