@@ -18,7 +18,7 @@ if [ "${1:-}" = --corpus ]; then
     corpus=$(realpath "$2")
     shift 2
 fi
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 recipe=configs/recipes/mini/$name.yaml
 "$PYTHON" -m moba_train.cli config "$recipe" "$@" >/dev/null  # wrong keys are refused before minutes of data preparation

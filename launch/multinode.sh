@@ -22,7 +22,7 @@ for name in NODES NODE_RANK PORT GPUS RESTARTS; do
 done
 [ "${NODE_RANK:-0}" -lt "${NODES:-1}" ] ||
     refuse "NODE_RANK: given ${NODE_RANK:-0}; allowed: 0 to NODES - 1, which is $((${NODES:-1} - 1))"
-source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 gpus=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
 exec "$PYTHON" -m moba_train.launch \
     --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \

@@ -83,9 +83,20 @@ def validate(
             problems += micro_batch_problems(config, resolved, mesh) if mesh is not None else ()
     if check_files:
         problems += file_problems(config, resolvable=not problems)
-        problems += initial_problems(config)
+        problems += [*initial_problems(config), *_folder_problems(config)]
     if problems:
         raise ConfigError(problems)
+
+
+def _folder_problems(config: RunConfig) -> Iterator[str]:
+    """Files where folders must be. What a rank may write is seen when the run begins."""
+    for key, given in (("run_dir", config.run_dir), ("checkpoint.fallback_dir", config.checkpoint.fallback_dir)):
+        if given is None:
+            continue
+        nearest = next(path for path in (Path(given), *Path(given).absolute().parents) if os.path.exists(path))
+        if not nearest.is_dir():
+            what = "is a file" if nearest == Path(given) else f"lies below the file {nearest}"
+            yield f"{key}: given {given!r}, which {what}; allowed: a folder, which is made if need be"
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:

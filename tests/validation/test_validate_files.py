@@ -92,3 +92,17 @@ def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(load, tm
     (found,) = problems(config, check_files=True)
     assert found.startswith("stages[1].train[0].path: corpus bad: document 0 has token id 60000 at offset 0")
     assert f"model.vocab_size is {config.model.vocab_size}" in found
+
+
+def test_files_in_the_place_of_folders_are_named_with_their_key(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.bin", "a.idx", "b.bin", "b.idx", "file"):
+        (tmp_path / name).touch()
+    folders = {"run_dir=file": "run_dir: given 'file', which is a file; allowed: a folder"}
+    below = f"{tmp_path}/file/deep/down"
+    folders[f"checkpoint.fallback_dir={below}"] = f"'{below}', which lies below the file {tmp_path}/file; allowed"
+    for override, expected in folders.items():
+        found = problems(load(override), check_files=True)
+        assert any(expected in text for text in found), found
+    found = problems(load("run_dir=new/folder", f"checkpoint.fallback_dir={tmp_path}"), check_files=True)
+    assert not any("allowed: a folder" in text for text in found)
