@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Measures and checks on four GPUs of this machine what the result files ending in -x4.json and the tables of context
+# parallelism hold. A part that fails or takes too long does not keep the others from running; its name is printed last.
+#
+#   bash benchmarks/four_gpus.sh OUTPUT [PART ...]
+#
+# OUTPUT     folder for result files and logs
+# PART       default: all of them, in this order, with the minutes that they may take on H200
+#   8k         8B at 8K: FSDP, tensor, context and pipeline parallelism, FP8, torchtitan where it is installed      8
+#   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                    6
+#   profile    where the time of a step with tp 2 and cp 2 goes                                                     1
+#   layouts    8B checkpoints saved in one layout and resumed in the next; two of them must fit into $TMPDIR        8
+#   context    transports of context parallelism at 64K, 256K and 1M; an attention sink; a timeline                 6
+#   tests      transports against one GPU over NCCL, and 200 steps of changing documents                            5
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/usage.sh"
+[ "${1:-}" != --help ] || { usage; exit; }
+[ $# -ge 1 ] || refuse "no OUTPUT; usage: bash benchmarks/four_gpus.sh OUTPUT [PART ...]"
+mkdir -p "$1" || refuse "OUTPUT: $1 is no folder and cannot be made"
+output=$(realpath "$1")
+shift
+parts=("$@")
+[ $# -gt 0 ] || parts=(8k 128k profile layouts context tests)
+for part in "${parts[@]}"; do
+    case $part in 8k | 128k | profile | layouts | context | tests) ;; *)
+        refuse "PART: given '$part'; allowed: 8k, 128k, profile, layouts, context, tests" ;;
+    esac
+done
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
+set +e
+failed=()
+
+run() {  # SECONDS NAME MODULE ARGUMENTS...: a program of one process
+    timed "$1" "$2" "$PYTHON" -m "${@:3}"
+}
+
+ranks() {  # SECONDS NAME MODULE ARGUMENTS...: a program of four ranks
+    timed "$1" "$2" "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 -m "${@:3}"
+}
+
+timed() {  # SECONDS NAME COMMAND...
+    local began=$SECONDS
+    timeout --kill-after 20 "$1" "${@:3}" >"$output/$2.log" 2>&1
+    local status=$?
+    echo "$2: status $status, $((SECONDS - began)) s"
+    [ $status = 0 ] || failed+=("$2")
+}
+
+training() {  # NAME ROW...
+    run 700 "$1" benchmarks.training --model llama3-8b --gpus 4 --row-seconds 150 --output "$output/$1.json" \
+        --rows "${@:2}"
+    tail -n $(($# + 2)) "$output/$1.log"
+}
+
+context() {  # NAME ARGUMENTS...
+    ranks 200 "$1" benchmarks.context_parallel --ranks-per-node 2 --output "$output/$1.json" "${@:2}"
+}
+
+for part in "${parts[@]}"; do
+    case $part in
+    8k)
+        training training-8b-8k-h200-x4 8K:full:none 8K:torchtitan:none 8K:full:none:fp8 8K:torchtitan:none:fp8 \
+            8K:full:none:tp4:batch4:micro4 8K:full:none:tp4:batch4:micro4:parallel.tp_overlap=true \
+            8K:full:none:tp2:cp2:batch4:micro2 8K:full:none:pp4:batch32:micro1:warm2:steps3 \
+            8K:full:none:pp2:batch16:micro1:warm2:steps3
+        ;;
+    128k)
+        moba=128K:moba-512-8:budget:cp4:parallel.cp_transport=allgather
+        training training-8b-128k-h200-x4 128K:full:full:cp4:warm1:steps2 128K:full:full:cp4:fp8:warm1:steps2 \
+            128K:torchtitan:full:cp4:warm1:steps2 $moba $moba:fp8
+        ;;
+    profile)
+        ranks 200 training-profile-8b-tp2-cp2-h200-x4 benchmarks.training_profile --model llama3-8b \
+            --row 8K:full:none:tp2:cp2:batch4:micro2 --output "$output/training-profile-8b-tp2-cp2-h200-x4.json"
+        ;;
+    layouts)
+        run 900 checkpoint-layouts-8b-h200-x4 benchmarks.checkpoint_layouts --model llama3-8b --gpus 4 --sequences 16 \
+            --rows 8K:full:full:micro1 8K:full:full:tp4:micro4 8K:full:full:tp2:cp2:micro2 8K:full:full:pp4:micro1 \
+            8K:full:full:pp2:micro1 --output "$output/checkpoint-layouts-8b-h200-x4.json"
+        tail -n 12 "$output/checkpoint-layouts-8b-h200-x4.log"
+        ;;
+    context)
+        sparse=(--attention 512/8 4096/12)
+        context context-parallel-h200 "${sparse[@]}" --tokens 64K 256K --repeats 3
+        context context-parallel-dense-h200 --attention dense --alone-up-to 64K --tokens 64K 256K --layouts zigzag \
+            --repeats 3
+        context context-parallel-1m-h200 "${sparse[@]}" --alone-up-to 64K --tokens 1M --layouts contiguous --repeats 2 \
+            --warm-ups 1
+        context context-parallel-1m-dense-h200 --attention dense --alone-up-to 64K --tokens 1M --layouts zigzag \
+            --transports ulysses ring allgather --repeats 1 --warm-ups 1
+        ranks 200 context-skew-h200 benchmarks.context_skew --output "$output/context-skew-h200.json"
+        ranks 200 context-timeline-h200 benchmarks.context_timeline --attention dense 4096/12 512/8 \
+            --output "$output/context-timeline-h200.json"
+        ;;
+    tests)
+        export MOBA_SOAK=${MOBA_SOAK:-200}
+        run 420 context-tests pytest -s -m gpu tests/parallel/context/test_context_gpu.py -k between_gpus
+        run 420 context-soak pytest -s -m gpu tests/parallel/context/test_context_gpu.py -k soak
+        tail -n 3 "$output/context-tests.log" "$output/context-soak.log"
+        ;;
+    esac
+done
+[ ${#failed[@]} = 0 ] || { echo "failed: ${failed[*]}; their logs are in $output"; exit 1; }
