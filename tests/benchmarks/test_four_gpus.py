@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def run(tmp_path):
 def test_every_part_names_programs_and_rows_that_there_are(run):
     done, calls = run()
     assert done.returncode == 0, done.stderr
-    modules = [[word for before, word in zip(call, call[1:], strict=False) if before == "-m"] for call in calls]
+    modules = [[word for before, word in pairwise(call) if before == "-m"] for call in calls]
     programs = [next(name for name in names if name != "torch.distributed.run") for names in modules]
     assert {*programs} == {
         "benchmarks.training",
