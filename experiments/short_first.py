@@ -116,6 +116,7 @@ class ShortFirst(Figure):
         left.plot([], [], "o", color=GREY, mfc="none", label="with the FLOPs of full attention")
         left.plot([], [], "s", color=GREY, label="long is 4K, not 32K")
         left.legend(frameon=False, labelcolor=GREY, fontsize=8)
+        left.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
         for axes, title, label in (
             (left, "trailing loss over real FLOPs", "PFLOP/s-days"),
             (right, "loss by position (dashed: equal FLOPs; dotted: 4K)", "position in the context, tokens"),

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.plotting import GREY, plain
@@ -109,8 +110,10 @@ class Versions(Figure):
     def find(self, results: Sequence[Result]) -> Finding:
         """For each version and size its best rate, spikes over all rates; then what insertion costs."""
         rows = [["", "loss, best rate", *ABOVE, "rate", "full in place", "spikes", "largest gradient norm"]]
-        for size, kind in dict.fromkeys((_size(result), _kind(result)) for result in _trained_arms(results)):
+        for size, kind in product(_sizes(results), KINDS):
             own = [one for one in _trained_arms(results) if (_size(one), _kind(one)) == (size, kind)]
+            if not own:
+                continue
             best = min(own, key=validation_loss)
             full = [one for one in _trained_arms(results) if (_size(one), _kind(one)) == (size, "full")]
             spikes = sum(len(result["spikes"]) for result in own)
@@ -178,6 +181,14 @@ def _kind(result: Result) -> str:
 
 def _size(result: Result) -> str:
     return _parts(result)[1]
+
+
+def _sizes(results: Sequence[Result]) -> list[str]:
+    """The sizes that were trained, the smallest first."""
+    parameters: dict[str, int] = {}
+    for result in _trained_arms(results):
+        parameters[_size(result)] = min(result["parameters"], parameters.get(_size(result), result["parameters"]))
+    return sorted(parameters, key=parameters.__getitem__)
 
 
 def _rate(result: Result) -> float:
@@ -270,7 +281,7 @@ def _draw_gaps(axes: "Axes", results: Sequence[Result]) -> None:
     """A colour for each version, as in the other panels, and a marker for each size."""
     trained = _trained_arms(results)
     full = {(_size(one), _rate(one), one["seed"]): validation_loss(one) for one in trained if _kind(one) == "full"}
-    markers = dict(zip(dict.fromkeys(map(_size, trained)), "osD", strict=False))
+    markers = dict(zip(_sizes(results), "Dos", strict=False))
     for kind in KINDS[1:]:
         for size, marker in markers.items():
             points: dict[float, list[float]] = {}

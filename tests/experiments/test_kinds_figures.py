@@ -71,14 +71,16 @@ def test_versions_are_judged_at_their_best_rates_two_at_a_time() -> None:
     def arm(kind: str, size: str, rate: str, loss: float) -> Result:
         last = {"validation_loss": {"eval_loss": loss}}
         run = {"stages": {"train": last}, "spikes": [], "gradient_norms": [[1, 1.0]], "evaluations": {}}
-        return {"name": f"{kind}-{size}-{rate}", "seed": 0, "parent": None, **run}
+        return {"name": f"{kind}-{size}-{rate}", "seed": 0, "parent": None, "parameters": int(size[:-1]), **run}
 
     results = []
-    for size, base, noise in (("4m", 2.0, 0.001), ("10m", 1.5, 0.0), ("25m", 1.4, -0.001)):
+    for size, base, noise in (("25m", 1.4, -0.001), ("10m", 1.5, 0.0), ("4m", 2.0, 0.001)):
         results += [arm("full", size, "x1", base), arm("full", size, "x4", base + 1)]
         results += [arm("moba", size, "x0.5", base + 0.07 + noise), arm("moba", size, "x1", base + 0.5)]
         results += [arm("moba_v1-sum", size, "x1", base + 0.3 + 300 * noise)]
-    near, behind, _ = FIGURES["versions"].find(results).verdicts
+    finding = FIGURES["versions"].find(results)
+    assert [row[0] for row in finding.rows[1:4]] == ["full, 4m", "v1, sum, 4m", "v2, 4m"]
+    near, behind, _ = finding.verdicts
     assert near.estimate.value == pytest.approx(0.07), "at the best rate of each"
     assert near.word == "does not agree", "that v1 scatters from size to size says nothing of v2"
     assert behind.word == "cannot be told"
