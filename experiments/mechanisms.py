@@ -150,20 +150,21 @@ class Mechanisms(Figure):
         return Finding(_verdicts(results), rows)
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
-        """Trailing loss above full attention and needles, kinds side by side."""
+        """Trailing loss above full attention, with the error of evaluation where it is known, and needles."""
         left, right = canvas.subplots(1, 2, sharey=True)
         names = list(dict.fromkeys(_mechanism_and_length(result["name"])[0] for result in results))[::-1]
         for index, length in enumerate(dict.fromkeys(_mechanism_and_length(result["name"])[1] for result in results)):
             colour = ("#1c7ed6", "#d9480f")[index % 2]
-            for axes, value in ((left, trailing_loss), (right, needle)):
-                full = [value(result) for result in results if result["name"] == f"full-{length}"]
-                base = statistics.mean(full) if full and axes is left else 0.0
-                for result in results:
-                    name, own = _mechanism_and_length(result["name"])
-                    if own == length:
-                        label = length if axes is right and name == names[-1] and not result["seed"] else None
-                        place = names.index(name) + 0.15 * (1 - 2 * index)
-                        axes.plot(value(result) - base, place, "o", ms=4, color=colour, label=label)
+            own = [result for result in results if _mechanism_and_length(result["name"])[1] == length]
+            full = [trailing_loss(result) for result in own if result["name"] == f"full-{length}"]
+            base = statistics.mean(full) if full else 0.0
+            for result in own:
+                name, _ = _mechanism_and_length(result["name"])
+                place = names.index(name) + 0.15 * (1 - 2 * index)
+                style: dict[str, Any] = {"fmt": "o", "ms": 4, "color": colour, "elinewidth": 1}
+                left.errorbar(trailing_loss(result) - base, place, xerr=_evaluation_error(result, own), **style)
+                label = length if name == names[-1] and not result["seed"] else None
+                right.errorbar(needle(result), place, label=label, **style)
         left.set_title("trailing loss above full", color=GREY, fontsize=10, loc="left")
         right.set_title("needles found", color=GREY, fontsize=10, loc="left")
         left.set_yticks(range(len(names)), names)
@@ -231,6 +232,16 @@ def _distilled_stages(kind: str, size: str, stage: Mapping[str, Any]) -> list[di
 def _mechanism_and_length(name: str) -> tuple[str, str]:
     mechanism, _, length = name.rpartition("-")
     return mechanism, length
+
+
+def _evaluation_error(result: Result, same_length: Sequence[Result]) -> float | None:
+    """Half the interval, of evaluation alone, of the distance from full attention with the same seed; None where it is
+    not known, and for full attention itself."""
+    arm, _ = _mechanism_and_length(result["name"])
+    two = [one for one in same_length if _mechanism_and_length(one["name"])[0] in (arm, "full")]
+    comparison = compare(_cells([one for one in two if one["seed"] == result["seed"]]))
+    from_full = {arm: 1.0, "full": -1.0}
+    return comparison.contrast(from_full).evaluation if arm != "full" and comparison.knows(from_full) else None
 
 
 def _mean(results: Sequence[Result], value: Any) -> float:
