@@ -189,8 +189,9 @@ def find_checkpoint(path: Path) -> Path:
         problem = f"there is no such folder{'' if path.is_absolute() else f' (from {Path.cwd()})'}"
     elif (path / "config.json").is_file():
         hint = "; `moba-train convert hf-to-moba` makes a checkpoint of a Hugging Face folder"
-    for folder in (path, path.parent):  # the folder of all of them, or one that retention has removed
-        if folder.name == "checkpoints" and (steps := [str(step) for step, _ in published(folder)]):
+    around = [path] if path.parent.name != "checkpoints" else [path, path.parent]
+    for folder in around:  # the folder of all of them, also below a fallback_dir, or one that retention has removed
+        if steps := [str(step) for step, _ in published(folder)]:
             hint = f"; {folder} has the checkpoints of steps {', '.join(steps)}"
     raise CheckpointError(f"{path}: {problem}{hint}")
 

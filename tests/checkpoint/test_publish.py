@@ -58,6 +58,9 @@ def test_what_is_no_checkpoint_is_told_with_those_beside_it(tmp_path: Path, monk
         with pytest.raises(CheckpointError) as caught:
             publish.find_checkpoint(Path(path))
         assert str(caught.value) == f"{path}: {problem}"
+    Path("checkpoints").rename("run-3f2a9c01")  # as below a fallback_dir
+    with pytest.raises(CheckpointError, match="; run-3f2a9c01 has the checkpoints of steps 100, 200"):
+        publish.find_checkpoint(Path("run-3f2a9c01"))
 
 
 def flip_byte(path: Path) -> None:
