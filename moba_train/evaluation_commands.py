@@ -3,6 +3,7 @@
 cli.py makes commands of these functions.
 """
 
+import itertools
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -306,7 +307,7 @@ def generate(
         decode=decode.value,
         say=lambda line: typer.echo(line, err=True),
     )
-    typer.echo(prompt or "", nl=False)
-    for addition in text:
+    first = next(text, "")  # whatever is refused is refused here, before anything is printed
+    for addition in itertools.chain([prompt or "", first], text):
         typer.echo(addition, nl=False)
     typer.echo()

@@ -181,13 +181,19 @@ def find_checkpoint(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
     newest = latest_checkpoint(path / "checkpoints")
-    if newest is None:
+    if newest is not None:
+        return newest
+    problem = f"neither a checkpoint nor a run folder with a valid one in {path}/checkpoints"
+    hint = ""
+    if not path.exists():
+        problem = f"there is no such folder{'' if path.is_absolute() else f' (from {Path.cwd()})'}"
+    elif (path / "config.json").is_file():
         hint = "; `moba-train convert hf-to-moba` makes a checkpoint of a Hugging Face folder"
-        raise CheckpointError(
-            f"{path}: neither a checkpoint nor a run folder with a valid one in {path}/checkpoints"
-            + hint * (path / "config.json").is_file()
-        )
-    return newest
+    around = [path] if path.parent.name != "checkpoints" else [path, path.parent]
+    for folder in around:  # the folder of all of them, also below a fallback_dir, or one that retention has removed
+        if steps := [str(step) for step, _ in published(folder)]:
+            hint = f"; {folder} has the checkpoints of steps {', '.join(steps)}"
+    raise CheckpointError(f"{path}: {problem}{hint}")
 
 
 def newest_first(*folders: Path) -> list[Path]:

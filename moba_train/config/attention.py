@@ -42,8 +42,10 @@ class AttentionConfig(Section):
     full_layers: str | list[int] = Field(
         "none", description="layers with full attention: all | none | last:N | first:N | every:N | list of layer ids"
     )
-    overrides: dict[int, dict[str, Any]] = Field(
-        {}, description="layer id -> `kind` and/or options of the layer's kind; wins over everything above"
+    overrides: dict[int, dict[str, Any] | None] = Field(
+        {},
+        description="layer id -> `kind` and/or options of the layer's kind; wins over everything above; null, for a "
+        "layer or an option that its kind lacks, takes back what an extended recipe gives",
     )
 
     @classmethod
@@ -160,11 +162,11 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
     if unknown:
         problems.append(f"overrides: layer ids {unknown} do not exist; the model has layers 0 to {layers - 1}")
     for layer, override in config.overrides.items():
-        problems += [f"overrides.{layer}.{problem}" for problem in _key_problems(override)]
+        problems += [f"overrides.{layer}.{problem}" for problem in _key_problems(override or {})]
 
     resolved = []
     for layer in range(layers):
-        override = config.overrides.get(layer, {})
+        override = config.overrides.get(layer) or {}
         kind = override.get("kind", "full" if layer in full else config.default)
         if kind not in tuple(_KIND_OPTIONS):
             continue  # reported above

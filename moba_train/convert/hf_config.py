@@ -120,7 +120,10 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
 
 
 def read_layers(folder: Path) -> dict[str, Any]:
-    """The `attention` section of a recipe: the layers of config.json's `moba` entry, else full attention."""
+    """The `attention` section of a recipe: the layers of config.json's `moba` entry, else full attention.
+
+    What most layers have is the section's default, so that a recipe that extends it can give them another kind.
+    """
     model = read_model_config(folder)
     moba = read_config(folder).get("moba") or {}
     entries = moba.get("layers", []) if isinstance(moba, dict) else None
@@ -129,7 +132,11 @@ def read_layers(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG}: moba is {given(moba)}; allowed: {{'layers': a list of at most {model.layers} entries}}"
         )
     layers = [kind.export_entry() for kind in build_attention(map(parse_layer, entries), model.head_width)]
-    return {"default": "full", "overrides": dict(enumerate(layers))}
+    layers += [{"kind": "full"}] * (model.layers - len(layers))
+    common = max(layers, key=layers.count)
+    options = {key: value for key, value in common.items() if key != "kind"}
+    overrides = {layer: entry for layer, entry in enumerate(layers) if entry != common}
+    return {"default": common["kind"], "overrides": overrides} | ({common["kind"]: options} if options else {})
 
 
 def parse_layer(entry: dict[str, Any]) -> LayerAttention:

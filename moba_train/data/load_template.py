@@ -53,5 +53,5 @@ def _read_folder(folder: Path) -> tuple[str, dict[str, str]]:
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     if not isinstance(source, str):
-        raise ValueError("its tokenizer_config.json has no chat_template")
+        raise ValueError(f"it has no {own.name}, and no chat_template in a {TOKENIZER_CONFIG}")
     return source, variables

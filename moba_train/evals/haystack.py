@@ -93,13 +93,21 @@ def noise_tokens(tokenizer: TextTokenizer, count: int) -> list[int]:
 class Conversation:
     """The text around a context, as it is or as a chat template renders it.
 
-    Raises DataError when `chat` is asked for and the folder of data.tokenizer has no template.
+    `key` is that of the section which asks. Raises DataError when `chat` is asked for and the folder of data.tokenizer
+    has no template.
     """
 
-    def __init__(self, config: RunConfig, chat: bool) -> None:
+    def __init__(self, config: RunConfig, chat: bool, key: str) -> None:
+        self._key = f"{key}.chat"
         tokenizer = Path(str(config.data.tokenizer))
         folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-        self._template = load_chat_template(str(folder)) if chat else None
+        try:
+            self._template = load_chat_template(str(folder)) if chat else None
+        except DataError as error:
+            raise DataError(
+                f"{self._key}: given true, but the folder of data.tokenizer gives none: {error}; set false, or name a "
+                "tokenizer in the folder of a model that has one"
+            ) from error
 
     def around(self, before: str, after: str, answer: str) -> tuple[str, str]:
         """What precedes the context and what follows it; `answer` is how the answer begins."""
@@ -109,8 +117,8 @@ class Conversation:
             message = {"role": "user", "content": f"{before}{_CONTEXT}{after}"}
             text = self._template.render([message], add_generation_prompt=True)
         except ValueError as error:
-            raise DataError(f"chat: {error}") from error
+            raise DataError(f"{self._key}: {error}") from error
         head, found, tail = text.partition(_CONTEXT)
         if not found:
-            raise DataError("chat: the chat template does not repeat the user's message as it is")
+            raise DataError(f"{self._key}: the chat template does not repeat the user's message as it is")
         return head, f"{tail}{answer}"

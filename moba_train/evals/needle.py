@@ -170,7 +170,7 @@ class NeedleTexts:
         self.tokenizer = open_tokenizer(config)
         self._wanted = wanted
         self._key = key
-        self._conversation = Conversation(config, wanted.chat)
+        self._conversation = Conversation(config, wanted.chat, key)
         prefix = corpus_of(config, wanted)
         self._natural: NaturalText | None = None
         if wanted.haystack == "natural" and prefix is not None:

@@ -180,7 +180,7 @@ class RulerTexts:
     def __init__(self, config: RunConfig, wanted: RulerConfig) -> None:
         self.tokenizer = open_tokenizer(config)
         self._wanted = wanted
-        self._conversation = Conversation(config, wanted.chat)
+        self._conversation = Conversation(config, wanted.chat, Ruler.key)
         prefix = corpus_of(config, wanted)
         self._natural: NaturalText | None = None
         self._words = functools.lru_cache(maxsize=1)(self._draw_words)

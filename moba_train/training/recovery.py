@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.files import UnreadableError
-from moba_train.checkpoint.publish import Accept, is_good
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import Accept, is_good, latest_checkpoint, saved_step
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.batch import Batch
@@ -143,14 +144,15 @@ class Recovery:
         config = self._config
         if checkpoints.saved_step:
             goes_on = doubt or "the same command goes on from the newest that is intact and finite"
-            kept = f"{self._last_checkpoint()}; {goes_on}"
+            kept = f"{self._last_checkpoint()}; {goes_on}{self._from_before()}"
         else:
             kept = f"metrics and dumps in {config.run_dir}; {self._last_checkpoint()}, so the same command begins anew"
         if self._applied[1]:
-            warm_up = config.optim.schedule.warmup_tokens
-            advice = (
-                f"a lower optim.lr ({config.optim.lr:g} now), a longer optim.schedule.warmup_tokens ({warm_up} now)"
-            )
+            given = config.stages[stage.index]
+            rate = "optim.lr" if given.lr is None else f"stages[{stage.index}].lr"
+            schedule = "optim.schedule" if given.schedule is None else f"stages[{stage.index}].schedule"
+            warm_up = (stage.schedule or config.optim.schedule).warmup_tokens
+            advice = f"a lower {rate} ({stage.lr:g} now), a longer {schedule}.warmup_tokens ({warm_up} now)"
             if config.health.spike.reaction == "log":
                 advice += ", or health.spike.reaction: skip_step, which leaves such steps out"
         else:
@@ -166,6 +168,22 @@ class Recovery:
                 *(f"  {label + ':':<9}{line}" for label, line in lines if line),
             ]
         )
+
+    def _from_before(self) -> str:
+        """Which checkpoint a rollback would take where the newest is a later one, as the end of a sentence."""
+        progress = self._progress
+        if self._config.health.spike.reaction != "rollback":
+            return ""
+        folder = self._checkpoints.folder
+        good = good_before(progress.step, {*progress.skipped, progress.step}, progress.rollbacks)
+        try:
+            path = latest_checkpoint(folder, good)
+        except UnreadableError:
+            return ""
+        step = saved_step(read_meta(path)) if path is not None else None
+        if step is None or step >= self._checkpoints.saved_step:
+            return ""
+        return f"; to go on from before the spike, move those newer than step {step} out of {folder} first"
 
     def _doubt_checkpoint(self, report: SpikeReport) -> str:
         """Mark the newest checkpoint if no step was applied since: its weights are the ones that failed. Returns the

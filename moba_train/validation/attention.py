@@ -53,15 +53,18 @@ def attention_problems(
 
 
 def _unused_options(given: AttentionConfig, used: Mapping[int, Set[str]], path: str, where: str) -> Iterator[str]:
-    """Options in the `overrides` of a layer that none of the kinds it has in these stages (`used`) knows."""
+    """Options in the `overrides` of a layer that none of the kinds it has in these stages (`used`) knows.
+
+    Those that are null are no problem: so a recipe takes back what it extends."""
     for layer, override in given.overrides.items():
         kinds = sorted(used.get(layer, ()))
         known = {"kind"}.union(*(KINDS[kind].Options.model_fields for kind in kinds))
-        for key in override:
-            if kinds and key not in known:
+        for key, value in (override or {}).items():
+            if kinds and key not in known and value is not None:
                 yield (
-                    f"{path}.overrides.{layer}.{key}: given {override[key]!r}, but layer {layer} is "
-                    f"{' or '.join(map(repr, kinds))} {where}, which has no such option; remove it or set kind"
+                    f"{path}.overrides.{layer}.{key}: given {value!r}, but layer {layer} is "
+                    f"{' or '.join(map(repr, kinds))} {where}, which has no such option; remove it (null, if an "
+                    "extended recipe gives it) or set kind"
                 )
 
 

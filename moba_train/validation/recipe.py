@@ -56,7 +56,7 @@ def validate(
         *_rope_problems(config.model.rope, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
         *_schedule_problems(config),
-        *_checkpoint_problems(config),
+        *(_checkpoint_problems(config) if training else ()),
         *_precision_problems(config, device, gpu),
         *_norm_problems(config, device),
         *_optimizer_problems(config.optim, device if training else None),

@@ -41,6 +41,26 @@ def test_published_checkpoint_is_found_verified_and_read(tmp_path: Path) -> None
 def test_no_checkpoint(tmp_path: Path) -> None:
     assert publish.latest_checkpoint(tmp_path) is None
     assert publish.latest_checkpoint(tmp_path / "absent") is None
+    with pytest.raises(CheckpointError, match=r"absent: there is no such folder$"):
+        publish.find_checkpoint(tmp_path / "absent")
+
+
+def test_what_is_no_checkpoint_is_told_with_those_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that retention has removed, and the folder of all."""
+    monkeypatch.chdir(tmp_path)
+    for step in (100, 200):
+        publish_step(Path("checkpoints"), step)
+    has = "; checkpoints has the checkpoints of steps 100, 200"
+    for path, problem in (
+        ("checkpoints/step_00000050", f"there is no such folder (from {tmp_path}){has}"),
+        ("checkpoints", f"neither a checkpoint nor a run folder with a valid one in checkpoints/checkpoints{has}"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            publish.find_checkpoint(Path(path))
+        assert str(caught.value) == f"{path}: {problem}"
+    Path("checkpoints").rename("run-3f2a9c01")  # as below a fallback_dir
+    with pytest.raises(CheckpointError, match="; run-3f2a9c01 has the checkpoints of steps 100, 200"):
+        publish.find_checkpoint(Path("run-3f2a9c01"))
 
 
 def flip_byte(path: Path) -> None:

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moba_train.config.attention import LayerAttention
 from moba_train.config.load import RECIPE_BYTES, apply_overrides, deep_merge, dump_config, load_config, parse_yaml
 from moba_train.config.run import ParallelConfig
 from moba_train.config.stages import resolve_stages
@@ -96,6 +97,20 @@ def test_extends_lays_files_over_each_other_in_order(write, recipe):
     assert (config.model.hidden_size, config.model.heads, config.model.layers) == (256, 2, 4)
     assert [source.path for source in config.data.train] == ["only"], "lists are replaced"
     assert (config.optim.lr, config.optim.betas) == (1e-2, (0.8, 0.9))
+
+
+def test_null_takes_back_what_an_extended_recipe_overrides(write, recipe):
+    write("base.yaml", "extends: recipe.yaml\nattention: {overrides: {0: {topk: 2}, 1: {topk: 3}, 2: {topk: 4}}}\n")
+    path = write("top.yaml", "extends: base.yaml\nattention: {overrides: {0: null, 1: {kind: full, topk: null}}}\n")
+    config = load_config(path)
+    validate(config)
+    first, second, third, _ = resolve_stages(config)[-1].attention
+    assert first == LayerAttention("moba", config.attention.options_of("moba"))
+    assert second.kind == "full"
+    assert third.options.topk == 4
+    assert resolve_stages(load_config(path, ["attention.overrides.2=null"]))[-1].attention[2] == first
+    with pytest.raises(ConfigError, match="topk: given 3, but layer 1 is 'full' in all stages"):
+        validate(load_config(path, ["attention.overrides.1.topk=3"]))
 
 
 def test_extending_in_a_circle_names_the_chain(write):

@@ -12,8 +12,10 @@ from hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens, sa
 from safetensors.torch import load_file
 
 from moba_train.checkpoint.manifest import hash_file
+from moba_train.config.attention import resolve_layers
 from moba_train.convert.hf_config import parse_layer, read_model_config
 from moba_train.convert.hf_export import export_to_hf
+from moba_train.convert.hf_import import imported_recipe
 from moba_train.convert.safetensors_folder import INDEX
 from moba_train.errors import CheckpointError
 from moba_train.integrations.transformers import register
@@ -58,6 +60,19 @@ def test_config_and_tokenizer_survive_the_round_trip(exported: tuple[Path, Path]
     assert read_model_config(before) == read_model_config(after)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (after / name).read_text() == (before / name).read_text()
+
+
+def test_what_most_layers_have_is_the_default_of_an_imported_recipe(exported: tuple[Path, Path]) -> None:
+    """So that a recipe that extends it changes the attention by a line; layers without an entry are full."""
+    folder = exported[1]
+    config = imported_recipe(folder, folder)
+    entries = json.loads((folder / "config.json").read_text())["moba"]["layers"]
+    attention = build_attention(resolve_layers(config.attention, config.model.layers), config.model.head_width)
+    assert [kind.export_entry() for kind in attention] == entries
+    assert (config.attention.default, config.attention.options_of("moba").topk) == ("moba", SPARSE["topk"])
+    others = {layer: entry for layer, entry in enumerate(entries) if entry["kind"] != "moba"}
+    assert config.attention.overrides == others
+    assert imported_recipe(exported[0], folder).attention.overrides == {}
 
 
 def test_transformers_reads_it_as_an_ordinary_model(exported: tuple[Path, Path]) -> None:

