@@ -1,5 +1,8 @@
-"""The recipe that training wrote into a checkpoint, and the stage that it was saved in."""
+"""A run's checkpoints and its recipe: where they lie, what recipe training wrote into one, and the stage of it that it
+was saved in."""
 
+import hashlib
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +35,17 @@ class Training(NamedTuple):
     """Training tokens of these steps; None for an imported model."""
     seq_len: int
     """Longest sequences of the stages so far, in tokens."""
+
+
+def checkpoint_folders(config: RunConfig) -> list[Path]:
+    """Where the run has its checkpoints: in its own folder, and in the part of checkpoint.fallback_dir, if the recipe
+    names one, that belongs to that folder."""
+    folders = [Path(config.run_dir) / "checkpoints"]
+    if config.checkpoint.fallback_dir is not None:
+        run_dir = Path(os.path.abspath(config.run_dir))
+        own = f"{run_dir.name}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:8]}"
+        folders.append(Path(config.checkpoint.fallback_dir) / own)
+    return folders
 
 
 def run_folder(checkpoint: Path) -> Path:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
+from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
-from moba_train.checkpoint.publish import find_checkpoint
-from moba_train.checkpoint.recipe import saved_recipe, saved_stage
+from moba_train.checkpoint.publish import find_checkpoint, published
+from moba_train.checkpoint.recipe import checkpoint_folders, saved_recipe, saved_stage
 from moba_train.checkpoint.state import load_model, parameter_sizes
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
@@ -103,8 +104,11 @@ def _source_kinds(folder: Path) -> dict[tuple[int, str], Shapes]:
 
 
 def _has_begun(config: RunConfig) -> bool:
-    """Whether the run may have checkpoints of its own, so that `init_from` is not read."""
-    return (Path(config.run_dir) / "checkpoints").exists()
+    """Whether the run has checkpoints of its own, or has some that cannot be seen, so that `init_from` is not read."""
+    try:
+        return any(map(published, checkpoint_folders(config)))
+    except UnreadableError:
+        return True
 
 
 def initial_problems(config: RunConfig) -> Iterator[str]:

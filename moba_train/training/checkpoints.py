@@ -1,8 +1,6 @@
 """The checkpoints of one training run: save, resume, roll back."""
 
-import hashlib
 import logging
-import os
 import tempfile
 import time
 import uuid
@@ -19,6 +17,7 @@ from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.marks import Marks
 from moba_train.checkpoint.publish import Accept, is_finite, saved_step
+from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer, reset_parameters
 from moba_train.config.load import dump_config
@@ -72,7 +71,7 @@ class RunCheckpoints:
         keep = config.checkpoint
         if problem := broadcast(_folder_problem(run_dir, config) if world.is_main else None):
             raise LaunchError(f"run_dir {run_dir} cannot be used: {problem}")
-        self.folder = run_dir / "checkpoints"
+        self.folder, *self._other_folders = checkpoint_folders(config)
         self.saved_step = 0
         """Step of the newest checkpoint, complete or being saved; 0: none."""
         self.resumed_recipe: str | None = None
@@ -101,12 +100,13 @@ class RunCheckpoints:
         self._collected = False
         self._is_main = world.is_main
         self._check_lock = check_lock
-        fallback = _fallback(config)
-        self._other_folders = [fallback.folder] if fallback is not None else []
+        fallbacks = [
+            Place(other, Retention(keep.keep_last), "checkpoint.fallback_dir") for other in self._other_folders
+        ]
         self._checkpointer = Checkpointer(
             self.folder,
             Retention(keep.keep_last, keep.keep_every, keep.keep_best),
-            fallback=fallback,
+            fallback=next(iter(fallbacks), None),
             check_lock=check_lock,
             max_failures=keep.max_failures,
         )
@@ -374,16 +374,6 @@ def checkpoint_bytes(config: RunConfig) -> int:
     numbers = count_recipe_parameters(config).total
     matrices = count_block_matrices(config)
     return 4 * numbers + OPTIMIZERS[config.optim.kind].state_bytes(matrices, numbers - matrices)
-
-
-def _fallback(config: RunConfig) -> Place | None:
-    """Where checkpoints go when the run folder does not take them. The folder has a part for each run folder."""
-    if config.checkpoint.fallback_dir is None:
-        return None
-    run_dir = Path(os.path.abspath(config.run_dir))
-    own = f"{run_dir.name}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:8]}"
-    folder = Path(config.checkpoint.fallback_dir) / own
-    return Place(folder, Retention(config.checkpoint.keep_last), "checkpoint.fallback_dir")
 
 
 def _why_not_resume_from(meta: dict[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_run import Run
 
+from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.config.load import load_config
 from moba_train.convert.hf_export import export_to_hf
 from moba_train.convert.hf_import import import_from_hf
@@ -64,6 +65,15 @@ def test_a_run_goes_on_without_the_folder_it_began_from(source: Path, run: Run) 
     shutil.rmtree(weights)
     assert run.train_here(f"stages.0.tokens={3 * 512}") == 0
     assert len(run.losses()) == 3
+    config = load_config(run.write_recipe(), [f"checkpoint.fallback_dir={run.folder / 'other'}"])
+    own, other = checkpoint_folders(config)
+    other.parent.mkdir()
+    shutil.move(own, other)
+    own.mkdir()
+    validate(config, 1, check_files=True)
+    shutil.rmtree(other)
+    with pytest.raises(ConfigError, match=r"init_from: given .*there is no such folder"):
+        validate(config, 1, check_files=True)
 
 
 def test_a_run_says_what_it_was_given_and_names_a_folder_that_is_not_there(source: Path, run: Run) -> None:
