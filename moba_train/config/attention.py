@@ -37,6 +37,7 @@ class AttentionConfig(Section):
     """Attention kind and options, layer by layer. A stage's `attention` is merged over the recipe's, key by key."""
 
     model_config = ConfigDict(extra="allow")  # a section for each registered kind, validated below
+    called_here = {"kind": "default"}
 
     default: str = Field("moba", description="kind of every layer not named below, any that has a section here")
     full_layers: str | list[int] = Field(

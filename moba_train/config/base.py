@@ -1,6 +1,7 @@
 """The base of every configuration section."""
 
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -17,6 +18,9 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    called_here: ClassVar[Mapping[str, str]] = {}
+    """Keys that other sections have and this one has under another name, for messages."""
 
     @classmethod
     def fields(cls) -> dict[str, FieldInfo]:
