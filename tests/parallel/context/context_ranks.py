@@ -146,9 +146,9 @@ def one_device(case: Case, device: torch.device) -> tuple[list[Tensor], Result]:
 
 @lru_cache(maxsize=4)
 def exact(case: Case, device: torch.device) -> list[Tensor]:
-    """The result in float64 for the blocks that one device selects, on the CPU."""
+    """The result in float64 for the blocks that one device selects."""
     inputs, one = one_device(case, device)
-    return [x.cpu() for x in for_the_same_selection(case, one.selected, inputs)]
+    return for_the_same_selection(case, one.selected, inputs)
 
 
 def assert_as_exact(got: list[Tensor], case: Case, device: torch.device) -> None:
@@ -161,7 +161,7 @@ def assert_as_exact(got: list[Tensor], case: Case, device: torch.device) -> None
     _, one = one_device(case, device)
     for name, ours, single, right in zip(NAMES, got, one.tensors, exact(case, device), strict=True):
         norm = right.norm().item()
-        errors = [((x.cpu().double() - right).norm() / norm).item() for x in (ours, single)]
+        errors = [((x.to(device).double() - right).norm() / norm).item() for x in (ours, single)]
         assert errors[0] <= bar * errors[1] + 1e-4, (
             f"{name}: relative error {errors[0]:.2e}, one device {errors[1]:.2e}"
         )
