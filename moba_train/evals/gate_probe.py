@@ -1,5 +1,6 @@
 """Gate probes: in every sparse layer, what the gate selects and what full attention would have seen."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.gate_statistics import DISTANCES, MEANS, GateStatistics, distance_label, gate_statistics
-from moba_train.evals.probing import gathered
+from moba_train.evals.probing import gathered, gathered_rows
 from moba_train.model.watch import watched_layers
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.stage import DataShard
@@ -89,8 +90,7 @@ class GateProbe(Evaluation):
 
     @torch.no_grad()
     def _probe(self, context: EvaluationContext) -> tuple[dict[int, GateStatistics], list[Statistics]]:
-        """The gates of the layers to probe, where they choose, and what the attention of every layer shows; equal on
-        every rank."""
+        """The gates of the layers to probe, and what the attention of every layer shows; equal on every rank."""
         shard = context.data_shard
         engine = shard.engine or LOCAL_ENGINE
         model = context.model.config
@@ -108,7 +108,7 @@ class GateProbe(Evaluation):
         vectors = sum_over_ranks([value for probe in probes.values() for value in probe.found.vector()])
         width = len(GateStatistics.of_heads(model.heads // shard.tp_size).vector())
         summed = [GateStatistics.from_vector(vectors[at : at + width]) for at in range(0, len(vectors), width)]
-        gates = {layer: one for layer, one in zip(probes, summed, strict=True) if one.means()}
+        gates = dict(zip(probes, summed, strict=True))
         by_rank = gather_over_ranks([layer.statistics for layer in watched])
         return gates, [joined(layer) for layer in zip(*by_rank, strict=True)]
 
@@ -133,19 +133,23 @@ class LayerProbe(WatchedEngine):
         self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, /
     ) -> tuple[Tensor, Tensor]:
         """The engine's result."""
-        self.found += _statistics(q_LHD, k_LKD, v_LKD, attention, layout, self.tokens, self._data_shard)
+        self._add(_statistics(q_LHD, k_LKD, v_LKD, attention, layout, self.tokens, self._data_shard))
         return super().__call__(q_LHD, k_LKD, v_LKD, attention, layout)
 
     def attending(self, call: ShardCall) -> AbstractContextManager[object]:
         """Looks at the blocks that the kind gives, where it does."""
         if call.selected_HnC is not None:
-            self.found += given_statistics(call, self.tokens, self._data_shard)
+            self._add(given_statistics(call, self.tokens, self._data_shard))
         return super().attending(call)
 
     def could_select(self, call: ShardCall) -> None:
         """Looks at the blocks that the gate would select."""
-        self.found += given_statistics(call, self.tokens, self._data_shard)
+        self._add(given_statistics(call, self.tokens, self._data_shard))
         super().could_select(call)
+
+    def _add(self, found: GateStatistics) -> None:
+        self.found += found
+        self.found.add(calls=1)
 
 
 def _statistics(
@@ -173,18 +177,11 @@ def given_statistics(call: ShardCall, tokens: Sequence[int], shard: DataShard) -
     q_nHD, k_TKD, v_TKD, attention, selected_HnC, layout = call
     assert selected_HnC is not None
     tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_nHD.device)
-    selected_nHC = selected_HnC.transpose(0, 1)
-    if shard.engine is None:
-        q_nHD, selected_nHC = q_nHD[tokens_n], selected_nHC[tokens_n]
-    else:
-        rows = shard.engine.shard(layout.part(None, None))
-        q_nHD = shard.engine.gather_tokens(rows.padded(q_nHD), tokens_n, layout.total)
-        # Rows of other ranks are zeros in the sum: the ids begin at 1 in it.
-        ids_nHC = shard.engine.gather_tokens(rows.padded(selected_nHC + 1), tokens_n, layout.total)
-        selected_nHC = ids_nHC.to(torch.int32) - 1
-        if shard.engine.rank:
-            return GateStatistics.of_heads(q_nHD.shape[1])
-    if not tokens:
+    q_nHD = gathered_rows(q_nHD, tokens_n, layout, shard)
+    # Rows of other ranks are zeros in the sum: the ids begin at 1 in it.
+    ids_nHC = gathered_rows(selected_HnC.transpose(0, 1) + 1, tokens_n, layout, shard)
+    selected_nHC = ids_nHC.to(torch.int32) - 1
+    if not tokens or (shard.engine is not None and shard.engine.rank):
         return GateStatistics.of_heads(q_nHD.shape[1])
     ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
     selected_HnC = selected_nHC.transpose(0, 1)
@@ -194,15 +191,21 @@ def given_statistics(call: ShardCall, tokens: Sequence[int], shard: DataShard) -
 def summarize(
     own: str, layers: dict[int, GateStatistics], queries: int, seconds: float, by_head: bool
 ) -> EvaluationResult:
-    """The result of probing these layers, whose attention is called `own`; `by_head`: with each head's distances."""
-    means = {layer: one.means() for layer, one in layers.items()}
+    """The result of probing these layers, whose attention is called `own`; `by_head`: with each head's distances.
 
-    def mean(name: str) -> float:
-        values = [one[name] for one in means.values()]
-        return sum(values) / len(values) if values else 1.0
+    Where no query has a choice, everything is attended to, unless a layer's kind shows no selection: then the numbers
+    are NaN.
+    """
+    means = {layer: found for layer, one in layers.items() if (found := one.means())}
+    unseen = [layer for layer, one in layers.items() if not one.sums.get("calls")]
 
-    numbers = {"mass_recall": mean("mass_recall"), "block_recall": mean("block_recall")}
-    numbers["attention_error"] = mean("output_error") if means else 0.0
+    def mean(name: str, of_everything: float) -> float:
+        if not means:
+            return math.nan if unseen else of_everything
+        return sum(one[name] for one in means.values()) / len(means)
+
+    numbers = {"mass_recall": mean("mass_recall", 1.0), "block_recall": mean("block_recall", 1.0)}
+    numbers["attention_error"] = mean("output_error", 0.0)
     message = (
         f"{own} gates of {len(means)} layers: {numbers['mass_recall']:.3f} of full attention's probability in the "
         f"blocks attended to, {numbers['block_recall']:.3f} of the best blocks selected, output off by "
@@ -210,14 +213,16 @@ def summarize(
     )
     if not means:
         message = f"{own} gates: no query has more history than its layer attends to"
+        if unseen:
+            message = f"{own} gates: nothing is measured, the kinds of {len(unseen)} layers select nothing that is seen"
     data = {
         "attention": own,
         "queries": queries,
         "seconds": seconds,
         "distances": [distance_label(bucket) for bucket in range(DISTANCES)],
         "layers": [
-            {"layer": layer, **means[layer], **_distance_shares(one.distances, by_head)}
-            for layer, one in layers.items()
+            {"layer": layer, **found, **_distance_shares(layers[layer].distances, by_head)}
+            for layer, found in means.items()
         ],
     }
     return EvaluationResult(numbers, message, [*_table(means), message], data)

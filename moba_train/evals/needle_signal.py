@@ -1,5 +1,6 @@
 """How far a gate tells the needle's block from all others, head by head, against the signal-to-noise model."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.shard import ShardCall
 from moba_train.config.quantities import format_count
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
@@ -15,7 +17,7 @@ from moba_train.evals.answers import Question, answer_batch, padded_length
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.lengths import stage_lengths
 from moba_train.evals.needle import NeedleTexts, text_problems
-from moba_train.evals.probing import gathered, probing
+from moba_train.evals.probing import gathered, gathered_rows, probing
 from moba_train.evals.signal_to_noise import MODELS, GateSize, HeadSignal, NeedleSignal, needle_signal
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import sum_over_ranks
@@ -84,10 +86,12 @@ class NeedleSignalEvaluation(Evaluation):
         rates = {name: [_rates(found, width) for found in lengths] for name, lengths in maps.items()}
         own = [row for by_length in rates[context.own] for row in by_length]
         numbers = {"needle_missed": _mean(own, "missed"), "needle_missed_predicted": _mean(own, "missed_scores")}
-        message = (
-            f"needle's block missed by {numbers['needle_missed']:.3f} of the heads with {context.own} attention, "
-            f"{numbers['needle_missed_predicted']:.3f} predicted from the blocks' scores"
-        )
+        message = "no query of any layer was seen that has more history than the gates select"
+        if own:
+            message = (
+                f"needle's block missed by {numbers['needle_missed']:.3f} of the heads with {context.own} attention, "
+                f"{numbers['needle_missed_predicted']:.3f} predicted from the blocks' scores"
+            )
         data = {
             "attention": context.own,
             "head_dim": width,
@@ -113,7 +117,7 @@ class NeedleSignalEvaluation(Evaluation):
             question = questions[min(index, len(questions) - 1)]
             batch = shard.shard_batch(answer_batch(question, padded_length(length, shard)))
             look = _Look(context, question, found, self._sizes, counts=index < len(questions))
-            with probing(context.model, layers, look, shard):
+            with probing(context.model, layers, look, look.at_shard, shard):
                 training_loss(context.model, batch.to(context.device))
         vectors = sum_over_ranks([value for one in found.values() for value in one.vector()])
         width = len(vectors) // len(found)
@@ -133,7 +137,8 @@ class NeedleSignalEvaluation(Evaluation):
 
 
 class _Look:
-    """Adds to the sums at the first attention call of every layer, over all ranks that share the sequence."""
+    """Adds to the sums at the first engine call of every layer, or at its shard's attention to given blocks, over all
+    ranks that share the sequence."""
 
     def __init__(
         self,
@@ -159,9 +164,22 @@ class _Look:
             return
         self._seen.add(layer)
         whole = gathered(q_LHD, (k_LKD,), self._tokens_n, layout, self._shard)
-        if whole is None or not self._counts:
+        if whole is not None:
+            q_nHD, (k_SKD,) = whole
+            self._add(layer, q_nHD, k_SKD)
+
+    def at_shard(self, layer: int, call: ShardCall) -> None:
+        """The same for attention of a shard, whose keys are those of the whole sequence."""
+        if layer in self._seen:
             return
-        q_nHD, (k_SKD,) = whole
+        self._seen.add(layer)
+        q_nHD = gathered_rows(call.q_nHD, self._tokens_n, call.layout, self._shard)
+        if self._shard.engine is None or not self._shard.engine.rank:
+            self._add(layer, q_nHD, call.k_TKD)
+
+    def _add(self, layer: int, q_nHD: Tensor, k_SKD: Tensor) -> None:
+        if not self._counts:
+            return
         for size in self._sizes:
             signal = needle_signal(q_nHD, k_SKD, self._tokens_n, self._sources_n, size, self._scale)
             self._found[layer, size] = self._found[layer, size] + signal
@@ -189,4 +207,5 @@ def _row(layer: int, size: GateSize, head: int, signal: HeadSignal) -> dict[str,
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    return sum(row[key] for row in rows) / len(rows) if rows else 0.0
+    """The mean of one column; NaN without rows."""
+    return sum(row[key] for row in rows) / len(rows) if rows else math.nan

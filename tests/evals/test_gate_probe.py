@@ -23,7 +23,7 @@ from moba_train.evals.evaluation import EvaluationContext
 from moba_train.evals.gate_probe import GateProbe
 from moba_train.evals.gate_statistics import GateStatistics, gate_statistics
 from moba_train.evals.variants import name_of
-from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import joined_world
@@ -257,3 +257,20 @@ def test_problems_are_named(config: RunConfig) -> None:
         validate(wrong, 1)
     assert "evaluation.gate_probe.layers: given 3, the model has layers 0 to 2" in str(error.value)
     assert "evaluation.gate_probe: needs sequences" in str(error.value)
+
+
+def test_layers_whose_selection_is_not_seen_count_as_nothing_measured(config: RunConfig) -> None:
+    """Not as if they attended to everything, which layers do that are shorter than what they may select."""
+    for attention, expected in (({"default": "lightning"}, math.nan), ({"moba": {"block_size": 64}}, 1.0)):
+        given = config.model_dump(mode="json", exclude_unset=True) | {
+            "attention": {"full_layers": "last:1"} | attention
+        }
+        changed = RunConfig.model_validate(given)
+        (stage,) = resolve_stages(changed)
+        with joined_world() as world:
+            model = build_model(changed)
+            initialize_weights(model, 0)
+            own = {name_of(stage.attention): stage.attention}
+            result = GateProbe(changed, stage).run(EvaluationContext(model, stage, DataShard(), world.device, own))
+        assert result.numbers["mass_recall"] == pytest.approx(expected, nan_ok=True), attention
+        assert ("nothing is measured" in result.message) == math.isnan(expected)

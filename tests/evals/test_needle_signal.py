@@ -24,7 +24,7 @@ from moba_train.evals.signal_to_noise import (
     needle_signal,
     outranked_rate,
 )
-from moba_train.model.build import initialize_weights
+from moba_train.model.build import build_model, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
 from moba_train.validation.recipe import validate
@@ -158,6 +158,29 @@ def test_misses_are_those_of_the_blocks_that_the_layers_select(
     lines = json.loads(output.read_text())["results"]["summary"]
     assert [(line["block_size"], line["heads"]) for line in lines if line["which"] == "all"] == [(16, 12), (32, 12)]
     assert "observed" in plot.read_text()
+
+
+@pytest.mark.parametrize("kind", ["nsa", "lightning"])
+def test_layers_that_give_their_blocks_are_looked_at_and_without_any_there_is_no_number(
+    kind: str, texts: Path, alone: World
+) -> None:
+    section = {"depths": [50], "samples": 1, "lengths": [LENGTH], "gates": [{"block_size": 16, "topk": 3}]}
+    nsa = {"compressed_block": 8, "stride": 8, "block_size": 16, "topk": 4, "window": 16, "backend": "reference"}
+    config = recipe(texts, LENGTH, {"needle_signal": section}, attention={"default": kind, "nsa": nsa})
+    (stage,) = resolve_stages(config)
+    model = build_model(config)
+    initialize_weights(model, 0)
+    result = NeedleSignalEvaluation(config, stage).run(context(config, model))
+    own, full = (result.data["rows"][name][str(LENGTH)] for name in (kind, "full"))
+    assert len(full) == 3 * 4
+    if kind == "lightning":
+        assert not own
+        assert math.isnan(result.numbers["needle_missed"])
+        assert result.message.startswith("no query of any layer was seen")
+    else:
+        assert [(row["layer"], row["head"]) for row in own] == [(row["layer"], row["head"]) for row in full]
+        # The first layer has the same queries and keys whatever it attends to.
+        assert own[:4] == full[:4]
 
 
 def test_recipes_and_lengths_that_cannot_work_are_refused_by_key(texts: Path) -> None:
