@@ -25,7 +25,8 @@ MOST_RATE = 1_000_000
 class ScheduleConfig(Section):
     """Learning rate as a function of the tokens consumed: warm-up, then one of four shapes.
 
-    The run's schedule (`optim.schedule`) spans all stages; a stage's own spans that stage alone.
+    A step's rate is that of the tokens consumed when it is done: the first step's is not 0, and the last one's is the
+    final rate. The run's schedule (`optim.schedule`) spans all stages; a stage's own spans that stage alone.
     """
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
