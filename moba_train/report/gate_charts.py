@@ -31,8 +31,10 @@ _GROUPS = (
 
 
 def gate_charts(runs: Sequence[Shown]) -> list[Chart]:
-    """The last gate probe of every run: its statistics by layer, and the distances of the selected blocks."""
-    probes = [(run, result) for run in runs for result in run.history.latest("gate_probe")[-1:]]
+    """The last gate probe of every run that found a choice: its statistics by layer, and the distances of the selected
+    blocks."""
+    latest = [(run, result) for run in runs for result in run.history.latest("gate_probe")[-1:]]
+    probes = [(run, result) for run, result in latest if result.data["layers"]]
     charts = []
     for key, title, note, names in _GROUPS:
         traces = [

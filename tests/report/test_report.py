@@ -182,6 +182,18 @@ def test_numbers_that_are_not_finite_are_gaps(recorded: Path, change_records: Ch
     assert charts(recorded)["loss"]["traces"][0]["y"][19] is None
 
 
+def test_a_probe_that_found_no_choice_has_no_chart(recorded: Path) -> None:
+    path = recorded / "evaluations" / "step_00000150-256.json"
+    results = json.loads(path.read_text())
+    assert results["gate_probe"]["layers"]
+    results["gate_probe"]["layers"] = []
+    path.write_text(json.dumps(results))
+    history = read_history(recorded)
+    page = page_data(render([history], 2e9))
+    assert not [notice for notice in history.notices if "cannot be drawn" in notice]
+    assert not [chart for chart in page["charts"] if chart["key"].startswith("gate-")]
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder; give the run_dir"):
         read_history(tmp_path / "nothing")
