@@ -10,6 +10,7 @@ from tiny_run import Run
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.launch import _stop_limit
+from moba_train.launch import main as launch_main
 from moba_train.training.stop import LAUNCHER_FOLDER, STOPPED_CODE, StopRequest
 from moba_train.training.stop_time import UNMEASURED_S, StopTime
 
@@ -64,6 +65,16 @@ def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: R
     assert process.returncode == 143, output
     assert "Traceback" not in output
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == 1
+
+
+@pytest.mark.parametrize("code", ["ended", "-1", "256"])
+def test_an_exit_code_that_is_none_is_refused_before_training(
+    code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(STOPPED_CODE, code)
+    monkeypatch.setattr("torch.distributed.run.main", lambda arguments: pytest.fail("was started"))
+    assert launch_main(["recipe.yaml"]) == 2
+    assert f"{STOPPED_CODE}: given '{code}'; allowed: an exit code, 0 to 255" in capsys.readouterr().err
 
 
 def test_the_launcher_is_told_several_times_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
