@@ -32,15 +32,20 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """torchrun's environment variable: seconds that ranks may take to stop. Where it is set, it wins over what they ask
 for."""
 
+LONGEST_STOP_S = 604_800
+"""The most seconds, a week, that it may ask for."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with these arguments; without `--nproc-per-node`, with a rank for each GPU of this machine.
 
     Returns 0 when training ended, `STOPPED_CODE` when it stopped as asked, else the exit code of the ranks on this node
-    that failed, and 128 + the signal where they did not stop in time. A `STOPPED_CODE` that is none is refused.
+    that failed, and 128 + the signal where they did not stop in time. A `STOPPED_CODE` or `SHUTDOWN_TIMEOUT` that is
+    none is refused.
     """
     try:
-        stopped_code = _stopped_code()
+        stopped_code = _whole_number(STOPPED_CODE, 0, LAST_CODE, "an exit code")
+        _whole_number(SHUTDOWN_TIMEOUT, 0, LONGEST_STOP_S, "seconds")
     except LaunchError as error:
         print_error(error)
         return error.exit_code
@@ -72,11 +77,17 @@ def main(arguments: Sequence[str]) -> int:
         return stopped_code if (Path(folder) / STOPPED).exists() else 0
 
 
-def _stopped_code() -> int:
-    """The exit code that the environment asks for; raises LaunchError now where it would only show after the stop."""
-    text = os.environ.get(STOPPED_CODE) or "0"
-    if not (text.isdecimal() and int(text) <= LAST_CODE):
-        raise LaunchError(f"{STOPPED_CODE}: given {text!r}; allowed: an exit code, 0 to {LAST_CODE}")
+def _whole_number(variable: str, default: int, most: int, what: str) -> int:
+    """The value of an environment variable. An empty one is taken out, because torchrun would fail on it.
+
+    Raises LaunchError for any other text: it would show as a traceback, of a code only after the run has stopped.
+    """
+    text = os.environ.get(variable)
+    if not text:
+        os.environ.pop(variable, None)
+        return default
+    if not (text.isdecimal() and int(text) <= most):
+        raise LaunchError(f"{variable}: given {text!r}; allowed: {what}, 0 to {most}")
     return int(text)
 
 
