@@ -18,24 +18,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moba_train.error_output import OWN_CODES, REFUSED_FILE, quiet_torchrun
-from moba_train.errors import BrokenNodeError, ReproducibleFaultError
+from moba_train.error_output import OWN_CODES, REFUSED_FILE, print_error, quiet_torchrun
+from moba_train.errors import BrokenNodeError, LaunchError, ReproducibleFaultError
 from moba_train.training.stop import LAUNCHER_FOLDER, STOP_LIMIT, STOPPED, STOPPED_CODE, listen
 
 FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
 """Exit codes that say why a run ended, whichever rank was the first to leave."""
 
+LAST_CODE = 255
+"""The highest exit code that a process can end with."""
+
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """torchrun's environment variable: seconds that ranks may take to stop. Where it is set, it wins over what they ask
 for."""
+
+LONGEST_STOP_S = 604_800
+"""The most seconds, a week, that it may ask for."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with these arguments; without `--nproc-per-node`, with a rank for each GPU of this machine.
 
     Returns 0 when training ended, `STOPPED_CODE` when it stopped as asked, else the exit code of the ranks on this node
-    that failed, and 128 + the signal where they did not stop in time.
+    that failed, and 128 + the signal where they did not stop in time. A `STOPPED_CODE` or `SHUTDOWN_TIMEOUT` that is
+    none is refused.
     """
+    try:
+        stopped_code = _whole_number(STOPPED_CODE, 0, LAST_CODE, "an exit code")
+        _whole_number(SHUTDOWN_TIMEOUT, 0, LONGEST_STOP_S, "seconds")
+    except LaunchError as error:
+        print_error(error)
+        return error.exit_code
     listen()  # until torchrun handles signals itself, there is nothing to save
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -61,7 +74,21 @@ def main(arguments: Sequence[str]) -> int:
                 name = error.sigval.name
                 print(f"error: the ranks did not stop in time after {name} and were killed", file=sys.stderr)
                 return 128 + error.sigval
-        return int(os.environ.get(STOPPED_CODE) or 0) if (Path(folder) / STOPPED).exists() else 0
+        return stopped_code if (Path(folder) / STOPPED).exists() else 0
+
+
+def _whole_number(variable: str, default: int, most: int, what: str) -> int:
+    """The value of an environment variable. An empty one is taken out, because torchrun would fail on it.
+
+    Raises LaunchError for any other text: it would show as a traceback, of a code only after the run has stopped.
+    """
+    text = os.environ.get(variable)
+    if not text:
+        os.environ.pop(variable, None)
+        return default
+    if not (text.isdecimal() and int(text) <= most):
+        raise LaunchError(f"{variable}: given {text!r}; allowed: {what}, 0 to {most}")
+    return int(text)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ cli.py makes a command of it.
 """
 
 import os
+import posixpath
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
@@ -125,11 +126,11 @@ def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: i
     if image is None or claim is None:
         raise LaunchError(f"--k8s needs {' and '.join(missing)}")
     claim_name, mount = volume(claim)
-    if mount not in (IMAGE_FOLDER / config.run_dir).parents:
+    run_dir = PurePosixPath(posixpath.normpath(IMAGE_FOLDER / config.run_dir))
+    if mount not in run_dir.parents:
         raise LaunchError(
-            f"run_dir: given {config.run_dir!r}, in the pods {IMAGE_FOLDER / config.run_dir}, which is not on the "
-            f"volume at {mount}: checkpoints would end with the pods; allowed: a folder below it, such as "
-            f"run_dir={mount / PurePosixPath(config.run_dir).name}"
+            f"run_dir: given {config.run_dir!r}, in the pods {run_dir}, which is not on the volume at {mount}: "
+            f"checkpoints would end with the pods; allowed: a folder below it, such as run_dir={mount / run_dir.name}"
         )
     return Pods(image, claim_name, mount, restarts)
 

@@ -1,5 +1,6 @@
 """A training job as every scheduler needs it."""
 
+import posixpath
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,6 +11,10 @@ STOP_S = 600
 """Seconds between the scheduler's signal and the end; the log of a run says how many it needs (docs/durability.md)."""
 IMAGE_FOLDER = PurePosixPath("/opt/moba_train")
 """Where docker/Dockerfile puts the repository; relative paths of a recipe begin there."""
+RECIPE_FOLDER = PurePosixPath("/etc/moba_train")
+"""Where pods find their recipe."""
+SHARED_MEMORY = PurePosixPath("/dev/shm")
+"""Where NCCL's memory that ranks of a pod share is mounted."""
 MAX_NAME = 40
 """Characters of a job's name: those of its pods, with suffixes, must stay below 63."""
 
@@ -55,4 +60,11 @@ def volume(text: str) -> tuple[str, PurePosixPath]:
     claim, colon, path = text.partition(":")
     if not (claim and colon and path.startswith("/") and path != "/"):
         raise LaunchError(f"--claim: given {text!r}; allowed: NAME:PATH, such as training:/data, with an absolute path")
-    return claim, PurePosixPath(path)
+    mount = PurePosixPath(posixpath.normpath(path))
+    for needed in (IMAGE_FOLDER, RECIPE_FOLDER, SHARED_MEMORY):
+        if needed.is_relative_to(mount):
+            raise LaunchError(
+                f"--claim: given {text!r}: a volume there hides {needed}, which the pods need; allowed: another path, "
+                f"such as {claim}:/data"
+            )
+    return claim, mount

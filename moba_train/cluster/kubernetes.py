@@ -11,13 +11,12 @@ from typing import Any
 
 import yaml
 
-from moba_train.cluster.job import Job, Pods
+from moba_train.cluster.job import RECIPE_FOLDER, SHARED_MEMORY, Job, Pods
 from moba_train.errors import ReproducibleFaultError, UserError
 from moba_train.training.stop import STOPPED_CODE
 
 Manifest = dict[str, Any]
 
-RECIPE_FOLDER = "/etc/moba_train"
 RECIPE_FILE = "recipe.yaml"
 NODES = "node"
 """Name of the replicated job and of its container; torch runtimes of Kubeflow Trainer have the same."""
@@ -161,9 +160,9 @@ def _gpus(job: Job) -> Manifest:
 
 def _mounts(pods: Pods) -> list[Manifest]:
     return [
-        {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
+        {"name": "recipe", "mountPath": str(RECIPE_FOLDER), "readOnly": True},
         {"name": "shared", "mountPath": str(pods.mount)},
-        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "shm", "mountPath": str(SHARED_MEMORY)},
     ]
 
 

@@ -16,6 +16,7 @@ from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import saved_recipe
 from moba_train.errors import UserError
 from moba_train.model.build import build_model
+from moba_train.report.history import number
 from moba_train.telemetry.jsonl import read_records
 
 _CURVES = ("loss", "grad_norm")
@@ -77,7 +78,11 @@ def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 def _steps(path: Path) -> dict[int, dict[str, float]]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a run's metrics.jsonl")
-    steps = {record["step"]: record for record in read_records(path) if record["type"] == "metrics"}
+    steps = {
+        record["step"]: {key: number(record, key) for key in _CURVES if record.get(key) is not None}
+        for record in read_records(path)
+        if record["type"] == "metrics"
+    }
     if not steps:
         raise UserError(f"{path}: has no step of a training; give a run's metrics.jsonl")
     return steps
@@ -86,7 +91,9 @@ def _steps(path: Path) -> dict[int, dict[str, float]]:
 def _equal(x: float | None, y: float | None, tolerance: float) -> bool:
     if x is None or y is None:
         return x is y
-    return x == y or (math.isnan(x) and math.isnan(y)) or abs(x - y) <= tolerance * abs(x)
+    if x == y or (math.isnan(x) and math.isnan(y)):
+        return True
+    return math.isfinite(x) and math.isfinite(y) and abs(x - y) <= tolerance * abs(x)
 
 
 def _in_model_order(names: set[str], path: Path) -> list[str]:

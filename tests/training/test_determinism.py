@@ -1,6 +1,7 @@
 """`deterministic: true` gives the same bits again, and `moba-train compare` names what differs first."""
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,19 @@ def test_the_first_step_that_differs_is_named(runs: Runs, tmp_path: Path) -> Non
     assert output.splitlines()[0] == "6 of 12 steps are equal"
     assert output.splitlines()[1].startswith("first difference: step 7: loss ")
     assert compare(runs.one / "metrics.jsonl", other, "--tolerance", "1e-5")[0] == 0
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, "nan", None])
+def test_a_tolerance_does_not_cover_a_value_that_is_not_finite(tmp_path: Path, value: float | str | None) -> None:
+    """Whichever of the two files has it; a damaged record is no crash."""
+    sound, other = tmp_path / "sound.jsonl", tmp_path / "other.jsonl"
+    for path, loss in ((sound, 1.0), (other, value)):
+        path.write_text(json.dumps({"type": "metrics", "step": 1, "loss": loss, "grad_norm": 1.0}) + "\n")
+    for pair in ((sound, other), (other, sound)):
+        code, output = compare(*pair, "--tolerance", "1e-4")
+        assert code == 1, output
+        assert "first difference: step 1: loss " in output
+    assert compare(other, other, "--tolerance", "1e-4")[0] == 0
 
 
 def test_a_run_on_two_ranks_is_compared_with_one_on_one(runs: Runs, finished_run: Run) -> None:

@@ -1,5 +1,6 @@
 """The time that an orderly stop may take is what the run has measured, and the launcher waits for it."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -9,7 +10,8 @@ from forked_program import ForkedProgram
 from tiny_run import Run
 
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.launch import _stop_limit
+from moba_train.launch import SHUTDOWN_TIMEOUT, _stop_limit, _whole_number
+from moba_train.launch import main as launch_main
 from moba_train.training.stop import LAUNCHER_FOLDER, STOPPED_CODE, StopRequest
 from moba_train.training.stop_time import UNMEASURED_S, StopTime
 
@@ -64,6 +66,31 @@ def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: R
     assert process.returncode == 143, output
     assert "Traceback" not in output
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "allowed"),
+    [
+        (STOPPED_CODE, "ended", "an exit code, 0 to 255"),
+        (STOPPED_CODE, "-1", "an exit code, 0 to 255"),
+        (STOPPED_CODE, "256", "an exit code, 0 to 255"),
+        (SHUTDOWN_TIMEOUT, "5m", "seconds, 0 to "),
+        (SHUTDOWN_TIMEOUT, "90.5", "seconds, 0 to "),
+    ],
+)
+def test_a_variable_of_the_launcher_that_cannot_be_used_is_refused_before_training(
+    variable: str, value: str, allowed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("torch.distributed.run.main", lambda arguments: pytest.fail("was started"))
+    assert launch_main(["recipe.yaml"]) == 2
+    assert f"{variable}: given '{value}'; allowed: {allowed}" in capsys.readouterr().err
+
+
+def test_an_empty_variable_of_the_launcher_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHUTDOWN_TIMEOUT, "")
+    assert _whole_number(SHUTDOWN_TIMEOUT, 7, 10, "seconds") == 7
+    assert SHUTDOWN_TIMEOUT not in os.environ
 
 
 def test_the_launcher_is_told_several_times_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
