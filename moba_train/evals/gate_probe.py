@@ -148,8 +148,10 @@ class LayerProbe(WatchedEngine):
         super().could_select(call)
 
     def _add(self, found: GateStatistics) -> None:
+        """Ranks that share sequences count them once."""
         self.found += found
-        self.found.add(calls=1)
+        if self._data_shard.engine is None or not self._data_shard.engine.rank:
+            self.found.add(calls=1)
 
 
 def _statistics(
