@@ -148,10 +148,10 @@ class LayerProbe(WatchedEngine):
         super().could_select(call)
 
     def _add(self, found: GateStatistics) -> None:
-        """Ranks that share sequences count them once."""
+        """Statistics of a call, and that there was one, on the first of the ranks that share a sequence."""
         self.found += found
         if self._data_shard.engine is None or not self._data_shard.engine.rank:
-            self.found.add(calls=1)
+            self.found.sums["seen"] = 1.0
 
 
 def _statistics(
@@ -199,7 +199,7 @@ def summarize(
     are NaN.
     """
     means = {layer: found for layer, one in layers.items() if (found := one.means())}
-    unseen = [layer for layer, one in layers.items() if not one.sums.get("calls")]
+    unseen = [layer for layer, one in layers.items() if not one.sums.get("seen")]
 
     def mean(name: str, of_everything: float) -> float:
         if not means:

@@ -92,7 +92,7 @@ MEANS = {
 """What each statistic means. All are means over the sampled queries and heads that have a choice."""
 
 SUMS = (
-    "calls",
+    "seen",
     "rows",
     "selections",
     "heads",
