@@ -278,7 +278,10 @@ def _infllm_rows(full: Sequence[Result]) -> list[list[str]]:
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
-    """Of each length that has two seeds: what kinds lose is not the same at both lengths."""
+    """Whether each kind reaches full attention, judged within a length, as what kinds lose differs between lengths.
+
+    Lengths with one seed have no verdicts.
+    """
     found = []
     for length in dict.fromkeys(_mechanism_and_length(result["name"])[1] for result in results):
         own = [result for result in results if _mechanism_and_length(result["name"])[1] == length]

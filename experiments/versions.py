@@ -230,7 +230,7 @@ def _above_full(best: Result, full: Sequence[Result]) -> list[str]:
 
 
 def _best_rates(trained: Sequence[Result]) -> list[Result]:
-    """Of each version, size and seed the arm with the lowest loss."""
+    """The arm with the lowest validation loss, of whichever rate, for each version, size and seed."""
     groups: dict[tuple[str, str, int], list[Result]] = {}
     for result in trained:
         groups.setdefault((_kind(result), _size(result), result["seed"]), []).append(result)

@@ -32,7 +32,7 @@ class GateStatistics:
 
     @classmethod
     def of_heads(cls, heads: int) -> "GateStatistics":
-        """Of no query."""
+        """The sums of no query: zeros, for so many heads."""
         return cls(torch.zeros(heads, DISTANCES, dtype=torch.float64))
 
     def __add__(self, other: "GateStatistics") -> "GateStatistics":

@@ -169,7 +169,8 @@ class _Look:
             self._add(layer, q_nHD, k_SKD)
 
     def at_shard(self, layer: int, call: ShardCall) -> None:
-        """The same for attention of a shard, whose keys are those of the whole sequence."""
+        """Adds to the sums at the layer's first attention of a shard. Its queries [n, H, D] are gathered from the
+        ranks, its keys [S, K, D] are those of the whole sequence on every rank."""
         if layer in self._seen:
             return
         self._seen.add(layer)

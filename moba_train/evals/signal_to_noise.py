@@ -75,7 +75,7 @@ class NeedleSignal:
 
     @classmethod
     def zeros(cls, heads: int) -> "NeedleSignal":
-        """Of no query."""
+        """The sums of no query: zeros, for so many heads."""
         return cls(*(torch.zeros(heads, dtype=torch.float64) for _ in fields(cls)))
 
     @classmethod

@@ -216,7 +216,7 @@ class Transformer(nn.Module):
         return zip(self._attentions(), self.of_own_layers(by_layer), strict=True)
 
     def of_own_layers(self, by_layer: Iterable[T]) -> list[T]:
-        """Of the values of all layers of the whole model, first to last, those of the blocks here."""
+        """The values that belong to the blocks here, from those of all layers of the whole model, first to last."""
         by_number = dict(zip(range(self.config.layers), by_layer, strict=True))
         return [by_number[layer] for layer in self.part.layers]
 

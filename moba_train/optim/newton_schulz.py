@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the polynomial a s + b s^3 + c s^5 (Jordan et al. 2024, Muon). It takes singular values from (0, 1] near 1 in few
-steps, but does not converge: five steps leave those above 0.006 between 0.68 and 1.14."""
+"""a, b and c of the polynomial a s + b s^3 + c s^5 (Jordan et al. 2024, Muon). It takes singular values from (0, 1]
+near 1 in few steps, but does not converge: five steps leave those above 0.006 between 0.68 and 1.14."""
 _EPS = 1e-7
 """Least norm that a matrix is divided by: a matrix of zeros stays one."""
 

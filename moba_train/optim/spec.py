@@ -29,7 +29,7 @@ class OptimizerSpec:
     """The state tensors of each parameter, by the names that checkpoints give them, with their bytes for each number of
     the parameter; 0: a single number whatever the parameter's size."""
     matrix_state: Mapping[str, int]
-    """The same for the `block_matrices`."""
+    """The state tensors, as in `state`, of each of the `block_matrices`."""
 
     def state_bytes(self, matrices: int, others: int) -> int:
         """Bytes of optimizer state for so many numbers in `block_matrices` and in all other parameters."""

@@ -30,9 +30,9 @@ class ContextPlan:
     reason: str
     """Reason for the strategy, as lines to print."""
     cost: TransportCost
-    """Of a layer whose attention goes through the strategy's transport."""
+    """Cost of the strategy's transport in a layer whose attention goes through it."""
     layer_costs: dict[LayerAttention, TransportCost]
-    """Of a layer with each attention of the stage, through the transport or not."""
+    """Cost of transport in a layer with each attention of the stage, through the strategy's transport or not."""
     attention_seconds: dict[LayerAttention, float]
     """Seconds of each layer attention of the stage, at the plan's rate."""
     links: Links

@@ -25,7 +25,7 @@ class Rates:
     compiled_passes: float = 8.44
     """How often compiled blocks read or write the bytes of their activations, forward and backward. Fitted."""
     eager_passes: float = 16.34
-    """The same of blocks that are not compiled. Fitted."""
+    """How often blocks that are not compiled read or write the bytes of their activations. Fitted."""
     float8_products: float = 1507e12
     """Operations of FP8 matrix products, with the scaling and casting of their inputs. Fitted."""
     float8_weight_bytes: float = 61.4

@@ -101,7 +101,7 @@ class StageStep:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of each GPU."""
+        """Training tokens per second of one GPU."""
         return self.stage.batch_tokens / self.mesh.ranks / self.time.seconds
 
     @property

@@ -114,7 +114,7 @@ def distilled(index: list[Tensor], *arguments: Any) -> list[Tensor]:
 def test_index_branches_of_msa_equal_float64(
     heads: int, kv_heads: int, head_dim: int, block_size: int, device: torch.device
 ) -> None:
-    """Of bfloat16 inputs: the selection, the divergence and its gradients, the same bits in every call."""
+    """The selection, the divergence and its gradients from bfloat16 inputs, the same bits in every call."""
     layout = packed_layout([1500, 0, 1, 2300], device)
     where = layout_arguments(layout)
     q, k, v = (x.detach() for x in make_qkv(layout.total, heads, kv_heads, head_dim, device, torch.bfloat16))
@@ -142,7 +142,7 @@ def test_index_branches_of_msa_equal_float64(
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 100)])
 @torch.no_grad()
 def test_the_map_that_seer_learns_equals_float64(head_dim: int, block_size: int, device: torch.device) -> None:
-    """Of bfloat16 inputs: the kernel's largest probabilities between two blocks."""
+    """The kernel's largest probabilities between two blocks, from bfloat16 inputs."""
     layout = packed_layout([1500, 0, 1, 2300], device)
     q, k, v = (x.detach() for x in make_qkv(layout.total, 8, 2, head_dim, device, torch.bfloat16))
     _, lse = LOCAL_ENGINE(q, k, v, FullAttention(FullAttention.Options(), head_dim), layout)
@@ -154,7 +154,7 @@ def test_the_map_that_seer_learns_equals_float64(head_dim: int, block_size: int,
 
 
 def milliseconds(layer: Layer) -> float:
-    """Of the fastest of three forward and backward passes, after a first one."""
+    """The time of the fastest of three forward and backward passes, after a first one."""
     times = []
     for _ in range(4):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -370,7 +370,7 @@ def test_a_1b_model_fits_in_16_gib_with_its_optimizer_in_host_memory():
 
 
 def test_offloaded_activations_leave_room_on_the_host_for_the_optimizer():
-    """Of all layers but the last, the host takes as many as there is room for, but for AdamW's state."""
+    """The host takes as many layers, the last one left out, as there is room for beside AdamW's state."""
 
     def offloaded(host_gib: float, **optim) -> int:
         changes = {"batch_tokens": "8K", "activation_offload": True, "optim": optim, "memory": {"gpu_gib": 1}}

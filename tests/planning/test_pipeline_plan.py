@@ -19,7 +19,7 @@ from moba_train.planning.plan import make_plan
 from moba_train.planning.render import print_plan
 
 EVERYTHING = [LayerActivations(Kept.ALL)] * 4
-"""Of the small recipe's layers."""
+"""What the small recipe's layers keep without recomputation."""
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -60,7 +60,7 @@ def choose_blocks(scores_HtN: Tensor, queries: QueryBlocks, count: int, *, first
 
 
 def _kernel(scores_HtN: Tensor) -> Callable[..., Tensor] | None:
-    """The same in Triton, imported at the first use; None where it cannot take scores like these."""
+    """The Triton kernel that chooses blocks, imported at the first use; None where it cannot take these scores."""
     if not triton_runs_on(scores_HtN):
         return None
     from moba_train.attention.blocks.triton import choose

@@ -50,7 +50,7 @@ class SharedBlocks:
         return torch.stack(kv_heads).repeat_interleave(selection[2].shape[0] // len(kv_heads), dim=0)
 
     def selected_by_kv_head(self, selection: Selection) -> Iterator[Tensor]:
-        """The same, int32 [T, C], for one key/value head after the other."""
+        """All blocks that a query attends to besides its own, int32 [T, C], for one key/value head after the other."""
         selected_KTC, local_T2, sizes_HL0 = selection
         for selected_1TC in selected_KTC.split(1):
             yield with_local_blocks(selected_1TC, local_T2, sizes_HL0.shape[1]).squeeze(0)

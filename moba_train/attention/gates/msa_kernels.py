@@ -33,7 +33,8 @@ KEY_PARTS = 8
 KEY_GRADIENTS = TileShape(rows=64, keys=64, warps=4, stages=3)
 QUERY_GRADIENT_ROWS = 32
 REGISTERS = 128
-"""Of a thread, at most: two programs share a multiprocessor, and one multiplies while the other has exponentials."""
+"""Most registers of a thread: two programs share a multiprocessor, and one multiplies while the other takes
+exponentials."""
 
 
 def tile_shape(block_size: int) -> TileShape:
