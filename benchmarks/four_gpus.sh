@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Measures and checks on four GPUs of this machine what the result files ending in -x4.json and the tables of context
-# parallelism hold. A part that fails or takes too long does not keep the others from running; its name is printed last.
+# Measures and checks on four GPUs of this machine: training of the 8B model at 8K and 128K, its checkpoints, and context
+# parallelism. As a whole it has not run yet. A part that fails or takes too long does not keep the others from running;
+# its name is printed last.
 #
 #   bash benchmarks/four_gpus.sh OUTPUT [PART ...]
 #
 # OUTPUT     folder for result files and logs
-# PART       default: all of them, in this order, with the minutes that they may take on H200
+# PART       default: all of them, in this order, with minutes on H200, as guessed
 #   8k         8B at 8K: FSDP, tensor, context and pipeline parallelism, FP8, torchtitan where it is installed      8
 #   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                    6
 #   profile    where the time of a step with tp 2 and cp 2 goes                                                     1
@@ -15,16 +16,15 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/usage.sh"
 [ "${1:-}" != --help ] || { usage; exit; }
 [ $# -ge 1 ] || refuse "no OUTPUT; usage: bash benchmarks/four_gpus.sh OUTPUT [PART ...]"
-mkdir -p "$1" || refuse "OUTPUT: $1 is no folder and cannot be made"
-output=$(realpath "$1")
-shift
-parts=("$@")
-[ $# -gt 0 ] || parts=(8k 128k profile layouts context tests)
+parts=("${@:2}")
+[ $# -gt 1 ] || parts=(8k 128k profile layouts context tests)
 for part in "${parts[@]}"; do
     case $part in 8k | 128k | profile | layouts | context | tests) ;; *)
         refuse "PART: given '$part'; allowed: 8k, 128k, profile, layouts, context, tests" ;;
     esac
 done
+mkdir -p "$1" || refuse "OUTPUT: $1 is no folder and cannot be made"
+output=$(realpath "$1")
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
 set +e
 failed=()

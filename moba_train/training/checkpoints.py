@@ -100,13 +100,11 @@ class RunCheckpoints:
         self._collected = False
         self._is_main = world.is_main
         self._check_lock = check_lock
-        fallbacks = [
-            Place(other, Retention(keep.keep_last), "checkpoint.fallback_dir") for other in self._other_folders
-        ]
+        places = (Place(other, Retention(keep.keep_last), "checkpoint.fallback_dir") for other in self._other_folders)
         self._checkpointer = Checkpointer(
             self.folder,
             Retention(keep.keep_last, keep.keep_every, keep.keep_best),
-            fallback=next(iter(fallbacks), None),
+            fallback=next(places, None),
             check_lock=check_lock,
             max_failures=keep.max_failures,
         )

@@ -57,7 +57,8 @@ def test_a_part_that_fails_is_named_and_the_others_run(run):
     assert "failed: training-profile-8b-tp2-cp2-h200-x4 context-tests context-soak" in done.stdout
 
 
-def test_an_unknown_part_is_refused_before_anything_runs(run):
+def test_an_unknown_part_is_refused_before_anything_runs(run, tmp_path):
     done, calls = run("9k")
     assert (done.returncode, calls) == (2, [])
     assert "PART: given '9k'; allowed: 8k, 128k, profile, layouts, context, tests" in done.stderr
+    assert not (tmp_path / "results").exists()

@@ -16,8 +16,8 @@ from moba_train.attention.gates.grid import block_grid, causal_chunks
 from moba_train.attention.protocol import Layout
 
 _NUMBERS_PER_BLOCK = 4
-"""Numbers of a block and group for `causal_chunks`, so that 4 million scores of blocks exist at once; several copies are
-needed."""
+"""Numbers of a block and group for `causal_chunks`, so that 4 million scores of blocks exist at once; several copies
+are needed."""
 
 
 @dataclass(frozen=True)
