@@ -2,12 +2,12 @@
 by one."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from experiments.figure import Arm
-from experiments.stop import StoppedError, is_asked
+from experiments.stop import LOOK_S, StoppedError, is_asked
 
 Run = Callable[[Arm, Sequence[int]], None]
 """Runs an arm on these GPUs, to its end, and keeps its result."""
@@ -67,8 +67,7 @@ def run_arms(
                 running[pool.submit(run, arm, mine)] = arm, mine
             if not running:
                 break
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
+            for future in _ended(running):
                 arm, mine = running.pop(future)
                 free = sorted([*free, *mine])
                 error = future.exception()
@@ -82,6 +81,15 @@ def run_arms(
                     outcome.finished.append(arm)
     outcome.left.extend(waiting)
     return outcome
+
+
+def _ended(running: Iterable[Future[None]]) -> set[Future[None]]:
+    """Waits for the first that end. It wakes now and then, because a signal's handler runs only when this thread is
+    awake, and a signal that another thread received, or that came just before the wait, does not wake it."""
+    done: set[Future[None]] = set()
+    while not done:
+        done, _ = wait(running, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+    return done
 
 
 def _emptiest(free: Sequence[int], count: int) -> list[int]:

@@ -15,7 +15,7 @@ from benchmarks.trainer_run import ranks_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ASKED = threading.Event()
-_LOOK_S = 0.5
+LOOK_S = 0.5
 """Seconds between looks at whether an end is asked for."""
 _PATIENCE_S = 30.0
 """Seconds that a process may take to end by itself: one that is killed while its GPU is shared may disturb others."""
@@ -63,7 +63,7 @@ def run_to_end(command: list[str], environment: Mapping[str, str], log: Path) ->
         process = subprocess.Popen(command, env=dict(environment), stdout=stream, stderr=subprocess.STDOUT)
         while not is_asked() and process.returncode is None:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK_S)
+                process.wait(LOOK_S)
         if is_asked():
             _end(process)
             raise StoppedError(f"ended before it was finished; {log.name} has what it printed")
