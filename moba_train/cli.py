@@ -252,8 +252,9 @@ def fit_scaling(
     """Fit the loss of runs of different sizes as a power law of their compute, for each attention side by side.
 
     C is in PFLOP/s-days. Intervals are bootstrap percentiles."""
-    from moba_train.report.scaling import describe as lines_of
-    from moba_train.report.scaling import fit_runs, write_report
+    from moba_train.report.scaling import fit_runs
+    from moba_train.report.scaling_report import describe as lines_of
+    from moba_train.report.scaling_report import write_report
     from moba_train.report.scaling_runs import COMPUTES, read_runs
 
     check_output_folder(output)

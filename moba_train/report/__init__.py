@@ -14,7 +14,8 @@ plots             the PNG plots of a run, drawn when it ends
 loss_plot         `loss.png`
 position_plot     `position_wise.png`
 needle_plot       `needle.png`
-scaling           `moba-train fit-scaling`: the loss as a power law of compute, group by group
+scaling           the loss as a power law of compute, group by group
+scaling_report    `moba-train fit-scaling`: lines for the terminal, `scaling.json`
 scaling_runs      finished runs as points of a fit: compute, losses, group
 scaling_fit       power laws with bootstrap intervals
 scaling_plot      `scaling.png`

@@ -14,8 +14,9 @@ from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.errors import DataError, UserError
-from moba_train.report.scaling import describe, fit_runs, report_json
+from moba_train.report.scaling import fit_runs
 from moba_train.report.scaling_fit import PowerLaw, fit_power_law
+from moba_train.report.scaling_report import describe, report_json
 from moba_train.report.scaling_runs import PFLOPS_DAY, read_runs
 from moba_train.train import main
 

@@ -1,0 +1,99 @@
+"""What `moba-train fit-scaling` prints and writes: lines for the terminal, `scaling.json`, `scaling.png`."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moba_train.report.scaling import GroupFit, Interval, ScalingReport
+from moba_train.report.scaling_fit import PowerLaw
+from moba_train.telemetry.atomic import write_atomically
+
+
+def describe(report: ScalingReport) -> Iterator[str]:
+    """Lines for the terminal."""
+    confidence = f"{report.fits[0].confidence:.0%}"
+    law = "L = c + a * C^b" if report.irreducible else "L = a * C^b"
+    yield f"{law}, C in PFLOP/s-days, intervals of {confidence}"
+    yield f"{'metric':<15}{'C':<6}{'group':<18}{'runs':>5}{'a':>27}{'b':>30}" + f"{'c':>27}" * report.irreducible
+    for one in report.fits:
+        cells = [_cell(one.number(lambda law: law.a), ".4g"), _cell(one.number(lambda law: law.b), ".4f")]
+        line = f"{one.metric:<15}{one.compute:<6}{one.group:<18}{len(one.runs):>5}{cells[0]:>27}{cells[1]:>30}"
+        yield line + (f"{_cell(one.number(lambda law: law.c), '.4g'):>27}" if report.irreducible else "")
+    if any(one.compute == "real" for one in report.fits):
+        sources = dict.fromkeys(run.documents for one in report.fits for run in one.runs)
+        yield f"real FLOPs count {'; '.join(sources)}"
+    for gap in report.gaps:
+        yield (
+            f"{gap.fit.metric} of {gap.fit.group} above {gap.reference.group} at {gap.fit.compute} "
+            f"{gap.compute:.3g}: {_cell(gap.value, '+.4f')}"
+        )
+    yield from (f"warning: {warning}" for warning in report.warnings)
+
+
+def _cell(value: Interval, digits: str) -> str:
+    return f"{value[0]:{digits}} [{value[1]:{digits}}, {value[2]:{digits}}]"
+
+
+def write_report(report: ScalingReport, folder: Path) -> list[Path]:
+    """Write `scaling.json` and `scaling.png` into `folder`. Returns their paths."""
+    from moba_train.report.scaling_plot import draw_scaling  # matplotlib is slow to import
+
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "scaling.json"
+    write_atomically(target, json.dumps(report_json(report), indent=1) + "\n")
+    return [target, draw_scaling(report.fits, folder / "scaling.png")]
+
+
+def report_json(report: ScalingReport) -> dict[str, Any]:
+    """The report as JSON values."""
+    runs = {run.folder: run for fit in report.fits for run in fit.runs}
+    return {
+        "format": 1,
+        "law": "c + a * C^b" if report.irreducible else "a * C^b",
+        "unit": "PFLOP/s-days",
+        "confidence": report.fits[0].confidence,
+        "runs": [
+            {
+                "folder": str(run.folder),
+                "group": run.group,
+                "parameters": run.parameters,
+                "tokens": run.tokens,
+                "compute": run.compute,
+                "losses": run.losses,
+                "documents": run.documents,
+            }
+            for run in runs.values()
+        ],
+        "fits": [_fit_json(one, report.irreducible) for one in report.fits],
+        "gaps": [
+            {
+                "metric": gap.fit.metric,
+                "compute": gap.fit.compute,
+                "group": gap.fit.group,
+                "reference": gap.reference.group,
+                "at": gap.compute,
+                "gap": _interval_json(gap.value),
+            }
+            for gap in report.gaps
+        ],
+        "warnings": report.warnings,
+    }
+
+
+def _fit_json(one: GroupFit, irreducible: bool) -> dict[str, Any]:
+    numbers: dict[str, Callable[[PowerLaw], Any]] = {"a": lambda law: law.a, "b": lambda law: law.b}
+    if irreducible:
+        numbers["c"] = lambda law: law.c
+    return {
+        "metric": one.metric,
+        "compute": one.compute,
+        "group": one.group,
+        "runs": [str(run.folder) for run in one.runs],
+        **{name: _interval_json(one.number(value)) for name, value in numbers.items()},
+        "rms_error_of_log_loss": one.fit.error,
+    }
+
+
+def _interval_json(value: Interval) -> dict[str, float]:
+    return {"value": value[0], "low": value[1], "high": value[2]}
