@@ -76,8 +76,8 @@ class Figure(ABC):
     """What was published, with its source: the figure shows or refutes it. Markdown."""
     setup: ClassVar[str]
     """What is trained, and where the budget is below the specification and why. Markdown."""
-    found: ClassVar[str] = ""
-    """What the result file of today says, in a sentence or two, behind the verdicts. Markdown."""
+    found: ClassVar[tuple[str, ...]] = ()
+    """What the result file of today says, behind the verdicts, a statement each. Markdown."""
     result: ClassVar[str] = ""
     """What the result file of today says, in one line for the table of all figures; empty: there is none. Markdown."""
     seeds: ClassVar[int] = 2

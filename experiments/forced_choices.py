@@ -55,13 +55,14 @@ class ForcedChoices(Figure):
         "forcing the first block costs 0.06 nats, other choices nothing that could be told; heads select at "
         "distances of their own"
     )
-    found: ClassVar[str] = (
+    found: ClassVar[tuple[str, ...]] = (
         "Forcing the previous block, or one selection for a group, lowers the trailing loss by 0.01 to 0.02 nats, and "
-        "needles found from 25 to 20 %, which may be chance; that it gains little is what the FAQ says. Forcing the "
-        "first block costs 0.06 nats: probably the gate has a better use for one of its four blocks. Forcing both "
-        "leaves one choice; the needle is then found in 3 and 15 % of the cases (two seeds), for 24 and 25 %. Heads of "
-        "one layer do choose at distances of their own, by 0.11 bits where sampling gives 0.001, and by less in every "
-        "other arm."
+        "needles found from 25 to 20 %, which may be chance; that it gains little is what the FAQ says.",
+        "Forcing the first block costs 0.06 nats: probably the gate has a better use for one of its four blocks.",
+        "Forcing both leaves one choice; the needle is then found in 3 and 15 % of the cases (two seeds), for 24 and "
+        "25 %.",
+        "Heads of one layer do choose at distances of their own, by 0.11 bits where sampling gives 0.001, and by less "
+        "in every other arm.",
     )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

@@ -100,24 +100,28 @@ class Mechanisms(Figure):
         "8K: in the loss of the last tokens full attention is ahead, then `infllm_v2` and `msa`; v1, v0.5 and "
         "`lightning` are far behind; 32K: four kinds, MoBA 0.27 nats behind; one seed, no verdict"
     )
-    found: ClassVar[str] = (
-        "One seed, so no verdict. At 8K no kind reaches full attention's trailing loss; `infllm_v2` has the lower "
-        "validation loss. In trailing loss `infllm_v2`, `msa` and MoBA of 128 keys with `key_conv` are 0.02 to 0.05 "
-        "nats behind, `nsa`, `seer` and MoBA of 128 keys 0.06 to 0.07, `moa` 0.08, MoBA of 512 keys 0.12: at 1,536 "
-        "keys smaller blocks are better, as FlashMoBA predicts, in loss and in needles (62 % and 36 %). But F11 has "
-        "four of these models again, of the same recipe and seed, trained on H100: there MoBA of 512 keys is 0.10 "
-        "behind, of 128 keys 0.05 and with `key_conv` 0.08, so that neighbours are not told apart. Of 120 needles "
-        "`msa` and full attention find 95 and 93 %, `infllm_v2` and `seer` 83 and 81 %, `moa` 43 %. The author's "
-        "order of the versions of MoBA is the order here: v1 with `sum` 0.40 behind, with `gate` 0.34, v0.5 0.23, v2 "
-        "0.12. `lightning` alone, without layers of full attention, is 0.81 behind and finds no needle. Weights that "
-        "full attention trained lose 0.07 when `infllm` reads with them and find 72 %. At 8K the error of evaluation "
-        "of one arm's trailing loss is 0.07 (standard error over 64 sequences); arms read the same sequences, so that "
-        "of a difference is smaller, but it was not kept; of a share of needles it is 0.05 at most. At 32K four kinds "
-        "have run: 1,536 keys are 5 % there, and MoBA of 512 keys is 0.27 ± 0.04 nats behind, `msa` 0.18 ± 0.02, "
-        "`seer` 0.13 ± 0.02, `infllm` on full attention's weights 0.14 ± 0.03. Full attention finds 10 % of the "
-        "needles in 8K to 32K, the others 3 % at most, so that needles say nothing of kinds there. `kda` is not among "
-        "them: it did 1,041 of 3,053 steps at 8K in about 1,000 s (its log; no result file). Verdicts were first over "
-        "both lengths at once, which shifted kinds of one length; since the results are known they are within a length."
+    found: ClassVar[tuple[str, ...]] = (
+        "One seed, so no verdict.",
+        "At 8K no kind reaches full attention's trailing loss; `infllm_v2` has the lower validation loss. In trailing "
+        "loss `infllm_v2`, `msa` and MoBA of 128 keys with `key_conv` are 0.02 to 0.05 nats behind, `nsa`, `seer` and "
+        "MoBA of 128 keys 0.06 to 0.07, `moa` 0.08, MoBA of 512 keys 0.12: at 1,536 keys smaller blocks are better, "
+        "as FlashMoBA predicts, in loss and in needles (62 % and 36 %).",
+        "But F11 has four of these models again, of the same recipe and seed, trained on H100: there MoBA of 512 keys "
+        "is 0.10 behind, of 128 keys 0.05 and with `key_conv` 0.08, so that neighbours are not told apart.",
+        "Of 120 needles `msa` and full attention find 95 and 93 %, `infllm_v2` and `seer` 83 and 81 %, `moa` 43 %.",
+        "The author's order of the versions of MoBA is the order here: v1 with `sum` 0.40 behind, with `gate` 0.34, "
+        "v0.5 0.23, v2 0.12.",
+        "`lightning` alone, without layers of full attention, is 0.81 behind and finds no needle.",
+        "Weights that full attention trained lose 0.07 when `infllm` reads with them and find 72 %.",
+        "At 8K the error of evaluation of one arm's trailing loss is 0.07 (standard error over 64 sequences); arms "
+        "read the same sequences, so that of a difference is smaller, but it was not kept; of a share of needles it "
+        "is 0.05 at most.",
+        "At 32K four kinds have run: 1,536 keys are 5 % there, and MoBA of 512 keys is 0.27 ± 0.04 nats behind, `msa` "
+        "0.18 ± 0.02, `seer` 0.13 ± 0.02, `infllm` on full attention's weights 0.14 ± 0.03. Full attention finds 10 % "
+        "of the needles in 8K to 32K, the others 3 % at most, so that needles say nothing of kinds there.",
+        "`kda` is not among them: it did 1,041 of 3,053 steps at 8K in about 1,000 s (its log; no result file).",
+        "Verdicts were first over both lengths at once, which shifted kinds of one length; since the results are "
+        "known they are within a length.",
     )
     seeds = 1
 

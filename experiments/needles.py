@@ -55,15 +55,16 @@ class Needles(Figure):
         "same way."
     )
     result: ClassVar[str] = "the formula is too pessimistic, by 0.10; smaller blocks find more needles; one seed"
-    found: ClassVar[str] = (
-        "One seed; the intervals are over four models, which have 13 such heads. The formula is too "
-        "pessimistic: in heads that retrieve, another block is scored above the needle's less often than it says, by "
-        "0.10. A normal distribution with mean and spread of the scores as measured is within 0.02, so the error is "
-        "in how the formula arrives at these. In these heads, at 1,536 keys, blocks of 32 miss the needle in a quarter "
-        "to a third of the cases and blocks of 512 in three quarters, also in the model that was trained with full "
-        "attention; over all 36 heads of a model it is 70 to 76 % with blocks of 32 and 76 % with blocks of 512. Full "
-        "attention finds 98 % of the answers, MoBA 59 % with blocks of 128, 53 % with `key_conv` and 37 % with blocks "
-        "of 512."
+    found: ClassVar[tuple[str, ...]] = (
+        "One seed; the intervals are over four models, which have 13 such heads.",
+        "The formula is too pessimistic: in heads that retrieve, another block is scored above the needle's less "
+        "often than it says, by 0.10. A normal distribution with mean and spread of the scores as measured is within "
+        "0.02, so the error is in how the formula arrives at these.",
+        "In these heads, at 1,536 keys, blocks of 32 miss the needle in a quarter to a third of the cases and blocks "
+        "of 512 in three quarters, also in the model that was trained with full attention; over all 36 heads of a "
+        "model it is 70 to 76 % with blocks of 32 and 76 % with blocks of 512.",
+        "Full attention finds 98 % of the answers, MoBA 59 % with blocks of 128, 53 % with `key_conv` and 37 % with "
+        "blocks of 512.",
     )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

@@ -48,7 +48,7 @@ def section(figure: Figure, path: Path) -> str:
     if not finding.verdicts and not figure.found:
         parts.append("The arms that are finished do not suffice for a verdict.")
     if figure.found:
-        parts.append(f"**Found.** {figure.found}")
+        parts.append("\n".join(["**Found.**", "", *(f"- {statement}" for statement in figure.found)]))
     parts.append(f"[Result file]({where}), {_arms(figure, content)}: `{content['command']}`")
     return "\n\n".join(parts)
 

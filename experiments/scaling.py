@@ -173,15 +173,17 @@ class Scaling(ScalingFigure):
         "MoBA is 3 to 6 % behind at equal tokens (published: 0.1 %), by the fits 1 to 4 % ahead at equal real FLOPs; "
         "two of five sizes with both seeds"
     )
-    found: ClassVar[str] = (
+    found: ClassVar[tuple[str, ...]] = (
         "At four sizes, two of them with two seeds, MoBA is 0.05 to 0.07 nats behind, 3 to 6 %; published are 0.003 "
-        "nats, 0.1 %. The gap is not from the short stage, in which the training losses are alike, and F5 has it by "
-        "position: none in the first 1.5K tokens, where MoBA sees all keys, 0.12 nats at the end of 8K. Most of "
-        "this corpus is source code, which repeats what stands further back, and models this small may select "
-        "blocks badly; whether either is the cause was not tested. 21M has not run; 4M, and 6M with full "
-        "attention, have one seed. MoBA's exponent is the flatter one, but not beyond chance. For equal real FLOPs, "
-        "of which MoBA takes fewer for each token, the fits cross at 8e-4 PFLOP/s-days (95 % of bootstraps: 4e-4 to "
-        "2e-2), past MoBA's largest run: below MoBA is ahead, by 2 % at 3e-4, and where both have models by 4 to 1 %."
+        "nats, 0.1 %.",
+        "The gap is not from the short stage, in which the training losses are alike, and F5 has it by position: none "
+        "in the first 1.5K tokens, where MoBA sees all keys, 0.12 nats at the end of 8K.",
+        "Most of this corpus is source code, which repeats what stands further back, and models this small may select "
+        "blocks badly; whether either is the cause was not tested.",
+        "21M has not run; 4M, and 6M with full attention, have one seed.",
+        "MoBA's exponent is the flatter one, but not beyond chance. For equal real FLOPs, of which MoBA takes fewer "
+        "for each token, the fits cross at 8e-4 PFLOP/s-days (95 % of bootstraps: 4e-4 to 2e-2), past MoBA's largest "
+        "run: below MoBA is ahead, by 2 % at 3e-4, and where both have models by 4 to 1 %.",
     )
     sizes = ("4m", "6m", "10m", "15m", "21m")
     seq_len = 8192

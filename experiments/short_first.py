@@ -66,15 +66,16 @@ class ShortFirst(Figure):
         "short first is ahead, as its author reports, by far at 32K, at 4K by 0.11 nats of full attention and by 0.26 "
         "of MoBA; one seed"
     )
-    found: ClassVar[str] = (
-        "One seed, so no verdict; but it is as the author reports, at 32K by far. What begins at 2K is at 1.86 nats "
-        "after 70M tokens, where both arms of 32K from the first token on are at 3.9, at every position between 3.8 "
-        "and 4.0: they make no use of the context yet, unlike short first at the end of its 52.5M short tokens "
-        "(2.20). With 2.8 times the tokens MoBA does, too, and is at 1.96, where short first is at 1.27 for as many "
-        "FLOPs. At 4K, where all three have begun to use it, short first is still ahead: 1.75, where full attention "
-        "from the first token on is at 1.86 and MoBA at 2.01, with an error of evaluation of 0.04. So in models of "
-        "this size it is perhaps about when they learn to use the context, which was not tested apart; whether "
-        "anything is left of it at the end of a long training is not shown."
+    found: ClassVar[tuple[str, ...]] = (
+        "One seed, so no verdict; but it is as the author reports, at 32K by far.",
+        "What begins at 2K is at 1.86 nats after 70M tokens, where both arms of 32K from the first token on are at "
+        "3.9, at every position between 3.8 and 4.0: they make no use of the context yet, unlike short first at the "
+        "end of its 52.5M short tokens (2.20). With 2.8 times the tokens MoBA does, too, and is at 1.96, where short "
+        "first is at 1.27 for as many FLOPs.",
+        "At 4K, where all three have begun to use it, short first is still ahead: 1.75, where full attention from the "
+        "first token on is at 1.86 and MoBA at 2.01, with an error of evaluation of 0.04.",
+        "So in models of this size it is perhaps about when they learn to use the context, which was not tested "
+        "apart; whether anything is left of it at the end of a long training is not shown.",
     )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

@@ -79,17 +79,22 @@ class ThirdCliff(Figure):
         "documents of six facts, and went on to longer ones before it recalled, which it did in its last third only."
     )
     result: ClassVar[str] = "full attention in the last 3 of 8 layers closes the gap at every mask; one seed"
-    found: ClassVar[str] = (
-        "One seed, so no verdict. At every mask MoBA in all layers ends at 0.40 to 0.80 nats, full attention below "
-        "0.05, the last 3 or 4 of 8 layers full within 0.02 of it; full attention in the last layer alone helps at 10 "
-        "% (0.27), hardly at 1 and 100 %, and not at 0.3 %. The gap is 0.75 nats at 0.3 % and 0.40 at 100 %, with "
-        "0.75 at 10 % between: that it grows as the mask thins is not shown. Switched back to MoBA, models with "
-        "3, 4 or 8 full layers lose what they learned, 3 to 4.5 nats; those with one full layer do not change. The "
-        "other way round, fine-tuning with MoBA and evaluation with full attention is better than MoBA throughout, at "
-        "every mask. MoBA and full attention do not begin alike, 0.35 apart of 13 nats, probably as the base is sure "
-        "of the value that is not asked for. At 0.3 % the gradient of the context, by that of the loss tokens, is 1.4 "
-        "to 3.5 times as large with full attention, but for the last layer, and 1.4 to 4.6 times with the last 3 full; "
-        "with the last 4 full, which learn as well, only 0.8 to 2.4 times."
+    found: ClassVar[tuple[str, ...]] = (
+        "One seed, so no verdict.",
+        "At every mask MoBA in all layers ends at 0.40 to 0.80 nats, full attention below 0.05, the last 3 or 4 of 8 "
+        "layers full within 0.02 of it; full attention in the last layer alone helps at 10 % (0.27), hardly at 1 and "
+        "100 %, and not at 0.3 %.",
+        "The gap is 0.75 nats at 0.3 % and 0.40 at 100 %, with 0.75 at 10 % between: that it grows as the mask thins "
+        "is not shown.",
+        "Switched back to MoBA, models with 3, 4 or 8 full layers lose what they learned, 3 to 4.5 nats; those with "
+        "one full layer do not change.",
+        "The other way round, fine-tuning with MoBA and evaluation with full attention is better than MoBA "
+        "throughout, at every mask.",
+        "MoBA and full attention do not begin alike, 0.35 apart of 13 nats, probably as the base is sure of the value "
+        "that is not asked for.",
+        "At 0.3 % the gradient of the context, by that of the loss tokens, is 1.4 to 3.5 times as large with full "
+        "attention, but for the last layer, and 1.4 to 4.6 times with the last 3 full; with the last 4 full, which "
+        "learn as well, only 0.8 to 2.4 times.",
     )
     seeds: ClassVar[int] = 2
 

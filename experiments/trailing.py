@@ -49,12 +49,13 @@ class Trailing(ScalingFigure):
         "attentions, which F3 and F9 use."
     )
     result: ClassVar[str] = "MoBA is behind at three sizes; one seed, no verdict"
-    found: ClassVar[str] = (
-        "One seed of three sizes, so no verdict: MoBA is 0.09 nats behind at 4M, 0.29 at 6M and 0.26 at 10M. How much "
-        "of it is chance is not known: of F5's two seeds (4M, 8K) the losses of the last tokens are 0.18 apart, the "
-        "gaps 0.02. Over all positions the model of 4M with MoBA is 0.02 ahead (F9). At 10M MoBA was trained on an "
-        "H100, full attention two days later on an H200. The fits are of these, and of 15M with MoBA; 15M with full "
-        "attention has not run, as its estimate was longer than the time that was left."
+    found: ClassVar[tuple[str, ...]] = (
+        "One seed of three sizes, so no verdict: MoBA is 0.09 nats behind at 4M, 0.29 at 6M and 0.26 at 10M.",
+        "How much of it is chance is not known: of F5's two seeds (4M, 8K) the losses of the last tokens are 0.18 "
+        "apart, the gaps 0.02.",
+        "Over all positions the model of 4M with MoBA is 0.02 ahead (F9).",
+        "At 10M MoBA was trained on an H100, full attention two days later on an H200. The fits are of these, and of "
+        "15M with MoBA; 15M with full attention has not run, as its estimate was longer than the time that was left.",
     )
     sizes = ("4m", "6m", "10m", "15m")
     seq_len = 32_768
@@ -119,10 +120,11 @@ class Position(Figure):
         "the last bucket alone the loss of each sample is kept, and with it the error of evaluation."
     )
     result: ClassVar[str] = "the gap grows with position, as published; one seed of one size, no verdict"
-    found: ClassVar[str] = (
-        "One seed of 9.7M parameters, so no verdict. The shape is the published one: no gap in the first 2K tokens, "
-        "of which MoBA sees three quarters at once, and one that grows to the last. In the last bucket the gap, in "
-        "per cent of the loss, is six times the published one."
+    found: ClassVar[tuple[str, ...]] = (
+        "One seed of 9.7M parameters, so no verdict.",
+        "The shape is the published one: no gap in the first 2K tokens, of which MoBA sees three quarters at once, and "
+        "one that grows to the last. In the last bucket the gap, in per cent of the loss, is six times the published "
+        "one.",
     )
 
     def find(self, results: Sequence[Result]) -> Finding:

@@ -33,14 +33,15 @@ class TrainedWith(Figure):
         "the same weights. The published models are 70 to 230 times as large."
     )
     result: ClassVar[str] = "one seed, no verdict"
-    found: ClassVar[str] = (
+    found: ClassVar[tuple[str, ...]] = (
         "One seed, and the three sizes that were trained with both contradict each other: run with MoBA, the model of "
         "4M that was trained with it is 0.17 nats ahead in validation loss, those of 6M and 10M are level (0.00 and "
-        "0.01 behind); in the last 2K tokens it is 0.12 ahead, 0.02 and 0.04 behind. Run with full attention, the "
-        "model of 4M that was trained with MoBA is ahead in both losses (0.10 and 0.05), those of 6M and 10M are "
-        "behind. All seven models have the lower loss when they are run with full attention. In the last 2K tokens "
-        "the four that were trained with MoBA gain 0.04 to 0.14 nats by it, the three that were trained with full "
-        "attention 0.21 to 0.27."
+        "0.01 behind); in the last 2K tokens it is 0.12 ahead, 0.02 and 0.04 behind.",
+        "Run with full attention, the model of 4M that was trained with MoBA is ahead in both losses (0.10 and 0.05), "
+        "those of 6M and 10M are behind.",
+        "All seven models have the lower loss when they are run with full attention. In the last 2K tokens the four "
+        "that were trained with MoBA gain 0.04 to 0.14 nats by it, the three that were trained with full attention "
+        "0.21 to 0.27.",
     )
 
     def find(self, results: Sequence[Result]) -> Finding:
