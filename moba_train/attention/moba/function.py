@@ -53,7 +53,8 @@ def moba_attention(
             16384, topk up to 128; "composed" is varlen flash attention over gathered queries: CUDA, float16 or
             bfloat16, D a multiple of 8 up to 256, any block_size and topk (on the CPU, any dtype: for tests);
             "reference" is plain PyTorch; "auto" takes dense attention where every block is selected, else "triton"
-            where it can run, else "composed" on CUDA, else "reference".
+            where it can run (with flash-attn-4, "composed" for blocks of 2048 and more and T * H from 2 ** 21 on), else
+            "composed" on CUDA, else "reference".
 
     Returns:
         out [T, H, D] in q's dtype, differentiable once in q, k and v (no gradient passes the gate); with `return_lse`,
