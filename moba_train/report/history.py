@@ -82,11 +82,13 @@ class History:
 
     @property
     def stages(self) -> list[Record]:
-        """The record that began each stage: the first of its name."""
-        first: dict[str, Record] = {}
+        """The record that began each stage. Early versions wrote one wherever a run resumed, too; and a stage whose
+        first steps were lost may have begun anew with a changed recipe, at the same step."""
+        began: dict[str, Record] = {}
         for event in self.of_type("stage"):
-            first.setdefault(event["stage"], event)
-        return list(first.values())
+            if event["step"] <= began.setdefault(event["stage"], event)["step"]:
+                began[event["stage"]] = event
+        return list(began.values())
 
     @property
     def start(self) -> float:
