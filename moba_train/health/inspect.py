@@ -1,6 +1,5 @@
 """Shows the dump of a spike: its numbers as tables, and the documents of its batch as text, highest loss first."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from moba_train.data.stream import DocumentPart
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError, UserError
 from moba_train.health.dump import dump_folder
+from moba_train.strict_json import from_json
 
 SHOWN_CHARACTERS = 400
 
@@ -38,7 +38,7 @@ def print_spike(run_dir: Path, step: int | None, documents: int, console: Consol
     """
     path, others = _find_dump(run_dir, step)
     try:
-        dump = json.loads(path.read_text(encoding="utf-8"))
+        dump = from_json(path.read_text(encoding="utf-8"))
         head = f"step {dump['step']}, stage {dump['stage']}, {dump['tokens']} tokens: {dump['level']}"
         what = f"{dump['message']}; reaction: {dump['action']}"
         tables = [_step_table(dump), _layer_table(dump), _rank_table(dump)]

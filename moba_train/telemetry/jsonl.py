@@ -1,4 +1,5 @@
-"""`metrics.jsonl`: the complete history of a run, one JSON object per line.
+"""`metrics.jsonl`: the complete history of a run, one JSON object per line (strict_json.py says how numbers are written
+that are not finite).
 
 A resumed run trains the steps after its checkpoint again. Their records of before are moved to
 `metrics.discarded.jsonl`, which so holds every record that was ever taken out of `metrics.jsonl`, once, in the order in
@@ -16,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from moba_train.strict_json import from_json, to_json
 from moba_train.telemetry.atomic import write_atomically
 from moba_train.telemetry.outage import DelayedError
 
@@ -51,7 +53,7 @@ class JsonlSink:
             self._open()
 
     def write(self, record: dict[str, Any]) -> None:
-        self._pending.append(json.dumps(record).encode() + b"\n")
+        self._pending.append(to_json(record).encode() + b"\n")
         self._write_pending()
 
     def close(self) -> None:
@@ -219,7 +221,7 @@ def _truncate(path: Path, size: int) -> None:
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """The record in a line of a metrics file; None for a line that is none."""
     with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(line.decode("utf-8", errors="replace"))
+        record = from_json(line.decode("utf-8", errors="replace"))
         if isinstance(record, dict) and isinstance(record.get("step"), int) and record.keys() & {"type", "kind"}:
             return _with_type(record)
     return None

@@ -83,9 +83,9 @@ def test_the_first_step_that_differs_is_named(runs: Runs, tmp_path: Path) -> Non
     assert compare(runs.one / "metrics.jsonl", other, "--tolerance", "1e-5")[0] == 0
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan, "nan", None])
+@pytest.mark.parametrize("value", [math.inf, math.nan, "Infinity", "NaN", "nan", None])
 def test_a_tolerance_does_not_cover_a_value_that_is_not_finite(tmp_path: Path, value: float | str | None) -> None:
-    """Whichever of the two files has it; a damaged record is no crash."""
+    """Whichever of the two files has it, as a string or as a bare word; a damaged record is no crash."""
     sound, other = tmp_path / "sound.jsonl", tmp_path / "other.jsonl"
     for path, loss in ((sound, 1.0), (other, value)):
         path.write_text(json.dumps({"type": "metrics", "step": 1, "loss": loss, "grad_norm": 1.0}) + "\n")

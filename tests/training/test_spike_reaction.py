@@ -30,6 +30,7 @@ from moba_train.data.samples import StageData
 from moba_train.errors import TrainingError
 from moba_train.health.dump import GATE, Dump, _write, dump_folder
 from moba_train.optim.schedule import stage_learning_rate
+from moba_train.strict_json import from_json
 from moba_train.train import main
 from moba_train.training.recovery import Recovery
 
@@ -39,7 +40,7 @@ STEPS = 40
 
 
 def dump(run: Run, step: int) -> dict[str, Any]:
-    return json.loads((dump_folder(run.run_dir) / f"step_{step:08d}.json").read_text())
+    return from_json((dump_folder(run.run_dir) / f"step_{step:08d}.json").read_text())
 
 
 @pytest.fixture(scope="module")
