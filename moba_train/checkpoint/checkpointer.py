@@ -101,9 +101,9 @@ class Checkpointer:
     folder is not this run's any more, and OSError when that cannot be told. After a LaunchError, or `max_failures`
     failed saves in a row, `fatal` holds the error that must end the run; `save` and `raise_fatal` raise it.
 
-    Ranks may see the same save end differently: where the last collective of a save fails on one rank only, this rank
-    counts a failure and the others a good save. So `last_error`, `failed_saves` and `fatal` are a rank's own view until
-    `save` or `raise_fatal` replaces them by that of rank 0, the one that publishes.
+    Ranks may see the same save end differently: where the last collective of a save, after rank 0 has published it,
+    fails on another rank, that rank counts a failure and the others a good save. So `last_error`, `failed_saves` and
+    `fatal` are a rank's own view until `save` or `raise_fatal` replaces them by that of rank 0, the one that publishes.
 
     A checkpoint with NaN or infinite values is saved with `good` false and the names of (some of) the tensors that hold
     them as `not_finite` in its meta.
@@ -327,7 +327,7 @@ class Checkpointer:
             self._writer.write(temporary, contents.tensors, contents.copies)
             hashes = self._ranks.gather_from_every_rank(lambda: self._finish_own_files(temporary, contents.meta))
             files = {name: entry for own in hashes for name, entry in own.items()}
-            self._ranks.broadcast_from_rank_0(lambda: self._publish(place, temporary, contents, files))
+            self._publish_on_rank_0(place, temporary, contents, files)
         except Exception:
             if self._ranks.rank == 0 and temporary is not None and os.path.exists(temporary):
                 publish.remove(temporary)
@@ -353,6 +353,26 @@ class Checkpointer:
             manifest.write_json(temporary / manifest.META, meta)
             own += [temporary / manifest.META, temporary / ".metadata"]
         return {path.name: manifest.hash_file(path) for path in own}
+
+    def _publish_on_rank_0(
+        self, place: Place, temporary: Path, contents: _Contents, files: dict[str, manifest.FileEntry]
+    ) -> None:
+        """Publishes on rank 0 and tells the other ranks. On rank 0 the save is good from then on, also where the ranks
+        lose contact before they know."""
+        published = False
+
+        def publish_here() -> None:
+            nonlocal published
+            self._publish(place, temporary, contents, files)
+            published = True
+
+        try:
+            self._ranks.broadcast_from_rank_0(publish_here)
+        except Exception as error:
+            if not published:
+                raise
+            text = "the checkpoint of step %d is complete, but the ranks lost contact before all of them knew: %s"
+            logger.warning(text, contents.step, error)
 
     def _publish(
         self, place: Place, temporary: Path, contents: _Contents, files: dict[str, manifest.FileEntry]
