@@ -290,7 +290,7 @@ def inspect_spike(
 
     from moba_train.health.inspect import print_spike
 
-    print_spike(run, step, documents, Console(highlight=False, soft_wrap=True))
+    print_spike(run, step, documents, Console(highlight=False, soft_wrap=True, markup=False))
 
 
 app.command()(generate)

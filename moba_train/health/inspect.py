@@ -40,7 +40,7 @@ def print_spike(run_dir: Path, step: int | None, documents: int, console: Consol
     try:
         dump = from_json(path.read_text(encoding="utf-8"))
         head = f"step {dump['step']}, stage {dump['stage']}, {dump['tokens']} tokens: {dump['level']}"
-        what = f"{dump['message']}; reaction: {dump['action']}"
+        what = f"{dump['message']}; action: {dump['action']}"
         tables = [_step_table(dump), _layer_table(dump), _rank_table(dump)]
         found = _part_losses(dump)
     except KeyError as error:

@@ -158,6 +158,23 @@ def test_a_dump_of_an_earlier_version_is_shown(skipping: tuple[Run, list[tuple[i
     assert row.split()[-2:] == [f"{moba['max_lse']:.4g}", "0.123"]
 
 
+def test_names_with_brackets_are_printed_as_they_are(
+    skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path
+) -> None:
+    """rich would take them for its markup, leave them out, or refuse them."""
+    run, _ = skipping
+    shutil.copy(run.run_dir / "config.yaml", tmp_path)
+    found = dump(run, POISONED) | {"stage": "a[/b]"}
+    for part in (part for parts in found["ranks"][0]["micro_batches"] for part in parts):
+        part["source"] = "/data/[old]/one"
+    dump_folder(tmp_path).mkdir()
+    (dump_folder(tmp_path) / "step_00000036.json").write_text(json.dumps(found))
+    code, output = invoke("inspect-spike", str(tmp_path))
+    assert code == 0, output
+    assert "stage a[/b], " in output
+    assert "/data/[old]/one document" in output
+
+
 def invoke(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, result.output
@@ -171,6 +188,7 @@ def test_inspect_spike_shows_the_documents_of_the_batch_the_worst_first(
     assert code == 0, output
     assert f"step {POISONED}, stage long" in output
     assert "other dumps of this run: 22, 26, 30" in output
+    assert "; action: skip " in " ".join(output.split()), "as the event and the dump call it; the reaction is skip_step"
     losses = [float(loss) for loss in re.findall(r"^loss (\S+) over", output, re.MULTILINE)]
     assert len(losses) > 1
     assert losses == sorted(losses, reverse=True)
