@@ -189,6 +189,8 @@ def compare(
     from moba_train.report.compare import describe
 
     result = compared(a, b, tolerance)
+    for notice in result.notices:
+        typer.echo(f"note: {notice}", err=True)
     for line in describe(result, most):
         typer.echo(line)
     raise typer.Exit(1 if result.differing else 0)

@@ -118,8 +118,21 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Lines that are not records are left out, such as one truncated by a kill or a full disk. Early versions wrote the
     record type under the key "kind"; it is returned under "type".
     """
+    return read_sound_records(path)[0]
+
+
+def read_sound_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """All records of a metrics file, as from `read_records`, and the numbers of damaged lines, from 1: those that are
+    no records. A blank line is none, nor a last line that was not written to its end: the run may be writing it."""
+    records: list[dict[str, Any]] = []
+    damaged: list[int] = []
     with path.open("rb") as lines:
-        return [record for line in lines if (record := parse_record(line)) is not None]
+        for number, line in enumerate(lines, 1):
+            if (record := parse_record(line)) is not None:
+                records.append(record)
+            elif line.strip() and line.endswith(b"\n"):
+                damaged.append(number)
+    return records, damaged
 
 
 def read_backward(path: Path) -> Iterator[dict[str, Any]]:

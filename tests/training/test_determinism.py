@@ -96,6 +96,26 @@ def test_a_tolerance_does_not_cover_a_value_that_is_not_finite(tmp_path: Path, v
     assert compare(other, other, "--tolerance", "1e-4")[0] == 0
 
 
+def test_damaged_lines_are_named(tmp_path: Path) -> None:
+    """A last line without an end is none: the run may be writing it."""
+    lines = [json.dumps({"type": "metrics", "step": step, "loss": 1.0}) for step in range(1, 10)]
+    sound, torn, damaged = (tmp_path / f"{name}.jsonl" for name in ("sound", "torn", "damaged"))
+    sound.write_text("\n".join(lines) + "\n")
+    torn.write_text("\n".join([*lines, '{"type": "metrics", "st']))
+    assert compare(sound, torn) == (0, "9 of 9 steps are equal\n")
+    for count, told in (
+        (1, "1 line is damaged and left out: line 3"),
+        (6, "6 lines .* left out: lines 3, 4, 5, 6, 7, ..."),
+    ):
+        damaged.write_text(
+            "\n".join([*lines[:2], *[line[:-3] for line in lines[2 : 2 + count]], "", *lines[2 + count :], ""])
+        )
+        code, output = compare(sound, damaged)
+        assert code == 1
+        assert re.search(rf"note: {damaged}: {told}\n", output)
+        assert "first difference: step 3: only in" in output
+
+
 def test_a_run_on_two_ranks_is_compared_with_one_on_one(runs: Runs, finished_run: Run) -> None:
     """Other shards and sums in another order: the same tensors, but for rounding."""
     code, output = compare(runs.one, finished_run.run_dir)
