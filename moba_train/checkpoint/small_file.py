@@ -27,7 +27,7 @@ def read_small_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ForeignFileError, ValueError, RecursionError) as error:
-        logger.warning("%s is ignored: %s", path, error)
+        logger.warning("%s is ignored: %s", path, str(error).removeprefix(f"{path}: "))
         return {}
     return content
 

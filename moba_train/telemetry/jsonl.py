@@ -8,18 +8,21 @@ which they were taken out. Both files only ever change at their ends, so that re
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import shutil
 from collections import deque
 from collections.abc import Collection, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from moba_train.strict_json import from_json, to_json
 from moba_train.telemetry.atomic import write_atomically
 from moba_train.telemetry.outage import DelayedError
+
+logger = logging.getLogger(__name__)
 
 MOST_PENDING = 100_000
 """Records that are kept while the file cannot be written, about 60 MB; later ones are lost, and counted."""
@@ -140,6 +143,16 @@ def read_backward(path: Path) -> Iterator[dict[str, Any]]:
     for _, line in _lines_backward(path):
         if (record := parse_record(line)) is not None:
             yield record
+
+
+def read_since(path: Path, step: int) -> list[dict[str, Any]]:
+    """The records of `step` and later at the end of a metrics file, newest first. None, with a warning, where the file
+    cannot be read: what a start finds there spares repetitions, and is no reason to end a run."""
+    try:
+        return list(takewhile(lambda record: record["step"] >= step, read_backward(path)))
+    except OSError as error:
+        logger.warning("%s cannot be read; records of step %d may be repeated: %s", path, step, error.strerror or error)
+        return []
 
 
 def discard_after(path: Path, step: int | None, repeated: Collection[str] = ()) -> None:

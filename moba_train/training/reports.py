@@ -1,7 +1,6 @@
 """What a run reports about itself besides metrics: events at the current step, from its start to its end."""
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from moba_train.parallel.world import World
 from moba_train.planning.activations import StageActivations
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
-from moba_train.telemetry.jsonl import read_backward
+from moba_train.telemetry.jsonl import read_since
 from moba_train.telemetry.machine import describe_machine
 from moba_train.telemetry.telemetry import Record, Telemetry
 from moba_train.training.checkpoints import RunCheckpoints
@@ -60,7 +59,8 @@ class RunReports:
             again = progress.evaluation_due and checkpoints.resumed_numbers is None
             repeated = EVALUATION_RECORDS if again else ()
             self.telemetry = make_telemetry(config, run_dir, progress.run_id, resumed_step, last_step, repeated)
-            self._recorded = _records_of(run_dir / "metrics.jsonl", progress.step)
+            history = read_since(run_dir / "metrics.jsonl", progress.step)
+            self._recorded = [record for record in history if record["step"] == progress.step]
         stage = stages[progress.stage]
         self.telemetry.stage = stage.name
         machine = describe_machine(world.device, world.size, world.ranks_per_node)
@@ -140,8 +140,3 @@ class RunReports:
 
 def _stage_facts(stage: Stage, last_step: int) -> dict[str, Any]:
     return {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": last_step}
-
-
-def _records_of(metrics: Path, step: int) -> list[Record]:
-    """The records of `step`, the last step in the file `metrics`."""
-    return list(takewhile(lambda record: record["step"] == step, read_backward(metrics)))
