@@ -288,11 +288,9 @@ def inspect_spike(
     documents: Annotated[int, typer.Option(min=0, help="how many documents of the batch to show")] = 10,
 ) -> None:
     """Show what was recorded at a loss spike: numbers, and the documents of the batch, highest loss first."""
-    from rich.console import Console
-
     from moba_train.health.inspect import print_spike
 
-    print_spike(run, step, documents, Console(highlight=False, soft_wrap=True, markup=False))
+    print_spike(run, step, documents, table_console())
 
 
 app.command()(generate)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -47,24 +48,25 @@ def print_spike(run_dir: Path, step: int | None, documents: int, console: Consol
         raise UserError(f"{path} lacks {error}: it was not written by this version of moba_train") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no dump of a spike: {error}") from error
-    console.print(head, style="bold")
-    console.print(what)
+    say = partial(console.print, soft_wrap=True, highlight=False)
+    say(head, style="bold")
+    say(what)
     if others:
-        console.print(f"other dumps of this run: {', '.join(map(str, others))}")
-    console.print()
+        say(f"other dumps of this run: {', '.join(map(str, others))}")
+    say()
     for table in tables:
         console.print(table)
-    console.print(f"{len(found)} document parts, highest loss first:")
+    say(f"{len(found)} document parts, highest loss first:")
     decode = _decoder(run_dir)
     for part, loss, loss_tokens in found[:documents]:
-        console.print(
+        say(
             f"\nloss {loss:.4f} over {loss_tokens:g} tokens  {part.source} document {part.document} "
             f"tokens {part.start}:{part.stop}",
             style="bold",
         )
-        console.print(Text(decode(part)))
+        say(Text(decode(part)))
     if len(found) > documents:
-        console.print(f"\n{len(found) - documents} more: --documents {len(found)}")
+        say(f"\n{len(found) - documents} more: --documents {len(found)}")
 
 
 def _find_dump(run_dir: Path, step: int | None) -> tuple[Path, list[int]]:

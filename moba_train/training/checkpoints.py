@@ -204,15 +204,16 @@ class RunCheckpoints:
             self._marks.write(self.folder)
         return True
 
-    def trust_again(self) -> None:
-        """Take back every `doubt`: a step was applied to these weights, and its values were finite."""
-        if not self._doubted:
-            return
+    def trust_again(self) -> list[int]:
+        """Take back every `doubt`: a step was applied to these weights, and its values were finite. Returns the steps
+        of the checkpoints."""
+        steps = [step for step, _ in self._doubted]
         for step, save_id in self._doubted:
             self._marks.remove(step, save_id)
         self._doubted.clear()
-        if self.restarts is not None:
+        if steps and self.restarts is not None:
             self._marks.write(self.folder)
+        return steps
 
     def newest(self, accept: Accept) -> Path:
         """The newest intact checkpoint that is not marked and whose meta `accept` accepts. Raises CheckpointError when

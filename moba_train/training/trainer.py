@@ -298,7 +298,7 @@ class Trainer:
             set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
             self.optimizer.step()
-            self.recovery.applied(step)
+            self.recovery.applied(step, self.tokens)
         del gradients
         self.optimizer.zero_grad()
         if action == "rollback":

@@ -158,6 +158,26 @@ def test_a_dump_of_an_earlier_version_is_shown(skipping: tuple[Run, list[tuple[i
     assert row.split()[-2:] == [f"{moba['max_lse']:.4g}", "0.123"]
 
 
+def test_that_a_checkpoint_is_used_again_is_said(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
+    run, _ = skipping
+    said = [record["message"] for record in run.records("warning")]
+    passed_over, again = (
+        [match[1] for text in said if (match := re.match(rf"the checkpoint of step (\d+) is {how}", text))]
+        for how in ("passed over from now on", "used again")
+    )
+    assert passed_over == again != []
+
+
+def test_the_numbers_of_a_dump_are_not_cut_off(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
+    """In a file or a pipe, whose width is not known."""
+    run, _ = skipping
+    code, output = invoke("inspect-spike", str(run.run_dir))
+    assert code == 0, output
+    assert re.search("^ *layer +kind +gradient norm ", output, re.MULTILINE)
+    assert "embedding" in output
+    assert "…" not in output
+
+
 def test_names_with_brackets_are_printed_as_they_are(
     skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path
 ) -> None:
