@@ -93,9 +93,8 @@ class Checkpointer:
 
     A save that fails on any rank fails on all, and its half-written folder is removed. It is then written into the
     `fallback`, if there is one. Where that fails too, the error is logged, its text is kept in `last_error` (None after
-    a good save), `failed_saves` counts it (in a row), and the run goes on with the checkpoints it had. `last_saved` is
-    the last good save. A save in which a rank does not answer within RANKS_APART fails, too, and the next one begins
-    with new connections.
+    a good save), `failed_saves` counts it (in a row), and the run goes on with the checkpoints it had. A save in which
+    a rank does not answer within RANKS_APART fails, too, and the next one begins with new connections.
 
     `check_lock` is called on rank 0 before anything is written, published or removed. It raises LaunchError when the
     folder is not this run's any more, and OSError when that cannot be told. After a LaunchError, or `max_failures`
@@ -121,7 +120,8 @@ class Checkpointer:
         self.last_error: str | None = None
         self.errors: list[str] = []
         """What `last_error` has been, oldest first: a save may fail before anyone has read how the one before ended."""
-        self.last_saved: Saved | None = None
+        self.saves: list[Saved] = []
+        """The good saves, oldest first: the next may end before anyone has read how this one did."""
         self.failed_saves = 0
         self.fatal: UserError | None = None
         self._places = [Place(folder, retention, "run_dir"), *([fallback] if fallback is not None else [])]
@@ -137,6 +137,11 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         for place in self._places:
             self._prepare(place)
+
+    @property
+    def last_saved(self) -> Saved | None:
+        """The last good save; None before the first."""
+        return self.saves[-1] if self.saves else None
 
     def save(
         self,
@@ -280,7 +285,7 @@ class Checkpointer:
             check_s = checks[self._ranks.rank][1]
             self.last_error = None
             self.failed_saves = 0
-            self.last_saved = Saved(step, time.perf_counter() - began, folder, problem, not_finite, check_s)
+            self.saves.append(Saved(step, time.perf_counter() - began, folder, problem, not_finite, check_s))
         except Exception as error:
             self._count_failure(step, error)
 

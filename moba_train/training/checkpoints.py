@@ -108,8 +108,9 @@ class RunCheckpoints:
             check_lock=check_lock,
             max_failures=keep.max_failures,
         )
-        self._reported: Saved | None = None
-        self._told = 0
+        self._told_saves = 0
+        """How many of the good saves are reported."""
+        self._told_errors = 0
         """How many of the errors of saves are reported."""
 
     def start(self, from_scratch: bool = False) -> Progress:
@@ -292,12 +293,12 @@ class RunCheckpoints:
 
     def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:
         """Report once how the saves so far have ended; the run goes on in any case."""
-        saved = self._checkpointer.last_saved
-        errors = self._checkpointer.errors[self._told :]
-        self._told += len(errors)
-        if saved is not None and saved != self._reported:
+        saves = self._checkpointer.saves[self._told_saves :]
+        errors = self._checkpointer.errors[self._told_errors :]
+        self._told_saves += len(saves)
+        self._told_errors += len(errors)
+        for saved in saves:
             _report_saved(telemetry, step, tokens, saved)
-        self._reported = saved
         if not errors or isinstance(self._checkpointer.fatal, LaunchError):
             return
         for error in errors:
