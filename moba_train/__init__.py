@@ -29,6 +29,7 @@ environment   `moba-train env`
 commands      what the command-line programs share
 foreign_files  files from elsewhere: what may be opened, and how much of it
 optional_imports  what of other packages can be imported, or why not
+strict_json   numbers that JSON lacks, as strings in the files of a run
 number_ranges  layers and ranks in messages
 error_output  how an error of the user's is printed, and torchrun kept from adding to it
 errors        errors that users can correct

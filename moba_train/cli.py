@@ -189,6 +189,8 @@ def compare(
     from moba_train.report.compare import describe
 
     result = compared(a, b, tolerance)
+    for notice in result.notices:
+        typer.echo(f"note: {notice}", err=True)
     for line in describe(result, most):
         typer.echo(line)
     raise typer.Exit(1 if result.differing else 0)
@@ -287,11 +289,9 @@ def inspect_spike(
     documents: Annotated[int, typer.Option(min=0, help="how many documents of the batch to show")] = 10,
 ) -> None:
     """Show what was recorded at a loss spike: numbers, and the documents of the batch, highest loss first."""
-    from rich.console import Console
-
     from moba_train.health.inspect import print_spike
 
-    print_spike(run, step, documents, Console(highlight=False, soft_wrap=True))
+    print_spike(run, step, documents, table_console())
 
 
 app.command()(generate)

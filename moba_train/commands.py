@@ -74,11 +74,11 @@ def _parse_tokens(text: str, base: int) -> int:
 
 def table_console() -> Any:
     """A console of rich for tables: as wide as the terminal; at least 160 columns where the output goes to a file or a
-    pipe."""
+    pipe. Brackets in names and paths are printed, not taken for markup."""
     from rich.console import Console
 
-    console = Console()
-    return console if sys.stdout.isatty() else Console(width=max(160, console.width))
+    console = Console(markup=False)
+    return console if sys.stdout.isatty() else Console(markup=False, width=max(160, console.width))
 
 
 def command_group(help_text: str) -> typer.Typer:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from moba_train import __version__
@@ -120,7 +119,7 @@ def print_environment(console: Console) -> None:
         table.add_column(column, overflow="fold")
     for package in OPTIONAL_PACKAGES:
         reason = import_problem(package.features)
-        state = "usable" if not reason else escape(f"{reason}\n{package.install}")
+        state = "usable" if not reason else f"{reason}\n{package.install}"
         table.add_row(package.name, package.gives, _version(package.name) or "-", state)
     console.print(table)
 

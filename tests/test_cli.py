@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from moba_train.cli import app
+from moba_train.commands import table_console
 from moba_train.config.load import load_config
 from moba_train.environment import OPTIONAL_PACKAGES
 from moba_train.optional_imports import import_problem
@@ -140,3 +141,9 @@ def test_packages_are_probed_by_what_they_can_do(tmp_path, monkeypatch):
     assert "AttributeError" in import_problem([("json", "dumps"), ("apexlike", "FusedAdam")])
     assert "libcudart.so.13" in import_problem([("broken", "x")])
     assert "ModuleNotFoundError" in import_problem([("absent_package", "x")])
+
+
+def test_brackets_in_names_and_paths_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich would take them for its markup and leave them out."""
+    table_console().print("stage long: corpus /data/[old]/one")
+    assert capsys.readouterr().out == "stage long: corpus /data/[old]/one\n"

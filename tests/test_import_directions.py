@@ -41,6 +41,7 @@ ORDER = (
     "config",
     "foreign_files",
     "optional_imports",
+    "strict_json",
     "number_ranges",
     "errors",
 )

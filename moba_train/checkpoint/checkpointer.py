@@ -93,17 +93,16 @@ class Checkpointer:
 
     A save that fails on any rank fails on all, and its half-written folder is removed. It is then written into the
     `fallback`, if there is one. Where that fails too, the error is logged, its text is kept in `last_error` (None after
-    a good save), `failed_saves` counts it (in a row), and the run goes on with the checkpoints it had. `last_saved` is
-    the last good save. A save in which a rank does not answer within RANKS_APART fails, too, and the next one begins
-    with new connections.
+    a good save), `failed_saves` counts it (in a row), and the run goes on with the checkpoints it had. A save in which
+    a rank does not answer within RANKS_APART fails, too, and the next one begins with new connections.
 
     `check_lock` is called on rank 0 before anything is written, published or removed. It raises LaunchError when the
     folder is not this run's any more, and OSError when that cannot be told. After a LaunchError, or `max_failures`
     failed saves in a row, `fatal` holds the error that must end the run; `save` and `raise_fatal` raise it.
 
-    Ranks may see the same save end differently: where the last collective of a save fails on one rank only, this rank
-    counts a failure and the others a good save. So `last_error`, `failed_saves` and `fatal` are a rank's own view until
-    `save` or `raise_fatal` replaces them by that of rank 0, the one that publishes.
+    Ranks may see the same save end differently: where the last collective of a save, after rank 0 has published it,
+    fails on another rank, that rank counts a failure and the others a good save. So `last_error`, `failed_saves` and
+    `fatal` are a rank's own view until `save` or `raise_fatal` replaces them by that of rank 0, the one that publishes.
 
     A checkpoint with NaN or infinite values is saved with `good` false and the names of (some of) the tensors that hold
     them as `not_finite` in its meta.
@@ -121,7 +120,8 @@ class Checkpointer:
         self.last_error: str | None = None
         self.errors: list[str] = []
         """What `last_error` has been, oldest first: a save may fail before anyone has read how the one before ended."""
-        self.last_saved: Saved | None = None
+        self.saves: list[Saved] = []
+        """The good saves, oldest first: the next may end before anyone has read how this one did."""
         self.failed_saves = 0
         self.fatal: UserError | None = None
         self._places = [Place(folder, retention, "run_dir"), *([fallback] if fallback is not None else [])]
@@ -137,6 +137,11 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         for place in self._places:
             self._prepare(place)
+
+    @property
+    def last_saved(self) -> Saved | None:
+        """The last good save; None before the first."""
+        return self.saves[-1] if self.saves else None
 
     def save(
         self,
@@ -280,7 +285,7 @@ class Checkpointer:
             check_s = checks[self._ranks.rank][1]
             self.last_error = None
             self.failed_saves = 0
-            self.last_saved = Saved(step, time.perf_counter() - began, folder, problem, not_finite, check_s)
+            self.saves.append(Saved(step, time.perf_counter() - began, folder, problem, not_finite, check_s))
         except Exception as error:
             self._count_failure(step, error)
 
@@ -327,7 +332,7 @@ class Checkpointer:
             self._writer.write(temporary, contents.tensors, contents.copies)
             hashes = self._ranks.gather_from_every_rank(lambda: self._finish_own_files(temporary, contents.meta))
             files = {name: entry for own in hashes for name, entry in own.items()}
-            self._ranks.broadcast_from_rank_0(lambda: self._publish(place, temporary, contents, files))
+            self._publish_on_rank_0(place, temporary, contents, files)
         except Exception:
             if self._ranks.rank == 0 and temporary is not None and os.path.exists(temporary):
                 publish.remove(temporary)
@@ -353,6 +358,26 @@ class Checkpointer:
             manifest.write_json(temporary / manifest.META, meta)
             own += [temporary / manifest.META, temporary / ".metadata"]
         return {path.name: manifest.hash_file(path) for path in own}
+
+    def _publish_on_rank_0(
+        self, place: Place, temporary: Path, contents: _Contents, files: dict[str, manifest.FileEntry]
+    ) -> None:
+        """Publishes on rank 0 and tells the other ranks. On rank 0 the save is good from then on, also where the ranks
+        lose contact before they know."""
+        published = False
+
+        def publish_here() -> None:
+            nonlocal published
+            self._publish(place, temporary, contents, files)
+            published = True
+
+        try:
+            self._ranks.broadcast_from_rank_0(publish_here)
+        except Exception as error:
+            if not published:
+                raise
+            text = "the checkpoint of step %d is complete, but the ranks lost contact before all of them knew: %s"
+            logger.warning(text, contents.step, error)
 
     def _publish(
         self, place: Place, temporary: Path, contents: _Contents, files: dict[str, manifest.FileEntry]

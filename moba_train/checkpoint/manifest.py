@@ -6,7 +6,6 @@ the manifest does not name (`.DS_Store`, `.nfs...`) are never read and never cou
 """
 
 import hashlib
-import json
 import os
 import re
 import reprlib
@@ -17,6 +16,7 @@ from typing import Any, TypedDict
 
 from moba_train.checkpoint.files import NOT_REGULAR, UnreadableError, is_missing, open_regular, read_file, try_all
 from moba_train.errors import CheckpointError
+from moba_train.strict_json import from_json, to_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -49,7 +49,7 @@ def hash_file(path: Path) -> FileEntry:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes `content` and fsyncs the file. Raises CheckpointError when it would be too large to be read again."""
-    text = json.dumps(content, indent=1).encode()
+    text = to_json(content, indent=1).encode()
     if problem := _json_problem(text):
         raise CheckpointError(f"{path}: cannot be written: {problem}")
     with path.open("wb") as stream:
@@ -206,7 +206,7 @@ def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
     if problem := _json_problem(text):
         raise CheckpointError(f"{path}: {problem}; use another checkpoint of this run")
     try:
-        content = json.loads(text)
+        content = from_json(text.decode())
     except RecursionError as error:
         raise CheckpointError(f"{path}: {_TOO_DEEP}; use another checkpoint of this run") from error
     except ValueError as error:

@@ -4,7 +4,6 @@ What they hold is a help and never the only copy: a file that cannot be used cou
 written costs what it would have told the next start. Both are warnings.
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from moba_train.checkpoint.manifest import write_json
 from moba_train.errors import ForeignFileError
 from moba_train.foreign_files import read_foreign
+from moba_train.strict_json import from_json
 
 LARGEST_BYTES = 2**20
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 def read_small_file(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; an empty one if there is no such file or, with a warning, if it cannot be used."""
     try:
-        content = json.loads(read_foreign(path, LARGEST_BYTES, links=False))
+        content = from_json(read_foreign(path, LARGEST_BYTES, links=False).decode())
         if not isinstance(content, dict):
             raise ValueError(f"it holds {type(content).__name__}, not a JSON object")
     except FileNotFoundError:
         return {}
     except (OSError, ForeignFileError, ValueError, RecursionError) as error:
-        logger.warning("%s is ignored: %s", path, error)
+        logger.warning("%s is ignored: %s", path, str(error).removeprefix(f"{path}: "))
         return {}
     return content
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from itertools import takewhile
 from pathlib import Path
 
 from moba_train.config.schema import RunConfig
@@ -10,7 +9,7 @@ from moba_train.evals.evaluation import Evaluation, EvaluationContext, Evaluatio
 from moba_train.evals.registry import stage_evaluations
 from moba_train.evals.variants import name_of, with_full
 from moba_train.parallel.world import broadcast
-from moba_train.telemetry.jsonl import read_backward
+from moba_train.telemetry.jsonl import read_since
 from moba_train.telemetry.telemetry import Telemetry
 
 
@@ -43,7 +42,7 @@ class StageEvaluations:
         was stopped or killed there, and resumed."""
         step = self._stage.first_step
         place = (step, self._stage.name)
-        records = takewhile(lambda record: record["step"] >= step, read_backward(metrics))
+        records = read_since(metrics, step)
         here = broadcast({record["type"] for record in records if (record["step"], record.get("stage")) == place})
         self._run(step, tokens, lambda evaluation: evaluation.name not in here)
 

@@ -15,10 +15,9 @@
       micro_batches   [[{source, document, start, stop, loss, loss_tokens}]]: the document parts in order; loss
                       is the mean over their loss tokens on this rank, from the repeated pass
 
-Losses that are not finite are NaN or Infinity, as Python's json writes and reads them.
+Numbers that are not finite are the strings "NaN", "Infinity" and "-Infinity" (strict_json.py).
 """
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ from moba_train.optim.gradients import Gradients
 from moba_train.parallel.forward import token_losses
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import broadcast, gather_over_ranks
+from moba_train.strict_json import to_json
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _write(path: Path, dump: dict[str, Any]) -> bool:
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(exist_ok=True)
-        temporary.write_text(json.dumps(dump, indent=1), encoding="utf-8")
+        temporary.write_text(to_json(dump, indent=1), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         logger.warning("the dump of a spike could not be written: %s", error)

@@ -1,8 +1,8 @@
 """Shows the dump of a spike: its numbers as tables, and the documents of its batch as text, highest loss first."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +17,7 @@ from moba_train.data.stream import DocumentPart
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError, UserError
 from moba_train.health.dump import dump_folder
+from moba_train.strict_json import from_json
 
 SHOWN_CHARACTERS = 400
 
@@ -38,33 +39,34 @@ def print_spike(run_dir: Path, step: int | None, documents: int, console: Consol
     """
     path, others = _find_dump(run_dir, step)
     try:
-        dump = json.loads(path.read_text(encoding="utf-8"))
+        dump = from_json(path.read_text(encoding="utf-8"))
         head = f"step {dump['step']}, stage {dump['stage']}, {dump['tokens']} tokens: {dump['level']}"
-        what = f"{dump['message']}; reaction: {dump['action']}"
+        what = f"{dump['message']}; action: {dump['action']}"
         tables = [_step_table(dump), _layer_table(dump), _rank_table(dump)]
         found = _part_losses(dump)
     except KeyError as error:
         raise UserError(f"{path} lacks {error}: it was not written by this version of moba_train") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no dump of a spike: {error}") from error
-    console.print(head, style="bold")
-    console.print(what)
+    say = partial(console.print, soft_wrap=True, highlight=False)
+    say(head, style="bold")
+    say(what)
     if others:
-        console.print(f"other dumps of this run: {', '.join(map(str, others))}")
-    console.print()
+        say(f"other dumps of this run: {', '.join(map(str, others))}")
+    say()
     for table in tables:
         console.print(table)
-    console.print(f"{len(found)} document parts, highest loss first:")
+    say(f"{len(found)} document parts, highest loss first:")
     decode = _decoder(run_dir)
     for part, loss, loss_tokens in found[:documents]:
-        console.print(
+        say(
             f"\nloss {loss:.4f} over {loss_tokens:g} tokens  {part.source} document {part.document} "
             f"tokens {part.start}:{part.stop}",
             style="bold",
         )
-        console.print(Text(decode(part)))
+        say(Text(decode(part)))
     if len(found) > documents:
-        console.print(f"\n{len(found) - documents} more: --documents {len(found)}")
+        say(f"\n{len(found) - documents} more: --documents {len(found)}")
 
 
 def _find_dump(run_dir: Path, step: int | None) -> tuple[Path, list[int]]:

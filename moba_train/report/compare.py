@@ -17,9 +17,11 @@ from moba_train.checkpoint.recipe import saved_recipe
 from moba_train.errors import UserError
 from moba_train.model.build import build_model
 from moba_train.report.history import number
-from moba_train.telemetry.jsonl import read_records
+from moba_train.telemetry.jsonl import read_sound_records
 
 _CURVES = ("loss", "grad_norm")
+_SHOWN = 5
+"""Damaged lines that are named."""
 
 
 class Comparison(NamedTuple):
@@ -28,6 +30,8 @@ class Comparison(NamedTuple):
     what: str
     compared: int
     differing: list[str]
+    notices: tuple[str, ...] = ()
+    """What was left out of the comparison."""
 
 
 def compare(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
@@ -43,8 +47,9 @@ def compare(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 
 def compare_metrics(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
     """Compare loss and gradient norm of every step."""
-    ours = _steps(a)
-    theirs = _steps(b)
+    notices: list[str] = []
+    ours = _steps(a, notices)
+    theirs = _steps(b, notices)
     differing = []
     steps = sorted(ours.keys() | theirs.keys())
     for step in steps:
@@ -55,7 +60,7 @@ def compare_metrics(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
         unequal = [f"{key} {x!r} and {y!r}" for key, x, y in pairs if not _equal(x, y, tolerance)]
         if unequal:
             differing.append(f"step {step}: {', '.join(unequal)}")
-    return Comparison("steps", len(steps), differing)
+    return Comparison("steps", len(steps), differing, tuple(notices))
 
 
 def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
@@ -75,12 +80,20 @@ def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
     return Comparison("tensors", len(names), differing)
 
 
-def _steps(path: Path) -> dict[int, dict[str, float]]:
+def _steps(path: Path, notices: list[str]) -> dict[int, dict[str, float]]:
+    """Loss and gradient norm by step; what cannot be read of the file is added to `notices`."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a run's metrics.jsonl")
+    records, damaged = read_sound_records(path)
+    if damaged:
+        shown = ", ".join(map(str, damaged[:_SHOWN])) + ", ..." * (len(damaged) > _SHOWN)
+        lines = f"1 line is damaged and left out: line {shown}"
+        if len(damaged) > 1:
+            lines = f"{len(damaged):,} lines are damaged and left out: lines {shown}"
+        notices.append(f"{path}: {lines}")
     steps = {
         record["step"]: {key: number(record, key) for key in _CURVES if record.get(key) is not None}
-        for record in read_records(path)
+        for record in records
         if record["type"] == "metrics"
     }
     if not steps:

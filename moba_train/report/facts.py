@@ -55,7 +55,7 @@ def _progress(history: History, now: float) -> Fact:
     if not records:
         return Fact("progress", "no records")
     last = max(records, key=lambda record: (record["step"], record["time"]))
-    planned = [number(stage, "last_step") for stage in history.of_type("stage")]
+    planned = [number(event, "last_step") for event in history.of_type("stage", "resume") if "last_step" in event]
     of = f" / {planned[-1]:,.0f}" if planned and math.isfinite(planned[-1]) else ""
     tokens = f"{format_count(last['tokens'])} tokens"
     if of and last["step"] >= planned[-1]:

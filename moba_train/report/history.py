@@ -82,11 +82,15 @@ class History:
 
     @property
     def stages(self) -> list[Record]:
-        """The record that began each stage: the first of its name."""
-        first: dict[str, Record] = {}
-        for event in self.of_type("stage"):
-            first.setdefault(event["stage"], event)
-        return list(first.values())
+        """The record that began each stage. Early versions wrote one wherever a run resumed, too; a stage whose first
+        steps were lost may have begun anew with a changed recipe, at the same step. In place of a record that is lost,
+        the first from which the run resumed."""
+        began: dict[str, Record] = {}
+        for event in self.of_type("stage", "resume"):
+            first = began.setdefault(event["stage"], event)
+            if event["type"] == "stage" and event["step"] <= first["step"]:
+                began[event["stage"]] = event
+        return list(began.values())
 
     @property
     def start(self) -> float:

@@ -1,4 +1,5 @@
-"""`metrics.jsonl`: the complete history of a run, one JSON object per line.
+"""`metrics.jsonl`: the complete history of a run, one JSON object per line (strict_json.py says how numbers are written
+that are not finite).
 
 A resumed run trains the steps after its checkpoint again. Their records of before are moved to
 `metrics.discarded.jsonl`, which so holds every record that was ever taken out of `metrics.jsonl`, once, in the order in
@@ -7,17 +8,21 @@ which they were taken out. Both files only ever change at their ends, so that re
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import shutil
 from collections import deque
 from collections.abc import Collection, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from moba_train.strict_json import from_json, to_json
 from moba_train.telemetry.atomic import write_atomically
 from moba_train.telemetry.outage import DelayedError
+
+logger = logging.getLogger(__name__)
 
 MOST_PENDING = 100_000
 """Records that are kept while the file cannot be written, about 60 MB; later ones are lost, and counted."""
@@ -51,7 +56,7 @@ class JsonlSink:
             self._open()
 
     def write(self, record: dict[str, Any]) -> None:
-        self._pending.append(json.dumps(record).encode() + b"\n")
+        self._pending.append(to_json(record).encode() + b"\n")
         self._write_pending()
 
     def close(self) -> None:
@@ -116,8 +121,21 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Lines that are not records are left out, such as one truncated by a kill or a full disk. Early versions wrote the
     record type under the key "kind"; it is returned under "type".
     """
+    return read_sound_records(path)[0]
+
+
+def read_sound_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """All records of a metrics file, as from `read_records`, and the numbers of damaged lines, from 1: those that are
+    no records. A blank line is none, nor a last line that was not written to its end: the run may be writing it."""
+    records: list[dict[str, Any]] = []
+    damaged: list[int] = []
     with path.open("rb") as lines:
-        return [record for line in lines if (record := parse_record(line)) is not None]
+        for number, line in enumerate(lines, 1):
+            if (record := parse_record(line)) is not None:
+                records.append(record)
+            elif line.strip() and line.endswith(b"\n"):
+                damaged.append(number)
+    return records, damaged
 
 
 def read_backward(path: Path) -> Iterator[dict[str, Any]]:
@@ -125,6 +143,16 @@ def read_backward(path: Path) -> Iterator[dict[str, Any]]:
     for _, line in _lines_backward(path):
         if (record := parse_record(line)) is not None:
             yield record
+
+
+def read_since(path: Path, step: int) -> list[dict[str, Any]]:
+    """The records of `step` and later at the end of a metrics file, newest first. None, with a warning, where the file
+    cannot be read: what a start finds there spares repetitions, and is no reason to end a run."""
+    try:
+        return list(takewhile(lambda record: record["step"] >= step, read_backward(path)))
+    except OSError as error:
+        logger.warning("%s cannot be read; records of step %d may be repeated: %s", path, step, error.strerror or error)
+        return []
 
 
 def discard_after(path: Path, step: int | None, repeated: Collection[str] = ()) -> None:
@@ -219,7 +247,7 @@ def _truncate(path: Path, size: int) -> None:
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """The record in a line of a metrics file; None for a line that is none."""
     with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(line.decode("utf-8", errors="replace"))
+        record = from_json(line.decode("utf-8", errors="replace"))
         if isinstance(record, dict) and isinstance(record.get("step"), int) and record.keys() & {"type", "kind"}:
             return _with_type(record)
     return None

@@ -108,8 +108,9 @@ class RunCheckpoints:
             check_lock=check_lock,
             max_failures=keep.max_failures,
         )
-        self._reported: Saved | None = None
-        self._told = 0
+        self._told_saves = 0
+        """How many of the good saves are reported."""
+        self._told_errors = 0
         """How many of the errors of saves are reported."""
 
     def start(self, from_scratch: bool = False) -> Progress:
@@ -204,15 +205,16 @@ class RunCheckpoints:
             self._marks.write(self.folder)
         return True
 
-    def trust_again(self) -> None:
-        """Take back every `doubt`: a step was applied to these weights, and its values were finite."""
-        if not self._doubted:
-            return
+    def trust_again(self) -> list[int]:
+        """Take back every `doubt`: a step was applied to these weights, and its values were finite. Returns the steps
+        of the checkpoints."""
+        steps = [step for step, _ in self._doubted]
         for step, save_id in self._doubted:
             self._marks.remove(step, save_id)
         self._doubted.clear()
-        if self.restarts is not None:
+        if steps and self.restarts is not None:
             self._marks.write(self.folder)
+        return steps
 
     def newest(self, accept: Accept) -> Path:
         """The newest intact checkpoint that is not marked and whose meta `accept` accepts. Raises CheckpointError when
@@ -291,12 +293,12 @@ class RunCheckpoints:
 
     def report(self, telemetry: Telemetry, step: int, tokens: int) -> None:
         """Report once how the saves so far have ended; the run goes on in any case."""
-        saved = self._checkpointer.last_saved
-        errors = self._checkpointer.errors[self._told :]
-        self._told += len(errors)
-        if saved is not None and saved != self._reported:
+        saves = self._checkpointer.saves[self._told_saves :]
+        errors = self._checkpointer.errors[self._told_errors :]
+        self._told_saves += len(saves)
+        self._told_errors += len(errors)
+        for saved in saves:
             _report_saved(telemetry, step, tokens, saved)
-        self._reported = saved
         if not errors or isinstance(self._checkpointer.fatal, LaunchError):
             return
         for error in errors:

@@ -9,7 +9,7 @@ from typing import Any
 from moba_train.config.explain import given
 from moba_train.config.load import dump_config, parse_config, parse_yaml
 from moba_train.config.schema import RunConfig
-from moba_train.errors import ConfigError
+from moba_train.errors import ConfigError, LaunchError
 from moba_train.telemetry.atomic import write_atomically
 
 MOST_SHOWN = 20
@@ -40,14 +40,18 @@ def write_recipe(run_dir: Path, config: RunConfig, step: int) -> str | None:
 
     A different one that is there is first copied to `config.step_00000123.yaml`, the recipe that was in use up to that
     step, or -2, -3, ... if there is such a file already: none is ever overwritten. Returns the text of that recipe.
+    Raises LaunchError when a file cannot be read or written.
     """
     path = run_dir / "config.yaml"
     text = dump_config(config)
-    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
-    if before != text:
-        _keep(before, run_dir, step)
-    if before != text or not path.exists():
-        write_atomically(path, text)
+    try:
+        before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
+        if before != text:
+            _keep(before, run_dir, step)
+        if before != text or not path.exists():
+            write_atomically(path, text)
+    except OSError as error:
+        raise LaunchError(f"run_dir {run_dir} cannot be used: the recipe is kept in {path.name}: {error}") from error
     return before if before != text else None
 
 

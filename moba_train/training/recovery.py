@@ -49,10 +49,12 @@ class Recovery:
         self._applied = (progress.step, progress.step)
         """The last two steps that were applied, or the one that the run resumed from."""
 
-    def applied(self, step: int) -> None:
-        """Call this when `step` has been judged and is applied."""
+    def applied(self, step: int, tokens: int) -> None:
+        """Call this when `step` has been judged and is applied; `tokens` are consumed after it."""
         self._applied = (self._applied[1], step)
-        self._checkpoints.trust_again()
+        for saved in self._checkpoints.trust_again():
+            text = f"the checkpoint of step {saved} is used again: the fault was not in it, as this step is finite"
+            self._telemetry.event(step, tokens, "warning", text)
 
     def record_transient(self, fault: TransientFault, stage: Stage) -> None:
         """Record that the current step was finite only when it was run again, before its update. Raises

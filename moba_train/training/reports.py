@@ -1,7 +1,6 @@
 """What a run reports about itself besides metrics: events at the current step, from its start to its end."""
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,17 @@ from moba_train.parallel.world import World
 from moba_train.planning.activations import StageActivations
 from moba_train.telemetry.code_version import code_version, describe
 from moba_train.telemetry.factory import make_telemetry
-from moba_train.telemetry.jsonl import read_backward
+from moba_train.telemetry.jsonl import read_since
 from moba_train.telemetry.machine import describe_machine
-from moba_train.telemetry.telemetry import Telemetry
+from moba_train.telemetry.telemetry import Record, Telemetry
 from moba_train.training.checkpoints import RunCheckpoints
 from moba_train.training.evaluations import EVALUATION_RECORDS
 from moba_train.training.progress import Progress
 from moba_train.training.recipe_changes import describe_changes, recipe_changes, write_recipe
 from moba_train.training.stop_time import StopTime
 
+STAGE = "stage"
+"""Type of the records of a stage's beginning."""
 BOUNDARY = "boundary"
 """Type of the records that compare the losses on both sides of a stage's beginning."""
 
@@ -47,8 +48,8 @@ class RunReports:
         self._tokens = tokens
         self._device = world.device
         self.telemetry = Telemetry([])
-        self._compared: str | None = None
-        """The stage whose beginning an earlier start compared after it had saved the checkpoint of this step."""
+        self._recorded: list[Record] = []
+        """What an earlier start recorded at this step, also after it had saved the step's checkpoint."""
         recipe_before: str | None = None
         if world.is_main:
             run_dir = Path(config.run_dir)
@@ -58,7 +59,8 @@ class RunReports:
             again = progress.evaluation_due and checkpoints.resumed_numbers is None
             repeated = EVALUATION_RECORDS if again else ()
             self.telemetry = make_telemetry(config, run_dir, progress.run_id, resumed_step, last_step, repeated)
-            self._compared = _compared_stage(run_dir / "metrics.jsonl", progress.step)
+            history = read_since(run_dir / "metrics.jsonl", progress.step)
+            self._recorded = [record for record in history if record["step"] == progress.step]
         stage = stages[progress.stage]
         self.telemetry.stage = stage.name
         machine = describe_machine(world.device, world.size, world.ranks_per_node)
@@ -66,9 +68,9 @@ class RunReports:
         if checkpoints.loaded_weights is not None:
             self.event("init_from", checkpoints.loaded_weights)
         if progress.step:
-            text = f"resumed from the checkpoint of step {progress.step}, in stage {stage.name}"
-            text += checkpoints.begun_anew
-            self.event("resume", text, checkpoint_load_s=checkpoints.load_s)
+            text = f"resumed from the checkpoint of step {progress.step}, in {stage.describe()}{checkpoints.begun_anew}"
+            facts = _stage_facts(stage, stages[-1].end_step)
+            self.event("resume", text, checkpoint_load_s=checkpoints.load_s, **facts)
             self._recipe(checkpoints.resumed_recipe, recipe_before)
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
@@ -102,14 +104,26 @@ class RunReports:
             predicted_host_gib=found.host_bytes / 2**30,
         )
 
+    def stage(self, stage: Stage, last_step: int) -> None:
+        """Report that `stage` begins, unless an earlier start has done so at this step, in the same words; `last_step`:
+        last step of the run, as far as that is known."""
+        facts = {"message": stage.describe(), **_stage_facts(stage, last_step)}
+        if not self._is_recorded(STAGE, stage, step=self._progress.step, **facts):
+            self.event(STAGE, **facts)
+
     def boundary(self, stage: Stage, losses: tuple[float, float] | None) -> None:
-        """Report the mean losses before and after the beginning of `stage`, where they are known, unless the start
-        before has done so."""
-        if losses is None or stage.name == self._compared:
+        """Report the mean losses before and after the beginning of `stage`, where they are known, unless an
+        earlier start has done so."""
+        if losses is None or self._is_recorded(BOUNDARY, stage):
             return
         before, after = losses
         text = f"loss {before:.4f} before stage {stage.name}, {after:.4f} at its beginning: {after - before:+.4f}"
         self.event(BOUNDARY, text, loss_before=before, loss_after=after, loss_step=after - before)
+
+    def _is_recorded(self, event_type: str, stage: Stage, **fields: Any) -> bool:
+        """Whether an earlier start recorded such an event of `stage` at the step from which the run resumed."""
+        wanted = {"type": event_type, "stage": stage.name, **fields}
+        return any(wanted.items() <= record.items() for record in self._recorded)
 
     def stop_time(self, stop_time: StopTime, save_s: float | None) -> None:
         """Report how long an orderly stop takes, where that is known for the first time or has become longer;
@@ -124,8 +138,5 @@ class RunReports:
         self.telemetry.alert("a GPU or a disk has a problem", text, "node")
 
 
-def _compared_stage(metrics: Path, step: int) -> str | None:
-    """The stage whose beginning is compared in a record of `step`, the last step in the file `metrics`; None where none
-    is."""
-    here = takewhile(lambda record: record["step"] == step, read_backward(metrics))
-    return next((record.get("stage") for record in here if record["type"] == BOUNDARY), None)
+def _stage_facts(stage: Stage, last_step: int) -> dict[str, Any]:
+    return {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": last_step}

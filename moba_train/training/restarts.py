@@ -109,8 +109,8 @@ class Restarts:
                 *earlier,
                 *lines,
                 "Find the cause first: the output of those starts, `moba-train inspect-spike "
-                f"{self._path.parent}`, a lower optim.lr, another health.spike.reaction, fewer steps between "
-                "checkpoints (checkpoint.every). Then delete "
+                f"{self._path.parent}`, a lower learning rate (optim.lr, or lr of a stage that has its own), another "
+                "health.spike.reaction, fewer steps between checkpoints (checkpoint.every). Then delete "
                 f"{self._path} or raise the key, and run the same command again. Checkpoints that are passed over are "
                 f"named in {self._path.parent / 'checkpoints' / MARKS}; delete it to use them again",
             ]

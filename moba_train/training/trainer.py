@@ -298,7 +298,7 @@ class Trainer:
             set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
             self.optimizer.step()
-            self.recovery.applied(step)
+            self.recovery.applied(step, self.tokens)
         del gradients
         self.optimizer.zero_grad()
         if action == "rollback":
@@ -349,6 +349,7 @@ class Trainer:
         config = self.config
         progress = self.progress
         self._measured_at = None
+        begins = stage.index > progress.stage or progress.step == 0
         if stage.index > progress.stage:
             self.reports.boundary(self.stage, progress.boundary.compare())
             progress.boundary.begin_stage()
@@ -374,8 +375,8 @@ class Trainer:
         self.evaluations.begin_stage(stage, self.model, self.data_shard)
         self.telemetry.stage = stage.name
         self.stop_time.begin_stage()
-        facts = {"stage_index": stage.index, "seq_len": stage.seq_len, "last_step": self.stages[-1].end_step}
-        self.reports.event("stage", stage.describe(), **facts)
+        if begins:
+            self.reports.stage(stage, self.stages[-1].end_step)
         if choice:
             self.reports.event("parallel", choice)
         self.reports.activations(activations)

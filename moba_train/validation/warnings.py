@@ -7,6 +7,7 @@ from math import prod
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.quantities import format_count
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
 from moba_train.convert.initial_weights import left_out_kinds
 from moba_train.data.indexed import corpus_file
 from moba_train.data.sidecar import read_sidecar
@@ -34,7 +35,23 @@ def print_recipe_warnings(config: RunConfig) -> None:
 
 def recipe_warnings(config: RunConfig) -> list[str]:
     """Sentences about a validated recipe, each with the keys to change; none where nothing is conspicuous."""
-    return [*_evaluation_warnings(config), *_vocabulary_warnings(config), *_initial_weight_warnings(config)]
+    return [
+        *_batch_warnings(config),
+        *_evaluation_warnings(config),
+        *_vocabulary_warnings(config),
+        *_initial_weight_warnings(config),
+    ]
+
+
+def _batch_warnings(config: RunConfig) -> Iterator[str]:
+    """Batches that are larger than their stage, which all the same trains a whole one."""
+    for stage, given in zip(resolve_stages(config), config.stages, strict=True):
+        if stage.batch_tokens > given.tokens:
+            key = "batch_tokens" if given.batch_tokens is None else f"stages[{stage.index}].batch_tokens"
+            yield (
+                f"{key}: given {stage.batch_tokens:,}, more than the {given.tokens:,} tokens of stage {stage.name!r}: "
+                f"its one step trains on {stage.batch_tokens:,}; lower it, or raise stages[{stage.index}].tokens"
+            )
 
 
 def _evaluation_warnings(config: RunConfig) -> Iterator[str]:

@@ -259,6 +259,27 @@ def test_several_runs_lie_over_each_other_with_the_keys_that_differ(recorded: Pa
     assert re.findall(r"<td>(.*?)</td>", table) == ["0.006", "0.25"]
 
 
+def test_every_stage_has_one_beginning(tmp_path: Path) -> None:
+    """Early versions wrote the event at every start; a stage may begin anew, changed; and records may be lost."""
+    events = [
+        ("resume", 2, "lost", 16),
+        ("stage", 4, "one", 32),
+        ("resume", 5, "one", 32),
+        ("stage", 5, "one", 32),
+        ("stage", 8, "two", 64),
+        ("resume", 8, "one", 32),
+        ("stage", 8, "two", 128),
+        ("resume", 9, "two", 128),
+    ]
+    telemetry = Telemetry([JsonlSink(tmp_path / "metrics.jsonl", None)])
+    for event_type, step, stage, seq_len in events:
+        telemetry.stage = stage
+        telemetry.event(step, step * 512, event_type, "a message", seq_len=seq_len)
+    telemetry.close()
+    found = [(stage["stage"], stage["step"], stage["seq_len"]) for stage in read_history(tmp_path).stages]
+    assert found == [("lost", 2, 16), ("one", 4, 32), ("two", 8, 128)]
+
+
 def test_a_long_run_keeps_its_spikes(tmp_path: Path) -> None:
     telemetry = Telemetry([JsonlSink(tmp_path / "metrics.jsonl", None)])
     for step in range(1, 20_001):

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import math
 import os
 import resource
 import shutil
@@ -159,6 +160,30 @@ def test_a_failing_sink_is_reported_once_a_minute_and_when_it_works_again(
     warnings = [record for record in sink.records if record["type"] == "warning"]
     assert [(event["step"], event["records_lost"]) for event in warnings] == [(200, 190), (301, 1), (361, 30)]
     assert caplog.messages[-1] == "FlakySink is closed; it has missed 240 records in all"
+
+
+def test_every_json_reader_accepts_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    """They are read as they were, also from files of earlier versions, which had Python's bare words."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    path = tmp_path / "metrics.jsonl"
+    numbers = {"loss": math.nan, "grad_norm": math.inf, "spike_z_loss": -math.inf, "lr": 1.0}
+    telemetry = Telemetry([JsonlSink(path, None)])
+    telemetry.log(1, 10, numbers)
+    telemetry.event(1, 10, "needle", "a message", needle={"by_depth": [[math.nan, 1.0]]}, loss=None)
+    telemetry.close()
+    strict = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert [strict[0][name] for name in numbers] == ["NaN", "Infinity", "-Infinity", 1.0]
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text("".join(json.dumps(record) + "\n" for record in read_records(path)))
+    assert "NaN," in earlier.read_text()
+    for file in (path, earlier):
+        metrics, event = read_records(file)
+        assert repr([metrics[name] for name in numbers]) == repr([*numbers.values()])
+        assert math.isnan(event["needle"]["by_depth"][0][0])
+        assert event["loss"] is None
 
 
 def test_a_resume_reads_the_end_of_a_long_history_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

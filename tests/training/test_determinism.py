@@ -83,9 +83,9 @@ def test_the_first_step_that_differs_is_named(runs: Runs, tmp_path: Path) -> Non
     assert compare(runs.one / "metrics.jsonl", other, "--tolerance", "1e-5")[0] == 0
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan, "nan", None])
+@pytest.mark.parametrize("value", [math.inf, math.nan, "Infinity", "NaN", "nan", None])
 def test_a_tolerance_does_not_cover_a_value_that_is_not_finite(tmp_path: Path, value: float | str | None) -> None:
-    """Whichever of the two files has it; a damaged record is no crash."""
+    """Whichever of the two files has it, as a string or as a bare word; a damaged record is no crash."""
     sound, other = tmp_path / "sound.jsonl", tmp_path / "other.jsonl"
     for path, loss in ((sound, 1.0), (other, value)):
         path.write_text(json.dumps({"type": "metrics", "step": 1, "loss": loss, "grad_norm": 1.0}) + "\n")
@@ -94,6 +94,26 @@ def test_a_tolerance_does_not_cover_a_value_that_is_not_finite(tmp_path: Path, v
         assert code == 1, output
         assert "first difference: step 1: loss " in output
     assert compare(other, other, "--tolerance", "1e-4")[0] == 0
+
+
+def test_damaged_lines_are_named(tmp_path: Path) -> None:
+    """A last line without an end is none: the run may be writing it."""
+    lines = [json.dumps({"type": "metrics", "step": step, "loss": 1.0}) for step in range(1, 10)]
+    sound, torn, damaged = (tmp_path / f"{name}.jsonl" for name in ("sound", "torn", "damaged"))
+    sound.write_text("\n".join(lines) + "\n")
+    torn.write_text("\n".join([*lines, '{"type": "metrics", "st']))
+    assert compare(sound, torn) == (0, "9 of 9 steps are equal\n")
+    for count, told in (
+        (1, "1 line is damaged and left out: line 3"),
+        (6, "6 lines .* left out: lines 3, 4, 5, 6, 7, ..."),
+    ):
+        damaged.write_text(
+            "\n".join([*lines[:2], *[line[:-3] for line in lines[2 : 2 + count]], "", *lines[2 + count :], ""])
+        )
+        code, output = compare(sound, damaged)
+        assert code == 1
+        assert re.search(rf"note: {damaged}: {told}\n", output)
+        assert "first difference: step 3: only in" in output
 
 
 def test_a_run_on_two_ranks_is_compared_with_one_on_one(runs: Runs, finished_run: Run) -> None:

@@ -129,7 +129,7 @@ def test_a_run_that_gets_nowhere_ends_with_an_account_of_its_starts(
     said = capsys.readouterr().err
     assert "3 starts in a row have saved no usable checkpoint newer than that of step 8" in said
     assert said.count("loss nan") == 3
-    for hint in ("health.max_restarts_without_progress: 3", RESTARTS, "inspect-spike", "optim.lr", MARKS):
+    for hint in ("health.max_restarts_without_progress: 3", RESTARTS, "inspect-spike", "or lr of a stage", MARKS):
         assert hint in said
     monkeypatch.undo()
     os.remove(run.run_dir / RESTARTS)

@@ -26,8 +26,9 @@ def test_stopping_and_resuming_is_bitwise_equal_to_never_stopping(run: Run, rank
     assert_same_tensors(run.newest_checkpoint, finished_run.newest_checkpoint)
     step, other = (read_meta(one.newest_checkpoint)["progress"] for one in (run, finished_run))
     assert (step["step"], step["starts"], step["stage"]) == (other["step"], other["starts"], other["stage"])
-    begun = [(record["step"], record["tokens"]) for record in run.records("stage")]
-    assert begun == [(step, 512 * step) for step in (0, 3, 6, 8)], "tokens consumed so far, also where it resumes"
+    for record_type, steps in (("stage", (0, 6)), ("resume", (3, 8))):
+        places = [(record["step"], record["tokens"]) for record in run.records(record_type)]
+        assert places == [(step, 512 * step) for step in steps], "tokens consumed so far, also where it resumes"
 
 
 @pytest.mark.gpu

@@ -231,3 +231,21 @@ def test_a_run_without_any_finite_checkpoint_is_refused(
     assert code == 2
     assert "the checkpoint of step 4 holds NaN or infinite values in optim." in printed
     assert yaml.safe_load((run.run_dir / "config.yaml").read_text())["name"] == "test"
+
+
+def test_a_history_that_cannot_be_read_does_not_end_a_run_and_a_recipe_that_cannot_be_written_does(
+    run: Run, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder stands for a file that the file system refuses."""
+    assert train_here(run, capsys, "--stop-at-step", "4")[0] == 0
+    metrics, recipe = run.run_dir / "metrics.jsonl", run.run_dir / "config.yaml"
+    metrics.unlink()
+    metrics.mkdir()
+    assert train_here(run, capsys, "--stop-at-step", "5")[0] == 0
+    assert f"{metrics} cannot be read; records of step 4 may be repeated: Is a directory" in caplog.text
+    assert run.newest_checkpoint.name == "step_00000005"
+    recipe.unlink()
+    recipe.mkdir()
+    code, printed = train_here(run, capsys)
+    assert code == 2
+    assert f"run_dir {run.run_dir} cannot be used: the recipe is kept in config.yaml: " in printed

@@ -14,8 +14,21 @@ from typer.testing import CliRunner
 from moba_train import cli
 from moba_train.errors import LaunchError, UserError
 from moba_train.parallel.world import joined_world
+from moba_train.training.trainer import Trainer
 
 KEPT: list[object] = []
+
+
+def test_every_save_is_reported_also_where_the_next_one_begins_before(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How a save ended is read after a step; by then the next save may have ended, too."""
+    monkeypatch.setattr(Trainer, "_report_last_save", lambda _trainer: None)  # the end of the run reports alone
+    assert run.train_here() == 0
+    complete = [record["message"] for record in run.records("checkpoint") if "checkpoint_save_s" in record]
+    assert [text.partition(" is complete")[0] for text in complete] == [
+        f"the checkpoint of step {step}" for step in (4, 8, 12)
+    ]
 
 
 def lines_with(text: str, part: str) -> list[str]:

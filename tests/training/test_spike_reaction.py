@@ -30,6 +30,7 @@ from moba_train.data.samples import StageData
 from moba_train.errors import TrainingError
 from moba_train.health.dump import GATE, Dump, _write, dump_folder
 from moba_train.optim.schedule import stage_learning_rate
+from moba_train.strict_json import from_json
 from moba_train.train import main
 from moba_train.training.recovery import Recovery
 
@@ -39,7 +40,7 @@ STEPS = 40
 
 
 def dump(run: Run, step: int) -> dict[str, Any]:
-    return json.loads((dump_folder(run.run_dir) / f"step_{step:08d}.json").read_text())
+    return from_json((dump_folder(run.run_dir) / f"step_{step:08d}.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,43 @@ def test_a_dump_of_an_earlier_version_is_shown(skipping: tuple[Run, list[tuple[i
     assert row.split()[-2:] == [f"{moba['max_lse']:.4g}", "0.123"]
 
 
+def test_that_a_checkpoint_is_used_again_is_said(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
+    run, _ = skipping
+    said = [record["message"] for record in run.records("warning")]
+    passed_over, again = (
+        [match[1] for text in said if (match := re.match(rf"the checkpoint of step (\d+) is {how}", text))]
+        for how in ("passed over from now on", "used again")
+    )
+    assert passed_over == again != []
+
+
+def test_the_numbers_of_a_dump_are_not_cut_off(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
+    """In a file or a pipe, whose width is not known."""
+    run, _ = skipping
+    code, output = invoke("inspect-spike", str(run.run_dir))
+    assert code == 0, output
+    assert re.search("^ *layer +kind +gradient norm ", output, re.MULTILINE)
+    assert "embedding" in output
+    assert "…" not in output
+
+
+def test_names_with_brackets_are_printed_as_they_are(
+    skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path
+) -> None:
+    """rich would take them for its markup, leave them out, or refuse them."""
+    run, _ = skipping
+    shutil.copy(run.run_dir / "config.yaml", tmp_path)
+    found = dump(run, POISONED) | {"stage": "a[/b]"}
+    for part in (part for parts in found["ranks"][0]["micro_batches"] for part in parts):
+        part["source"] = "/data/[old]/one"
+    dump_folder(tmp_path).mkdir()
+    (dump_folder(tmp_path) / "step_00000036.json").write_text(json.dumps(found))
+    code, output = invoke("inspect-spike", str(tmp_path))
+    assert code == 0, output
+    assert "stage a[/b], " in output
+    assert "/data/[old]/one document" in output
+
+
 def invoke(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, result.output
@@ -170,6 +208,7 @@ def test_inspect_spike_shows_the_documents_of_the_batch_the_worst_first(
     assert code == 0, output
     assert f"step {POISONED}, stage long" in output
     assert "other dumps of this run: 22, 26, 30" in output
+    assert "; action: skip " in " ".join(output.split()), "as the event and the dump call it; the reaction is skip_step"
     losses = [float(loss) for loss in re.findall(r"^loss (\S+) over", output, re.MULTILINE)]
     assert len(losses) > 1
     assert losses == sorted(losses, reverse=True)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,24 @@ def test_a_boundary_is_reported_once_whenever_the_run_is_stopped_or_made_longer(
     assert run.train_here() == 0
     assert run.records()[-1]["step"] == 28
     assert run.records("boundary") == whole
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+def test_the_beginning_of_a_stage_is_recorded_once(run: Run, killed: bool) -> None:
+    """A run that is stopped at a boundary has saved in the stage that begins there; one that is killed later resumes
+    from the checkpoint of the boundary, saved in the stage before."""
+    stage = {"seq_len": 64, "attention": {"default": "full"}}
+    run.recipe["stages"] = [{"name": name, "tokens": 4 * STEP, **stage} for name in ("one", "two")]
+    run.recipe["checkpoint"]["every"] = 4 if killed else 3
+    assert run.train_here("--stop-at-step", "5" if killed else "4") == 0
+    if killed:
+        shutil.rmtree(run.run_dir / "checkpoints" / "step_00000005")
+    begun = run.records("stage")
+    assert [(event["stage"], event["step"]) for event in begun] == [("one", 0), ("two", 4)]
+    assert run.train_here() == 0
+    assert run.records("stage") == begun
+    (resumed,) = run.records("resume")
+    assert (resumed["stage"], resumed["last_step"]) == ("one" if killed else "two", 8)
 
 
 def test_loss_by_position_is_logged_for_every_stage(undisturbed: Run) -> None:

@@ -30,6 +30,20 @@ def test_evaluations_that_never_run_are_named(load, overrides, warning):
     assert [text[: len(warning or "")] for text in recipe_warnings(config)] == ([warning] if warning else [])
 
 
+def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load):
+    """A unit too many, which a plan of the memory does not show."""
+    whole = load("batch_tokens=1M", "stages.0.tokens=1048576")
+    assert recipe_warnings(whole) == []
+    config = load("batch_tokens=8192T", "stages.1.batch_tokens=64K")
+    validate(config)
+    assert recipe_warnings(config) == [
+        "batch_tokens: given 9,007,199,254,740,992, more than the 1,000,000 tokens of stage 'short': its one step "
+        "trains on 9,007,199,254,740,992; lower it, or raise stages[0].tokens"
+    ]
+    (warning,) = recipe_warnings(load("stages.1.batch_tokens=2M"))
+    assert warning.startswith("stages[1].batch_tokens: given 2,097,152, more than the 2,000,000 tokens of stage 'long'")
+
+
 def write_corpora(folder, **info):
     """Corpora `a` and `b` of one document, whose sidecars say `info`."""
     for name in ("a", "b"):
