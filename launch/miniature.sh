@@ -33,7 +33,7 @@ data=runs/mini/data
 ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')
 moba_data=("$PYTHON" -m data_tools)
 moba_train=("$PYTHON" -m moba_train.cli)
-mkdir -p "$data"
+mkdir -p "$data" || refuse "$PWD/$data cannot be made; allowed: a checkout that can be written to"
 [ -e "$data/text.jsonl" ] ||
     "${moba_data[@]}" long-range --input "$corpus" ${select[@]+"${select[@]}"} --output "$data/text.jsonl" \
         --documents 1500 --characters 150000
