@@ -25,17 +25,19 @@ for part in "${parts[@]}"; do
         refuse "PART: given '$part'; allowed: 8k, 128k, profile, layouts, context, tests" ;;
     esac
 done
-mkdir -p "$1" || refuse "OUTPUT: $1 is no folder and cannot be made"
-output=$(realpath "$1")
+output=$(realpath -m "$1")
 [ "$output" != "$(realpath "$(dirname "${BASH_SOURCE[0]}")")/results" ] ||
     refuse "OUTPUT: given $1, which has results of the same names; allowed: another folder"
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus" -ge 4 ] || refuse "four GPUs needed; torch finds $gpus on this machine"
+mkdir -p "$output" || refuse "OUTPUT: $1 is no folder and cannot be made"
 # NVIDIA H100 80GB HBM3: h100
 gpu=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0].lower())')
 set +e
 failed=()
+# Compiled code stays from call to call.
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor_$(id -u)}
 TMPDIR=$(mktemp -d) || exit 1  # a program that takes too long leaves its folders behind, with checkpoints
 export TMPDIR
 trap 'rm -rf "$TMPDIR"' EXIT

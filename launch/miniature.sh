@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 name=${1:-}
 [ "$name" != --help ] || { usage; exit; }
 recipes=$(dirname "${BASH_SOURCE[0]}")/../configs/recipes/mini
-[ -n "$name" ] && [ -f "$recipes/$name.yaml" ] ||
+[[ -n $name && $name != */* && -f $recipes/$name.yaml ]] ||
     refuse "no miniature '$name'; allowed: $(cd "$recipes" && ls | sed 's/[.]yaml$//' | xargs)"
 shift
 corpus=

@@ -129,6 +129,7 @@ def test_fewer_gpus_and_the_folder_of_old_results_are_refused(run, tmp_path, gpu
     done, calls = run(gpus=gpus)
     assert (done.returncode, calls) == (2, [])
     assert f"four GPUs needed; torch finds {gpus} on this machine" in done.stderr
+    assert not (tmp_path / "results").exists()
     done, calls = run(output="benchmarks/results")
     assert (done.returncode, calls) == (2, [])
     assert "OUTPUT: given benchmarks/results, which has results of the same names" in done.stderr

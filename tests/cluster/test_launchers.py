@@ -37,6 +37,7 @@ def test_help_is_the_comment_at_the_top(tmp_path: Path, name: str) -> None:
         ("quickstart.sh", ["--corpus"], {}, "--corpus needs a file or folder"),
         ("quickstart.sh", ["--corpus", "absent"], {}, "--corpus: absent does not exist"),
         ("miniature.sh", [], {}, "no miniature ''; allowed: 128k-from-scratch"),
+        ("miniature.sh", ["../quickstart"], {}, "no miniature '../quickstart'; allowed: 128k-from-scratch"),
         ("miniature.sh", ["sft-1m", "--corpus", "absent"], {}, "--corpus: absent does not exist"),
         ("multinode.sh", [], {}, "no recipe; usage: NODES=N NODE_RANK=I MASTER=HOST"),
         ("multinode.sh", ["a.yaml"], {"NODES": "two"}, "NODES: given 'two'; allowed: a whole number"),
