@@ -26,7 +26,7 @@ from moba_train.telemetry.jsonl import read_records
 
 
 def run(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train all rows one after the other, the first once more; what each load and save took."""
+    """Train all rows one after the other, the first once more; what each load and save took, saved after each."""
     corpus, metrics = folder / "corpus", folder / "run" / "metrics.jsonl"
     steps = arguments.every * (len(rows) + 2)
     tokens = 2 * steps * arguments.sequences * rows[0].seq_len
@@ -52,6 +52,7 @@ def run(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace) -> lis
             result["checkpoint_gib"] = sum(part.stat().st_size for part in path.iterdir()) / 2**30
         results.append(result)
         print(result, flush=True)
+        save(arguments.output, {key: value for key, value in vars(arguments).items() if key != "output"}, results)
     return results
 
 
@@ -132,7 +133,6 @@ def main() -> None:
         parser.error(f"--rows: {' '.join(arguments.rows)} given; rows of one length by our trainer allowed")
     with tempfile.TemporaryDirectory() as folder:
         results = run(rows, Path(folder), arguments)
-    save(arguments.output, {key: value for key, value in vars(arguments).items() if key != "output"}, results)
     print(f"\n{table(results)}")
 
 

@@ -9,7 +9,8 @@ metrics.jsonl, the first steps left out, which compile and allocate. Nothing is 
 in one document that is longer than the sequences unless a row says `packed`. `host_gib` is what the machine's programs
 took of its memory during the row, at most, with those of other jobs; `sm_clock_mhz`, `power_w` and `power_capped` say
 whether the GPUs' power limit set the rate (`gpu_clocks.py`). Every row is saved as soon as it is done;
-`--append` keeps the rows that the file has. Compiled code is reused between rows by torch's own cache.
+`--append` keeps the rows that the file has. Compiled code is reused between rows by torch's own cache. The status is 1
+where a row has failed, other than one of torchtitan's.
 
 Rows:
 """
@@ -213,11 +214,13 @@ def main() -> None:
     except ValueError as error:
         parser.error(f"--rows: {error}")
     need_gpus(parser, arguments.gpus)
-    run(rows, arguments)
+    if failed := run(rows, arguments):
+        raise SystemExit(f"failed: {' '.join(failed)}")
 
 
-def run(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
-    """Measure the `rows` one by one, save each, and print the table."""
+def run(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
+    """Measure the `rows` one by one, save each, and print the table. Returns the names of rows that failed, other than
+    torchtitan's."""
     began = time.monotonic()
     results: dict[str, dict[str, Any]] = {}
     if arguments.append:
@@ -237,7 +240,8 @@ def run(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
             results[row.name] = result = measure(row, folder, arguments, min(left, arguments.row_seconds))
             print(f"{row.name}: {result.get('error', 'done')} ({result['wall_s']:.0f} s)", flush=True)
             save(arguments.output, settings, results)
-    print(f"\n{table(results)}")
+    print(f"\n{table(results)}", flush=True)
+    return [row.name for row in rows if "error" in results.get(row.name, {}) and not row.by_torchtitan]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 name=${1:-}
 [ "$name" != --help ] || { usage; exit; }
 recipes=$(dirname "${BASH_SOURCE[0]}")/../configs/recipes/mini
-[ -n "$name" ] && [ -f "$recipes/$name.yaml" ] ||
+[[ -n $name && $name != */* && -f $recipes/$name.yaml ]] ||
     refuse "no miniature '$name'; allowed: $(cd "$recipes" && ls | sed 's/[.]yaml$//' | xargs)"
 shift
 corpus=
@@ -33,7 +33,7 @@ data=runs/mini/data
 ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')
 moba_data=("$PYTHON" -m data_tools)
 moba_train=("$PYTHON" -m moba_train.cli)
-mkdir -p "$data"
+mkdir -p "$data" || refuse "$PWD/$data cannot be made; allowed: a checkout that can be written to"
 [ -e "$data/text.jsonl" ] ||
     "${moba_data[@]}" long-range --input "$corpus" ${select[@]+"${select[@]}"} --output "$data/text.jsonl" \
         --documents 1500 --characters 150000

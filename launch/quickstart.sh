@@ -37,7 +37,7 @@ overrides=()
 train=("${moba_train[@]}" train "$recipe" --gpus "$ranks"
     ${overrides[@]+"${overrides[@]}"})
 step() { printf '\n== %s\n' "$*"; }
-mkdir -p "$run/data"
+mkdir -p "$run/data" || refuse "$PWD/$run cannot be made; allowed: a checkout that can be written to"
 
 step "1/7  tokenizer, from $corpus"
 [ -e "$run/data/tokenizer.model" ] ||

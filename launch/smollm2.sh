@@ -12,6 +12,7 @@ case "${1:-}" in
     --help) usage; exit ;;
     *) refuse "given '${1:-}'; allowed: prepare, train, finish, retrieval, signal, gates" ;;
 esac
+[ $# -le 1 ] || refuse "given '$2' after $1; allowed: nothing more"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 folder=runs/smollm2

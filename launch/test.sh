@@ -5,6 +5,9 @@
 #   bash launch/test.sh -m gpu                  only those that need a GPU
 #   bash launch/test.sh tests/training -x       one folder, up to the first failure
 #   bash launch/test.sh -n 0                    in one process; by default two run files side by side where there is no GPU
+#   bash launch/test.sh -h                      pytest's own options
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+[ "${1:-}" != --help ] || { usage; exit; }
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 unset PYTHONDONTWRITEBYTECODE  # of hundreds of processes, each would compile the package anew
 side_by_side=()

@@ -20,7 +20,15 @@ from typing import Any
 
 from moba_train.error_output import OWN_CODES, REFUSED_FILE, print_error, quiet_torchrun
 from moba_train.errors import BrokenNodeError, LaunchError, ReproducibleFaultError
-from moba_train.training.stop import LAUNCHER_FOLDER, STOP_LIMIT, STOPPED, STOPPED_CODE, listen
+from moba_train.training.stop import (
+    ENDED_BY_INTERRUPT,
+    INTERRUPTED,
+    LAUNCHER_FOLDER,
+    STOP_LIMIT,
+    STOPPED,
+    STOPPED_CODE,
+    listen,
+)
 
 FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
 """Exit codes that say why a run ended, whichever rank was the first to leave."""
@@ -39,9 +47,9 @@ LONGEST_STOP_S = 604_800
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with these arguments; without `--nproc-per-node`, with a rank for each GPU of this machine.
 
-    Returns 0 when training ended, `STOPPED_CODE` when it stopped as asked, else the exit code of the ranks on this node
-    that failed, and 128 + the signal where they did not stop in time. A `STOPPED_CODE` or `SHUTDOWN_TIMEOUT` that is
-    none is refused.
+    Returns 0 when training ended, `STOPPED_CODE` when it stopped as asked, 130 when a second Ctrl-C ended it at once,
+    else the exit code of the ranks on this node that failed, and 128 + the signal where they did not stop in time. A
+    `STOPPED_CODE` or `SHUTDOWN_TIMEOUT` that is none is refused.
     """
     try:
         stopped_code = _whole_number(STOPPED_CODE, 0, LAST_CODE, "an exit code")
@@ -71,6 +79,8 @@ def main(arguments: Sequence[str]) -> int:
             return code
         except SignalException as error:
             if not (Path(folder) / STOPPED).exists():
+                if (Path(folder) / INTERRUPTED).exists():  # the ranks have said so
+                    return ENDED_BY_INTERRUPT
                 name = error.sigval.name
                 print(f"error: the ranks did not stop in time after {name} and were killed", file=sys.stderr)
                 return 128 + error.sigval

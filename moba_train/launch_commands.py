@@ -5,17 +5,18 @@ cli.py makes a command of it.
 
 import os
 import posixpath
+import sys
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moba_train.cluster import job as jobs
 from moba_train.commands import GpusPerNode, Overrides, Recipe
 from moba_train.errors import LaunchError
 
 if TYPE_CHECKING:
-    from moba_train.cluster.job import Job, Pods
     from moba_train.config.schema import RunConfig
 
 
@@ -30,7 +31,7 @@ _SEVERAL = "torchrun on several nodes"
 _USED_BY = {
     "name": ("--slurm", "--k8s"),
     "master": (_SEVERAL,),
-    "time_limit": ("--slurm",),
+    "limit": ("--slurm",),
     "stop_s": ("--slurm", "--k8s"),
     "image": ("--k8s",),
     "claim": ("--k8s",),
@@ -56,11 +57,13 @@ def launch(
         str | None, typer.Option(help="Slurm, Kubernetes: of the job; default: the recipe's `name`")
     ] = None,
     master: Annotated[str, typer.Option(help="torchrun on several nodes: host name of the first")] = "NODE0",
-    time_limit: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="Slurm: as sbatch takes it")] = None,
+    limit: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="Slurm: as sbatch takes it")] = None,
     stop_s: Annotated[
-        int | None,
-        typer.Option("--stop-seconds", min=1, help="Slurm, Kubernetes: from the signal to the end; default: 600"),
-    ] = None,
+        int,
+        typer.Option(
+            "--stop-seconds", min=1, max=jobs.MAX_STOP_S, help="Slurm, Kubernetes: from the signal to the end"
+        ),
+    ] = jobs.STOP_S,
     image: Annotated[str | None, typer.Option(help="Kubernetes: the image of docker/Dockerfile")] = None,
     claim: Annotated[
         str | None,
@@ -68,7 +71,7 @@ def launch(
             metavar="NAME:PATH", help="Kubernetes: the volume claim with data and runs, and where pods see it"
         ),
     ] = None,
-    restarts: Annotated[int, typer.Option(min=0, help="Kubernetes: starts after failures")] = 3,
+    restarts: Annotated[int, typer.Option(min=0, max=jobs.MAX_RESTARTS, help="Kubernetes: starts after failures")] = 3,
 ) -> None:
     """Print what starts a recipe on several nodes, or start it: torchrun (the default), Slurm or Kubernetes.
 
@@ -76,7 +79,6 @@ def launch(
     """
     import moba_train.attention.registry  # noqa: F401  # the kinds' sections
     from moba_train.cluster.commands import shell, slurm_line, torchrun_lines
-    from moba_train.cluster.job import STOP_S, Job, job_name
     from moba_train.config.load import dump_config, load_config
     from moba_train.validation.recipe import validate
 
@@ -85,19 +87,22 @@ def launch(
     _refuse_unused(context, "--slurm" if slurm else "--k8s" if k8s else _SEVERAL if nodes > 1 else "torchrun")
     config = load_config(recipe, overrides or ())
     validate(config, world_size=nodes * gpus_per_node, check_files=False, ranks_per_node=gpus_per_node)
-    job = Job(
-        job_name(name or config.name),
+    job = jobs.Job(
+        jobs.job_name(config.name if name is None else name),
         recipe,
         tuple(overrides or ()),
         dump_config(config),
         nodes,
         gpus_per_node,
-        stop_s or STOP_S,
+        stop_s,
     )
     if k8s:
         _give(_manifest(job, _pods(config, image, claim, restarts), k8s), ["kubectl", "apply", "-f", "-"], start)
         return
-    commands = [slurm_line(job, time_limit)] if slurm else torchrun_lines(job, master)
+    if slurm:
+        commands = [slurm_line(job, None if limit is None else jobs.time_limit(limit, job.stop_s))]
+    else:
+        commands = torchrun_lines(job, jobs.host_name(master))
     if start and len(commands) > 1:
         raise LaunchError(
             f"--start: given with --nodes {nodes} for torchrun, which starts on each node; allowed: --slurm, --k8s, or "
@@ -119,23 +124,21 @@ def _refuse_unused(context: typer.Context, way: str) -> None:
             )
 
 
-def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: int) -> "Pods":
-    from moba_train.cluster.job import IMAGE_FOLDER, Pods, volume
-
-    missing = [option for option, given in (("--image", image), ("--claim", claim)) if given is None]
-    if image is None or claim is None:
+def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: int) -> jobs.Pods:
+    missing = [option for option, given in (("--image", image), ("--claim", claim)) if not given]
+    if not image or not claim:
         raise LaunchError(f"--k8s needs {' and '.join(missing)}")
-    claim_name, mount = volume(claim)
-    run_dir = PurePosixPath(posixpath.normpath(IMAGE_FOLDER / config.run_dir))
+    claim_name, mount = jobs.volume(claim)
+    run_dir = PurePosixPath(posixpath.normpath(jobs.IMAGE_FOLDER / config.run_dir))
     if mount not in run_dir.parents:
         raise LaunchError(
             f"run_dir: given {config.run_dir!r}, in the pods {run_dir}, which is not on the volume at {mount}: "
             f"checkpoints would end with the pods; allowed: a folder below it, such as run_dir={mount / run_dir.name}"
         )
-    return Pods(image, claim_name, mount, restarts)
+    return jobs.Pods(jobs.image_name(image), claim_name, mount, restarts)
 
 
-def _manifest(job: "Job", pods: "Pods", kind: Manifests) -> str:
+def _manifest(job: jobs.Job, pods: jobs.Pods, kind: Manifests) -> str:
     from moba_train.cluster.kubernetes import MANIFESTS, as_yaml
 
     return as_yaml(MANIFESTS[kind](job, pods))
@@ -157,6 +160,8 @@ def _give(text: str, command: list[str], start: bool) -> None:
 def _replace_process(command: list[str]) -> None:
     if command[0] == "sbatch" and not Path("launch/slurm.sbatch").exists():
         raise LaunchError(f"--start: {Path.cwd()} has no launch/slurm.sbatch; allowed: the repository's folder")
+    if command[0] == "moba-train":  # the PATH may have none, or that of another environment
+        command = [sys.executable, "-m", "moba_train.cli", *command[1:]]
     try:
         os.execvp(command[0], command)
     except OSError as error:

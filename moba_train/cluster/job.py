@@ -17,6 +17,25 @@ SHARED_MEMORY = PurePosixPath("/dev/shm")
 """Where NCCL's memory that ranks of a pod share is mounted."""
 MAX_NAME = 40
 """Characters of a job's name: those of its pods, with suffixes, must stay below 63."""
+MAX_STOP_S = 65_535
+"""The most seconds that sbatch takes for a signal before the time limit."""
+MAX_RESTARTS = 2**31 - 1
+"""The most restarts that a JobSet can hold."""
+
+_LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+_CLAIM = re.compile(rf"{_LABEL}(?:[.]{_LABEL})*")
+_HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(?:%[A-Za-z0-9._-]+)?")
+"""A host name, an IPv4 address or an IPv6 address with its zone."""
+_REGISTRY = r"(?:[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9a-fA-F:.]+\])(?::[0-9]+)?"
+_REPOSITORY = "[a-z0-9]+(?:(?:[.]|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    f"(?:{_REGISTRY}/)?{_REPOSITORY}(?:/{_REPOSITORY})*"
+    "(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@[A-Za-z0-9+._-]+:[0-9a-fA-F]{32,})?"
+)
+"""[REGISTRY/]REPOSITORY[:TAG][@DIGEST], as container runtimes take it."""
+_TIME = re.compile(
+    "(?:(?P<days>[0-9]{1,9})-)?(?P<first>[0-9]{1,9})(?::(?P<second>[0-9]{1,9}))?(?::(?P<third>[0-9]{1,9}))?"
+)
 
 
 @dataclass(frozen=True)
@@ -55,12 +74,56 @@ def job_name(text: str) -> str:
     return name
 
 
+def host_name(text: str) -> str:
+    """`text` as the host name of the first node. Raises LaunchError where it cannot be one."""
+    if not _HOST.fullmatch(text):
+        raise LaunchError(f"--master: given {text!r}; allowed: a host name or an IP address")
+    return text
+
+
+def time_limit(text: str, stop_s: int) -> str:
+    """`text` as a time limit of sbatch. Raises LaunchError where sbatch would refuse it, and where the run would be
+    asked to stop as soon as it starts, because the limit is no longer than `stop_s`, the seconds to stop in."""
+    if text.upper() in ("INFINITE", "UNLIMITED"):
+        return text
+    parts = _TIME.fullmatch(text)
+    if not parts:
+        raise LaunchError(
+            f"--time: given {text!r}; allowed: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, "
+            "DAYS-HOURS:MINUTES, DAYS-HOURS:MINUTES:SECONDS or UNLIMITED"
+        )
+    first, second, third = (int(parts[name] or 0) for name in ("first", "second", "third"))
+    if parts["days"] or parts["third"]:
+        seconds = 86_400 * int(parts["days"] or 0) + 3600 * first + 60 * second + third
+    else:
+        seconds = 60 * first + second
+    if 0 < seconds <= stop_s:  # 0 means no limit
+        raise LaunchError(
+            f"--time: given {text}, which is {seconds} s: the run is asked to stop {stop_s} s before the limit, so at "
+            "once; allowed: a longer limit, or a smaller --stop-seconds"
+        )
+    return text
+
+
+def image_name(text: str) -> str:
+    """`text` as the image of a container. Raises LaunchError where Kubernetes could not pull it."""
+    if not _IMAGE.fullmatch(text):
+        raise LaunchError(
+            f"--image: given {text!r}; allowed: [REGISTRY/]REPOSITORY[:TAG][@DIGEST], such as my.registry/moba_train:1"
+        )
+    return text
+
+
 def volume(text: str) -> tuple[str, PurePosixPath]:
     """CLAIM:PATH as (claim, path). Raises LaunchError."""
-    claim, colon, path = text.partition(":")
-    if not (claim and colon and path.startswith("/") and path != "/"):
-        raise LaunchError(f"--claim: given {text!r}; allowed: NAME:PATH, such as training:/data, with an absolute path")
-    mount = PurePosixPath(posixpath.normpath(path))
+    claim, _, path = text.partition(":")
+    mount = PurePosixPath(posixpath.normpath(f"/{path.lstrip('/')}"))
+    absolute = path.startswith("/") and mount != PurePosixPath("/")
+    if not (len(claim) <= 253 and _CLAIM.fullmatch(claim) and absolute and path.isprintable() and ":" not in path):
+        raise LaunchError(
+            f"--claim: given {text!r}; allowed: NAME:PATH, such as training:/data, a name of lower-case letters, "
+            "digits, hyphens and dots, and an absolute path without a colon"
+        )
     for needed in (IMAGE_FOLDER, RECIPE_FOLDER, SHARED_MEMORY):
         if needed.is_relative_to(mount):
             raise LaunchError(

@@ -37,6 +37,10 @@ class Weights:
     blocks."""
     held: int
     """Bytes of a gathered block that stays between its forward and its backward pass; 0 where all stay in any case."""
+    copied: int
+    """Bytes of the last unit that the forward pass gathers, which FSDP keeps as it has arrived, beside the weights that
+    it was copied into, until the next unit is gathered or the forward pass ends; so it is there in the loss. 0 where
+    nothing is gathered, where copy engines have buffers for it, and in a pipeline, which gathers only once a step."""
     exchanged: bool
     """Whether gradients are sent as they are and added up on arrival."""
     gradient_sent: int
@@ -68,11 +72,13 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
     gathered_outer = width * outer if head_unit else gathered_ends
     all_stay = sizes.pp > 1 or one_unit
     at_once = len(work.layers) if all_stay else min(2, config.model.layers)
+    held = 0 if all_stay else gathered_bytes(config, width) * block
     copy_engines = config.parallel.fsdp_copy_engines and sizes.shards > 1
     exchanged = copy_engines or (config.parallel.gradient_transport == "all_to_all" and sizes.shards > 1)
     sent = width if exchanged and sizes.pp == 1 else 4
     gradient = 2 * sent if exchanged and not copy_engines else sent  # what is sent, and what has arrived
     buffers = GATHER_BUFFERS * gathered_bytes(config, width) * block + REDUCTION_BUFFER
+    copied = width * (counts.output // sizes.tp) if head_unit else 0 if copy_engines else held
     return Weights(
         shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
         total=total,
@@ -83,7 +89,8 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         gathered_ends=gathered_ends,
         gathered_outer=gathered_outer,
         gathered=gathered_outer + gathered_bytes(config, width) * at_once * block,
-        held=0 if all_stay else gathered_bytes(config, width) * block,
+        held=held,
+        copied=copied if sizes.shards > 1 else 0,
         exchanged=exchanged,
         gradient_sent=sent,
         gradient=gradient,

@@ -41,10 +41,13 @@ ENDED_BY_INTERRUPT = 128 + signal.SIGINT
 STDERR = 2
 
 LAUNCHER_FOLDER = "MOBA_TRAIN_LAUNCHER_FOLDER"
-"""Environment variable: folder of the launcher, where the first rank of each node leaves the two files below."""
+"""Environment variable: folder of the launcher, where the first rank of each node leaves the files below."""
 
 STOPPED = "stopped"
 """File that says that the ranks end as asked: torchrun does not say how they do."""
+
+INTERRUPTED = "interrupted"
+"""File that says that the ranks end at once, because they were asked a second time."""
 
 STOPPED_CODE = "MOBA_TRAIN_STOPPED_CODE"
 """Environment variable: exit code of a run that was stopped as asked, 0 by default. Kubernetes needs another one: it
@@ -167,8 +170,7 @@ class _Listener:
             if number in SIGNALS and signal.getsignal(number) == self._noted:
                 code = self.request.receive(number, time.monotonic())
                 if code is not None:
-                    if code == 0:
-                        report_stopped()
+                    _tell_launcher(STOPPED if code == 0 else INTERRUPTED, "")
                     os._exit(code)  # the main thread may be inside a call that never returns
 
 

@@ -5,6 +5,7 @@ working folder, then there (the run folder's path shows it where the recipe's `r
 the run folder.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,4 +113,5 @@ def _origin(run: Path, run_dir: str) -> Path | None:
     if Path(run_dir).is_absolute() or ".." in parts or run.parts[-len(parts) :] != parts:
         return None
     origin = Path(*run.parts[: -len(parts)])
-    return None if Path.home().is_relative_to(origin) else origin
+    home = Path(os.path.expanduser("~"))  # Path.home() fails without HOME where the system does not know the user
+    return None if home.is_relative_to(origin) else origin

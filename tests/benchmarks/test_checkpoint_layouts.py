@@ -45,6 +45,8 @@ def test_each_layout_resumes_from_the_one_before(monkeypatch: pytest.MonkeyPatch
     def run_until(enough: Callable[[], bool], command: list[str], limit_s: float) -> None:
         records = (first, second, last)[len(launched)]
         assert not enough(), "what the run before has left is taken for this one's"
+        if launched:
+            assert len(json.loads((tmp_path / "result.json").read_text())["results"]) == len(launched), "not lost"
         launched.append(command)
         file.parent.mkdir(exist_ok=True)
         for many in range(1, len(records)):
@@ -56,7 +58,8 @@ def test_each_layout_resumes_from_the_one_before(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(checkpoint_layouts, "run_until", run_until)
     monkeypatch.setattr(checkpoint_layouts, "write_corpus", lambda *sizes: None)
     rows = [parse_row(text, Row()) for text in ("256:full:none", "256:full:none:tp2")]
-    one, two, three = checkpoint_layouts.run(rows, tmp_path, OPTIONS)
+    options = argparse.Namespace(**vars(OPTIONS), output=tmp_path / "result.json")
+    one, two, three = checkpoint_layouts.run(rows, tmp_path, options)
     assert len(launched) == 3
     assert one == {
         "row": "256:full:none",

@@ -1,5 +1,7 @@
 """`benchmarks/four_gpus.sh` runs programs that there are, with rows that they take."""
 
+import argparse
+import json
 import shlex
 import subprocess
 from importlib.util import find_spec
@@ -8,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import moba_train.attention.registry  # noqa: F401  # the kinds' sections
+from benchmarks import checkpoint_layouts
 from benchmarks.training_rows import Row, parse_row
+from moba_train.config.load import load_config
+from moba_train.planning.memory import USABLE
+from moba_train.planning.plan import make_plan
+from moba_train.validation.recipe import validate
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,12 +25,21 @@ ROOT = Path(__file__).parents[2]
 def run(tmp_path):
     """Run the script with a program in Python's place that writes down what it is given and ends with `status`."""
 
-    def run(*parts: str, status: int = 0) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    def run(
+        *parts: str, status: int = 0, gpus: int = 4, output: str = ""
+    ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
         python = tmp_path / "python"
-        python.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\nexit {status}\n')
+        python.write_text(
+            "#!/bin/sh\n"
+            f'case "$2" in *device_count*) echo {gpus};; *device_name*) echo b300;; esac\n'
+            '[ "$1" = -c ] && exit\n'
+            f'echo "$@" >> "{tmp_path}/calls"; touch "$TMPDIR/tmpleft"\n'
+            f"exit {status}\n"
+        )
         python.chmod(0o755)
-        command = ["bash", "benchmarks/four_gpus.sh", str(tmp_path / "results"), *parts]
-        environment = {"PATH": "/usr/bin:/bin", "MOBA_PYTHON": str(python)}
+        command = ["bash", "benchmarks/four_gpus.sh", output or str(tmp_path / "results"), *parts]
+        (tmp_path / "scratch").mkdir(exist_ok=True)
+        environment = {"PATH": "/usr/bin:/bin", "MOBA_PYTHON": str(python), "TMPDIR": str(tmp_path / "scratch")}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         calls = tmp_path / "calls"
         return done, list(map(shlex.split, calls.read_text().splitlines())) if calls.exists() else []
@@ -48,13 +65,74 @@ def test_every_part_names_programs_and_rows_that_there_are(run):
     rows = [word for call in calls for word in call if word[:1].isdigit() and ":" in word]
     assert len(rows) == 14 + 1 + 5
     assert {parse_row(row, Row()).seq_len for row in rows} == {8192, 131_072}
+    outputs = [call[call.index("--output") + 1] for call in calls if "--output" in call]
+    assert len({*outputs}) == len(outputs) == 10
+    assert all("-b300" in output for output in outputs)
 
 
 def test_a_part_that_fails_is_named_and_the_others_run(run):
     done, calls = run("profile", "tests", status=3)
     assert done.returncode == 1
     assert len(calls) == 3
-    assert "failed: training-profile-8b-tp2-cp2-h200-x4 context-tests context-soak" in done.stdout
+    assert "failed: training-profile-8b-tp2-cp2-b300-x4 context-tests context-soak" in done.stdout
+
+
+def test_nothing_is_left_of_programs_that_took_too_long(run, tmp_path):
+    run("profile", "tests", status=124)
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+GPUS = 4
+FITS = 139.8 * USABLE
+"""GiB of an H200 that a run can use."""
+
+
+def options(call: list[str]) -> dict[str, list[str]]:
+    """The options of a command, with their values."""
+    found: dict[str, list[str]] = {}
+    for word in call:
+        if word.startswith("--"):
+            values = found[word] = []
+        elif found:
+            values.append(word)
+    return found
+
+
+def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run, tmp_path):
+    _, calls = run("8k", "128k", "profile", "layouts")
+    checked = 0
+    for call in calls:
+        given = options(call)
+        assert given["--model"] == ["llama3-8b"]
+        for text in given.get("--rows", []) + given.get("--row", []):
+            row = parse_row(text, Row())
+            if row.by_torchtitan:
+                continue
+            content = row.recipe("llama3-8b", tmp_path / "corpus", tmp_path / "run", GPUS, 1)
+            if "--sequences" in given:
+                sizes = argparse.Namespace(
+                    model="llama3-8b", layers=None, gpus=GPUS, sequences=int(given["--sequences"][0]), every=4
+                )
+                content = checkpoint_layouts.recipe(row, tmp_path / "corpus", tmp_path / "run", 28, sizes)
+            file = tmp_path / "recipe.yaml"
+            file.write_text(json.dumps(content))
+            config = load_config(file, list(row.overrides))
+            validate(config, world_size=GPUS, check_files=False, ranks_per_node=GPUS)
+            (stage,) = make_plan(config, GPUS, 989, 0.4, GPUS, 139.8 * 2**30).stages
+            assert stage.memory.total / 2**30 < FITS, text
+            checked += 1
+    assert checked == 7 + 4 + 1 + 5
+
+
+@pytest.mark.parametrize("gpus", [2, 0])
+def test_fewer_gpus_and_the_folder_of_old_results_are_refused(run, tmp_path, gpus):
+    done, calls = run(gpus=gpus)
+    assert (done.returncode, calls) == (2, [])
+    assert f"four GPUs needed; torch finds {gpus} on this machine" in done.stderr
+    assert not (tmp_path / "results").exists()
+    done, calls = run(output="benchmarks/results")
+    assert (done.returncode, calls) == (2, [])
+    assert "OUTPUT: given benchmarks/results, which has results of the same names" in done.stderr
 
 
 def test_an_unknown_part_is_refused_before_anything_runs(run, tmp_path):

@@ -120,7 +120,7 @@ def test_rows_are_killed_when_measured_and_saved_one_by_one(
     monkeypatch.setattr(training, "_command", command)
     arguments = options(tmp_path, row_seconds=2.0)
     rows = [parse_row(text, Row(warm=1)) for text in ("1K:full:steps2", "2K:full", "4K:full")]
-    training.run(rows, arguments)
+    assert training.run(rows, arguments) == ["2K:full", "4K:full"]
     results = json.loads(arguments.output.read_text())["results"]
     first = results["1K:full:steps2"]
     assert first["step_s"] == {"median": 3.75, "min": 3.0, "max": 4.5, "count": 2}

@@ -1,6 +1,7 @@
 """`moba-train launch`: the lines and manifests for torchrun, Slurm and Kubernetes, by the published schemas."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,31 @@ def test_an_option_that_would_be_ignored_is_refused(arguments: tuple[str, ...], 
     text = refused(*arguments)
     assert f"{option}: given for " in text
     assert f"allowed with {way}" in text
+
+
+@pytest.mark.parametrize("limit", ["11", "10:01", "1:00:00", "1-0", "1-0:30", "1-0:0:30", "0", "unlimited"])
+def test_slurm_gets_the_time_limit_as_sbatch_takes_it(limit: str):
+    assert f" --time {limit} " in launch("--slurm", "--time", limit)
+
+
+@pytest.mark.parametrize("host", ["node_0", "alpha.example", "10.0.0.1", "fe80::1%eth0", "::1"])
+def test_host_names_and_addresses_reach_the_nodes_as_they_are(host: str):
+    assert f"MASTER={host} " in launch("--nodes", "2", "--master", host)
+
+
+@pytest.mark.parametrize(
+    "image", ["moba_train", "localhost:5000/a/b__c:1.0", "ghcr.io/org/a-b.c", "[::1]:5/a@sha256:" + "0f" * 32]
+)
+def test_pods_run_the_image_as_it_is_given(image: str):
+    arguments = ["--image", image, "--claim", "my.claim-1://data/a b", "run_dir=/data/a b/one"]
+    _, job = yaml.safe_load_all(launch("--k8s", "trainjob", *arguments))
+    assert job["spec"]["trainer"]["image"] == image
+    (pod,) = [each["template"]["spec"]["template"]["spec"] for each in _replicated(job)]
+    assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == "/data/a b"
+
+
+def _replicated(job: dict[str, Any]) -> list[dict[str, Any]]:
+    return job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
 
 
 def manifests(kind: str) -> list[dict[str, Any]]:
@@ -141,10 +167,39 @@ def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures():
         (["--nodes", "2", "--start"], "--start: given with --nodes 2 for torchrun"),
         (["--nodes", "3", "--gpus-per-node", "3"], "9"),
         (["--slurm", "--name", "???"], "name: given '???'"),
+        (["--slurm", "--name", ""], "name: given ''"),
+        (["--nodes", "2", "--master", ""], "--master: given ''; allowed: a host name or an IP address"),
+        (["--nodes", "2", "--master", "alpha GPUS=1"], "--master: given 'alpha GPUS=1'"),
+        (["--nodes", "2", "--master", "--help"], "--master: given '--help'"),
+        (["--slurm", "--time", ""], "--time: given ''; allowed: MINUTES, "),
+        (["--slurm", "--time", "1:00\n#SBATCH --exclusive"], "--time: given '1:00\\n#SBATCH --exclusive'"),
+        (["--slurm", "--time", "1-2:3:4:5"], "--time: given '1-2:3:4:5'"),
+        (["--slurm", "--time", "1h"], "--time: given '1h'"),
+        (["--slurm", "--time", "10"], "--time: given 10, which is 600 s: the run is asked to stop 600 s before"),
+        (["--slurm", "--time", "0-0:14:59", "--stop-seconds", "900"], "which is 899 s"),
+        (["--slurm", "--stop-seconds", "70000"], "70000"),
+        (["--k8s", "jobset", "--image", "", "--claim", "a:/data"], "--k8s needs --image"),
+        (["--k8s", "jobset", "--image", "x\n", "--claim", "a:/data", "run_dir=/data/a"], "--image: given 'x\\n'"),
+        (["--k8s", "jobset", "--image", "My/Image", "--claim", "a:/data", "run_dir=/data/a"], "--image: given 'My/Im"),
+        (["--k8s", "jobset", "--image", "a:b c", "--claim", "a:/data", "run_dir=/data/a"], "--image: given 'a:b c'"),
+        (["--k8s", "jobset", "--image", "x", "--claim", "A_b:/data"], "--claim: given 'A_b:/data'; allowed: NAME:PATH"),
+        (["--k8s", "jobset", "--image", "x", "--claim", 'a"b:/data'], "--claim: given 'a\"b:/data'"),
+        (["--k8s", "jobset", "--image", "x", "--claim", "a:/da:ta"], "an absolute path without a colon"),
+        (["--k8s", "jobset", "--image", "x", "--claim", "a:/da\nta"], "--claim: given 'a:/da\\nta'"),
+        (["--k8s", "jobset", *PODS, "--restarts", str(2**31)], "2147483648"),
     ],
 )
 def test_what_cannot_be_started_is_refused(arguments: list[str], message: str):
     assert message in refused(*arguments)
+
+
+def test_start_trains_with_the_python_that_runs_the_command(monkeypatch: pytest.MonkeyPatch):
+    """The environment that has it may not be on the PATH."""
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execvp", lambda program, command: started.append([program, *command]))
+    launch("--start", "--gpus-per-node", "8")
+    train = [sys.executable, "-m", "moba_train.cli", "train", RECIPE, "--gpus", "8"]
+    assert started == [[sys.executable, *train]]
 
 
 def test_start_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

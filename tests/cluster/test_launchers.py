@@ -19,11 +19,13 @@ def launched(folder: Path, name: str, *arguments: str, **variables: str) -> subp
     return done
 
 
-@pytest.mark.parametrize("name", ["quickstart.sh", "miniature.sh", "multinode.sh", "smollm2.sh"])
+@pytest.mark.parametrize(
+    "name", ["quickstart.sh", "miniature.sh", "multinode.sh", "slurm.sbatch", "smollm2.sh", "test.sh"]
+)
 def test_help_is_the_comment_at_the_top(tmp_path: Path, name: str) -> None:
     done = launched(tmp_path, name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"bash launch/{name}" in done.stdout
+    assert f"launch/{name}" in done.stdout
     assert "#" not in done.stdout
     assert "usage.sh" not in done.stdout
 
@@ -35,14 +37,59 @@ def test_help_is_the_comment_at_the_top(tmp_path: Path, name: str) -> None:
         ("quickstart.sh", ["--corpus"], {}, "--corpus needs a file or folder"),
         ("quickstart.sh", ["--corpus", "absent"], {}, "--corpus: absent does not exist"),
         ("miniature.sh", [], {}, "no miniature ''; allowed: 128k-from-scratch"),
+        ("miniature.sh", ["../quickstart"], {}, "no miniature '../quickstart'; allowed: 128k-from-scratch"),
         ("miniature.sh", ["sft-1m", "--corpus", "absent"], {}, "--corpus: absent does not exist"),
         ("multinode.sh", [], {}, "no recipe; usage: NODES=N NODE_RANK=I MASTER=HOST"),
         ("multinode.sh", ["a.yaml"], {"NODES": "two"}, "NODES: given 'two'; allowed: a whole number"),
+        (
+            "multinode.sh",
+            ["a.yaml"],
+            {"NODES": "9" * 20},
+            "NODES: given '99999999999999999999'; allowed: a whole number",
+        ),
+        ("multinode.sh", ["a.yaml"], {"NODES": "0"}, "NODES: given 0; allowed: 1 or more"),
+        ("multinode.sh", ["a.yaml"], {"NODES": "08", "NODE_RANK": "09"}, "NODE_RANK: given 9; allowed: 0 to NODES - 1"),
+        ("multinode.sh", ["a.yaml"], {"NODES": "2"}, "MASTER: not given; allowed: the host name of node 0"),
+        ("multinode.sh", ["a.yaml"], {"NODES": "2", "MASTER": "a b"}, "MASTER: given 'a b'; allowed: a host name or"),
+        ("multinode.sh", ["a.yaml"], {"PORT": "70000"}, "PORT: given 70000; allowed: 1 to 65535"),
+        ("multinode.sh", ["a.yaml"], {"GPUS": "0"}, "GPUS: given 0; allowed: 1 or more"),
+        ("multinode.sh", ["a.yaml"], {}, "RECIPE: a.yaml is neither in "),
+        ("slurm.sbatch", ["a.yaml"], {}, "not in a job of Slurm; usage: sbatch --nodes N"),
+        ("slurm.sbatch", [], {"SLURM_JOB_ID": "1"}, "no recipe; usage: sbatch --nodes N"),
+        ("slurm.sbatch", ["a.yaml"], {"SLURM_JOB_ID": "1"}, "RECIPE: a.yaml is not in "),
+        (
+            "slurm.sbatch",
+            ["README.md"],
+            {"SLURM_JOB_ID": "1", "REQUEUES": "some"},
+            "REQUEUES: given 'some'; allowed: a whole",
+        ),
+        ("smollm2.sh", ["train", "optim.lr=1"], {}, "given 'optim.lr=1' after train; allowed: nothing more"),
+        (
+            "multinode.sh",
+            ["README.md"],
+            {"MOBA_PYTHON": "/none/python"},
+            "MOBA_PYTHON: given '/none/python'; allowed: a",
+        ),
+        (
+            "multinode.sh",
+            ["README.md"],
+            {"MOBA_PYTHON": "./bare"},
+            "MOBA_PYTHON: given './bare', which lacks torch numpy",
+        ),
+        (
+            "multinode.sh",
+            ["README.md"],
+            {"MOBA_PYTHON": "./old"},
+            "MOBA_PYTHON: given './old'; allowed: a Python of 3.11",
+        ),
         ("multinode.sh", ["a.yaml"], {"NODE_RANK": "1"}, "NODE_RANK: given 1; allowed: 0 to NODES - 1, which is 0"),
         ("smollm2.sh", ["tune"], {}, "given 'tune'; allowed: prepare, train, finish, retrieval, signal, gates"),
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path: Path, name: str, arguments: list[str], variables, error: str) -> None:
+    for python, says in (("bare", "case $2 in *find*) echo torch numpy;; esac"), ("old", "exit 1")):
+        (tmp_path / python).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / python).chmod(0o755)
     done = launched(tmp_path, name, *arguments, **variables)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {error}")
@@ -55,3 +102,74 @@ def test_a_miniature_refuses_a_wrong_override_before_it_prepares_data(tmp_path: 
     done = launched(tmp_path, "miniature.sh", *arguments, MOBA_PYTHON=sys.executable)
     assert (done.returncode, done.stdout) == (2, "")
     assert "optim.lr: given 'fast'; allowed: number > 0" in done.stderr
+
+
+def test_a_recipe_is_found_from_the_folder_of_who_calls_by_a_checkout_with_spaces(tmp_path: Path) -> None:
+    """Leading zeros of numbers are no octal ones; without HOME."""
+    repository = tmp_path / "a checkout"
+    (repository / "launch").mkdir(parents=True)
+    for script in (ROOT / "launch").glob("*.sh"):
+        (repository / "launch" / script.name).write_bytes(script.read_bytes())
+    (tmp_path / "my recipe.yaml").write_text("")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || printf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "MOBA_PYTHON": "./python",
+        "NODES": "10",
+        "NODE_RANK": "08",
+        "GPUS": "08",
+    }
+    command = ["bash", "a checkout/launch/multinode.sh", "my recipe.yaml", "name=two words"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"MASTER": "alpha"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    given = done.stdout.splitlines()
+    assert given[given.index("--node-rank") + 1] == given[given.index("--nproc-per-node") + 1] == "8"
+    assert given[-4:] == ["-m", "moba_train.train", str(tmp_path / "my recipe.yaml"), "name=two words"]
+
+
+def a_checkout(folder: Path, venv: str) -> dict[str, str]:
+    """A checkout in `folder` whose python3 makes virtual environments that say `installed` when they install."""
+    (folder / "bin").mkdir()
+    for name in ("launch", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    python = folder / "bin" / "python3"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '*"-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python";;\n'
+        f'*"-m pip"*) sleep 0.5; echo installed >>"{folder}/log";;\n'
+        '*"import torch"*) exit 1;;\n'
+        "esac\n"
+    )
+    python.chmod(0o755)
+    return {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "MOBA_VENV": venv, "FOR": "run"}
+
+
+SET_UP = 'source launch/setup.sh; [ -x "$PYTHON" ] && echo "$PYTHON"'
+
+
+def test_nodes_that_start_at_the_same_time_install_once(tmp_path: Path) -> None:
+    environment = a_checkout(tmp_path, "the venv")
+    command = ["bash", "-c", SET_UP]
+    nodes = [subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) for _ in range(3)]
+    for node in nodes:
+        assert node.communicate(timeout=60)[0].decode().endswith(f"{tmp_path}/the venv/bin/python\n")
+        assert node.returncode == 0
+    assert (tmp_path / "log").read_text().splitlines() == ["installed"]
+    (tmp_path / "the venv" / "bin" / "python").unlink()
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
+    assert len((tmp_path / "log").read_text().splitlines()) == 2, "an environment without its Python is made anew"
+
+
+def test_a_place_that_takes_no_environment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    environment = a_checkout(tmp_path, "file/venv")
+    done = subprocess.run(
+        ["bash", "-c", SET_UP], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert f"error: {tmp_path}/file/venv: cannot be written to; MOBA_VENV names another place" in done.stderr

@@ -2,6 +2,7 @@
 block, and these once or twice a micro-batch."""
 
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +13,18 @@ from trainer_ranks import Ranks
 
 from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes
+from moba_train.config.stages import resolve_stages
+from moba_train.model import transformer
+from moba_train.model.loss import chunk_loss
 from moba_train.model.transformer import Transformer
 from moba_train.parallel import fsdp
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.reduction import AllToAllReduceScatter
 from moba_train.parallel.world import joined_world
 from moba_train.planning.activations import _Choice
+from moba_train.planning.pipeline import rank_work
+from moba_train.planning.weights import rank_weights
+from moba_train.train import main as trainer_main
 from moba_train.training import trainer
 
 
@@ -125,6 +132,41 @@ def test_all_gradients_are_exchanged_in_the_compute_dtype(run: Run, ranks: Ranks
     run.recipe["precision"] = {"compute": "bf16"}
     run.recipe["parallel"] = {"gradient_transport": "all_to_all"}
     ranks.work(exchanged_units, [str(run.write_recipe())], 2)
+
+
+def gathered_at_the_loss(recipe: str) -> None:
+    """Called on every rank: what FSDP still holds of its last gather in the loss is what plan counts."""
+    config = load_config(recipe)
+    stage = resolve_stages(config)[0]
+    sizes = MeshSizes(dp_shard=2)
+    width = 2  # bf16
+    planned = rank_weights(config, sizes, width, rank_work(config, stage, sizes, 0)).copied
+    unshard, contexts, found = FSDPParamGroup.unshard, [], set()
+
+    def noted(self: FSDPParamGroup, *given: bool) -> None:
+        contexts.append(self.comm_ctx)
+        unshard(self, *given)
+
+    def looking(*given: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            found.add(contexts[-1].all_gather_state.all_gather_result.all_gather_output.nbytes)
+        return chunk_loss(*given)
+
+    with (
+        patch.object(FSDPParamGroup, "unshard", noted),
+        patch.object(transformer, "chunk_loss", looking),
+    ):
+        assert trainer_main([recipe]) == 0
+    (held,) = found
+    assert held == pytest.approx(planned, rel=0.02), "norms are counted elsewhere"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_plan_counts_what_fsdp_holds_of_its_last_gather_in_the_loss(tied: bool, run: Run, ranks: Ranks) -> None:
+    """The output projection's unit, else the last block."""
+    run.recipe["precision"] = {"compute": "bf16"}
+    run.recipe["model"]["tie_embeddings"] = tied
+    ranks.work(gathered_at_the_loss, [str(run.write_recipe())], 2)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from tiny_run import Run
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.launch import SHUTDOWN_TIMEOUT, _stop_limit, _whole_number
 from moba_train.launch import main as launch_main
-from moba_train.training.stop import LAUNCHER_FOLDER, STOPPED_CODE, StopRequest
+from moba_train.training.stop import DUPLICATE_S, ENDED_BY_INTERRUPT, LAUNCHER_FOLDER, STOPPED_CODE, StopRequest
 from moba_train.training.stop_time import UNMEASURED_S, StopTime
 
 SLOW_STEPS = """
@@ -20,12 +20,12 @@ import time
 from moba_train.training.stop import listen
 if __name__ == "__main__":
     listen()
-import sys
+import os, sys
 from moba_train import train
 update = train.Trainer._update
 def slowly(self, *arguments):
     open(sys.argv[1] + ".began", "w").close()
-    time.sleep(2.5)
+    time.sleep(float(os.environ["STEP_S"]))
     update(self, *arguments)
 train.Trainer._update = slowly
 sys.exit(train.main())
@@ -42,21 +42,27 @@ sys.exit(launch.main(sys.argv[1:]))
 """A launcher whose seconds are 30 times as short: torchrun's 30 s are one."""
 
 
-@pytest.mark.slow
-def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: Run) -> None:
-    """And a second SIGTERM, as schedulers send, changes nothing. The exit code is the one that is asked for."""
-    run.recipe["checkpoint"]["every"] = 100
+def in_its_first_step(run: Run, step_s: float) -> ForkedProgram:
+    """An impatient launcher whose rank is inside its first step, which takes that many seconds."""
     recipe = run.write_recipe()
     (run.folder / "impatient.py").write_text(IMPATIENT)
     (run.folder / "slow_steps.py").write_text(SLOW_STEPS)
     rank = [str(run.folder / "slow_steps.py"), str(recipe)]
     command = [str(run.folder / "impatient.py"), "--standalone", "--nproc-per-node", "1", *rank]
-    process = ForkedProgram(command, run.folder / "output", **{STOPPED_CODE: "143"})
+    process = ForkedProgram(command, run.folder / "output", **{STOPPED_CODE: "143", "STEP_S": str(step_s)})
     deadline = time.monotonic() + 120
     while not Path(f"{recipe}.began").exists():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return process
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: Run) -> None:
+    """And a second SIGTERM, as schedulers send, changes nothing. The exit code is the one that is asked for."""
+    run.recipe["checkpoint"]["every"] = 100
+    process = in_its_first_step(run, 2.5)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
@@ -66,6 +72,18 @@ def test_a_step_that_takes_longer_than_torchrun_waits_is_saved_at_sigterm(run: R
     assert process.returncode == 143, output
     assert "Traceback" not in output
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == 1
+
+
+@pytest.mark.slow
+def test_the_second_ctrl_c_is_no_stop_that_took_too_long(run: Run) -> None:
+    process = in_its_first_step(run, 60)
+    process.send_signal(signal.SIGINT)
+    time.sleep(DUPLICATE_S + 0.5)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == ENDED_BY_INTERRUPT, output
+    assert "asked again: ending at once" in output
+    assert "in time" not in output
 
 
 @pytest.mark.parametrize(
