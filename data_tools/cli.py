@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from data_tools import cli_corpus
-from moba_train.commands import command_group, parse_length, table_console
+from moba_train.commands.shared import command_group, parse_length, table_console
 
 SHOWN_RECORDS = 20
 """Bad records that are printed; the others are only counted."""

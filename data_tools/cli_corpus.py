@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moba_train.commands import parse_budget, parse_length, table_console
+from moba_train.commands.shared import parse_budget, parse_length, table_console
 from moba_train.errors import DataError
 
 

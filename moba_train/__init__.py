@@ -1,9 +1,7 @@
 """moba_train: distributed long-context pretraining around MoBA (Mixture of Block Attention).
 
 cli           `moba-train`
-evaluation_commands  its commands that use a trained model: eval, lm-eval, generate
-launch_commands  its command launch
-plan_commands  its command plan with --nodes
+commands      its longer commands, and what it shares with `moba-data`
 train         the program that torchrun starts on every rank
 launch        torchrun, with the exit code of the ranks
 cluster       what starts a recipe on several nodes: torchrun, Slurm, Kubernetes
@@ -26,7 +24,6 @@ evals         loss, loss by position, needles, RULER, gate probes, gradient reac
 inference     generation
 integrations  our attention inside other programs
 environment   `moba-train env`
-commands      what the command-line programs share
 foreign_files  files from elsewhere: what may be opened, and how much of it
 optional_imports  what of other packages can be imported, or why not
 strict_json   numbers that JSON lacks, as strings in the files of a run

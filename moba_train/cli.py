@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from moba_train.commands import (
+from moba_train.commands.evaluation import evaluate, generate, lm_eval, profile_spans
+from moba_train.commands.launch import launch
+from moba_train.commands.shared import (
     Checkpoint,
     GpusPerNode,
     Overrides,
@@ -16,8 +18,6 @@ from moba_train.commands import (
     command_group,
     table_console,
 )
-from moba_train.evaluation_commands import evaluate, generate, lm_eval, profile_spans
-from moba_train.launch_commands import launch
 
 app = command_group("Distributed long-context pretraining with MoBA.")
 
@@ -106,7 +106,7 @@ def plan(
 
     target = named_gpu(gpu) if gpu else local_gpu()
     if nodes is not None:
-        from moba_train.plan_commands import plan_nodes
+        from moba_train.commands.plan import plan_nodes
 
         if gpus is not None or tflops is not None:
             given = "--gpus" if gpus is not None else "--tflops"

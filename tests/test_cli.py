@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from moba_train.cli import app
-from moba_train.commands import table_console
+from moba_train.commands.shared import table_console
 from moba_train.config.load import load_config
 from moba_train.environment import OPTIONAL_PACKAGES
 from moba_train.optional_imports import import_problem

@@ -9,9 +9,6 @@ PACKAGE = Path(__file__).parents[1] / "moba_train"
 
 PROGRAMS = (
     "cli",
-    "evaluation_commands",
-    "launch_commands",
-    "plan_commands",
     "train",
     "launch",
     "reference",

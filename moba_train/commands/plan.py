@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from moba_train.commands import table_console
+from moba_train.commands.shared import table_console
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.parallel.links import LINKS

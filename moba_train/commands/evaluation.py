@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from moba_train.commands import Checkpoint, Overrides, check_output_folder, parse_length
+from moba_train.commands.shared import Checkpoint, Overrides, check_output_folder, parse_length
 
 Choice = TypeVar("Choice", bound=StrEnum)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moba_train.cluster import job as jobs
-from moba_train.commands import GpusPerNode, Overrides, Recipe
+from moba_train.commands.shared import GpusPerNode, Overrides, Recipe
 from moba_train.errors import LaunchError
 
 if TYPE_CHECKING:
