@@ -52,8 +52,9 @@ class OwnRank:
 def own_rank(row: Row, arguments: argparse.Namespace) -> Iterator[OwnRank]:
     """A corpus and the recipe of `row` in a temporary folder, which rank 0 removes at the end."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    # Every rank has the same corpus in a folder of its own; rank 0's run folder holds for all.
-    folder = Path(tempfile.gettempdir()) / f"own-rank-{os.environ.get('TORCHELASTIC_RUN_ID', 'alone')}"
+    # Every rank has the same corpus in a folder of its own; rank 0's run folder holds for all. The name has the process
+    # that all ranks have in common, torchrun's, so that one that was killed is not in the way of the next.
+    folder = Path(tempfile.gettempdir()) / f"own-rank-{os.getppid() if world > 1 else os.getpid()}"
     own = folder / str(rank)
     own.mkdir(parents=True)
     try:

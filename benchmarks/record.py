@@ -1,6 +1,5 @@
 """Result files: their numbers, and where the numbers come from."""
 
-import json
 import os
 import platform
 import shlex
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from moba_train.strict_json import to_json
 
 END = "<!-- end of table -->"
 
@@ -74,4 +75,4 @@ def insert_tables(text: str, tables: Mapping[str, str]) -> str:
 def save(path: Path, settings: dict[str, Any], results: Any) -> None:
     """Write a result file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**provenance(), "settings": settings, "results": results}, indent=2) + "\n")
+    path.write_text(to_json({**provenance(), "settings": settings, "results": results}, indent=2) + "\n")

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import math
 import pkgutil
 import re
 import shlex
@@ -95,6 +96,17 @@ def test_the_contents_list_every_program_and_some_document_cites_every_result() 
     root = FOLDER.parent
     documents = "".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
     assert [path.name for path in (*RESULTS, *FIGURES) if path.name not in documents] == []
+
+
+@pytest.mark.parametrize("path", [*RESULTS, *FIGURES], ids=lambda path: path.name)
+def test_every_json_reader_accepts_the_results(path: Path) -> None:
+    json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
+def test_a_number_that_is_not_finite_is_saved_as_json(tmp_path: Path) -> None:
+    record.save(tmp_path / "result.json", {"budget_seconds": math.inf}, {"loss": math.nan})
+    content = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
+    assert (content["settings"]["budget_seconds"], content["results"]["loss"]) == ("Infinity", "NaN")
 
 
 def test_a_result_of_several_ranks_says_how_they_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:
