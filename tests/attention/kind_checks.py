@@ -4,6 +4,7 @@ A kind's own test file calls them with its options and compares one device with 
 """
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,9 @@ from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.shard import RankShard
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.context.transport.base import Transport
 
 MODEL = ModelConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=8, init_std=0.3
@@ -142,11 +145,36 @@ STRATEGIES = [
 ]
 
 
+class CountingEngine(ContextParallel):
+    """Counts its own calls, and the bytes of a token that its shards gather."""
+
+    def __init__(self, strategy: CPStrategy, transport: Transport) -> None:
+        super().__init__(strategy, transport)
+        self.calls = 0
+        self.gathered = 0
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        return super().__call__(*arguments)
+
+    def shard(self, layout: Layout) -> RankShard:
+        shard = super().shard(layout)
+        gather = shard.gather
+
+        def counted(name: str, x: Tensor) -> Tensor:
+            self.gathered += x.itemsize * math.prod(x.shape[1:])
+            return gather(name, x)
+
+        shard.gather = counted
+        return shard
+
+
 def assert_ranks_equal_one_device(layer: Layer, strategy: CPStrategy, atol: float = 1e-11) -> None:
-    """Output, auxiliary loss and every gradient of ranks (threads) that share the sequence are those of one device."""
+    """Output, auxiliary loss and every gradient of ranks (threads) that share the sequence are those of one device; and
+    the ranks gather what the plan counts: by an engine's transport, or the kind's `gathered_bytes`."""
     want_outputs, want_inputs, want_parameters = results(layer)
     transports, boards = thread_transports(strategy)
-    engines = [ContextParallel(strategy, transport) for transport in transports]
+    engines = [CountingEngine(strategy, transport) for transport in transports]
     sequence = engines[0].sequence(layer.layout.total)
     places = [torch.arange(x.numel()).view_as(x).cos() for x in want_outputs]
 
@@ -173,6 +201,9 @@ def assert_ranks_equal_one_device(layer: Layer, strategy: CPStrategy, atol: floa
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     by_rank = [future.result() for future in futures]
+    planned = layer.kind.gathered_bytes(layer.model, layer.k.itemsize)
+    for engine in engines:
+        assert engine.calls > 0 if planned is None else engine.gathered == planned
 
     def packed(shards: Iterable[Tensor]) -> Tensor:
         return sequence.to_packed(torch.cat(list(shards)))

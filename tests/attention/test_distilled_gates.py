@@ -299,13 +299,34 @@ def test_attended_pairs_are_those_of_a_count(name: str, options: dict[str, Any])
 
 
 @each
-def test_flops_and_saved_bytes_grow_with_what_the_gate_does(name: str, options: dict[str, Any]) -> None:
+def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> None:
+    """2 for each multiplication of a matrix product, and as many for the gradient of a factor that learns."""
     kind = KINDS[name](KINDS[name].Options(**options), MODEL.head_width)
-    base = 12 * MODEL.hidden_size * kind.attended_pairs(LENGTHS)
-    assert kind.flops(MODEL, LENGTHS) > base
+    heads, kv_heads, tokens = MODEL.heads, MODEL.kv_heads, sum(LENGTHS)
     learns = options.get("mode") == "warmup" or options.get("train_gate", name == "msa")
-    still = KINDS[name](KINDS[name].Options(**(options | {"mode": "sparse", "train_gate": False})), MODEL.head_width)
-    assert (kind.flops(MODEL, LENGTHS) > still.flops(MODEL, LENGTHS)) == learns
+    full_pairs, attended = sum(length**2 for length in LENGTHS) / 2, kind.attended_pairs(LENGTHS)
+    of_pair = 2 * heads * MODEL.head_width  # one product of q and k
+    counted = 6 * of_pair * attended
+    if name == "seer":
+        blocks = [-(-length // BLOCK) for length in LENGTHS]
+        matrices = 2 * (heads + 3 * kv_heads) * MODEL.head_width * 6 * sum(blocks)
+        scores = 2 * heads * 6 * sum(count**2 for count in blocks) / 2
+        counted += 2 * matrices + 3 * scores + of_pair * full_pairs if learns else matrices + scores
+        if learns and options.get("mode") != "warmup":  # full attention besides, for its map
+            counted += 2 * of_pair * full_pairs
+    else:
+        matrices = 2 * MODEL.hidden_size * (kv_heads + 1) * 6 * tokens
+        scores = 2 * kv_heads * 6
+        counted += matrices + scores * full_pairs
+        if learns:  # a block's score is that of one token
+            counted += matrices + of_pair * attended + 2 * scores * attended / BLOCK
+    assert kind.flops(MODEL, LENGTHS) == counted
+
+
+@each
+def test_saved_bytes_are_those_of_the_selected_blocks_and_the_target(name: str, options: dict[str, Any]) -> None:
+    kind = KINDS[name](KINDS[name].Options(**options), MODEL.head_width)
+    learns = options.get("mode") == "warmup" or options.get("train_gate", name == "msa")
     sparse = options.get("mode") != "warmup"
     selected = 2 * 4 * MODEL.heads * (options["topk"] - 1) if sparse else 0
     target = 4 * MODEL.heads * 16 // BLOCK if learns and name == "seer" else 0

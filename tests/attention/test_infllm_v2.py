@@ -16,6 +16,7 @@ from kind_checks import (
 )
 from torch import Tensor
 
+from moba_train.attention.blocks.geometry import block_ids
 from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
 from moba_train.attention.infllm_v2.kind import InfLLMV2Kind
 from moba_train.attention.kind import StageContext
@@ -111,6 +112,22 @@ def test_a_packed_sequence_of_short_documents_is_dense_where_each_of_them_is():
     selected = sparse.selected_blocks(sparse.select(q, sparse.summarize(k, layout), layout))
     assert selected is not None
     assert [(selected[0, at] >= 0).sum().item() for at in (127, 191, 999, 1000, 1127)] == [1, 2, 2, 0, 1]
+
+
+@pytest.mark.parametrize("dense_len", [1, 40])
+def test_selected_and_local_blocks_ascend_and_none_is_behind(dense_len):
+    """As kernels, statistics and observers of the selection take them."""
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(**(SIZES | {"dense_len": dense_len})), 8)
+    q, k = torch.randn(sum(LENGTHS), 4, 8), torch.randn(sum(LENGTHS), 2, 8)
+    layout = packed_layout(LENGTHS)
+    selected = attention.select_blocks(q, attention.summarize(k, layout), layout)
+    none = selected < 0
+    assert none.any()
+    assert not none.all()
+    assert ((selected.diff() > 0) | none[..., 1:]).all()
+    assert (none[..., 1:] >= none[..., :-1]).all()
+    own = block_ids(layout.q_tokens, layout.q_documents, layout, attention.block_size)
+    assert (selected < own.unsqueeze(1)).all()
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2])

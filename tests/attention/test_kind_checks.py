@@ -56,6 +56,9 @@ class FirstBlocks(AttentionKind):
         out, _ = shard.attend(q, k, v, self.blocks, selected)
         return shard.padded(out), None
 
+    def gathered_bytes(self, model: ModelConfig, width: int) -> int:
+        return 2 * width * model.kv_heads * model.head_width
+
     def attended_pairs(self, lengths: Sequence[int]) -> float:
         raise NotImplementedError
 

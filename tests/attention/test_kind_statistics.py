@@ -31,7 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "msa": {"topk": 3},
 }
 """Besides lengths, of which those that are not here become a sixteenth of the default, and at most 4."""
-LINEAR = ["kda", "lightning"]
 
 
 def small_layer(name: str, lengths: list[int], **changes: Any) -> Layer:
@@ -111,7 +110,7 @@ def test_nobody_pays_for_what_nobody_looks_at(name: str, monkeypatch: pytest.Mon
 
 
 def naive_state(layer: Layer) -> Tensor:
-    """The state behind the last token, [H, d, d], token by token."""
+    """The state behind the last token, [H, d, d], token by token; `lightning` with `decay: geometric`."""
     states: list[Tensor] = []
     if layer.kind.name == "kda":
         patch = pytest.MonkeyPatch()
@@ -123,22 +122,27 @@ def naive_state(layer: Layer) -> Tensor:
         return states[-1][1][-1]
     assert layer.parameters is not None
     state = torch.zeros(4, 8, 8, dtype=torch.float64)
-    decay = layer.parameters.log_decays[0].exp()[:, None, None]
-    k, v = (x.detach().repeat_interleave(2, 1) for x in (torch.nn.functional.silu(layer.k), layer.v))
+    decay = layer.parameters.log_decays[1].exp()[:, None, None]
+    last = slice(layer.layout.edges[-2], None)
+    k, v = (x.detach()[last].repeat_interleave(2, 1) for x in (torch.nn.functional.silu(layer.k), layer.v))
     for k_Hd, v_Hd in zip(k, v, strict=True):
         state = decay * state + k_Hd[:, :, None] * v_Hd[:, None]
     return state
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_the_state_behind_a_document_is_the_same_on_ranks(name: str) -> None:
-    """The last rank's is that of one device, though it began on the first."""
-    layer = small_layer(name, [41])
+@pytest.mark.parametrize("lengths", [[41], [30, 11]], ids=["began on the first rank", "begins on the last rank"])
+@pytest.mark.parametrize(("name", "options"), [("kda", {}), ("lightning", {"decay": "geometric"})])
+def test_the_state_behind_a_document_is_the_same_on_ranks(
+    name: str, options: dict[str, Any], lengths: list[int]
+) -> None:
+    """The last rank's is that of one device, also where the document began on the first, and with a decay that leaves
+    something of its beginning. On one device `kda` shows the state behind every document."""
+    layer = small_layer(name, lengths, **options)
     norms = torch.linalg.matrix_norm(naive_state(layer))
     want = {"state_norm": norms.mean().item(), "max_state_norm": norms.max().item()}
     one = seen(layer)
     last = seen_by_ranks(layer, CPStrategy(2, "allgather", "contiguous", 2))[-1].values()
-    for found in (one, last):
+    for found in (one, last) if lengths == [41] else (last,):
         assert {key: found[key] for key in want} == pytest.approx(want)
     assert 0 < one["min_decay"] < one["max_decay"] <= 1
     assert one["output_norm"] < one["max_output_norm"]

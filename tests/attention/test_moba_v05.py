@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import make_qkv
 from kind_checks import (
     MODEL,
     RING_IN_PARTS,
@@ -103,6 +104,23 @@ def test_output_and_every_gradient_equal_the_loops(backend, changes):
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, rtol=0, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
         assert x.any(), name
+
+
+@pytest.mark.parametrize("backend", ["reference", "composed"])
+def test_the_log_sum_exp_of_earlier_segments_is_that_of_all_their_keys(backend):
+    """Run health shows the largest; -inf, not inf, for queries without an earlier segment."""
+    kind = make_layer("moba_v05", {**SMALL, "backend": backend}, LENGTHS).kind
+    q, k, v = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8))
+    _, lse = LOCAL_ENGINE(q, k, v, kind.earlier, packed_layout(LENGTHS))
+    blocks, scores = cut_blocks(LENGTHS, 4), torch.einsum("thd,shd->hts", q, k.repeat_interleave(2, 1)) * 8**-0.5
+    want = torch.full_like(lse, -torch.inf)
+    for head, of_tokens in enumerate(select_blocks(q, k, LENGTHS, block_size=4, topk=kind.options.topk)):
+        for token, chosen in enumerate(of_tokens):
+            keys = [scores[head, token, slice(*blocks[block][:2])] for block in chosen]
+            if keys:
+                want[head, token] = torch.cat(keys).logsumexp(0)
+    assert lse.isfinite().any()
+    torch.testing.assert_close(lse, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != RING_IN_PARTS], ids=str)

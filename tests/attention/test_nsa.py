@@ -30,7 +30,7 @@ from moba_train.attention.nsa.geometry import CompressedBlocks
 from moba_train.attention.nsa.kind import NsaKind, NsaOptions
 from moba_train.attention.nsa.selection import BlockChoice
 from moba_train.attention.operators import SAVED_OPERATORS
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.model.rope import apply_rope, rope_cos_sin
 
@@ -205,6 +205,17 @@ def test_a_query_that_sees_no_complete_block_has_nothing_from_the_compressed_bra
     out, lse = attention.attend(q, k, v, layout, ())
     assert torch.equal(out.abs().sum((1, 2)) > 0, torch.tensor([0, 0, 0, 0, 0, 0, 1, 1]).bool())
     assert torch.equal(lse == -torch.inf, torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]).bool().expand(2, 8))
+
+
+@pytest.mark.parametrize("ranges", [None, ((0, 10), (77, 87)), ((15, 24), (60, 73)), ((21, 22),)])
+def test_compressed_attention_has_no_more_rows_than_its_queries_have_newest_blocks(ranges):
+    """Rows that no query needs would be work for nothing, and keys behind the last block."""
+    layout = packed_layout(LENGTHS).part(ranges and tuple(TokenRange(*tokens) for tokens in ranges), None)
+    blocks = CompressedBlocks(4, 2)
+    first, end = blocks.seen(layout)
+    folded = blocks.fold(layout)
+    assert folded.rows == len((end - 1)[first < end].unique())
+    assert folded.layout.q_tokens.tolist() == (end - 1)[first < end].unique().tolist()
 
 
 def test_equation_9():

@@ -12,7 +12,7 @@ from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.inference import generate as generate_module
 from moba_train.inference.cache import CachedAttention, CachePlan
-from moba_train.inference.generate import Sampling, generate, generate_batch
+from moba_train.inference.generate import Sampling, _sample, generate, generate_batch
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 
@@ -72,6 +72,26 @@ def test_sampling_repeats_with_the_seed_and_differs_without() -> None:
 def test_a_tiny_nucleus_is_greedy() -> None:
     model = model_with([FULL] * 3)
     assert list(generate(model, prompt(5), 20, top_p=1e-6)) == list(generate(model, prompt(5), 20, temperature=0))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "want"),
+    [
+        (Sampling(), [0.15, 0.5, 0.05, 0.3]),
+        (Sampling(temperature=2.0), [0.208, 0.379, 0.120, 0.294]),  # roots of the probabilities, over their sum
+        (Sampling(top_p=0.7), [0.0, 0.625, 0.0, 0.375]),
+        (Sampling(top_p=0.81), [0.158, 0.526, 0.0, 0.316]),
+        (Sampling(vocab_size=2), [0.231, 0.769, 0.0, 0.0]),
+    ],
+    ids=["as is", "temperature", "two tokens", "three tokens", "vocabulary"],
+)
+def test_tokens_are_drawn_as_often_as_temperature_and_nucleus_say(sampling: Sampling, want: list[float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log() + 7
+    drawn = torch.tensor([_sample(logits, sampling, generator) for _ in range(4000)])
+    got = drawn.bincount(minlength=4) / 4000
+    torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.03)
+    assert not got[torch.tensor(want) == 0].any()
 
 
 def test_the_stop_token_ends_the_answer_unsaid() -> None:

@@ -89,7 +89,10 @@ def yarn_by_hand(i: int, theta: float, factor: float, trained: int, head_dim: in
 
 
 @pytest.mark.parametrize("position", [0, 1, 70_000, 1_000_000])
-@pytest.mark.parametrize(("theta", "factor", "trained", "head_dim"), [(1e4, 8, 4096, 64), (5e5, 32, 8192, 128)])
+@pytest.mark.parametrize(
+    ("theta", "factor", "trained", "head_dim"),
+    [(1e4, 8, 4096, 64), (5e5, 32, 8192, 128), (1e4, 8, 128, 64), (10, 4, 840, 8)],
+)
 def test_yarn_turns_and_scales_as_published(position, theta, factor, trained, head_dim, device):
     """Every pair of a query and key, against float64 complex numbers; both are scaled by 0.1 ln(factor) + 1."""
     config = RopeConfig(kind="yarn", theta=theta, factor=factor, original_seq_len=trained)

@@ -14,7 +14,8 @@ from moba_train.optim.gradients import Gradients
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def layers() -> nn.Module:
@@ -24,6 +25,14 @@ def layers() -> nn.Module:
     model(torch.randn(5, 4)).square().sum().backward()
     model[1].weight.grad = None
     return model
+
+
+def test_the_norm_is_torchs_in_a_process_group_and_without_one() -> None:
+    model = layers()
+    want = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+    assert Gradients(model).norm().item() == pytest.approx(want)
+    dist.destroy_process_group()
+    assert Gradients(model).norm().item() == pytest.approx(want)
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0, 2.0, None])

@@ -201,6 +201,11 @@ class NsaKind(AttentionKind):
         compressed = (2 * 2 * kv + 4 * model.head_width + 8) // options.stride
         return branches + selected + own + compressed
 
+    def gathered_bytes(self, model: ModelConfig, width: int) -> int:
+        """Keys and values of the three branches; shared ones, and the keys once more before they are rotated."""
+        tensors = 6 if self._options.separate_kv else 3
+        return tensors * width * model.kv_heads * model.head_width
+
     def _compressed_pairs(self, lengths: Sequence[int]) -> int:
         return sum(compressed_pairs(length, self.blocks) for length in lengths)
 

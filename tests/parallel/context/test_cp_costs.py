@@ -27,6 +27,30 @@ def test_bytes_of_a_known_case():
     )
 
 
+@pytest.mark.parametrize(
+    ("strategy", "in_node", "from_nodes", "copied", "buffers", "upfront"),
+    [
+        # Of four ranks each has 256 MiB of queries and 128 of keys and values; all ranks have 512 of the latter.
+        (CPStrategy(4, "allgather", "zigzag", 4, slices=4), 3 * 384, 0, 12 * 256 + 9 * 128 + 8 * 512, 2 * 256, 1 / 4),
+        # Eight ranks have half as much each. Through all four adapters of a node:
+        (CPStrategy(8, "allgather", "zigzag", 4), 3 * 448, 3 * 448 / 4, 5 * 64 + 8 * 512, 2 * 512, 1),
+        # Two calls, of four chunks each:
+        (CPStrategy(8, "ring", "zigzag", 4), 3 * 448, 3 * 448, 44 * 128 + 93 * 64, (2 * 8 + 2 * 4) * 64, 3 / 7),
+        (CPStrategy(4, "ring", "zigzag", 4, 2), 3 * 384, 0, 80 * 256 + 49 * 128, (2 * 2 + 2 * 1) * 128, 0),
+        (CPStrategy(4, "ulysses", "contiguous", 2), 720, 720, 12 * 256 + 6 * 128, 6 * 256 + 2 * 128, 1),
+        (CPStrategy(4, "ulysses", "zigzag", 2), 720, 720, 26 * 256 + 13 * 128, 6 * 256 + 2 * 128, 1),
+        # Half of the heads' tokens come from the node, and the keys and values of these heads from the other one.
+        (CPStrategy(4, "hierarchical", "contiguous", 2), 960, 3 * 128, 3840 + 5 * 64 + 4 * 256, 1792 + 2 * 256, 1),
+        (CPStrategy(4, "dispatch", "zigzag", 2), 1164 / 3, 2 * 1164 / 3, 18 * 256, 8 * 256 / 8 + 2 * 256 + 2 * 128, 1),
+    ],
+    ids=lambda value: f"{value.transport}-{value.node_size}-of-{value.ranks}" if isinstance(value, CPStrategy) else "",
+)
+def test_bytes_copies_and_buffers_of_known_cases_in_mib(strategy, in_node, from_nodes, copied, buffers, upfront):
+    found = predict_cost(strategy, replace(LLAMA_8B, selected_units=1))
+    got = [x / 2**20 for x in (found.node_bytes, found.network_bytes, found.copied_bytes, found.memory_bytes)]
+    assert [*got, found.upfront_share] == pytest.approx([in_node, from_nodes, copied, buffers, upfront])
+
+
 def test_dispatch_sends_a_query_at_most_once_to_each_rank():
     """Three ranks of four are others; a query of a rank's 256 MiB that selects one unit reaches them three times out of
     four, and with very many units all three of them."""

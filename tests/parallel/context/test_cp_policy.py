@@ -22,6 +22,10 @@ def auto(
 def test_inside_a_node_ranks_exchange_tokens_for_whole_heads():
     assert auto(ranks=2)[0].transport == "allgather"  # of two ranks, each has half of all keys already
     assert auto(ranks=8)[0].transport == "ulysses"
+    exchanged = predict_cost(CPStrategy(4, "ulysses", "contiguous", 4), LLAMA_8B)
+    gathered = predict_cost(CPStrategy(4, "allgather", "zigzag", 4), LLAMA_8B)
+    assert gathered.seconds() < exchanged.seconds()  # and still, as training is faster with smaller buffers
+    assert auto(ranks=4)[0].transport == "ulysses"
 
 
 def test_where_heads_would_be_repeated_keys_and_values_are_gathered():

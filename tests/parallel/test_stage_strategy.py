@@ -1,0 +1,83 @@
+"""The context-parallel strategy that follows from a recipe: what one rank of a tensor-parallel group attends with."""
+
+from typing import Any
+
+import pytest
+
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.parallel.context.costs import gather_cost, predict_cost
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy
+
+
+def stage_of(attention: dict[str, Any], **parallel: Any) -> tuple[RunConfig, Stage]:
+    """Two sequences of 8K tokens in a micro-batch, two layers with 16 query heads on 8 key/value heads."""
+    config = RunConfig.model_validate(
+        {
+            "name": "test",
+            "run_dir": "unused",
+            "model": {
+                "vocab_size": 64,
+                "hidden_size": 512,
+                "intermediate_size": 64,
+                "layers": 2,
+                "heads": 16,
+                "kv_heads": 8,
+            },
+            "attention": attention,
+            "data": {"train": [{"path": "unused"}]},
+            "batch_tokens": "64K",
+            "micro_batch_size": 2,
+            "stages": [{"name": "only", "seq_len": "8K", "tokens": "1M"}],
+            "parallel": parallel,
+        }
+    )
+    (stage,) = resolve_stages(config)
+    return config, stage
+
+
+MOBA = {"default": "moba", "moba": {"block_size": 256, "topk": 4}}
+
+
+def test_a_rank_has_its_part_of_the_heads_and_all_tokens_of_a_micro_batch() -> None:
+    shape = stage_attention_shape(*stage_of(MOBA, tp=2, cp=2), element_bytes=4)
+    assert shape == AttentionShape(2 * 8192, 8, 4, 32, element_bytes=4, selected_units=3)
+
+
+def test_what_one_layer_needs_holds_for_all() -> None:
+    """Queries are sent to keys only where each layer can; the layer that selects most counts."""
+    grouped = {**MOBA, "overrides": {0: {"select": "group", "topk": 6}}}
+    shape = stage_attention_shape(*stage_of(grouped, cp=2))
+    assert (shape.couples_heads, shape.selected_units, shape.merges) == (True, 5, True)
+    shape = stage_attention_shape(*stage_of({**MOBA, "full_layers": "last:1"}, cp=2))
+    assert (shape.couples_heads, shape.selected_units) == (False, None)
+    assert not stage_attention_shape(*stage_of({**MOBA, "overrides": {1: {"kind": "moba_v1"}}}, cp=2)).merges
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "ranks_per_node", "node_size"), [(1, 4, 8, 4), (1, 8, 4, 4), (2, 4, 4, 2), (4, 4, 4, 1), (1, 4, 6, 2)]
+)
+def test_ranks_with_the_same_heads_share_a_node_as_far_as_it_has_room(
+    tp: int, cp: int, ranks_per_node: int, node_size: int
+) -> None:
+    """The ranks of a tensor-parallel group are neighbours; those of a cp group lie tp ranks apart."""
+    config, stage = stage_of(MOBA, tp=tp, cp=cp, cp_transport="allgather")
+    strategy, _ = stage_strategy(config, stage, ranks_per_node)
+    assert (strategy.ranks, strategy.node_size) == (cp, node_size)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("full", "zigzag"), ("moba", "contiguous")])
+def test_work_that_grows_in_any_layer_makes_shards_zigzag(kind: str, layout: str) -> None:
+    attention = {**MOBA, "overrides": {1: {"kind": kind}}}
+    strategy, _ = stage_strategy(*stage_of(attention, cp=4, cp_transport="hierarchical"), ranks_per_node=2)
+    assert strategy.layout == layout
+
+
+def test_layers_that_gather_by_their_shard_cost_what_they_gather() -> None:
+    """Keys and values of this rank's heads, all tokens; the others pay for the transport."""
+    config, stage = stage_of({**MOBA, "overrides": {1: {"kind": "seer"}}}, tp=2, cp=2)
+    strategy = CPStrategy(2, "allgather", "zigzag", 2)
+    moba, seer = (stage_costs(config, stage, strategy)[layer] for layer in stage.attention)
+    assert moba == predict_cost(strategy, stage_attention_shape(config, stage))
+    assert seer == gather_cost(strategy, 2 * 8192, 2 * 4 * 32 * 2)
