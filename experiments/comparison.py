@@ -133,7 +133,7 @@ class Comparison:
         which read other sequences, or losses by sequence are missing."""
         parts = [(share, cell) for share, cell in zip(shares, self.cells, strict=True) if abs(share) > 1e-9]
         sequences = {len(cell.by_sequence) for _, cell in parts}
-        if len({cell.block for _, cell in parts}) != 1 or len(sequences) != 1 or sequences == {0}:
+        if len({cell.block for _, cell in parts}) != 1 or len(sequences) != 1:
             return None
         summed = sum(share * np.array(cell.by_sequence, dtype=np.float64) for share, cell in parts)
         found = np.asarray(summed)[np.isfinite(summed)]

@@ -36,8 +36,6 @@ class Result:
     step: int
     stage: str
     time: float
-    trained_seq_len: int | None
-    """Longest sequences that the run had trained on; None: not known."""
     data: dict[str, Any]
     source: str
     """File, or "training"."""
@@ -180,12 +178,10 @@ def _read_recipe(history: History) -> None:
 
 def _training_results(history: History) -> Iterator[Result]:
     """The evaluations that ran while the run trained: events with data under the name of their type."""
-    lengths = [(event["step"], int(number(event, "seq_len"))) for event in history.stages if "seq_len" in event]
     for event in history.events:
         data = event.get(event["type"])
         if isinstance(data, dict) and event["type"] not in ("code", "recipe"):
-            trained = max((length for step, length in lengths if step <= event["step"]), default=None)
-            yield Result(event["type"], event["step"], event["stage"], event["time"], trained, data, "training")
+            yield Result(event["type"], event["step"], event["stage"], event["time"], data, "training")
 
 
 def _evaluation_files(history: History) -> Iterator[Result]:
@@ -203,7 +199,6 @@ def _evaluation_files(history: History) -> Iterator[Result]:
 
 
 def _file_results(content: dict[str, Any], source: str) -> Iterator[Result]:
-    trained = content.get("trained_seq_len")
     for name in content["tasks"]:
         data = content[name]
         if not isinstance(data, dict):
@@ -213,7 +208,6 @@ def _file_results(content: dict[str, Any], source: str) -> Iterator[Result]:
             int(content["step"]),
             str(content["stage"]),
             float(content["time"]),
-            trained if isinstance(trained, int) else None,
             data,
             source,
         )

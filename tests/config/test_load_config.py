@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import RECIPE_BYTES, apply_overrides, deep_merge, dump_config, load_config, parse_yaml
 from moba_train.config.run import ParallelConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.config.stages import resolve_stages, used_kinds
 from moba_train.errors import ConfigError
 from moba_train.validation.recipe import validate
 
@@ -349,6 +349,21 @@ def test_a_dumped_stage_still_follows_the_recipe(load, write):
     path = write("dumped.yaml", dump_config(load()))
     layers = resolve_stages(load_config(path, ["attention.moba.block_size=256"]))[1].attention
     assert layers[0].options.block_size == 256
+
+
+def test_a_stage_counts_on_from_the_steps_and_tokens_of_those_before(load):
+    """1M tokens are 15.3 batches of 64K."""
+    short, long = resolve_stages(load())
+    assert (short.end_step, long.first_step, long.first_token) == (16, 16, 16 * 65536)
+    assert long.tokens_after(19) == 19 * 65536
+    quick, after = resolve_stages(load(), {"short": 5})
+    assert (quick.end_step, after.first_step, after.first_token) == (5, 5, 5 * 65536)
+
+
+def test_kinds_that_were_used_are_those_of_the_stages_so_far(load):
+    full = {(layer, "full") for layer in range(4)}
+    assert used_kinds(load(), 0) == full
+    assert used_kinds(load(), 1) == full | {(layer, "moba") for layer in range(3)}
 
 
 def test_interpolating_in_a_stage_keeps_the_models_theta(load):

@@ -37,6 +37,12 @@ def test_every_item_once_and_as_tight_as_the_textbook(data: st.DataObject, capac
     assert room == sorted(sum(lengths[item] for item in items) for items in expected)
 
 
+@pytest.mark.parametrize("capacity", [2, 64, 65, 4096, 4097])
+def test_a_single_token_leaves_the_largest_room(capacity: int) -> None:
+    """Rooms are kept in words of 64 bits, which must reach that far."""
+    assert best_fit([1], capacity).bins == 1
+
+
 def test_items_that_fit_no_bin_are_refused() -> None:
     for bad in ([3, 9], [0, 3]):
         with pytest.raises(ValueError, match=r"a bin of 8 takes 1\.\.8"):

@@ -45,6 +45,8 @@ def test_order_depends_on_seed_and_contents_not_on_the_path(make_corpus: MakeCor
         for path, seed in [(prefix, 1), (tmp_path / "moved", 1), (prefix, 2)]
     ]
     assert orders[0] == orders[1] != orders[2]
+    first, second = (read(DocumentStream(IndexedDataset(prefix), seed, below_length=9), 0, 50) for seed in (1, 2))
+    assert first != second, "the order of a range of lengths depends on the seed as well"
 
 
 def test_the_order_never_changes_between_versions(make_corpus: MakeCorpus) -> None:

@@ -37,6 +37,10 @@ def test_ranges_of_one_corpus_are_blended_by_their_own_weights(corpus: str) -> N
     assert set(data.fingerprints) == {corpus}
     name = data.fingerprints[corpus].name
     assert data.starts_after(400) == {f"{name}[0:10]": 400, f"{name}[10:]": 1200}
+    longest_first = stage(
+        SourceConfig(path=corpus, weight=3, min_length=10), SourceConfig(path=corpus, weight=1, below_length=10)
+    )
+    assert longest_first.starts_after(400) == data.starts_after(400)
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])

@@ -50,6 +50,14 @@ def test_masked_tokens_are_predicted_even_with_the_id_of_padding(prefix: str) ->
     assert (batch.loss_tokens, batch.loss_weight_sum) == (5, 5.0)
 
 
+def test_parts_are_found_among_the_documents_of_a_batch(prefix: str) -> None:
+    """Two documents and padding, then one and padding, which is a document of its own and no part."""
+    batch = collate(samples(prefix, 16, 2, "token"))
+    assert batch.part_documents == [0, 1, 3]
+    lengths = batch.layout.cu_seqlens.diff().tolist()
+    assert [lengths[place] for place in batch.part_documents] == [part.stop - part.start for part in batch.parts]
+
+
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
 def test_by_sequence_every_conversation_counts_once_wherever_it_is_split(prefix: str, packing: str) -> None:
     """13 tokens in samples of 4, and chopped into 13 samples of 1."""
@@ -128,3 +136,12 @@ def test_documents_of_one_token_carry_no_loss(tmp_path: Path) -> None:
             corpus.add_document([1])
     with pytest.raises(DataError, match="every document has a single token"):
         check_loss(str(tmp_path / "a"))
+
+
+def test_by_sequence_documents_of_a_corpus_without_a_mask_count_once_too(tmp_path: Path) -> None:
+    """Four predicted tokens of the first document, one of the second."""
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as corpus:
+        corpus.add_document([1, 2, 3, 4, 5])
+        corpus.add_document([6, 7])
+    batch = collate(samples(str(tmp_path / "a"), 7, 1, "sequence", "concat"))
+    assert sorted(batch.loss_weight.tolist()) == [1 / 4] * 4 + [1]

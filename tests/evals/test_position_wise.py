@@ -15,11 +15,13 @@ from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.run import CPLayout
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.batch import Batch
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.errors import DataError
-from moba_train.evals.position_wise import PositionWiseLoss, position_wise_loss, summarize
+from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, position_wise_loss, summarize
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.batch import shard_batch
@@ -68,6 +70,15 @@ def test_a_source_with_a_range_of_lengths_gives_documents_of_that_range_only(sou
         source.model_copy(update=update) for source in sources for update in ({"below_length": 18}, {"min_length": 40})
     ]
     assert count_samples(twice, SEQ_LEN) == 3
+
+
+def test_a_range_of_lengths_is_that_of_its_own_corpus(sources: list[SourceConfig], tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "other", np.uint16) as writer:
+        for length in (17, 40):
+            writer.add_document(np.arange(length))
+    other = SourceConfig(path=str(tmp_path / "other"), below_length=18)
+    longest = sources[0].model_copy(update={"min_length": 40})
+    assert count_samples([longest, other], SEQ_LEN) == 2 + 1
 
 
 def test_samples_are_the_same_every_time_and_fewer_are_some_of_them(sources: list[SourceConfig]) -> None:
@@ -126,6 +137,7 @@ def test_means_and_errors_take_sequences_as_the_sample() -> None:
     assert result.numbers["trailing_gap"] == 0.25
     assert result.numbers["trailing_gap_error"] == 0  # of pairs: the sequences differ, the gap does not
     assert "+0.2500 +- 0.0000" in result.message
+    assert [line[:20].rstrip() for line in result.table[:3]] == ["tokens", "0 to 8", "8 to 16"]
     assert result.data["curves"]["full"]["mean"] == [4.0, 1.75]
     assert result.data["curves"]["full"]["trailing_by_sequence"] == [1.75, 2.25, 1.25]
     assert PositionWiseLoss(8, moba.losses[:1]).to_json()["standard_error"] == [None, None]
@@ -134,6 +146,13 @@ def test_means_and_errors_take_sequences_as_the_sample() -> None:
 def test_a_corpus_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere"):
         LongDocumentSamples([SourceConfig(path=str(tmp_path / "nowhere"))], SEQ_LEN, 2, 0, VOCAB)
+
+
+class LossIsTheLabel(torch.nn.Module):
+    """A model whose losses are known."""
+
+    def token_losses(self, _tokens: Any, _positions: Any, _layout: Any, loss_tokens: Any) -> torch.Tensor:
+        return torch.as_tensor(loss_tokens[0]).float()
 
 
 @dataclass(frozen=True)
@@ -154,10 +173,6 @@ def test_ranks_that_share_sequences_add_up_to_one(
 ) -> None:
     """Every token counts once, in its own bucket, also where shards have padding, or hold nothing but padding."""
 
-    class LossIsTheLabel(torch.nn.Module):
-        def token_losses(self, _tokens: Any, _positions: Any, _layout: Any, loss_tokens: Any) -> torch.Tensor:
-            return loss_tokens[0].float()
-
     model, found = cast(Transformer, LossIsTheLabel()), LongDocumentSamples(sources, SEQ_LEN, 2, 0, VOCAB)
     whole = position_wise_loss(model, found, 4, DataShard(), world.device)
     sequence = SequenceLayout.split(SEQ_LEN, ranks, kind)
@@ -165,3 +180,42 @@ def test_ranks_that_share_sequences_add_up_to_one(
     parts = [position_wise_loss(model, found, 4, shard, world.device).losses for shard in shards]
     assert whole.losses[0] == pytest.approx(found.sample(0).labels.reshape(4, 4).mean(1))
     assert np.allclose(sum(parts), whole.losses)
+
+
+def test_data_parallel_ranks_take_each_sample_once(sources: list[SourceConfig], world: World) -> None:
+    """Five samples on three ranks: in the second pass one rank repeats a sample, which does not count."""
+    model, found = cast(Transformer, LossIsTheLabel()), LongDocumentSamples(sources, SEQ_LEN, 5, 0, VOCAB)
+    shards = [DataShard(dp_rank=rank, dp_size=3) for rank in range(3)]
+    parts = [position_wise_loss(model, found, 4, shard, world.device).losses for shard in shards]
+    wanted = [found.sample(index).labels.reshape(4, 4).mean(1) for index in range(5)]
+    assert np.allclose(sum(parts), wanted)
+
+
+@pytest.mark.parametrize(("seq_len", "bucket"), [(131072, 2048), (8192, 2048), (2048, 512), (96, 16), (16, 4)])
+def test_without_a_bucket_there_are_at_least_four(sources: list[SourceConfig], seq_len: int, bucket: int) -> None:
+    config, stage = recipe(sources, seq_len)
+    made = PositionWise.switched_on(config, stage).evaluation.position_wise
+    assert made is not None
+    assert made.bucket == bucket
+
+
+def test_two_samples_are_enough_for_an_error(sources: list[SourceConfig]) -> None:
+    two, one = ([source.model_copy(update={"min_length": length}) for source in sources] for length in (40, 41))
+    assert list(PositionWise.data_problems(*recipe(two, SEQ_LEN))) == []
+    assert len(list(PositionWise.data_problems(*recipe(one, SEQ_LEN)))) == 1
+    assert len(list(PositionWise.data_problems(*recipe(sources, 33)))) == 1, "a single one"
+
+
+def recipe(sources: list[SourceConfig], seq_len: int) -> tuple[RunConfig, Stage]:
+    shape = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "layers": 1, "heads": 2, "kv_heads": 1}
+    content = {
+        "name": "a",
+        "run_dir": "a",
+        "model": shape,
+        "attention": {"default": "full"},
+        "data": {"train": sources, "validation": sources},
+        "batch_tokens": seq_len,
+        "stages": [{"name": "only", "seq_len": seq_len, "tokens": seq_len}],
+    }
+    config = RunConfig.model_validate(content)
+    return config, resolve_stages(config)[0]

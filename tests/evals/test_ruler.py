@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from questions import Reader, context, recipe
@@ -17,7 +18,7 @@ from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError, DataError
 from moba_train.evals.niah import needle_frame, needle_sentence
 from moba_train.evals.ruler import Ruler, RulerTexts
-from moba_train.evals.ruler_tasks import TASKS, found_share
+from moba_train.evals.ruler_tasks import DEPTHS, TASKS, found_share
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
@@ -299,3 +300,8 @@ def test_numbers_are_means_over_lengths_and_tasks(texts: Path, alone: World) -> 
     scores = found.data["scores"]["moba"]["teacher_forced"]["niah_single"]
     assert found.numbers["ruler"] == pytest.approx(sum(scores) / 2)
     assert any("1K" in line and "512" in line for line in found.table)
+
+
+def test_depths_are_those_of_ruler() -> None:
+    """RULER's `np.round(np.linspace(0, 100, num=40, endpoint=True)).astype(int)`."""
+    assert np.linspace(0, 100, num=40).round().tolist() == DEPTHS

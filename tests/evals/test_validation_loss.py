@@ -86,6 +86,15 @@ def test_ranks_that_share_sequences_add_up_to_one(data: StageData, world: World,
     assert sum(part.weights for part in parts) == pytest.approx(want.weights)
 
 
+def test_data_parallel_ranks_take_each_sequence_once(data: StageData, world: World) -> None:
+    """Five sequences, two at a time on two ranks: the second pass has one sequence and three of padding."""
+    model, want = cast(Transformer, LossIsTheLabel()), known(data)
+    shards = [DataShard(dp_rank=rank, dp_size=2) for rank in range(2)]
+    parts = [validation_loss(model, data, 2, shard, world.device) for shard in shards]
+    assert sum(part.sums for part in parts) == pytest.approx(want.sums)
+    assert sum(part.weights for part in parts) == pytest.approx(want.weights)
+
+
 def test_ranks_without_the_loss_and_sequences_without_it_do_not_count(data: StageData, world: World) -> None:
     model = cast(Transformer, LossIsTheLabel())
     assert not validation_loss(model, data, 2, DataShard(computes_loss=False), world.device).weights.any()

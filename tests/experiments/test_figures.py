@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.python_sources import BYTES
-from experiments import estimate, page, published
+from experiments import comparison, estimate, fits, page, published
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.corpus import Corpus
 from experiments.estimate import OVERLAP, Estimates, modelled_seconds
@@ -188,6 +188,29 @@ def test_scaling_does_not_agree_where_moba_is_worse_and_cannot_tell_from_noise()
     noisy = Scaling().find(results_of(Scaling(), published.VALIDATION_8K, 0.05))
     assert noisy.verdicts[0].word == "cannot be told"
     assert noisy.verdicts[0].estimate.visible > 0.01
+
+
+def test_a_trend_is_a_line_through_the_gaps_of_pairs_with_students_interval() -> None:
+    """Gaps of 0, 0.02 and 0.01 at 1, 10 and 100: slope 0.005 a decade, squares of deviations 1.5e-4, one degree of
+    freedom, so that the standard error is sqrt(1.5e-4 / 2); Student's t is 12.706."""
+
+    def arms(*gaps: tuple[float, float], seed: int = 0) -> list[Result]:
+        return [
+            {"name": f"{name}-{compute:g}m", "seed": seed, "compute": {"6ND": compute}, "loss": 2.0 + more}
+            for compute, gap in gaps
+            for name, more in (("full", 0.0), ("moba", gap))
+        ]
+
+    def found(results: list[Result]) -> comparison.Estimate | None:
+        return fits.trend(results, lambda result: float(result["loss"]))
+
+    pairs = arms((1, 0.0), (10, 0.02), (100, 0.01))
+    slope = found([*pairs, *arms((1000, 5.0))[:1]])  # an arm without its pair
+    assert slope is not None
+    assert slope.value == pytest.approx(0.005)
+    assert slope.half == pytest.approx(12.706 * (1.5e-4 / 2) ** 0.5, rel=1e-3)
+    assert found(pairs[:4]) is None, "a line through two pairs has no error"
+    assert found([arm for seed in range(3) for arm in arms((1, 0.01), seed=seed)]) is None, "one size has no slope"
 
 
 def test_trailing_and_what_is_drawn_from_its_arms(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_when_skipping_does_not_help_the_run_goes_back_or_ends() -> None:
     assert stop.action == "stop"
     assert "health.spike.max_skips" in stop.message
     assert react(SpikeConfig(reaction="rollback", max_skips=3), WARN, 100, spent, []).action == "rollback"
-    later = 98 + BUDGET_STEPS
+    later = 97 + BUDGET_STEPS
     assert react(SpikeConfig(reaction="skip_step", max_skips=3), WARN, later, spent, []).action == "skip"
 
 

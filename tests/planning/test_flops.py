@@ -20,8 +20,9 @@ from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loader import step_batches
 from moba_train.data.stage_data import training_data
+from moba_train.parallel.activations import Kept
 from moba_train.planning import documents
-from moba_train.planning.flops import dense_flops, layer_flops, matmul_flops, real_flops
+from moba_train.planning.flops import dense_flops, layer_flops, matmul_flops, real_flops, repeated_flops
 from moba_train.planning.plan import StagePlan, make_plan
 from moba_train.planning.render import print_plan
 from moba_train.training.throughput import batch_flops
@@ -94,6 +95,35 @@ def test_many_short_documents_are_not_one_long_one():
     attention_of = {name: real(lengths, default="full") for name, lengths in (("one", [2**16]), ("many", [2**10] * 64))}
     matmul = 2**16 * matmul_flops(LLAMA_8B)
     assert attention_of["one"] - matmul == pytest.approx(64 * (attention_of["many"] - matmul))
+
+
+def test_a_layer_repeats_a_forward_pass_less_what_it_keeps():
+    """A forward pass is a third of training's operations. The down projection's result is needed by no gradient."""
+    config = RunConfig.model_validate(
+        {
+            "name": "a",
+            "run_dir": "a",
+            "model": LLAMA_8B.model_dump(),
+            "attention": {"default": "full"},
+            "data": {"train": [{"path": "a"}]},
+            "batch_tokens": 8192,
+            "stages": [{"name": "only", "seq_len": 8192, "tokens": 8192}],
+        }
+    )
+    (stage,) = resolve_stages(config)
+    attention = 4 * 4096 * 8192 / 2
+    projections = 2 * (2 * 4096**2 + 2 * 4096 * 1024)
+    gate_and_up = 2 * 2 * 4096 * 14336
+    repeated = {kept: repeated_flops(LLAMA_8B, stage, 0, kept) for kept in Kept}
+    assert repeated == pytest.approx(
+        {
+            Kept.INPUT: attention + projections + gate_and_up,
+            Kept.ATTENTION: projections + gate_and_up,
+            Kept.PROJECTIONS: gate_and_up,
+            Kept.PRODUCTS: 0,
+            Kept.ALL: 0,
+        }
+    )
 
 
 def test_each_layer_counts_as_what_it_is():

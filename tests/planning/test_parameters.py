@@ -1,14 +1,19 @@
 """Parameter counts are exact: against published totals and against the model itself."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer
-from moba_train.planning.parameters import count_parameters
+from moba_train.optim.spec import block_matrices
+from moba_train.planning.parameters import count_block_matrices, count_parameters, count_recipe_parameters
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 
@@ -53,3 +58,12 @@ def test_counts_are_those_of_the_model(changes):
     assert counts.norms == sum(size for name, size in named.items() if "norm" in name)
     assert counts.attention == sum(n for name, n in named.items() if ".attention." in name and "norm" not in name)
     assert counts.feed_forward == sum(size for name, size in named.items() if ".feed_forward." in name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recipe_counts_what_its_attention_kinds_add(load: Callable[..., RunConfig], kind: str) -> None:
+    config = load("attention.overrides={}", f"stages.1.attention.default={kind}")
+    with torch.device("meta"):
+        model = build_model(config)
+    assert count_recipe_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
+    assert count_block_matrices(config) == sum(matrix.numel() for matrix in block_matrices(model).values())

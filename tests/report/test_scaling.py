@@ -174,6 +174,25 @@ def test_runs_become_points_and_groups_are_compared(tmp_path: Path) -> None:
     assert "real FLOPs count one document per sequence: corpora not found" in both
 
 
+def test_every_stage_counts_with_its_own_length_and_tokens(tmp_path: Path) -> None:
+    """Queries see 8 keys on average in sequences of 16 tokens, and 32 in those of 64."""
+    stages = [{"name": "short", "seq_len": 16, "tokens": 128 * 8}, {"name": "long", "seq_len": 64, "tokens": 128 * 4}]
+    folder = write_run(tmp_path, config(tmp_path, "full", 12, stages=stages), 3.0, steps=12)
+    (run,) = read_runs([folder], ["eval_loss"], group_by="stages.1.seq_len")
+    products = 6 * (non_embedding(12) - 3 * 12 + 64 * 12)
+    flops = 128 * (8 * (products + 12 * 12 * 8) + 4 * (products + 12 * 12 * 32))
+    assert run.compute["real"] * PFLOPS_DAY == pytest.approx(flops)
+    assert run.tokens == 128 * 12
+    assert run.group == "stages.1.seq_len=64"
+
+
+def test_only_groups_of_few_runs_are_said_to_have_too_narrow_intervals(tmp_path: Path) -> None:
+    runs = read_runs(write_runs(tmp_path, tuple(range(8, 40, 4))), ["eval_loss"])
+    assert fit_runs(runs, ["eval_loss"], ["6ND"], resamples=10).warnings == []
+    (warning,) = fit_runs(runs[:-1], ["eval_loss"], ["6ND"], resamples=10).warnings
+    assert warning.startswith("fewer than 8 runs in moba: intervals are too narrow")
+
+
 def test_intervals_of_a_gap_take_groups_as_independent(tmp_path: Path) -> None:
     """Equal runs in two groups differ by nothing, give or take the errors of both."""
     rng = np.random.default_rng(0)

@@ -61,6 +61,13 @@ from refusals import assert_refused
         ),
         (
             [
+                "stages.1.seq_len=2048",
+                "stages.0.until={trailing_loss_recovered: {tolerance: 0, reference: before}, max_tokens: 9M}",
+            ],
+            "stages[0].until.trailing_loss_recovered.reference: given 'before', but no stage before 'short' is evalu",
+        ),
+        (
+            [
                 "stages.0={name: short, seq_len: 8K, tokens: 1M, evaluate: false}",
                 "stages.1.until={trailing_loss_recovered: {tolerance: 0, reference: before}, max_tokens: 9M}",
             ],
