@@ -14,7 +14,7 @@ from moba_train.parallel.pipeline.split import balanced_split, model_parts, rank
 from moba_train.planning.activations import FILLED, stage_activations
 from moba_train.planning.memory import MemoryEstimate, element_bytes
 from moba_train.planning.moments import RankMoments
-from moba_train.planning.pipeline import best_layers, kept_micro_batches, plan_pipeline
+from moba_train.planning.pipeline import best_layers, kept_micro_batches, plan_pipeline, rank_work
 from moba_train.planning.plan import make_plan
 from moba_train.planning.render import print_plan
 
@@ -57,6 +57,25 @@ def test_the_output_projection_and_full_layers_leave_their_part_fewer_layers(loa
     first, last = best_layers(load(*even, sparse, stage))
     assert first < last
     assert best_layers(load(*even, "parallel.pp_schedule=interleaved_1f1b")) == (2, 2, 2, 2)
+
+
+def test_the_slower_rank_is_waited_for_by_its_layers_and_output(load) -> None:
+    """Parameters decide where documents are short: attention is 1 % of a layer here."""
+    config = load("model.vocab_size=2048", "attention.overrides={}", "parallel.pp=2", "parallel.pp_layers=[2, 2]")
+    layer = 128 * (128 + 2 * 64 + 128) + 3 * 128 * 384
+    first, last = 2 * layer, 2 * layer + 128 * 2048
+    found = plan_pipeline(config, resolve_stages(config)[0], [16], 8, EVERYTHING).bubble
+    assert found == pytest.approx(1 - 8 * (first + last) / 2 / (8 * last + first), rel=1e-2)
+
+
+def test_a_rank_has_buffers_for_both_neighbours_and_all_micro_batches(load) -> None:
+    config = load("parallel.pp=4", "stages.0.micro_batch_size=2")
+    stage = resolve_stages(config)[0]
+    sizes = mesh_sizes(stage.parallel, 8)
+    count = 32 // (2 * 2)  # sequences of a step; two in a micro-batch, on two data-parallel ranks
+    found = [rank_work(config, stage, sizes, rank) for rank in range(4)]
+    assert [work.received for work in found] == [count, 2 * count, 2 * count, count]
+    assert [work.kept for work in found] == [4, 3, 2, 1]
 
 
 def test_the_bubble_is_that_of_the_schedule_where_parts_are_equal(load) -> None:
@@ -118,6 +137,7 @@ def test_budget_fits_the_rank_that_needs_most_and_reckons_all_its_micro_batches(
     found = stage_activations(config, stage, sizes, limit / FILLED, None)
     assert recomputed < estimate.reserved(found.layers) <= limit
     assert found.rank_memory == tuple(estimate.by_rank(found.layers))
+    assert found.memory == max(found.rank_memory, key=lambda memory: memory.total)
     kept = [layer.kept for layer in found.layers]
     assert kept == sorted(kept), "late layers keep more"
     assert kept[0] < Kept.ALL

@@ -17,7 +17,7 @@ from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta, write_json
 from moba_train.checkpoint.marks import MARKS, Mark, Marks
 from moba_train.checkpoint.publish import Accept
-from moba_train.errors import ReproducibleFaultError
+from moba_train.errors import CheckpointError, ReproducibleFaultError
 from moba_train.train import main
 from moba_train.training import checkpoints as checkpoints_module
 from moba_train.training.restarts import RESTARTS, Restarts, choose_checkpoint
@@ -145,6 +145,25 @@ def test_a_checkpoint_that_could_not_be_read_is_not_replaced_by_a_marked_one() -
         choose_checkpoint(find, marks, lambda step: None, lambda *_: None)
 
 
+def test_without_another_checkpoint_the_oldest_marked_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong came in after it."""
+    metas = {Path(f"step {step}"): {"progress": {"step": step}} for step in (12, 8, 4)}
+    monkeypatch.setattr("moba_train.training.restarts.read_meta", metas.__getitem__)
+
+    def find(accept: Accept) -> Path:
+        accepted = [path for path, meta in metas.items() if accept(meta)]
+        if not accepted:
+            raise CheckpointError("there are only others")
+        return accepted[0]
+
+    def newest(*marked: int) -> Path | None:
+        marks = Marks([Mark(step, "", "poisoned") for step in marked])
+        return choose_checkpoint(find, marks, lambda step: None, lambda *_: None)
+
+    assert newest(12) == Path("step 8")
+    assert newest(12, 4, 8) == Path("step 4")
+
+
 def test_a_checkpoint_whose_meta_names_no_step_is_refused_with_a_message(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,11 +192,16 @@ def test_what_counts_as_a_start_without_progress(tmp_path: Path) -> None:
     for expected in (1, 2, 3):
         begin(tmp_path, 100)  # killed
         assert count(tmp_path) == expected
-    begin(tmp_path, 100).end_in_order()
+    stopped = begin(tmp_path, 100)
+    stopped.end_in_order()
+    stopped.end("an error after it", fatal=True)
     assert count(tmp_path) == 3, "an orderly stop does not count"
+    assert Restarts(tmp_path).blames(100) is None
     begin(tmp_path, 200)
     assert count(tmp_path) == 1, "a newer checkpoint is progress"
-    begin(tmp_path, 200).end("step 210: loss nan", fatal=True)
+    ended = begin(tmp_path, 200)
+    ended.end("step 210: loss nan", fatal=True)
+    ended.end("what its end led to")
     assert Restarts(tmp_path).blames(200) == "step 210: loss nan"
     assert Restarts(tmp_path).blames(100) is None
     begin(tmp_path, 100, [200]).end("step 210: loss nan", fatal=True)
@@ -206,10 +230,12 @@ def test_kills_never_put_a_checkpoint_in_doubt_and_a_damaged_file_is_a_fresh_sta
 
 
 def test_the_limit_is_reached_by_kills_alone(tmp_path: Path) -> None:
-    for _ in range(MOST):
+    for _ in range(MOST - 1):
         begin(tmp_path, 0)
+    begin(tmp_path, 0).end("the last of them")
     problem = Restarts(tmp_path).begin(0, [], MOST)
     assert problem is not None
     assert "20 starts in a row have saved no usable checkpoint at all" in problem
     assert "from the beginning: ended without a message" in problem
+    assert "from the beginning: the last of them" in problem
     assert "10 earlier ones" in problem

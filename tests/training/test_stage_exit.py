@@ -33,7 +33,7 @@ def stage(until: dict[str, Any] | None) -> Stage:
 
 @pytest.mark.parametrize(
     ("reference", "tolerance", "met"),
-    [("full", 0.2, False), ("full", 0.3, True), ("before", 0.0, False), ("before", 0.11, True)],
+    [("full", 0.2, False), ("full", 0.25, True), ("full", 0.3, True), ("before", 0.0, False), ("before", 0.11, True)],
 )
 def test_the_criterion_is_met_when_the_trailing_loss_is_back(reference: str, tolerance: float, met: bool) -> None:
     """2.0 with the stage's own attention, 1.75 with full attention, 1.9 before the stage."""
@@ -69,10 +69,19 @@ def test_it_is_judged_from_the_end_of_the_tokens_on_where_its_numbers_are() -> N
     assert found.judge(2, {"eval_loss": 0.5}) is None
     assert found.judge(3, {"trailing_loss": 0.5}) is None
     assert [found.judge(step, {"eval_loss": loss}).met for step, loss in ((3, 1.5), (4, 0.5))] == [False, True]  # type: ignore[union-attr]
+    not_last = found.judge(5, {"eval_loss": 1.5})
+    assert not_last is not None
+    assert "the stage ends" not in not_last.message
     last = found.judge(6, {"eval_loss": 1.5})
     assert last is not None
     assert not last.met
     assert last.message.endswith("the stage ends all the same, at its max_tokens")
+
+
+def test_a_criterion_of_two_numbers_waits_for_both() -> None:
+    found = StageExit(stage({"trailing_loss_recovered": {"tolerance": 0.3, "reference": "full"}}), None)
+    assert found.judge(3, {"trailing_loss": 2.0}) is None
+    assert found.judge(3, NUMBERS) is not None
 
 
 def test_a_stage_without_a_criterion_is_never_judged() -> None:

@@ -130,7 +130,9 @@ def test_the_launcher_is_told_several_times_what_was_measured(tmp_path: Path, mo
     assert request.takes_s == 300
     assert _stop_limit(tmp_path, 30) == 900
     times.step_took(144)
+    times.save_took(1)
     times.batch_took(20)
+    assert times.seconds == 300, "the longest step and the longest save count"
     assert times.news() is None
     times.batch_took(200)
     assert "up to 360 s" in (times.news() or "")
