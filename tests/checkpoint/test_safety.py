@@ -395,10 +395,25 @@ def test_chunks_are_accepted_if_and_only_if_they_cover_the_tensor_once(
 
 
 def test_chunks_that_share_bytes_of_a_file_are_refused() -> None:
+    """Also where a chunk of another file begins between them."""
+
     def tensor() -> TensorStorageMetadata:
         chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([8]))
         return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([8]), [chunk])
 
-    places = [("a", torch.Size([0]), _StorageInfo("f", 0, 100)), ("b", torch.Size([0]), _StorageInfo("f", 99, 100))]
+    def check(**stored: _StorageInfo) -> None:
+        places = [(name, torch.Size([0]), place) for name, place in stored.items()]
+        files = {name: manifest.FileEntry(size=200, sha256="") for name in "fg"}
+        checked_storage({name: tensor() for name in stored}, places, files)
+
+    check(a=_StorageInfo("f", 0, 100), b=_StorageInfo("f", 100, 100), c=_StorageInfo("g", 50, 100))
     with pytest.raises(ValueError, match="'a' and 'b' share bytes of f"):
-        checked_storage({"a": tensor(), "b": tensor()}, places, {"f": manifest.FileEntry(size=200, sha256="")})
+        check(a=_StorageInfo("f", 0, 100), b=_StorageInfo("f", 99, 100), c=_StorageInfo("g", 50, 100))
+
+
+def test_a_chunk_that_is_stored_twice_is_refused() -> None:
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([8]))
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([8]), [chunk])
+    places = [("a", torch.Size([0]), _StorageInfo("f", offset, 100)) for offset in (0, 100)]
+    with pytest.raises(ValueError, match=r"'a': the chunk at \[0\] is stored twice"):
+        checked_storage({"a": tensor}, places, {"f": manifest.FileEntry(size=200, sha256="")})

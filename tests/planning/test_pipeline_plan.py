@@ -59,6 +59,15 @@ def test_the_output_projection_and_full_layers_leave_their_part_fewer_layers(loa
     assert best_layers(load(*even, "parallel.pp_schedule=interleaved_1f1b")) == (2, 2, 2, 2)
 
 
+def test_stages_count_for_the_split_by_their_tokens(load) -> None:
+    """Full attention of a short stage at the end makes the first layers dear, but only for a hundredth of the run."""
+    base = ("model.layers=8", "model.vocab_size=64", "parallel.pp=2", "attention={moba: {block_size: 64, topk: 2}}")
+    end = "{name: end, seq_len: 32K, tokens: 1M, attention: {full_layers: 'first:2'}}"
+    first, last = best_layers(load(*base, f"stages=[{end}]"))
+    assert first < last
+    assert best_layers(load(*base, f"stages=[{{name: begin, seq_len: 2K, tokens: 100M}}, {end}]")) == (4, 4)
+
+
 def test_the_slower_rank_is_waited_for_by_its_layers_and_output(load) -> None:
     """Parameters decide where documents are short: attention is 1 % of a layer here."""
     config = load("model.vocab_size=2048", "attention.overrides={}", "parallel.pp=2", "parallel.pp_layers=[2, 2]")
