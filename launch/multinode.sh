@@ -19,7 +19,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 [ "${1:-}" != --help ] || { usage; exit; }
 [ $# -ge 1 ] || refuse "no recipe; usage: NODES=N NODE_RANK=I MASTER=HOST bash launch/multinode.sh RECIPE.yaml [key.path=value ...]"
 for name in NODES NODE_RANK PORT GPUS RESTARTS; do
-    [[ ${!name:-0} =~ ^[0-9]{1,6}$ ]] || refuse "$name: given '${!name}'; allowed: a whole number"
+    [[ ${!name:-0} =~ ^[0-9]{1,6}$ ]] || refuse "$name: given '${!name}'; allowed: a whole number up to 999999"
     [ -z "${!name:-}" ] || declare "$name=$((10#${!name}))"  # not octal
 done
 [ "${NODES:-1}" -ge 1 ] || refuse "NODES: given $NODES; allowed: 1 or more"

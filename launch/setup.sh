@@ -59,6 +59,7 @@ the packages of pyproject.toml"
 else
     VENV=${MOBA_VENV:-$ROOT/.venv}
     [[ $VENV == /* ]] || VENV=$CALLED_FROM/$VENV
+    VENV=${VENV%/}  # the lock is beside it, not inside
     PYTHON=$VENV/bin/python
     stamp=$VENV/.moba_train_installed
     wanted=$(cat pyproject.toml launch/constraints.txt launch/setup.sh | cksum)

@@ -30,6 +30,14 @@ def test_help_is_the_comment_at_the_top(tmp_path: Path, name: str) -> None:
     assert "usage.sh" not in done.stdout
 
 
+def test_help_of_the_job_script_is_found_from_another_folder() -> None:
+    """The script goes to the repository's folder first, where its own path may lead elsewhere."""
+    command = ["bash", "../launch/slurm.sbatch", "--help"]
+    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "launch/slurm.sbatch" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "variables", "error"),
     [
@@ -153,7 +161,8 @@ SET_UP = 'source launch/setup.sh; [ -x "$PYTHON" ] && echo "$PYTHON"'
 
 
 def test_nodes_that_start_at_the_same_time_install_once(tmp_path: Path) -> None:
-    environment = a_checkout(tmp_path, "the venv")
+    """With a slash at the end of the folder's name, too: the lock is beside the folder, which does not exist yet."""
+    environment = a_checkout(tmp_path, "the venv/")
     command = ["bash", "-c", SET_UP]
     nodes = [subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) for _ in range(3)]
     for node in nodes:
