@@ -31,7 +31,7 @@ done
 [ "${PORT:-1}" -ge 1 ] && [ "${PORT:-1}" -le 65535 ] || refuse "PORT: given $PORT; allowed: 1 to 65535"
 [ "${GPUS:-1}" -ge 1 ] || refuse "GPUS: given $GPUS; allowed: 1 or more"
 recipe=$1
-if [ -e "$recipe" ]; then  # as from the folder of whoever calls; everything else is as from the repository's
+if [ -e "$recipe" ]; then  # relative to the caller's folder; all other paths are relative to the repository's
     [[ $recipe == /* ]] || recipe=$PWD/$recipe
 elif [[ $recipe != -* && ! -e $(dirname "${BASH_SOURCE[0]}")/../$recipe ]]; then
     refuse "RECIPE: $recipe is neither in $PWD nor in the repository's folder"

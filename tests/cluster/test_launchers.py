@@ -112,8 +112,8 @@ def test_a_miniature_refuses_a_wrong_override_before_it_prepares_data(tmp_path: 
     assert "optim.lr: given 'fast'; allowed: number > 0" in done.stderr
 
 
-def test_a_recipe_is_found_from_the_folder_of_who_calls_by_a_checkout_with_spaces(tmp_path: Path) -> None:
-    """Leading zeros of numbers are no octal ones; without HOME."""
+def test_a_recipe_is_found_from_the_callers_folder_in_a_checkout_with_spaces(tmp_path: Path) -> None:
+    """Leading zeros do not make a number octal, and HOME may be missing."""
     repository = tmp_path / "a checkout"
     (repository / "launch").mkdir(parents=True)
     for script in (ROOT / "launch").glob("*.sh"):
