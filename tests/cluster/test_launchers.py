@@ -140,7 +140,8 @@ def test_a_recipe_is_found_from_the_callers_folder_in_a_checkout_with_spaces(tmp
 
 
 def a_checkout(folder: Path, venv: str) -> dict[str, str]:
-    """A checkout in `folder` whose python3 makes virtual environments that say `installed` when they install."""
+    """A checkout in `folder` whose python3 makes virtual environments that say `installed` when they install. As
+    Python's venv does, it fails where it finds a link to a Python that is gone, unless it may clear the folder."""
     (folder / "bin").mkdir()
     for name in ("launch", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
@@ -148,7 +149,10 @@ def a_checkout(folder: Path, venv: str) -> dict[str, str]:
     python.write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
-        '*"-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python";;\n'
+        '*"-m venv"*) for last; do :; done\n'
+        '    case "$*" in *--clear*) rm -r "$last"; esac\n'
+        '    [ ! -h "$last/bin/python" ] || exit 1\n'
+        '    mkdir -p "$last/bin"; touch "$last/pyvenv.cfg"; cp "$0" "$last/bin/python";;\n'
         f'*"-m pip"*) sleep 0.5; echo installed >>"{folder}/log";;\n'
         '*"import torch"*) exit 1;;\n'
         "esac\n"
@@ -169,7 +173,9 @@ def test_nodes_that_start_at_the_same_time_install_once(tmp_path: Path) -> None:
         assert node.communicate(timeout=60)[0].decode().endswith(f"{tmp_path}/the venv/bin/python\n")
         assert node.returncode == 0
     assert (tmp_path / "log").read_text().splitlines() == ["installed"]
-    (tmp_path / "the venv" / "bin" / "python").unlink()
+    python = tmp_path / "the venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/none/python")
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
     assert len((tmp_path / "log").read_text().splitlines()) == 2, "an environment without its Python is made anew"
 
