@@ -26,7 +26,8 @@ from moba_train.telemetry.jsonl import read_records
 
 
 def run(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train all rows one after the other, the first once more; what each load and save took, saved after each."""
+    """Train all rows one after the other, and the first once more. Returns what each load and save took, and saves it
+    after each row."""
     corpus, metrics = folder / "corpus", folder / "run" / "metrics.jsonl"
     steps = arguments.every * (len(rows) + 2)
     tokens = 2 * steps * arguments.sequences * rows[0].seq_len

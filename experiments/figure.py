@@ -77,7 +77,7 @@ class Figure(ABC):
     setup: ClassVar[str]
     """What is trained, and where the budget is below the specification and why. Markdown."""
     found: ClassVar[tuple[str, ...]] = ()
-    """What the result file of today says, behind the verdicts, a statement each. Markdown."""
+    """Statements about the present result file, listed after the verdicts. Markdown."""
     result: ClassVar[str] = ""
     """What the result file of today says, in one line for the table of all figures; empty: there is none. Markdown."""
     seeds: ClassVar[int] = 2

@@ -19,7 +19,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 [ "${1:-}" != --help ] || { usage; exit; }
 [ $# -ge 1 ] || refuse "no recipe; usage: NODES=N NODE_RANK=I MASTER=HOST bash launch/multinode.sh RECIPE.yaml [key.path=value ...]"
 for name in NODES NODE_RANK PORT GPUS RESTARTS; do
-    [[ ${!name:-0} =~ ^[0-9]{1,6}$ ]] || refuse "$name: given '${!name}'; allowed: a whole number"
+    [[ ${!name:-0} =~ ^[0-9]{1,6}$ ]] || refuse "$name: given '${!name}'; allowed: a whole number up to 999999"
     [ -z "${!name:-}" ] || declare "$name=$((10#${!name}))"  # not octal
 done
 [ "${NODES:-1}" -ge 1 ] || refuse "NODES: given $NODES; allowed: 1 or more"
@@ -31,7 +31,7 @@ done
 [ "${PORT:-1}" -ge 1 ] && [ "${PORT:-1}" -le 65535 ] || refuse "PORT: given $PORT; allowed: 1 to 65535"
 [ "${GPUS:-1}" -ge 1 ] || refuse "GPUS: given $GPUS; allowed: 1 or more"
 recipe=$1
-if [ -e "$recipe" ]; then  # as from the folder of whoever calls; everything else is as from the repository's
+if [ -e "$recipe" ]; then  # relative to the caller's folder; all other paths are relative to the repository's
     [[ $recipe == /* ]] || recipe=$PWD/$recipe
 elif [[ $recipe != -* && ! -e $(dirname "${BASH_SOURCE[0]}")/../$recipe ]]; then
     refuse "RECIPE: $recipe is neither in $PWD nor in the repository's folder"

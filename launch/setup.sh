@@ -30,7 +30,9 @@ install() {
         fi
     done
     [ -n "$base" ] || refuse "no Python 3.11 or newer on the PATH (MOBA_PYTHON names one elsewhere)"
-    system=() constraints=() extras=()
+    clear=() system=() constraints=() extras=()
+    # An environment whose Python is gone: venv does not replace its links, unless it may clear the folder.
+    [ -x "$PYTHON" ] || [ ! -e "$VENV/pyvenv.cfg" ] || clear=(--clear)
     [ "${FOR:-dev}" = run ] || extras=(dev)
     if "$base" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
         system=(--system-site-packages)  # the image's own CUDA build of torch
@@ -40,7 +42,7 @@ install() {
     fi
     echo "installing into $VENV (once; a few minutes)"
     wished=$(IFS=,; echo "${extras[*]:+[${extras[*]}]}")
-    "$base" -m venv ${system[@]+"${system[@]}"} "$VENV" ||
+    "$base" -m venv ${clear[@]+"${clear[@]}"} ${system[@]+"${system[@]}"} "$VENV" ||
         refuse "$VENV: no virtual environment can be made there; MOBA_VENV names another place"
     "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable ".$wished" ||
         refuse "$VENV: pip has failed, see above; without a network, MOBA_PYTHON names a Python that has the packages"
@@ -59,6 +61,7 @@ the packages of pyproject.toml"
 else
     VENV=${MOBA_VENV:-$ROOT/.venv}
     [[ $VENV == /* ]] || VENV=$CALLED_FROM/$VENV
+    VENV=${VENV%/}  # the lock is beside it, not inside
     PYTHON=$VENV/bin/python
     stamp=$VENV/.moba_train_installed
     wanted=$(cat pyproject.toml launch/constraints.txt launch/setup.sh | cksum)

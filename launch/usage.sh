@@ -1,7 +1,7 @@
 # Sourced by the other launchers before setup.sh, so that wrong arguments are refused before anything is installed.
 
-usage() {  # the comment at the top of the launcher
-    sed -nE '2,/^[^#]/s/^#( |$)//p' "$0"
+usage() {  # [LAUNCHER]: the comment at the top of the launcher
+    sed -nE '2,/^[^#]/s/^#( |$)//p' "${1:-$0}"
 }
 
 refuse() {  # MESSAGE

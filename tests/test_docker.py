@@ -132,7 +132,7 @@ def test_the_dockerfile_copies_installs_and_starts_the_quick_start() -> None:
 
 
 def test_the_image_has_nothing_of_a_checkout_that_git_leaves_out() -> None:
-    """Such as runs with checkpoints of gigabytes."""
+    """Among them are runs with checkpoints of gigabytes."""
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
     left_out = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
     assert ignored <= {line.removeprefix("**/") for line in left_out}

@@ -37,7 +37,7 @@ class Memory:
     """fp32, sharded: those that exist at this moment; in a pipeline whole."""
     unsharded: int
     """Gathered weights in the compute dtype: embedding and output, and two blocks (one at work, one prefetched); in a
-    pipeline all of the rank's. In the loss, what FSDP has gathered last once more."""
+    pipeline all of the rank's. In the loss also the buffer of FSDP's last gather (`Weights.copied`)."""
     activations: int
     """Tensors of one micro-batch that the forward pass, or a block's recomputation, keeps for the backward pass; in a
     pipeline of several, and its buffers."""
@@ -196,7 +196,7 @@ class RankMoments:
         chunk = logits + 2 * min(rows, rows_here) * self._width * self._config.model.hidden_size
         hidden, weight = self._memory.hidden, self._weights.head  # their gradients, whose sums over chunks are scaled
         last_chunk = chunk + hidden + (weight if rows_here > complete else 0)
-        copied = self._weights.copied  # no longer there in the backward pass, which scales the sums
+        copied = self._weights.copied  # freed before the backward pass, which scales the sums
         return self._at(
             "loss",
             gradients=self._gradients.early,

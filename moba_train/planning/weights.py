@@ -38,9 +38,10 @@ class Weights:
     held: int
     """Bytes of a gathered block that stays between its forward and its backward pass; 0 where all stay in any case."""
     copied: int
-    """Bytes of the last unit that the forward pass gathers, which FSDP keeps as it has arrived, beside the weights that
-    it was copied into, until the next unit is gathered or the forward pass ends; so it is there in the loss. 0 where
-    nothing is gathered, where copy engines have buffers for it, and in a pipeline, which gathers only once a step."""
+    """Bytes of the buffer into which FSDP gathered the last unit of the forward pass. The unit's weights are copied out
+    of it, but FSDP frees it only when it gathers the next unit or the forward pass ends, so it is still there in the
+    loss. 0 where nothing is gathered, where copy engines have buffers for it, and in a pipeline, which gathers only
+    once a step."""
     exchanged: bool
     """Whether gradients are sent as they are and added up on arrival."""
     gradient_sent: int

@@ -4,7 +4,7 @@ Checkpoints may come from different layouts: each tensor is read whole, on one p
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,9 +47,8 @@ def compare(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 
 def compare_metrics(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
     """Compare loss and gradient norm of every step."""
-    notices: list[str] = []
-    ours = _steps(a, notices)
-    theirs = _steps(b, notices)
+    ours, our_notices = _steps(a)
+    theirs, their_notices = _steps(b)
     differing = []
     steps = sorted(ours.keys() | theirs.keys())
     for step in steps:
@@ -60,7 +59,7 @@ def compare_metrics(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
         unequal = [f"{key} {x!r} and {y!r}" for key, x, y in pairs if not _equal(x, y, tolerance)]
         if unequal:
             differing.append(f"step {step}: {', '.join(unequal)}")
-    return Comparison("steps", len(steps), differing, tuple(notices))
+    return Comparison("steps", len(steps), differing, our_notices + their_notices)
 
 
 def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
@@ -80,17 +79,11 @@ def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
     return Comparison("tensors", len(names), differing)
 
 
-def _steps(path: Path, notices: list[str]) -> dict[int, dict[str, float]]:
-    """Loss and gradient norm by step; what cannot be read of the file is added to `notices`."""
+def _steps(path: Path) -> tuple[dict[int, dict[str, float]], tuple[str, ...]]:
+    """Loss and gradient norm by step, and what is left out of the file."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a run's metrics.jsonl")
     records, damaged = read_sound_records(path)
-    if damaged:
-        shown = ", ".join(map(str, damaged[:_SHOWN])) + ", ..." * (len(damaged) > _SHOWN)
-        lines = f"1 line is damaged and left out: line {shown}"
-        if len(damaged) > 1:
-            lines = f"{len(damaged):,} lines are damaged and left out: lines {shown}"
-        notices.append(f"{path}: {lines}")
     steps = {
         record["step"]: {key: number(record, key) for key in _CURVES if record.get(key) is not None}
         for record in records
@@ -98,7 +91,14 @@ def _steps(path: Path, notices: list[str]) -> dict[int, dict[str, float]]:
     }
     if not steps:
         raise UserError(f"{path}: has no step of a training; give a run's metrics.jsonl")
-    return steps
+    return steps, (_left_out(path, damaged),) if damaged else ()
+
+
+def _left_out(path: Path, damaged: Sequence[int]) -> str:
+    shown = ", ".join(map(str, damaged[:_SHOWN])) + ", ..." * (len(damaged) > _SHOWN)
+    if len(damaged) == 1:
+        return f"{path}: 1 line is damaged and left out: line {shown}"
+    return f"{path}: {len(damaged):,} lines are damaged and left out: lines {shown}"
 
 
 def _equal(x: float | None, y: float | None, tolerance: float) -> bool:

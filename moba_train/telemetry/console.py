@@ -28,8 +28,9 @@ _EVENT_STYLES = {
 class ConsoleSink:
     """Coloured lines in a terminal, plain ones elsewhere (under torchrun, in a log file).
 
-    `total_steps` is the expected last step of the run; the record that begins a stage may correct it, because a stage
-    may end early. The time left assumes the recent pace, which includes evaluation and saving.
+    `total_steps` is the expected last step of the run; a record with `last_step`, where a stage begins or the run
+    resumes, may correct it, because a stage may end early. The time left assumes the recent pace, which includes
+    evaluation and saving.
     """
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:

@@ -125,8 +125,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_sound_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """All records of a metrics file, as from `read_records`, and the numbers of damaged lines, from 1: those that are
-    no records. A blank line is none, nor a last line that was not written to its end: the run may be writing it."""
+    """All records of a metrics file, as `read_records` returns them, and the numbers (from 1) of its damaged lines.
+
+    A line is damaged if it is not a record. Blank lines do not count, nor does a last line without its end, which the
+    run may be writing.
+    """
     records: list[dict[str, Any]] = []
     damaged: list[int] = []
     with path.open("rb") as lines:
@@ -146,8 +149,11 @@ def read_backward(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_since(path: Path, step: int) -> list[dict[str, Any]]:
-    """The records of `step` and later at the end of a metrics file, newest first. None, with a warning, where the file
-    cannot be read: what a start finds there spares repetitions, and is no reason to end a run."""
+    """The records of `step` and later at the end of a metrics file, newest first.
+
+    An empty list, with a warning, where the file cannot be read: a start needs them only to avoid repetitions, so this
+    is no reason to end a run.
+    """
     try:
         return list(takewhile(lambda record: record["step"] >= step, read_backward(path)))
     except OSError as error:

@@ -10,7 +10,8 @@ from moba_train.telemetry.jsonl import read_backward
 
 
 def check_first_start(run_dir: Path, from_scratch: bool) -> None:
-    """Raises CheckpointError when the run has had a checkpoint: it was moved away, or its file system is not mounted.
+    """Raises CheckpointError when the run has had a checkpoint, which was moved away or whose file system is not
+    mounted, and when its history, which would say so, cannot be read.
 
     To be called on all ranks when no checkpoint is found; rank 0's files decide for all. A run that ended before its
     first checkpoint may begin again. `from_scratch` allows it in any case.
@@ -21,7 +22,7 @@ def check_first_start(run_dir: Path, from_scratch: bool) -> None:
         return
     if not from_scratch:
         raise CheckpointError(
-            f"no checkpoint is found in {checkpoints}, but this run has had one: {evidence}. Put it back (was it moved "
+            f"no checkpoint is found in {checkpoints}, but this run {evidence}. Put it back (was it moved "
             "away, or is its file system not mounted?), set run_dir to a new folder, or give --from-scratch to begin "
             "again at step 0; the metrics so far then move to metrics.discarded.jsonl"
         )
@@ -29,12 +30,15 @@ def check_first_start(run_dir: Path, from_scratch: bool) -> None:
 
 
 def _evidence_of_checkpoint(run_dir: Path) -> str | None:
-    """What says that the run has had a checkpoint, if anything does."""
+    """What says that the run has had a checkpoint, or may have had one; None where it has had none."""
     latest = run_dir / "checkpoints" / LATEST
     with contextlib.suppress(OSError):
-        return f"{latest} names {latest.read_text(encoding='utf-8', errors='replace').strip()}"
+        return f"has had one: {latest} names {latest.read_text(encoding='utf-8', errors='replace').strip()}"
     metrics = run_dir / "metrics.jsonl"
-    for record in read_backward(metrics):
-        if record["type"] == "resume" or "checkpoint_save_s" in record:
-            return f"{metrics} says, at step {record['step']}: {record.get('message')}"
+    try:
+        for record in read_backward(metrics):
+            if record["type"] == "resume" or "checkpoint_save_s" in record:
+                return f"has had one: {metrics} says, at step {record['step']}: {record.get('message')}"
+    except OSError as error:
+        return f"may have had one: {metrics}, which would say so, cannot be read: {error.strerror or error}"
     return None

@@ -44,7 +44,7 @@ def recipe_warnings(config: RunConfig) -> list[str]:
 
 
 def _batch_warnings(config: RunConfig) -> Iterator[str]:
-    """Batches that are larger than their stage, which all the same trains a whole one."""
+    """Warns of a batch that is larger than its stage: the stage then trains on one whole batch."""
     for stage, given in zip(resolve_stages(config), config.stages, strict=True):
         if stage.batch_tokens > given.tokens:
             key = "batch_tokens" if given.batch_tokens is None else f"stages[{stage.index}].batch_tokens"

@@ -30,6 +30,14 @@ def test_help_is_the_comment_at_the_top(tmp_path: Path, name: str) -> None:
     assert "usage.sh" not in done.stdout
 
 
+def test_help_of_the_job_script_is_found_from_another_folder() -> None:
+    """The script goes to the repository's folder first, where its own path may lead elsewhere."""
+    command = ["bash", "../launch/slurm.sbatch", "--help"]
+    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "launch/slurm.sbatch" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "variables", "error"),
     [
@@ -104,8 +112,8 @@ def test_a_miniature_refuses_a_wrong_override_before_it_prepares_data(tmp_path: 
     assert "optim.lr: given 'fast'; allowed: number > 0" in done.stderr
 
 
-def test_a_recipe_is_found_from_the_folder_of_who_calls_by_a_checkout_with_spaces(tmp_path: Path) -> None:
-    """Leading zeros of numbers are no octal ones; without HOME."""
+def test_a_recipe_is_found_from_the_callers_folder_in_a_checkout_with_spaces(tmp_path: Path) -> None:
+    """Leading zeros do not make a number octal, and HOME may be missing."""
     repository = tmp_path / "a checkout"
     (repository / "launch").mkdir(parents=True)
     for script in (ROOT / "launch").glob("*.sh"):
@@ -132,7 +140,8 @@ def test_a_recipe_is_found_from_the_folder_of_who_calls_by_a_checkout_with_space
 
 
 def a_checkout(folder: Path, venv: str) -> dict[str, str]:
-    """A checkout in `folder` whose python3 makes virtual environments that say `installed` when they install."""
+    """A checkout in `folder` whose python3 makes virtual environments that say `installed` when they install. As
+    Python's venv does, it fails where it finds a link to a Python that is gone, unless it may clear the folder."""
     (folder / "bin").mkdir()
     for name in ("launch", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
@@ -140,7 +149,10 @@ def a_checkout(folder: Path, venv: str) -> dict[str, str]:
     python.write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
-        '*"-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python";;\n'
+        '*"-m venv"*) for last; do :; done\n'
+        '    case "$*" in *--clear*) rm -r "$last"; esac\n'
+        '    [ ! -h "$last/bin/python" ] || exit 1\n'
+        '    mkdir -p "$last/bin"; touch "$last/pyvenv.cfg"; cp "$0" "$last/bin/python";;\n'
         f'*"-m pip"*) sleep 0.5; echo installed >>"{folder}/log";;\n'
         '*"import torch"*) exit 1;;\n'
         "esac\n"
@@ -153,14 +165,17 @@ SET_UP = 'source launch/setup.sh; [ -x "$PYTHON" ] && echo "$PYTHON"'
 
 
 def test_nodes_that_start_at_the_same_time_install_once(tmp_path: Path) -> None:
-    environment = a_checkout(tmp_path, "the venv")
+    """With a slash at the end of the folder's name, too: the lock is beside the folder, which does not exist yet."""
+    environment = a_checkout(tmp_path, "the venv/")
     command = ["bash", "-c", SET_UP]
     nodes = [subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) for _ in range(3)]
     for node in nodes:
         assert node.communicate(timeout=60)[0].decode().endswith(f"{tmp_path}/the venv/bin/python\n")
         assert node.returncode == 0
     assert (tmp_path / "log").read_text().splitlines() == ["installed"]
-    (tmp_path / "the venv" / "bin" / "python").unlink()
+    python = tmp_path / "the venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/none/python")
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=60)
     assert len((tmp_path / "log").read_text().splitlines()) == 2, "an environment without its Python is made anew"
 

@@ -62,6 +62,17 @@ def test_without_metrics_the_pointer_to_the_newest_checkpoint_tells(
     assert run.train_here("--from-scratch", "--stop-at-step", "1") == 0
 
 
+def test_a_history_that_cannot_be_read_may_tell_of_a_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder stands for a file that the file system refuses."""
+    metrics = run.run_dir / "metrics.jsonl"
+    metrics.mkdir(parents=True)
+    assert run.train_here() == 2
+    error = capsys.readouterr().err
+    assert f"may have had one: {metrics}, which would say so, cannot be read: Is a directory" in error
+    assert "--from-scratch" in error
+    assert run.train_here("--from-scratch", "--stop-at-step", "1") == 0
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     train_step = Trainer._step
 
