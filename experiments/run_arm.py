@@ -21,6 +21,7 @@ from experiments.multi_process import service_runs
 from experiments.stop import run_to_end
 from moba_train.config.run import SpikeConfig
 from moba_train.config.stages import resolve_stages
+from moba_train.evals.registry import EVALUATIONS
 from moba_train.foreign_files import ROOTS
 from moba_train.health.spike import RECOVERY_STEPS
 from moba_train.report.scaling_runs import read_runs
@@ -30,7 +31,7 @@ CURVE_POINTS = 200
 """Points that are kept of each curve over the steps."""
 STEPS_BEFORE, STEPS_AFTER = SpikeConfig().window, RECOVERY_STEPS
 """Steps around a switch of stage that are kept one by one, for the spike detector."""
-_EVALUATIONS = ("validation_loss", "position_wise", "gate_probe", "gradient_reach", "needle", "needle_signal", "ruler")
+_EVALUATIONS = tuple(evaluation.name for evaluation in EVALUATIONS)
 _HOW_IT_RAN = ("time", "wall_time", "run_id", "checkpoint", "type")
 _OF_THE_MACHINE = ("message", "dump")
 """Keys of a spike's record that name folders, which a result leaves out."""

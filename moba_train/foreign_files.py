@@ -67,9 +67,9 @@ def check_below(path: Path, roots: Sequence[Path]) -> Path:
         raise ForeignFileError(f"{str(path)!r}: no path of a file ({error})") from None
     if not any(real.is_relative_to(root) for root in roots):
         through = f"leads to {real}, " if real != path.absolute() else ""
+        allowed = " and ".join(map(str, dict.fromkeys(roots)))
         raise ForeignFileError(
-            f"{path}: {through}outside of {' and '.join(map(str, roots))}; if you trust it, allow the folder: "
-            f"{ROOTS}={real.parent}"
+            f"{path}: {through}outside of {allowed}; if you trust it, allow the folder: {ROOTS}={real.parent}"
         )
     return real
 

@@ -44,6 +44,12 @@ def test_links_that_lead_out_are_refused_with_what_would_allow_them(model: Path,
         open_foreign(model / "merges.txt", None, folder_roots(model))
 
 
+def test_each_allowed_folder_is_named_once(model: Path) -> None:
+    with pytest.raises(ForeignFileError) as error:
+        check_below(model.parent / "secret", [model, model, model / "inner"])
+    assert f"outside of {model} and {model / 'inner'}; if you trust it" in str(error.value)
+
+
 def test_a_folder_that_is_a_link_leads_out_as_well(model: Path) -> None:
     (model / "folder").symlink_to(model.parent)
     with pytest.raises(ForeignFileError, match=r"leads to \S+secret, outside"):

@@ -17,6 +17,8 @@ from moba_train.commands.shared import GpusPerNode, Overrides, Recipe
 from moba_train.errors import LaunchError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from moba_train.config.schema import RunConfig
 
 
@@ -135,7 +137,33 @@ def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: i
             f"run_dir: given {config.run_dir!r}, in the pods {run_dir}, which is not on the volume at {mount}: "
             f"checkpoints would end with the pods; allowed: a folder below it, such as run_dir={mount / run_dir.name}"
         )
-    return jobs.Pods(jobs.image_name(image), claim_name, mount, restarts)
+    image = jobs.image_name(image)
+    for key, path in _read_by(config):
+        in_pods = PurePosixPath(posixpath.normpath(jobs.IMAGE_FOLDER / path))
+        if mount not in in_pods.parents:
+            typer.echo(
+                f"warning: {key}: {path!r} is {in_pods} in the pods, which is not on the volume at {mount}: pods find "
+                f"it only if the image has it; otherwise put it on the volume, and give its path below {mount}",
+                err=True,
+            )
+    return jobs.Pods(image, claim_name, mount, restarts)
+
+
+def _read_by(config: "RunConfig") -> "Iterator[tuple[str, str]]":
+    """The files and folders that the run reads, each path once, with the key of the recipe that names it first."""
+    named = [(f"data.train[{at}].path", source.path) for at, source in enumerate(config.data.train)]
+    named += [(f"data.validation[{at}].path", source.path) for at, source in enumerate(config.data.validation)]
+    for index, stage in enumerate(config.stages):
+        named += [(f"stages[{index}].train[{at}].path", source.path) for at, source in enumerate(stage.train or ())]
+    if config.init_from is not None:
+        named.append(("init_from", config.init_from))
+    if config.data.tokenizer and not config.data.tokenizer.startswith("tiktoken:"):
+        named.append(("data.tokenizer", config.data.tokenizer))
+    keys: dict[str, str] = {}
+    for key, path in named:
+        keys.setdefault(path, key)
+    for path, key in keys.items():
+        yield key, path
 
 
 def _manifest(job: jobs.Job, pods: jobs.Pods, kind: Manifests) -> str:

@@ -49,8 +49,8 @@ class GateProbe(Evaluation):
         )
         if all(layer.kind == "full" for layer in stage.attention):
             self.missing = (
-                f"all layers of stage {stage.name!r} attend to everything, so there is no gate to probe; "
-                f"stages[{stage.index}].attention can be overridden"
+                f"all layers of stage {stage.name!r} have full attention, so there is no gate to probe; `moba-train "
+                f"eval` can probe another attention, such as stages.{stage.index}.attention.default=moba"
             )
 
     @classmethod
@@ -227,7 +227,7 @@ def summarize(
             for layer, found in means.items()
         ],
     }
-    return EvaluationResult(numbers, message, [*_table(means), message], data)
+    return EvaluationResult(numbers, message, [*(_table(means) if means else ()), message], data)
 
 
 def _distance_shares(distances_HX: Tensor, by_head: bool) -> dict[str, list[float] | list[list[float]]]:

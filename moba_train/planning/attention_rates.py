@@ -146,7 +146,8 @@ def attention_rate(layer: LayerAttention, head_dim: int, tokens: int) -> Attenti
     if not rows:
         raise PlanError(
             f"attention kind {layer.kind!r} has no measured time, so no step with it can be predicted; allowed: "
-            f"{', '.join(dict.fromkeys(row.kind for row in MEASURED))}"
+            f"{', '.join(dict.fromkeys(row.kind for row in MEASURED))}; `moba-train plan RECIPE --gpus N`, without "
+            "--nodes, plans the others, too"
         )
     nearest = min(rows, key=lambda row: _distance(row, layer, head_dim))
     rows = [row for row in rows if (row.options, row.head_dim) == (nearest.options, nearest.head_dim)]

@@ -120,6 +120,12 @@ def predict_step(
     """
     if config.precision.compute == "fp32":
         raise PlanError("precision.compute: given fp32, whose steps were never measured; allowed: auto or bf16")
+    if config.optim.kind not in machine.rates.update_s:
+        raise PlanError(
+            f"optim.kind: given {config.optim.kind}, whose update was never measured, so no step with it can be "
+            f"predicted; allowed: {', '.join(machine.rates.update_s)}; `moba-train plan RECIPE --gpus N`, without "
+            "--nodes, plans the others, too"
+        )
     transport = _transport(config, stage, sizes, machine)
     buffers = transport.memory if transport else NO_TRANSPORT
     activations = stage_activations(config, stage, sizes, machine.gpu.memory, machine.host_bytes, buffers)

@@ -146,8 +146,8 @@ def _norm_problems(config: RunConfig, device: str | None) -> Iterator[str]:
 
 def _optimizer_problems(optim: OptimConfig, device: str | None) -> Iterator[str]:
     key = f"optim.implementation: given {optim.implementation!r}"
-    if optim.kind == "muon" and optim.implementation != "torch":
-        yield f"{key} with optim.kind: muon, whose part of AdamW is torch's; set torch, or kind: adamw"
+    if optim.kind != "adamw" and optim.implementation != "torch":
+        yield f"{key}, which is for optim.kind: adamw alone, with kind: {optim.kind}; set torch, or kind: adamw"
     elif reason := implementation_problem(optim, device):
         yield f"{key}, which cannot run: {reason}; set torch"
 

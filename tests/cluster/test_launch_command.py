@@ -27,7 +27,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 def launch(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["launch", RECIPE, *arguments])
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def refused(*arguments: str) -> str:
@@ -90,6 +90,18 @@ def test_pods_run_the_image_as_it_is_given(image: str):
     assert job["spec"]["trainer"]["image"] == image
     (pod,) = [each["template"]["spec"]["template"]["spec"] for each in _replicated(job)]
     assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == "/data/a b"
+
+
+def test_pods_are_warned_of_files_that_are_not_on_the_volume():
+    on_it = "data={tokenizer: /data/tokenizer.json, train: [{path: /data/web}], validation: [{path: /data/held-out}]}"
+    stages = [f"stages.{stage}.train=[{{path: /data/books}}]" for stage in range(4)]
+    result = CliRunner().invoke(app, ["launch", RECIPE, "--k8s", "jobset", *PODS, on_it, *stages])
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    beside = [on_it.replace("/data/web", "web"), *stages, "stages.1.train=[{path: web}, {path: ../books}]"]
+    said = CliRunner().invoke(app, ["launch", RECIPE, "--k8s", "jobset", *PODS, *beside]).stderr
+    first, second = said.splitlines()
+    assert first.startswith("warning: data.train[0].path: 'web' is /opt/moba_train/web in the pods, which is not on")
+    assert second.startswith("warning: stages[1].train[1].path: '../books' is /opt/books in the pods")
 
 
 def _replicated(job: dict[str, Any]) -> list[dict[str, Any]]:

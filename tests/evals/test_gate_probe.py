@@ -274,3 +274,10 @@ def test_layers_whose_selection_is_not_seen_count_as_nothing_measured(config: Ru
             result = GateProbe(changed, stage).run(EvaluationContext(model, stage, DataShard(), world.device, own))
         assert result.numbers["mass_recall"] == pytest.approx(expected, nan_ok=True), attention
         assert ("nothing is measured" in result.message) == math.isnan(expected)
+        assert result.table == [result.message], "no head of a table without rows"
+
+
+def test_a_stage_of_full_attention_says_how_another_one_is_probed(config: RunConfig) -> None:
+    changed = config.model_copy(update={"attention": config.attention.model_copy(update={"default": "full"})})
+    (stage,) = resolve_stages(changed)
+    assert "such as stages.0.attention.default=moba" in GateProbe(changed, stage).missing

@@ -117,6 +117,9 @@ def test_what_cannot_be_predicted_is_said(search) -> None:
         search("precision.compute=fp32")
     with pytest.raises(PlanError, match="attention kind 'infllm' has no measured time"):
         search("attention={default: infllm}", "stages.1.attention={}")
+    unmeasured = FOUR._replace(rates=replace(RATES, update_s={"muon": RATES.update_s["muon"]}))
+    with pytest.raises(PlanError, match=r"optim.kind: given adamw, whose update was never measured.*--gpus N"):
+        search(machine=unmeasured)
 
 
 def test_the_parts_of_a_step_follow_the_layout(load) -> None:

@@ -283,7 +283,7 @@ def test_the_guide_works(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.M
             ["moba-train", "plan", f"{tmp_path}/{name}.yaml", *["--gpus", "64", "--gpu", "h200", "--no-data"]]
         )
         if name == "recipe":
-            (said,) = re.findall(r"On 64 H200 its longest stages need ([\d.]+) GiB on each GPU", DOCUMENT.read_text())
+            (said,) = re.findall(r"On 64 H200 its longest stage needs ([\d.]+) GiB on each GPU", DOCUMENT.read_text())
             assert f"needs most, {said} GiB on each GPU" in planned
     lines = [words for block in guide.blocks(DOCUMENT, "bash") for words in guide.commands(block)]
     assert len(lines) == 4

@@ -53,7 +53,7 @@ def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load)
         (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048; stage 'long' needs a multiple of seq_len"),
         (
             ["optim.kind=muon", "optim.implementation=deepspeed_cpu"],
-            "optim.implementation: given 'deepspeed_cpu' with optim.kind: muon, whose part of AdamW is torch's",
+            "optim.implementation: given 'deepspeed_cpu', which is for optim.kind: adamw alone, with kind: muon",
         ),
         (
             ["memory.gpu_gib=80", "activation_checkpointing=full"],
