@@ -10,7 +10,8 @@ import math
 import re
 from typing import Any
 
-_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NAMED_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Numbers that JSON lacks, by their names. A text that is one of these names would be read as its number."""
 _NAMED = re.compile('"(?:NaN|-?Infinity)"')
 
 
@@ -43,4 +44,4 @@ def _with_numbers(value: Any) -> Any:
         return {key: _with_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_with_numbers(inner) for inner in value]
-    return _NUMBERS.get(value, value) if isinstance(value, str) else value
+    return NAMED_NUMBERS.get(value, value) if isinstance(value, str) else value

@@ -1,12 +1,12 @@
 """What `moba-train fit-scaling` prints and writes: lines for the terminal, `scaling.json`, `scaling.png`."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from moba_train.report.scaling import GroupFit, Interval, ScalingReport
 from moba_train.report.scaling_fit import PowerLaw
+from moba_train.strict_json import to_json
 from moba_train.telemetry.atomic import write_atomically
 
 
@@ -41,7 +41,7 @@ def write_report(report: ScalingReport, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "scaling.json"
-    write_atomically(target, json.dumps(report_json(report), indent=1) + "\n")
+    write_atomically(target, to_json(report_json(report), indent=1) + "\n")
     return [target, draw_scaling(report.fits, folder / "scaling.png")]
 
 

@@ -23,6 +23,7 @@ from moba_train.parallel.links import linked_group
 from moba_train.parallel.norms import norm_problem
 from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.planning.devices import Gpu
+from moba_train.strict_json import NAMED_NUMBERS
 from moba_train.validation.attention import attention_problems
 from moba_train.validation.data import file_problems, length_problems
 from moba_train.validation.pipeline import micro_batch_problems, pipeline_problems
@@ -194,6 +195,9 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
         if count > 1:
             where = " and ".join(f"stages[{index}].name" for index, stage in enumerate(stages) if stage.name == name)
             yield f"{where}: given {name!r} {count} times; stage names must differ"
+    for index, stage in enumerate(stages):
+        if stage.name in NAMED_NUMBERS:
+            yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
 
 
 def _meshes(config: RunConfig, world_size: int | None) -> tuple[list[MeshSizes | None], list[str]]:

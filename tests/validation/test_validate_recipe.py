@@ -41,6 +41,7 @@ def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load)
         (["model.head_dim=33"], "model.head_dim: gives heads of width 33; allowed: even widths"),
         (["model.hidden_size=132"], "model.hidden_size / model.heads: gives heads of width 33"),
         (["stages.1.name=short"], "stages[0].name and stages[1].name: given 'short' 2 times"),
+        (["stages.1.name=Infinity"], "stages[1].name: given 'Infinity', which logs write for a number"),
         (
             ["batch_tokens=60K"],
             "batch_tokens: given 61440; stage 'long' needs a multiple of seq_len 8192; nearest: 57344 or 65536",
