@@ -63,6 +63,11 @@ TokenizerOption = Annotated[
 ]
 
 
+def _lengths(text: str | None) -> tuple[int, ...]:
+    """The lengths in `text`, separated by commas; none where it is not given."""
+    return tuple(parse_length(length.strip()) for length in text.split(",")) if text else ()
+
+
 def evaluate(
     checkpoint: EvaluatedModel,
     overrides: Overrides = None,
@@ -186,7 +191,7 @@ def lm_eval(
         batch_size=batch_size,
         batch_tokens=batch_tokens,
         seq_len=seq_len,
-        lengths=tuple(parse_length(length.strip()) for length in lengths.split(",")) if lengths else (),
+        lengths=_lengths(lengths),
         include_path=include_path,
         apply_chat_template=apply_chat_template,
         tokenizer=tokenizer,
@@ -240,7 +245,7 @@ def profile_spans(
 
     options = ProfileOptions(
         output,
-        tuple(parse_length(length.strip()) for length in lengths.split(",")) if lengths else (),
+        _lengths(lengths),
         budget,
         samples,
         block_size,

@@ -17,8 +17,6 @@ from moba_train.commands.shared import GpusPerNode, Overrides, Recipe
 from moba_train.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from moba_train.config.schema import RunConfig
 
 
@@ -138,7 +136,7 @@ def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: i
             f"checkpoints would end with the pods; allowed: a folder below it, such as run_dir={mount / run_dir.name}"
         )
     image = jobs.image_name(image)
-    for key, path in _read_by(config):
+    for path, key in _read_by(config).items():
         in_pods = PurePosixPath(posixpath.normpath(jobs.IMAGE_FOLDER / path))
         if mount not in in_pods.parents:
             typer.echo(
@@ -149,21 +147,18 @@ def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: i
     return jobs.Pods(image, claim_name, mount, restarts)
 
 
-def _read_by(config: "RunConfig") -> "Iterator[tuple[str, str]]":
-    """The files and folders that the run reads, each path once, with the key of the recipe that names it first."""
-    named = [(f"data.train[{at}].path", source.path) for at, source in enumerate(config.data.train)]
-    named += [(f"data.validation[{at}].path", source.path) for at, source in enumerate(config.data.validation)]
-    for index, stage in enumerate(config.stages):
-        named += [(f"stages[{index}].train[{at}].path", source.path) for at, source in enumerate(stage.train or ())]
-    if config.init_from is not None:
-        named.append(("init_from", config.init_from))
-    if config.data.tokenizer and not config.data.tokenizer.startswith("tiktoken:"):
-        named.append(("data.tokenizer", config.data.tokenizer))
+def _read_by(config: "RunConfig") -> dict[str, str]:
+    """The files and folders that the run reads, each with the first key of the recipe that names it."""
+    from moba_train.validation.data import recipe_sources
+
     keys: dict[str, str] = {}
-    for key, path in named:
-        keys.setdefault(path, key)
-    for path, key in keys.items():
-        yield key, path
+    for key, source in recipe_sources(config):
+        keys.setdefault(source.path, f"{key}.path")
+    if config.init_from is not None:
+        keys.setdefault(config.init_from, "init_from")
+    if config.data.tokenizer and not config.data.tokenizer.startswith("tiktoken:"):
+        keys.setdefault(config.data.tokenizer, "data.tokenizer")
+    return keys
 
 
 def _manifest(job: jobs.Job, pods: jobs.Pods, kind: Manifests) -> str:

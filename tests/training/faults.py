@@ -108,3 +108,11 @@ def steady(run: Run, reaction: str, steps: int = 40, **spike: Any) -> Run:
     run.recipe["evaluation"]["every"] = 1000
     run.recipe["optim"] = {"lr": 0.003, "schedule": {"warmup_tokens": 4000}}
     return run
+
+
+FAULTS = {22: scaled_gradient, 26: overflow, 30: not_a_number}
+"""By step: the faults of the run `skipping` (conftest.py)."""
+POISONED = 36
+"""The step in which its labels are noise."""
+STEPS = 40
+"""Its steps."""

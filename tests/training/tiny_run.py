@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.health.dump import dump_folder
+from moba_train.strict_json import from_json
 from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main
 
@@ -182,6 +184,11 @@ class Run:
     def records(self, record_type: str = "metrics") -> list[dict[str, Any]]:
         """The records of one type in the run's metrics.jsonl."""
         return [record for record in read_records(self.run_dir / "metrics.jsonl") if record["type"] == record_type]
+
+    def dump(self, step: int) -> dict[str, Any]:
+        """What was written down of the spike in a step."""
+        found: dict[str, Any] = from_json((dump_folder(self.run_dir) / f"step_{step:08d}.json").read_text())
+        return found
 
     def losses(self) -> list[float]:
         """Training loss of every step."""
