@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--longest-first", action="store_true", help="begin with the arms that take longest, so that all end together"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the complete figure, 0 1 ...")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the complete figure, mostly 0 1")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="default: all of this machine")
     parser.add_argument("--arms-per-gpu", type=int, default=1, help="arms that share a GPU; times then say little; 1")
     parser.add_argument("--seconds", type=float, default=540, help="no arm begins that would not end by then; 540")
@@ -132,10 +132,12 @@ def _finished(figures: Sequence[Figure], given: argparse.Namespace) -> list[Resu
 
 def _work(figure: Figure, given: argparse.Namespace, estimates: Estimates) -> Work:
     runs = given.runs / (f"{figure.name}-quick" if given.quick else figure.name)
-    seeds = given.seeds if given.seeds is not None else range(1 if given.quick else figure.seeds)
+    seeds = given.seeds if given.seeds is not None else figure.seeds[: 1 if given.quick else None]
     corpus = _corpus(figure, given, runs)
     work = Work.from_figure(figure, corpus, runs, _output(figure, given), given.quick, seeds, given.arms, estimates)
     print(f"{figure.title}: {work.held} arms held, {len(work.needed)} to run", flush=True)
+    for arm in work.impossible:
+        print(f"{work.label(arm)}: left out, as the module {arm.package} is not installed", flush=True)
     return work
 
 
@@ -202,9 +204,9 @@ def _plot(figure: Figure, given: argparse.Namespace) -> int:
 def _headline(figure: Figure) -> str:
     if figure.source:
         return f"{figure.name:<14}{figure.title} (the arms of {figure.source})"
-    arms = [arm for seed in range(figure.seeds) for arm in figure.arms(seed, quick=False)]
+    arms = [arm for seed in figure.seeds for arm in figure.arms(seed, quick=False)]
     minutes = sum(map(modelled_seconds, arms)) / 60
-    cost = f"{len(arms)} arms with {figure.seeds} seeds, about {minutes:.0f} GPU minutes"
+    cost = f"{len(arms)} arms with {len(figure.seeds)} seeds, about {minutes:.0f} GPU minutes"
     return f"{figure.name:<14}{figure.title} ({cost})"
 
 

@@ -6,6 +6,7 @@ A new figure is one file with a subclass of `Figure`, one line in registry.py an
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,6 +44,13 @@ class Arm:
     """Corpora that are blended with the training text, by name as in the recipe, with their shares of the tokens."""
     parent: str | None = None
     """Name of the arm of the same seed whose last checkpoint gives the first weights."""
+    package: str = ""
+    """Module without which the arm is not run; empty: none."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether this environment has the package that it needs."""
+        return not self.package or find_spec(self.package) is not None
 
     @property
     def key(self) -> str:
@@ -80,8 +88,8 @@ class Figure(ABC):
     """Statements about the present result file, listed after the verdicts. Markdown."""
     result: ClassVar[str] = ""
     """What the result file of today says, in one line for the table of all figures; empty: there is none. Markdown."""
-    seeds: ClassVar[int] = 2
-    """Seeds of a complete figure."""
+    seeds: ClassVar[tuple[int, ...]] = (0, 1)
+    """Those of a complete figure; its smallest form has the first."""
     source: ClassVar[str] = ""
     """Name of the figure whose arms and result file this one has; empty: its own."""
 

@@ -43,21 +43,22 @@ class Granularity(Figure):
         "64 sequences, those of F2 over 32: their levels cannot be compared."
     )
     result: ClassVar[str] = (
-        "8 blocks of 32K lose 0.022 nats to 128 (published: 0.017), 128 blocks 0.020 to full attention (published: "
-        "none); at 1,536 keys blocks of 512 are worst, and `key_conv` helps, which it does not in F11; one seed"
+        "at 1,536 keys blocks of 128 are better than of 512, and `key_conv` helps, both by 0.02 nats, as FlashMoBA "
+        "predicts; how many blocks at 32K: one of two seeds for most"
     )
     found: ClassVar[tuple[str, ...]] = (
-        "Ten of twelve arms (16 and 64 blocks have not run) and one seed, so no verdict; what stands behind ± is the "
-        "error of evaluation alone.",
-        "Training again changes more: with one seed and equal functions MoBA 512/3 ended 0.007 nats apart here and in "
-        "F1, and four models of F10 0.007 to 0.040 from those of F11, on other GPUs.",
-        "The coarsest blocks lose as published: 8 blocks are 0.022 ± 0.004 nats behind 128, in the plot of the paper "
-        "0.017. But while the published model of 128 blocks is level with full attention, this one, 230 times "
-        "smaller, is 0.020 ± 0.002 behind.",
-        "At 1,536 keys of 8K, blocks of 256 and of 128 keys are 0.024 and 0.017 better than blocks of 512, and "
-        "`key_conv: 3` is better than none with all three, by 0.035 (512), 0.013 (256) and 0.029 (128). That is as "
-        "FlashMoBA predicts, but for blocks of 128, which without a convolution are 0.007 worse than blocks of 256. "
-        "With blocks of 128 `key_conv` is 0.020 better in F10, too, but 0.027 worse in F11.",
+        "At 1,536 keys of 8K both of FlashMoBA's predictions agree, with two seeds: blocks of 128 keys are 0.021 "
+        "nats better than blocks of 512, and `key_conv: 3` is better than none with all three sizes and both seeds, "
+        "by 0.027 (512), 0.010 (256) and 0.024 (128) on average. Blocks of 256 are as good as blocks of 128.",
+        "With blocks of 128 `key_conv` is 0.020 better in F10, too, but not in F11, whose models are those of F10: "
+        "0.027 worse with one seed, 0.003 with the other.",
+        "At 32K six of twelve arms have run (8 and 128 blocks with two seeds, 32 blocks and full attention with "
+        "one), so nothing can be told yet. 8 blocks are 0.022 and 0.073 nats behind 128, in the plot of the paper "
+        "0.017; 128 blocks are 0.020 behind full attention in the one seed that there is, where the published model "
+        "is level.",
+        "Training again changes a loss, too: with one seed and equal functions MoBA 512/3 ended 0.007 nats apart "
+        "here and in F1, and four models of F10 0.007 to 0.040 from those of F11, on other GPUs. The second seed was "
+        "trained on H100, the first on H200.",
     )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

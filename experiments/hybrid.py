@@ -67,7 +67,6 @@ class Hybrid(Figure):
         "The switch is no spike: for ten steps the training loss is 0.04 lower than without it, and the detector "
         "flags the same one step in all three arms of the second seed.",
     )
-    seeds: ClassVar[int] = 2
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """Full attention, MoBA, and one after the other."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.plotting import STYLE, stamp
 from benchmarks.record import insert_tables, markdown
-from experiments.figure import Figure, Result
+from experiments.figure import Figure, Result, key_of
 from experiments.results import read_results
 
 ROOT = Path(__file__).parent.parent
@@ -71,8 +71,10 @@ def overview(figures: Mapping[str, Figure]) -> str:
     rows = [["figure", "arms finished", "result so far"]]
     for figure in figures.values():
         trained = figures[figure.source] if figure.source else figure
-        arms = [arm for seed in range(trained.seeds) for arm in trained.arms(seed, quick=False)]
-        rows.append([figure.title, f"{len(read_results(result_file(figure)))} of {len(arms)}", figure.result or "none"])
+        arms = [arm for seed in trained.seeds for arm in trained.arms(seed, quick=False)]
+        keys = {key_of(result) for result in read_results(result_file(figure))}
+        finished = sum(arm.key in keys for arm in arms)
+        rows.append([figure.title, f"{finished} of {len(arms)}", figure.result or "none"])
     return markdown(rows)
 
 

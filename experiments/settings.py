@@ -80,7 +80,7 @@ class Settings(Figure):
         "and end at 1.75 and 1.65.",
         "What tells the arms apart is when the loss falls steeply, probably as copying from the context is learned.",
     )
-    seeds: ClassVar[int] = 1
+    seeds: ClassVar[tuple[int, ...]] = (0,)
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """An arm for each batch and rate."""

@@ -91,7 +91,7 @@ class Versions(Figure):
         "which made that spread; since the results are known, verdicts are at the best rates, of two versions at a "
         "time.",
     )
-    seeds = 1
+    seeds: ClassVar[tuple[int, ...]] = (0,)
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """The middle rate first, then what is inserted, then the other rates, of the smallest size first."""

@@ -30,6 +30,8 @@ class Work:
     """All of the seeds that were asked for."""
     needed: list[Arm]
     """Those to run, each behind the one whose weights it needs."""
+    impossible: list[Arm]
+    """Those that are left out, as a package that they need is not installed."""
     held: int
     """How many the result file has already."""
     estimates: Estimates
@@ -50,7 +52,9 @@ class Work:
         arms = arms_of(figure, seeds, quick)
         done = held(output, _settings(figure, corpus, quick), arms)
         wanted = [arm for arm in asked_for(arms, patterns) if arm.key not in done]
-        return Work(figure, corpus, runs, output, quick, arms, _with_parents(wanted, arms, runs), len(done), estimates)
+        needed = _with_parents([arm for arm in wanted if arm.is_possible], arms, runs)
+        impossible = [arm for arm in wanted if not arm.is_possible]
+        return Work(figure, corpus, runs, output, quick, arms, needed, impossible, len(done), estimates)
 
     def run(self, arm: Arm, devices: Sequence[int], sharing: int) -> None:
         """Run an arm and add its result to the file. Raises UserError where its parent's weights are not worth it."""

@@ -1,6 +1,7 @@
 """The smallest forms of the figures really train and evaluate, grow call by call, and are drawn."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from experiments import corpus, estimate, work
 from experiments.__main__ import main
 from experiments.figure import Arm
+from experiments.registry import FIGURES
+from experiments.trailing import Trailing
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -85,6 +88,24 @@ def test_a_call_ends_with_what_failed_and_what_is_left(
         "0 arms in runs/experiments/granularity-quick.json",
         "0 arms in runs/experiments/scaling-quick.json",
     ]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_an_arm_whose_package_is_missing_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_package(self: Trailing, seed: int, quick: bool) -> list[Arm]:
+        return [replace(arm, package="no_such_module") for arm in arms(self, seed, quick)]
+
+    arms = Trailing.arms
+    monkeypatch.setattr(corpus, "QUICK_TOKENS", 1 << 16)
+    monkeypatch.setattr(Trailing, "arms", with_package)
+    assert main(["trailing", "--quick", "--gpus", "0", "--arms", "full-tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 arms held, 0 to run" in printed
+    assert "trailing/full-tiny-seed0: left out, as the module no_such_module is not installed" in printed
+    kda = [arm for arm in FIGURES["mechanisms"].arms(0, quick=False) if arm.name.startswith("kda")]
+    assert [arm.package for arm in kda] == ["fla", "fla"]
 
 
 def test_names_and_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
