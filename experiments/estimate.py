@@ -45,6 +45,8 @@ OVERLAP = 1.4
 """How much more a GPU does for arms that share it by the Multi-Process Service: full attention in F10, six on a GPU."""
 LAYER_STEP_S = 0.008
 """The host's time for each layer of a step: 39 to 57 ms a step of models of 6 layers on an H100's host, alone."""
+UNCOMPILED_LAYER_STEP_S = 0.017
+"""The same where the model is not compiled, fitted to the 22 arms of F6 that shared GPUs."""
 SELECTED = 8
 """Blocks of a sparse kind that has no `topk`."""
 CPU_FLOPS = 2e10
@@ -84,7 +86,8 @@ def modelled_seconds(arm: Arm, gpus: int = 1, sharing: int = 1, service: bool = 
     device = sum(_token_seconds(config, stage, gpus) * (stage.end_token - stage.first_token) for stage in stages)
     if gpus > 1:
         device /= gpus * _EFFICIENCY
-    host = LAYER_STEP_S * config.model.layers * stages[-1].end_step if gpus else 0.0
+    layer_step = LAYER_STEP_S if arm.recipe.get("compile", True) else UNCOMPILED_LAYER_STEP_S
+    host = layer_step * config.model.layers * stages[-1].end_step if gpus else 0.0
     tuning = TUNING_S.get(str(arm.recipe["attention"].get("default")), 0.0) if gpus else 0.0
     waiting = max(1.0, sharing / OVERLAP) if service else sharing
     return max(host, device * waiting) + START_S + tuning + EVALUATION_S * len(arm.evaluations)
