@@ -38,7 +38,7 @@ OPTIONAL_PACKAGES = (
         ),
         "pip install --no-build-isolation flash-attn==2.8.3.post2",
     ),
-    # Has only pre-releases, which share the namespace of flash-attn. The pinned packages are those it was tested with.
+    # Has only pre-releases, which share the namespace of flash-attn. Pinned versions are those that were tried.
     OptionalPackage(
         "flash-attn-4",
         "the fastest kernel of full attention, and of MoBA from block size 2048",
@@ -71,13 +71,13 @@ OPTIONAL_PACKAGES = (
         "transformer-engine",
         "optim.implementation: transformer_engine, precision.implementation: transformer_engine",
         (("transformer_engine.pytorch", "Linear"), ("transformer_engine_torch", "multi_tensor_adam")),
-        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        "pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2': docs/packages.md",
     ),
     OptionalPackage(
         "deepspeed",
         "optim.implementation: deepspeed_cpu",
         (("deepspeed.ops.adam", "DeepSpeedCPUAdam"),),
-        "pip install deepspeed ninja",
+        "pip install deepspeed==0.19.8 ninja",
     ),
     _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init"),
     _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter"),

@@ -61,10 +61,17 @@ def main(arguments: Sequence[str]) -> int:
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import config_from_args, parse_args
     from torch.distributed.run import main as torchrun
 
     given = any(argument.startswith(("--nproc-per-node", "--nproc_per_node")) for argument in arguments)
     ranks = [] if given else ["--nproc-per-node", str(torch.cuda.device_count() or 1)]
+    try:
+        config_from_args(parse_args([*ranks, *arguments]))
+    except ValueError as error:  # it would show as a traceback
+        refusal = LaunchError(f"options of torchrun: {error}; --help lists them")
+        print_error(refusal)
+        return refusal.exit_code
     with tempfile.TemporaryDirectory() as folder:
         os.environ[LAUNCHER_FOLDER] = folder
         os.environ[REFUSED_FILE] = str(Path(folder) / "refused")

@@ -3,6 +3,7 @@
 import posixpath
 import re
 from dataclasses import dataclass
+from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path, PurePosixPath
 
 from moba_train.errors import LaunchError
@@ -24,8 +25,10 @@ MAX_RESTARTS = 2**31 - 1
 
 _LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 _CLAIM = re.compile(rf"{_LABEL}(?:[.]{_LABEL})*")
-_HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(?:%[A-Za-z0-9._-]+)?")
-"""A host name, an IPv4 address or an IPv6 address with its zone."""
+_HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
+"""A host name or an IPv4 address."""
+_ZONE = re.compile("[A-Za-z0-9._-]+")
+"""What stands behind the % of an IPv6 address."""
 _REGISTRY = r"(?:[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9a-fA-F:.]+\])(?::[0-9]+)?"
 _REPOSITORY = "[a-z0-9]+(?:(?:[.]|_|__|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
@@ -76,9 +79,18 @@ def job_name(text: str) -> str:
 
 def host_name(text: str) -> str:
     """`text` as the host name of the first node. Raises LaunchError where it cannot be one."""
-    if not _HOST.fullmatch(text):
+    if not (_HOST.fullmatch(text) or _is_ipv6(text)):
         raise LaunchError(f"--master: given {text!r}; allowed: a host name or an IP address")
     return text
+
+
+def _is_ipv6(text: str) -> bool:
+    """Whether `text` is an IPv6 address, with its zone or without."""
+    try:
+        zone = IPv6Address(text).scope_id
+    except AddressValueError:
+        return False
+    return zone is None or _ZONE.fullmatch(zone) is not None
 
 
 def time_limit(text: str, stop_s: int) -> str:

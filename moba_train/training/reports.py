@@ -68,7 +68,9 @@ class RunReports:
         if checkpoints.loaded_weights is not None:
             self.event("init_from", checkpoints.loaded_weights)
         if progress.step:
-            text = f"resumed from the checkpoint of step {progress.step}, in {stage.describe()}{checkpoints.begun_anew}"
+            place = "at the end of" if progress.step == stage.end_step else "in"
+            text = f"resumed from the checkpoint of step {progress.step}, {place} {stage.describe()}"
+            text += checkpoints.begun_anew
             facts = _stage_facts(stage, stages[-1].end_step)
             self.event("resume", text, checkpoint_load_s=checkpoints.load_s, **facts)
             self._recipe(checkpoints.resumed_recipe, recipe_before)

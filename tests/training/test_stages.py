@@ -203,6 +203,7 @@ def test_the_beginning_of_a_stage_is_recorded_once(run: Run, killed: bool) -> No
     assert run.records("stage") == begun
     (resumed,) = run.records("resume")
     assert (resumed["stage"], resumed["last_step"]) == ("one" if killed else "two", 8)
+    assert f"step 4, {'at the end of stage one' if killed else 'in stage two'}: " in resumed["message"]
 
 
 def test_loss_by_position_is_logged_for_every_stage(undisturbed: Run) -> None:

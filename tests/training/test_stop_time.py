@@ -105,6 +105,19 @@ def test_a_variable_of_the_launcher_that_cannot_be_used_is_refused_before_traini
     assert f"{variable}: given '{value}'; allowed: {allowed}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--nproc-per-node", "x"], "nproc_per_node value: x"), (["--nnodes=1:x"], "'x'")]
+)
+def test_options_that_torchrun_would_end_on_with_a_traceback_are_refused(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.distributed.run.main", lambda arguments: pytest.fail("was started"))
+    assert launch_main([*options, "-m", "moba_train.train", "recipe.yaml"]) == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("error: options of torchrun: ")
+    assert said in refusal
+
+
 def test_an_empty_variable_of_the_launcher_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHUTDOWN_TIMEOUT, "")
     assert _whole_number(SHUTDOWN_TIMEOUT, 7, 10, "seconds") == 7
