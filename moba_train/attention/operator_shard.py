@@ -22,6 +22,7 @@ class OperatorShard:
     attends_to_all = False
     observer = None
     ranks = 1
+    rank = 0
     generates = False
 
     def __init__(self, engine: OperatorEngine, layout: Layout) -> None:

@@ -66,6 +66,11 @@ class Shard(Protocol):
         ...
 
     @property
+    def rank(self) -> int:
+        """This one among them."""
+        ...
+
+    @property
     def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
         """Tokens of each rank that shares the sequence, known on the host; the new ones while tokens are generated."""
         ...

@@ -197,6 +197,7 @@ class CachedShard:
 
     observer = None
     ranks = 1
+    rank = 0
     generates = True
 
     def __init__(self, plan: CachePlan, decode: Decode, gathered: dict[str, Tensor], states: dict[str, Tensor]) -> None:

@@ -28,11 +28,13 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.nsa.compressed import CompressedAttention
 from moba_train.attention.nsa.geometry import CompressedBlocks
 from moba_train.attention.nsa.kind import NsaKind, NsaOptions
+from moba_train.attention.nsa.parameters import Compression
 from moba_train.attention.nsa.selection import BlockChoice
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.model.rope import apply_rope, rope_cos_sin
+from moba_train.parallel.context.strategy import CPStrategy
 
 SMALL = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}
 LENGTHS = [21, 0, 1, 50, 4, 3, 8]
@@ -239,6 +241,22 @@ def test_ranks_that_share_a_sequence(options, strategy):
 def test_ranks_without_tokens():
     for strategy in STRATEGIES:
         assert_ranks_equal_one_device(make_layer("nsa", SMALL, [9]), strategy)  # 3, 3, 3 and none
+
+
+def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch):
+    counts = []
+
+    def counted(module, x, first):
+        counts.append(len(first))
+        return compress(module, x, first)
+
+    compress = Compression.forward
+    monkeypatch.setattr(Compression, "forward", counted)
+    layer = make_layer("nsa", SMALL, [64])
+    assert_ranks_equal_one_device(layer, CPStrategy(4, "allgather", "contiguous", 4))
+    assert counts == [32, 32] + [8, 8] * 4
+    received = 2 * (32 - 8) * MODEL.kv_heads * MODEL.head_width * 8
+    assert layer.kind.activation_bytes(MODEL, width=8, tokens=16, cp=4) * 16 == received
 
 
 def test_packed_documents():

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_run import Run, assert_same_tensors
+from trainer_ranks import Ranks, train_traced
 from typer.testing import CliRunner
 
 from moba_train.cli import app
@@ -37,6 +38,17 @@ def test_a_run_resumes_bitwise_and_is_not_exported(tmp_path: Path, corpora: Path
     result = CliRunner().invoke(app, ["convert", "moba-to-hf", str(whole.run_dir), str(tmp_path / "out")])
     assert result.exit_code == 2
     assert "kind 'nsa' has 2922 parameters in a layer" in result.output
+
+
+def test_a_compiled_layer_shares_its_sequences(tmp_path: Path, corpora: Path, ranks: Ranks) -> None:
+    alone, shared = (nsa_run(tmp_path / name, corpora) for name in ("alone", "shared"))
+    for run in (alone, shared):
+        run.recipe["stages"] = [run.recipe["stages"][1] | {"tokens": 3 * 512, "evaluate": False}]
+    ranks.train(alone, 1)
+    shared.recipe |= {"compile": True, "activation_checkpointing": "full", "parallel": {"cp": 2}}
+    ranks.work(train_traced, [str(shared.write_recipe())], 2)
+    assert shared.losses() == pytest.approx(alone.losses(), rel=1e-4)
+    assert shared.losses()[-1] < shared.losses()[0]
 
 
 def test_the_plan_counts_its_parameters_exactly(tmp_path: Path, corpora: Path) -> None:

@@ -1,13 +1,14 @@
 """The kind `nsa`: three branches from the same queries, added with gates (arXiv:2502.11089, section 3).
 
 Shape suffixes: n tokens of this layer, T tokens of the sequence, N compressed blocks, H query heads, K key/value heads,
-d head width, C selected blocks of a query.
+d head width, C selected blocks of a query, R ranks, S blocks of a rank.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from moba_train.attention.moba.kind import attended_pairs
 from moba_train.attention.nsa import operators
 from moba_train.attention.nsa.compressed import CompressedAttention
 from moba_train.attention.nsa.geometry import CompressedBlocks
-from moba_train.attention.nsa.parameters import NsaParameters
+from moba_train.attention.nsa.parameters import Compression, NsaParameters
 from moba_train.attention.operators import layout_arguments
 from moba_train.attention.shard import Shard
 from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
@@ -133,8 +134,8 @@ class NsaKind(AttentionKind):
         compressed_blocks = (self.blocks.size, self.blocks.stride)
         first_N, positions_N = operators.places(*where, *compressed_blocks)
         # Compressed before they are rotated, so that the MLP does not see where in its document a block is.
-        k_NKd = layer.rotate_at(parameters.compress_k(compressed.k, first_N), positions_N)
-        v_NKd = parameters.compress_v(compressed.v, first_N)
+        k_NKd = layer.rotate_at(_compressed(shard, parameters.compress_k, compressed.k, first_N), positions_N)
+        v_NKd = _compressed(shard, parameters.compress_v, compressed.v, first_N)
         # Each branch is gated where it is computed: then the backward pass has one branch's gradient at a time.
         gates_nH3 = parameters.gates(shard.own(layer.x_TD)).unflatten(-1, (-1, 3)).sigmoid()
         gates = [gate_nH.unsqueeze(-1) for gate_nH in gates_nH3.unbind(-1)]
@@ -201,6 +202,10 @@ class NsaKind(AttentionKind):
         compressed = (2 * 2 * kv + 4 * model.head_width + 8) // options.stride
         return branches + selected + own + compressed
 
+    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
+        """The compressed keys and values of other ranks' shares."""
+        return 2 * width * (cp - 1) * model.kv_heads * model.head_width // self._options.stride
+
     def gathered_bytes(self, model: ModelConfig, width: int) -> int:
         """Keys and values of the three branches; shared ones, and the keys once more before they are rotated."""
         tensors = 6 if self._options.separate_kv else 3
@@ -208,6 +213,15 @@ class NsaKind(AttentionKind):
 
     def _compressed_pairs(self, lengths: Sequence[int]) -> int:
         return sum(compressed_pairs(length, self.blocks) for length in lengths)
+
+
+def _compressed(shard: Shard, compression: Compression, x_TKd: Tensor, first_N: Tensor) -> Tensor:
+    """[N, K, d] from the vectors of all tokens and each block's first token; every rank compresses its share."""
+    if shard.ranks == 1:
+        return compression(x_TKd, first_N)
+    share = max(1, -(-len(first_N) // shard.ranks))  # ids behind the last compress anything
+    first_RS = F.pad(first_N, (0, share * shard.ranks - len(first_N))).unflatten(0, (shard.ranks, share))
+    return shard.all_ranks(compression(x_TKd, first_RS[shard.rank])).flatten(0, 1)[: len(first_N)]
 
 
 def compressed_pairs(length: int, blocks: CompressedBlocks) -> int:

@@ -22,14 +22,14 @@ class RankShard(OperatorShard):
         """`layout`: of the whole packed sequence; `sequence`: how it is shared."""
         super().__init__(engine, layout)
         self._sequence = sequence
-        self._rank = rank
+        self.rank = rank
         self.ranks = sequence.ranks
         self._tokens = sequence.tokens(rank)
 
     @property
     def layout(self) -> Layout:
         """The layout of this rank's queries and all keys."""
-        ranges = self._sequence.ranges[self._rank]
+        ranges = self._sequence.ranges[self.rank]
         # torch.compile takes no layer as a whole that adds to a layout's cache; what it traces has operators for all
         # that follows from a layout, so that nothing is derived twice.
         if torch.compiler.is_compiling():
