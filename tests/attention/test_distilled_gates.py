@@ -12,6 +12,7 @@ import torch
 from kind_checks import (
     MODEL,
     STRATEGIES,
+    CountingEngine,
     Layer,
     assert_decodes_like_training,
     assert_documents_are_independent,
@@ -331,6 +332,22 @@ def test_saved_bytes_are_those_of_the_selected_blocks_and_the_target(name: str, 
     selected = 2 * 4 * MODEL.heads * (options["topk"] - 1) if sparse else 0
     target = 4 * MODEL.heads * 16 // BLOCK if learns and name == "seer" else 0
     assert kind.saved_bytes(MODEL, 64) == selected + target
+
+
+def test_what_msa_keeps_of_other_ranks_in_its_warm_up_is_what_it_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[CountingEngine] = []
+
+    def begin_and_keep(engine: CountingEngine, *arguments: Any) -> None:
+        begin(engine, *arguments)
+        engines.append(engine)
+
+    begin = CountingEngine.__init__
+    monkeypatch.setattr(CountingEngine, "__init__", begin_and_keep)
+    layer = make_layer(*CASES["msa warmup"], LENGTHS)
+    assert_ranks_equal_one_device(layer, STRATEGIES[1])
+    planned = layer.kind.activation_bytes(MODEL, width=8, tokens=10, cp=STRATEGIES[1].ranks)
+    assert {(STRATEGIES[1].ranks - 1) * engine.gathered for engine in engines} == {planned}
+    assert layer.kind.activation_bytes(MODEL, width=8, tokens=10, cp=1) == 0
 
 
 @each

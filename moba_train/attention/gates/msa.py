@@ -99,19 +99,22 @@ class MsaKind(DistilledGate):
         sizes = self.gate_options.block_size, self.full.scale, self.gate_options.backend == "reference"
         return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
 
+    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
+        """In the warm-up, beside full attention's: keys and index keys of other ranks, from which the gate learns."""
+        if self.gate_options.mode == "sparse":
+            return 0
+        return (cp - 1) * width * (model.kv_heads * model.head_width + self._index_width(model))
+
     def gathered_bytes(self, model: ModelConfig, width: int) -> int | None:
         """Keys, values and index keys in mode sparse."""
-        options = self.gate_options
-        assert isinstance(options, MsaKind.Options)
         found = super().gathered_bytes(model, width)
-        return None if found is None else found + width * (options.index_dim or model.head_width)
+        return None if found is None else found + width * self._index_width(model)
 
     def gate_flops(self, model: ModelConfig, lengths: Sequence[int], full_pairs: float) -> float:
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
         are attended to."""
         options = self.gate_options
-        assert isinstance(options, MsaKind.Options)
-        width = options.index_dim or model.head_width
+        width = self._index_width(model)
         matrices = model.hidden_size * (model.kv_heads + 1) * width
         index = 2.0 * model.kv_heads * width
         # The projections forward, and the gradient of their weights; the layer's input gets none.
@@ -121,3 +124,8 @@ class MsaKind(DistilledGate):
             # Probabilities of the heads; gradients of the index pass one token of a block.
             flops += 2.0 * model.heads * model.head_width * attended + 2 * index * attended / options.block_size
         return flops
+
+    def _index_width(self, model: ModelConfig) -> int:
+        options = self.gate_options
+        assert isinstance(options, MsaKind.Options)
+        return options.index_dim or model.head_width
