@@ -106,7 +106,8 @@ class Mechanisms(Figure):
         "MoBA of 128 keys 0.06 to 0.07, `moa` 0.08, MoBA of 512 keys 0.12: at 1,536 keys smaller blocks are better, "
         "as FlashMoBA predicts, in loss and in needles (62 % and 36 %).",
         "But F11 has four of these models again, of the same recipe and seed, trained on H100: there MoBA of 512 keys "
-        "is 0.10 behind, of 128 keys 0.05 and with `key_conv` 0.08, so that neighbours are not told apart.",
+        "is 0.10 behind, of 128 keys 0.05 and with `key_conv` 0.08 (with a second seed 0.13, 0.06 and 0.07), so that "
+        "neighbours are not told apart.",
         "Of 120 needles `msa` and full attention find 95 and 93 %, `infllm_v2` and `seer` 83 and 81 %, `moa` 43 %.",
         "The author's order of the versions of MoBA is the order here: v1 with `sum` 0.40 behind, with `gate` 0.34, "
         "v0.5 0.23, v2 0.12.",
