@@ -42,7 +42,7 @@ class Fits:
     by_attention: dict[str, ScalingFit]
 
     def slopes(self) -> Estimate:
-        """How far MoBA's exponent is above full attention's; independent bootstraps."""
+        """How far MoBA's exponent is above full attention's."""
         moba, full = (self.by_attention[name] for name in ("moba", "full"))
         return _bootstrapped(float(moba.law.b - full.law.b), moba.samples.b - full.samples.b)
 
@@ -66,15 +66,30 @@ class Fits:
 
 
 def fit(results: Sequence[Result], value: Callable[[Result], float], axis: str) -> Fits | None:
-    """Laws of both attentions; None where one has runs of fewer than three sizes."""
+    """Laws of both attentions; None where one has runs of fewer than three sizes.
+
+    Models of one size and seed read the same text, so that their losses deviate together. Where every run has its
+    partner, a sample of the bootstrap draws the same runs of both attentions.
+    """
+    runs = {name: _by_size_and_seed(results, name) for name in ("full", "moba")}
+    if any(len({size for size, _ in own}) < FEWEST_RUNS for own in runs.values()):
+        return None
+    in_pairs = runs["full"].keys() == runs["moba"].keys()
     found = {}
-    for index, attention in enumerate(("full", "moba")):
-        own = [result for result in results if attention_and_size(result["name"])[0] == attention]
-        if len({attention_and_size(result["name"])[1] for result in own}) < FEWEST_RUNS:
-            return None
-        compute = [result["compute"][axis] for result in own]
-        found[attention] = fit_power_law(compute, [value(result) for result in own], seed=index)
+    for index, (name, own) in enumerate(runs.items()):
+        ordered = [own[key] for key in sorted(own)]
+        compute = [result["compute"][axis] for result in ordered]
+        found[name] = fit_power_law(compute, list(map(value, ordered)), seed=0 if in_pairs else index)
     return Fits(axis, found)
+
+
+def _by_size_and_seed(results: Sequence[Result], attention: str) -> dict[tuple[str, int], Result]:
+    found = {}
+    for result in results:
+        own, size = attention_and_size(result["name"])
+        if own == attention:
+            found[size, result["seed"]] = result
+    return found
 
 
 def _bootstrapped(value: float, samples: npt.NDArray[np.float64]) -> Estimate:

@@ -16,6 +16,7 @@ from experiments.corpus import Corpus
 from experiments.estimate import OVERLAP, Estimates, modelled_seconds
 from experiments.figure import Arm, Figure, Result
 from experiments.models import TOKENS_PER_PARAMETER, parameters
+from experiments.readings import validation_loss
 from experiments.registry import FIGURES
 from experiments.run_arm import complete_recipe
 from experiments.scaling import Scaling
@@ -181,6 +182,18 @@ def test_scaling_finds_the_published_laws_again_where_they_hold() -> None:
         b, *_ = finding.numbers["6ND"][attention]["b"]
         assert b == pytest.approx(law.b, abs=2e-3)
     assert len(finding.rows) == 1 + len(Scaling.sizes) + 1 + 4
+
+
+def test_fits_of_pairs_do_not_take_what_both_have_in_common_for_a_difference() -> None:
+    results = results_of(Scaling(), published.VALIDATION_8K, 1e-3)
+    paired = fits.fit(results, validation_loss, "6ND")
+    apart = fits.fit(results[:-1], validation_loss, "6ND")  # the last arm's partner stays
+    assert paired is not None
+    assert apart is not None
+    assert paired.slopes().half < apart.slopes().half / 3
+    shuffled = fits.fit([*results[7:], *results[:7]], validation_loss, "6ND")
+    assert shuffled is not None
+    assert shuffled.slopes() == paired.slopes()
 
 
 def test_scaling_does_not_agree_where_moba_is_worse_and_cannot_tell_from_noise() -> None:

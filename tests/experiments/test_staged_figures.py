@@ -124,6 +124,27 @@ def test_beginning_short_has_the_tokens_or_the_flops_of_beginning_long(run: Run)
         assert flops[name] < flops["full"] == pytest.approx(flops[name + EQUAL_FLOPS], rel=1e-3)
 
 
+def test_beginning_short_is_judged_within_a_length() -> None:
+    """A second seed of one arm at 4K says nothing of the arms at 32K, and the reverse."""
+
+    def arm(name: str, seed: int, loss: float) -> Result:
+        position = {"attention": "own", "curves": {"own": {"mean": [loss]}}}
+        last = {
+            "validation_loss": {"eval_loss": loss},
+            "position_wise": {"trailing_loss": loss, "position_wise": position},
+        }
+        return {"name": name, "seed": seed, "tokens": 1, "compute": {"real": 1.0}, "stages": {"train": last}}
+
+    results = [arm("full", 0, 3.0), arm("full", 1, 3.2), arm(SHORT, 0, 2.0), arm(SHORT, 1, 2.201)]
+    results += [arm("4k-full", 0, 2.0), arm("4k-full", 1, 9.0), arm(f"4k-{SHORT}", 0, 1.9)]
+    verdicts = {verdict.claim[:5]: verdict for verdict in ShortFirst().find(results).verdicts}
+    assert verdicts["At 32"].word == "agrees"
+    assert verdicts["At 32"].estimate.value == pytest.approx(-0.9995)
+    assert verdicts["At 32"].estimate.half < 0.02
+    assert verdicts["At 4K"].word == "cannot be told"
+    assert verdicts["At 4K"].estimate.value == pytest.approx(-0.1)
+
+
 def test_variants_of_a_base_are_evaluated_as_they_are_and_as_moba_and_as_full(run: Run) -> None:
     figure = ThirdCliff()
     base, tuned = run(figure, ["base", "none-1"])
