@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.plotting import GREY, STYLE, plain, powers_of_two, stamp
 from benchmarks.record import markdown, save
 from moba_train.evals.signal_to_noise import MODELS
 
@@ -89,7 +89,7 @@ def draw_misses(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     axes.plot(sizes, [line["missed"] for line in own], "o-", color=GREY, lw=2, label="observed")
     for model, colour in COLOURS.items():
         axes.plot(sizes, [line[f"missed_{model}"] for line in own], "--", color=colour, lw=1.2, label=model)
-    axes.set_xscale("log", base=2)
+    powers_of_two(axes)
     axes.set_xlabel("block size", color=GREY)
     axes.set_title(f"needle's block missed, {which} heads", color=GREY, fontsize=10, loc="left")
     axes.legend(frameon=False, labelcolor=GREY, fontsize=8)

@@ -29,6 +29,12 @@ def plain(axes: Axes) -> None:
         axes.spines[side].set_color(GREY)
 
 
+def powers_of_two(axes: Axes) -> None:
+    """A logarithmic x axis with powers of 2, written out."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
 def titled(axes: Axes, title: str, label: str = "") -> None:
     """`plain` axes with a title above their left edge, and a label for x."""
     axes.set_title(title, color=GREY, fontsize=10, loc="left")

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import GREY, powers_of_two, titled
 from experiments import published
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
@@ -94,21 +94,24 @@ class Granularity(Figure):
         return Finding([*_sparsity_verdicts(results), *_key_verdicts(results)], rows)
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
-        """Left: constant sparsity, as the distance from full attention, beside the published. Right: constant keys."""
+        """Left: constant sparsity, as the distance from full attention, beside the published. Right: constant keys.
+
+        Seeds have lines of their own: their losses are further apart than those of the arms.
+        """
         left, right = canvas.subplots(1, 2)
-        values = _values(results)
-        _draw_sparsity(left, values)
+        by_seed: dict[int, dict[str, float]] = {}
+        for result in results:
+            by_seed.setdefault(result["seed"], {})[result["name"]] = validation_loss(result)
+        _draw_sparsity(left, [losses for losses in by_seed.values() if "full-32k" in losses])
         for width, colour in _COLOURS.items():
-            sizes = [size for size in FIXED_KEYS if f"keys-{size}-conv-{width}" in values]
-            means = [statistics.mean(values[f"keys-{size}-conv-{width}"]) for size in sizes]
-            right.plot(
-                sizes, means, "o-", ms=4, color=colour, label=f"key_conv: {width}" if width else "no convolution"
-            )
-        right.set_title("validation loss, 1,536 keys of 8K", color=GREY, fontsize=10, loc="left")
-        right.set_xlabel("block size", color=GREY)
+            label = f"key_conv: {width}" if width else "no convolution"
+            for losses in by_seed.values():
+                found = {size: losses.get(f"keys-{size}-conv-{width}", math.nan) for size in FIXED_KEYS}
+                right.plot(list(found), list(found.values()), "o-", ms=4, color=colour, label=label)
+                label = "_"  # once in the legend
+        titled(right, "validation loss, 1,536 keys of 8K", "block size")
         for axes in (left, right):
-            axes.set_xscale("log", base=2)
-            plain(axes)
+            powers_of_two(axes)
             axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
 
 
@@ -165,14 +168,14 @@ def _key_verdicts(results: Sequence[Result]) -> list[Verdict]:
     return found
 
 
-def _draw_sparsity(axes: "Axes", values: Mapping[str, Sequence[float]]) -> None:
-    counts = [count for count in BLOCKS if f"blocks-{count}" in values]
-    if counts and "full-32k" in values:
-        full = statistics.mean(values["full-32k"])
-        gaps = [statistics.mean(values[f"blocks-{count}"]) - full for count in counts]
-        axes.plot(counts, gaps, "o-", ms=4, color=COLOURS["moba"], label="here")
+def _draw_sparsity(axes: "Axes", by_seed: Sequence[Mapping[str, float]]) -> None:
+    """by_seed: losses by arm, full attention among them."""
+    for index, losses in enumerate(by_seed):
+        gaps = {
+            count: losses[f"blocks-{count}"] - losses["full-32k"] for count in BLOCKS if f"blocks-{count}" in losses
+        }
+        axes.plot(list(gaps), list(gaps.values()), "o-", ms=4, color=COLOURS["moba"], label="_" if index else "here")
     theirs = [loss - published.GRANULARITY_FULL for loss in published.GRANULARITY_LOSS.values()]
     axes.plot(list(published.GRANULARITY_LOSS), theirs, "s--", ms=3, color=GREY, label="published, 1.5B")
     axes.axhline(0, color=GREY, lw=0.8)
-    axes.set_title("validation loss above full, a quarter selected", color=GREY, fontsize=10, loc="left")
-    axes.set_xlabel("blocks of 32K", color=GREY)
+    titled(axes, "validation loss above full, a quarter selected", "blocks of 32K")

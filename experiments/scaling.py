@@ -126,6 +126,7 @@ def _draw_losses(axes: "Axes", results: Sequence[Result], loss: Callable[[Result
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:.0e}")
     axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter("{x:.2f}")
     axes.yaxis.set_minor_formatter("{x:.2f}")
 
 
