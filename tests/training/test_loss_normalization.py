@@ -160,7 +160,7 @@ def test_a_step_counts_weights_and_tokens_of_all_its_micro_batches() -> None:
     empty = [collate(made[2:])]
     assert StepCounts.from_rank(empty, False, 7.0).ranks_without_loss == 1
     assert StepCounts.from_rank(empty, False, 7.0, computes_loss=False).ranks_without_loss == 0
-    assert StepData(batches, 0.0, 0.0).padding_fraction == made[0].padding / (4 * SEQ_LEN) > 0
+    assert StepData(batches[::-1], 0.0, 0.0).padding_fraction == made[0].padding / (4 * SEQ_LEN) > 0
 
 
 def test_auxiliary_losses_of_all_micro_batches_are_added_up() -> None:
