@@ -233,6 +233,14 @@ def test_a_pipeline_acts_on_a_spike_and_dumps_every_layer(run: Run, ranks: Ranks
     assert math.isfinite(run.losses()[-1])
 
 
+def test_a_checkpoint_right_before_the_spike_is_not_gone_back_to(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of step 8: its weights are those that step 9 found broken."""
+    steady(run, "rollback", 10)
+    inject(monkeypatch, {9: not_a_number})
+    assert run.train_here() == 0
+    assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(9, 4)]
+
+
 def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
