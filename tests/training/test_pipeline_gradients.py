@@ -31,7 +31,7 @@ from moba_train.planning.pipeline import pipeline_layers
 
 SEQ_LEN, MICRO_BATCHES = 48, 4
 SPARSE = {"default": "moba", "full_layers": "last:1", "moba": {"block_size": 8, "topk": 2}}
-DISTILLED = {"default": "msa", "full_layers": [1], "msa": {"block_size": 8, "topk": 2}}
+DISTILLED = {"default": "msa", "full_layers": [1, 3], "msa": {"block_size": 8, "topk": 2}}
 WARM_UP = {"default": "msa", "full_layers": [2], "msa": {"block_size": 8, "topk": 2, "mode": "warmup"}}
 Found = dict[str, Tensor]
 

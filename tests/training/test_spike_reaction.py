@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from torch import Tensor
 from trainer_ranks import Ranks
 
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import Accept
 from moba_train.config.load import load_config
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.errors import TrainingError
+from moba_train.errors import CheckpointError, TrainingError
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
+from moba_train.training.progress import Progress
 from moba_train.training.recovery import Recovery
 
 
@@ -233,12 +236,26 @@ def test_a_pipeline_acts_on_a_spike_and_dumps_every_layer(run: Run, ranks: Ranks
     assert math.isfinite(run.losses()[-1])
 
 
-def test_a_checkpoint_right_before_the_spike_is_not_gone_back_to(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of step 8: its weights are those that step 9 found broken."""
-    steady(run, "rollback", 10)
-    inject(monkeypatch, {9: not_a_number})
-    assert run.train_here() == 0
-    assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(9, 4)]
+def test_a_rollback_takes_neither_steps_right_before_a_spike_nor_undone_ones() -> None:
+    """Of all steps up to the 69th, where it goes back. Step 17 was skipped, and steps 31 to 39 were undone."""
+    asked: list[Accept] = []
+
+    def newest(accept: Accept) -> Path:
+        asked.append(accept)
+        raise CheckpointError("none is left")
+
+    recovery = Recovery(
+        SimpleNamespace(checkpoint=SimpleNamespace(every=4)),  # type: ignore[arg-type]
+        **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(newest=newest),  # type: ignore[arg-type]
+        progress=Progress(step=69, skipped=[17], rollbacks=[[40, 30]]),
+    )
+    stage = SimpleNamespace(name="only", tokens_after=lambda step: 512 * step)
+    with pytest.raises(TrainingError, match="there is no checkpoint from before the spike"):
+        recovery._roll_back(stage, TrainingError)  # type: ignore[arg-type]
+    (accept,) = asked
+    taken = [step for step in range(1, 70) if accept({"good": True, "progress": {"step": step}})]
+    assert taken == [*range(1, 16), *range(17, 31), *range(40, 68)]
 
 
 def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
