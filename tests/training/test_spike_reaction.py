@@ -111,16 +111,17 @@ def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run,
     assert_same_tensors(ours, theirs)
 
 
-def test_a_rollback_behind_the_comparison_of_a_boundary_does_not_repeat_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("spike", "back_to", "compared"), [(20, 16, 18), (10, 8, 19)], ids=["behind", "before"])
+def test_a_boundary_is_compared_once_wherever_a_rollback_goes(
+    run: Run, monkeypatch: pytest.MonkeyPatch, spike: int, back_to: int, compared: int
 ) -> None:
-    """Stage next begins at step 8 and is compared at step 18; the run goes back from step 20 to step 16."""
+    """Stage next begins at step 8 and is compared when ten steps of it were applied, with losses of its own alone."""
     steady(run, "rollback", 8)
-    run.recipe["stages"].append(run.recipe["stages"][0] | {"name": "next", "tokens": 20 * 512})
-    inject(monkeypatch, {20: overflow})
+    run.recipe["stages"].append(run.recipe["stages"][0] | {"name": "next", "tokens": 12 * 512})
+    inject(monkeypatch, {spike: overflow})
     assert run.train_here() == 0
-    assert [(event["step"], event["step_to"]) for event in run.records("rollback")] == [(20, 16)]
-    assert [event["step"] for event in run.records("boundary")] == [18]
+    assert [(event["step"], event["step_to"]) for event in run.records("rollback")] == [(spike, back_to)]
+    assert [event["step"] for event in run.records("boundary")] == [compared]
 
 
 def test_a_wrong_byte_in_an_old_meta_costs_that_checkpoint_only(rolled_back: Run, run: Run) -> None:
