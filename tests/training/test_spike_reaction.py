@@ -32,6 +32,7 @@ from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
 from moba_train.training.progress import Progress
 from moba_train.training.recovery import Recovery
+from moba_train.training.restarts import RESTARTS
 
 
 def test_every_fault_is_seen_and_changes_nothing(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
@@ -161,6 +162,16 @@ def test_where_the_reaction_ends_the_run_says_so(
     assert steady(run, **spike).train_here() == 65
     assert named in capsys.readouterr().err
     assert [touched for _, touched in changed[1:]] == [False] * (len(changed) - 1)
+
+
+def test_finite_spikes_that_outlast_the_skips_do_not_end_the_run_as_a_fault_of_the_data(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inject(monkeypatch, dict.fromkeys((18, 19), scaled_gradient))
+    assert steady(run, "skip_step", 20, max_skips=1).train_here() == TrainingError.exit_code != 65
+    assert "health.spike.max_skips" in capsys.readouterr().err
+    (start,) = json.loads((run.run_dir / RESTARTS).read_text())["starts"]
+    assert not start["fatal"]
 
 
 def test_the_end_names_the_stage_s_own_keys_and_the_checkpoint_from_before_the_spike(
