@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from tiny_run import Run, assert_same_tensors
 from torch import Tensor
 from trainer_ranks import Ranks
 
+from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept
 from moba_train.config.load import load_config
@@ -248,14 +250,8 @@ def test_a_pipeline_acts_on_a_spike_and_dumps_every_layer(run: Run, ranks: Ranks
     assert math.isfinite(run.losses()[-1])
 
 
-def test_a_rollback_takes_neither_steps_right_before_a_spike_nor_undone_ones() -> None:
-    """Of all steps up to the 69th, where it goes back. Step 17 was skipped, and steps 31 to 39 were undone."""
-    asked: list[Accept] = []
-
-    def newest(accept: Accept) -> Path:
-        asked.append(accept)
-        raise CheckpointError("none is left")
-
+def go_back(newest: Callable[[Accept], Path]) -> None:
+    """Go back at step 69 to what `newest` gives. Step 17 was skipped, and steps 31 to 39 were undone."""
     recovery = Recovery(
         SimpleNamespace(checkpoint=SimpleNamespace(every=4)),  # type: ignore[arg-type]
         **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
@@ -263,11 +259,29 @@ def test_a_rollback_takes_neither_steps_right_before_a_spike_nor_undone_ones() -
         progress=Progress(step=69, skipped=[17], rollbacks=[[40, 30]]),
     )
     stage = SimpleNamespace(name="only", tokens_after=lambda step: 512 * step)
+    recovery._roll_back(stage, TrainingError)  # type: ignore[arg-type]
+
+
+def test_a_rollback_takes_neither_steps_right_before_a_spike_nor_undone_ones() -> None:
+    asked: list[Accept] = []
+
+    def none(accept: Accept) -> Path:
+        asked.append(accept)
+        raise CheckpointError("none is left")
+
     with pytest.raises(TrainingError, match="there is no checkpoint from before the spike"):
-        recovery._roll_back(stage, TrainingError)  # type: ignore[arg-type]
+        go_back(none)
     (accept,) = asked
     taken = [step for step in range(1, 70) if accept({"good": True, "progress": {"step": step}})]
     assert taken == [*range(1, 16), *range(17, 31), *range(40, 68)]
+
+
+def test_a_checkpoint_that_cannot_be_read_this_time_is_no_reason_to_lower_checkpoint_every() -> None:
+    def unreadable(_accept: Accept) -> Path:
+        raise UnreadableError("step_00000064/meta.json could not be read")
+
+    with pytest.raises(UnreadableError, match=r"^step_00000064/meta\.json could not be read$"):
+        go_back(unreadable)
 
 
 def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
