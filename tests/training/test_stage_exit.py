@@ -78,6 +78,10 @@ def test_it_is_judged_from_the_end_of_the_tokens_on_where_its_numbers_are() -> N
     assert last is not None
     assert not last.met
     assert last.message.endswith("the stage ends all the same, at its max_tokens")
+    just_in_time = found.judge(6, {"eval_loss": 0.5})
+    assert just_in_time is not None
+    assert just_in_time.met
+    assert "the stage ends" not in just_in_time.message
 
 
 def test_a_criterion_of_two_numbers_waits_for_both() -> None:
