@@ -151,7 +151,6 @@ class Watch:
         own = Heartbeat(self._beats, phase.entered, phase.name, phase.step, age, phase.limit_s, stack, waits)
         own.publish(self._store, self._rank)
         if not late:
-            self._seen.clear()
             return
         self._name_who_stalls(phase, own)
         if age > phase.limit_s and self._recorded != phase.entered:

@@ -25,7 +25,7 @@ class ApexRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         from apex.normalization.fused_layer_norm import fused_rms_norm_affine
 
-        epsilon = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        epsilon = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # as torch, also in 16 bits
         out: Tensor = fused_rms_norm_affine(x, self.weight, list(self.normalized_shape), epsilon)
         return out
 

@@ -10,12 +10,12 @@ from moba_train.data.fingerprint import Fingerprint
 from moba_train.data.samples import StageData
 from moba_train.data.stage_data import validation_fingerprints
 from moba_train.errors import DataError
-from moba_train.training.progress import Progress, data_plan
+from moba_train.training.progress import Progress
 
 
 def check_corpora(config: RunConfig, stage: Stage, data: StageData, progress: Progress) -> None:
     """Compare the corpora of `stage` (opened as `data`) and of evaluation with those that `progress` has seen, and
-    record them there.
+    record their fingerprints there.
 
     A source that was saved is compared with the one at the same place of the same list then, whatever their paths: a
     corpus may have moved. Any other source is compared with the corpus that its path named before, if it did.
@@ -31,7 +31,6 @@ def check_corpora(config: RunConfig, stage: Stage, data: StageData, progress: Pr
     _compare(train_key, saved_train, stage.sources, data.fingerprints, seen)
     _compare("data.validation", saved_validation, config.data.validation, validation, seen)
     seen |= data.fingerprints | validation
-    progress.data_plan = data_plan(config, progress)
 
 
 def _compare(

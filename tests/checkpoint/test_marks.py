@@ -61,9 +61,9 @@ def test_neither_a_link_nor_a_fifo_is_read(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count("is ignored") == 2
 
 
-def save(folder: Path, step: int) -> None:
+def save(folder: Path, step: int, **more: object) -> None:
     temporary = make_temporary_folder(folder, step)
-    write_json(temporary / META, meta(step, f"a-{step}"))
+    write_json(temporary / META, meta(step, f"a-{step}") | more)
     publish(temporary, step, {META: hash_file(temporary / META)})
 
 
@@ -80,6 +80,26 @@ def test_retention_keeps_the_newest_that_are_not_marked(tmp_path: Path) -> None:
     save(tmp_path, 20)
     Retention(keep_last=1).apply(tmp_path)
     assert [step for step, _ in published(tmp_path)] == [20]
+
+
+def test_retention_removes_nothing_where_all_are_marked(tmp_path: Path) -> None:
+    marks = Marks([])
+    for step in (4, 8, 12):
+        save(tmp_path, step)
+        marks.add(step, f"a-{step}", "r")
+    marks.write(tmp_path)
+    Retention(keep_last=1).apply(tmp_path)
+    assert [step for step, _ in published(tmp_path)] == [4, 8, 12]
+
+
+def test_a_marked_checkpoint_is_not_the_best(tmp_path: Path) -> None:
+    marks = Marks([])
+    marks.add(8, "a-8", "r")
+    for step, loss in ((4, 2.5), (8, 2.0), (12, 3.0), (16, 3.5)):
+        save(tmp_path, step, stage="only", eval_loss=loss)
+    marks.write(tmp_path)
+    Retention(keep_last=1, keep_best=1).apply(tmp_path)
+    assert [step for step, _ in published(tmp_path)] == [4, 16]
 
 
 def test_marks_of_the_run_count_in_its_fallback_folder_too(tmp_path: Path) -> None:

@@ -255,6 +255,14 @@ def test_retention_keeps_what_latest_names(tmp_path: Path) -> None:
     assert steps(tmp_path) == [150, 200]
 
 
+def test_retention_goes_on_where_latest_is_no_text(tmp_path: Path) -> None:
+    for step in (100, 200):
+        publish_step(tmp_path, step)
+    (tmp_path / publish.LATEST).write_bytes(b"\xff\xfe")
+    Retention(1).apply(tmp_path)
+    assert steps(tmp_path) == [200]
+
+
 def test_a_step_can_be_published_again(tmp_path: Path) -> None:
     publish_step(tmp_path, 100, "old weights")
     path = publish_step(tmp_path, 100, "new weights")

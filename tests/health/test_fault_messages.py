@@ -28,6 +28,17 @@ def test_a_gradient_that_is_wrong_alone_names_parameters() -> None:
     assert (fault.ranks, fault.hosts) == ([1], ["b"])
 
 
+def test_of_several_ranks_the_one_with_most_wrong_gradients_is_described() -> None:
+    evidence = [rank(0, "a", not_finite=("norm",)), rank(1, "b", not_finite=("output", "norm")), rank(2, "b")]
+    fault = transient_fault(FIRST, SECOND, evidence)
+    assert "on rank 0 on a and rank 1 on b, on rank 1 those of 2 of 20 parameters" in fault.message
+
+
+def test_one_rank_alone_with_a_wrong_loss_harmed_no_other() -> None:
+    fault = transient_fault(FIRST, SECOND, [rank(0, "a"), rank(1, "b", math.nan)])
+    assert fault.message.endswith("The loss was not finite on rank 1 on b")
+
+
 def test_a_sum_that_is_wrong_alone_blames_no_rank() -> None:
     fault = transient_fault(FIRST, SECOND, [rank(0, "a"), rank(1, "b")])
     assert fault.message.endswith("so the fault is in the communication of their sums")
@@ -38,9 +49,12 @@ def test_transient_faults_count_for_a_thousand_steps() -> None:
     faults = [(1, ["a"]), (900, ["a"]), (1500, [])]
     assert too_many_transient(faults[:2], 900, 2) is None
     assert too_many_transient(faults, 1500, 2) is None, "that of step 1 is long ago"
+    assert [too_many_transient(faults[:2], step, 1) is None for step in (1000, 1001)] == [False, True]
     text = too_many_transient(faults, 1500, 1)
     assert text is not None
     assert "allows 1: step 900 (a), step 1500 (no rank to name)" in text
+    many = [(step, ["a"]) for step in range(1, 21)]
+    assert (too_many_transient(many, 20, 3) or "").partition("allows 3: ")[2].startswith("step 13 (a), step 14 (a)")
 
 
 def entry(*losses: float | None) -> dict[str, object]:
@@ -50,9 +64,9 @@ def entry(*losses: float | None) -> dict[str, object]:
 
 
 def test_documents_that_are_not_finite_on_any_rank_are_named() -> None:
-    message, named = reproducible_fault([entry(1.0, None, 2.0), entry(1.0, math.nan, None)])
-    assert named == ["c document 1 tokens 0:9"]
-    assert "1 of the batch's 3 document parts" in message
+    message, named = reproducible_fault([entry(1.0, None, math.inf), entry(1.0, math.nan, None)])
+    assert named == ["c document 2 tokens 0:9", "c document 1 tokens 0:9"]
+    assert "2 of the batch's 3 document parts" in message
 
 
 def test_a_batch_without_a_suspect_is_listed_up_to_a_limit() -> None:

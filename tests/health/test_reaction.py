@@ -41,7 +41,8 @@ def test_when_rollbacks_do_not_help_the_run_ends() -> None:
     stop = react(config, FATAL, 100, [], [[50, 40], [70, 60]])
     assert stop.action == "stop"
     assert "health.spike.max_rollbacks" in stop.message
-    assert react(config, FATAL, 50 + BUDGET_STEPS, [], [[50, 40], [70, 60]]).action == "rollback"
+    actions = [react(config, FATAL, old + BUDGET_STEPS, [], [[50, 40], [70, 60]]).action for old in (49, 50)]
+    assert actions == ["stop", "rollback"], "they count from the step at which they were made"
 
 
 def test_a_good_checkpoint_is_from_before_the_spike() -> None:
@@ -56,6 +57,7 @@ def test_a_good_checkpoint_is_from_before_the_spike() -> None:
     assert newest({11, 21, 31}) is None
     assert newest(set(), [35, 20]) == 20, "what a rollback has undone is not gone back to later"
     assert newest(set(), [30, 10]) == 30, "saved right after the rollback"
+    assert not good_before(30, set(), [])(metas[2]), "nor is that of the step itself"
 
 
 @pytest.mark.parametrize("progress", [None, {}, [], {"step": None}, {"step": "20"}, {"step": [20]}, {"step": True}, 20])
@@ -75,3 +77,14 @@ def test_calm_comes_back_50_steps_after_the_last_flagged_one() -> None:
         assert not detector.is_calm(step - 1)
         detector.observe(step, 2.0, 0.5)
     assert detector.is_calm(100 + RECOVERY_STEPS)
+
+
+def test_a_loss_that_nobody_saw_recover_is_not_calm() -> None:
+    """Steps without a loss token are not observed."""
+    detector = SpikeDetector(128, 6.0)
+    for step in range(100):
+        detector.observe(step, 2.0, 0.5)
+    assert detector.observe(100, 9.0, 0.5).flagged
+    assert not detector.is_calm(100 + RECOVERY_STEPS)
+    detector.observe(101 + RECOVERY_STEPS, 2.0, 0.5)
+    assert detector.is_calm(101 + RECOVERY_STEPS)

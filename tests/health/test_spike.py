@@ -46,6 +46,7 @@ def test_spikes_are_flagged_and_do_not_dull_the_detector(d_loss: float, factor: 
 
     assert {i for i, report in enumerate(reports) if report.level == "warn"} == spikes
     assert all(report.level == "ok" for i, report in enumerate(reports) if i not in spikes)
+    assert {i for i, report in enumerate(reports) if report.continues} == {301, 302, 303, 451}
     assert f"step 300: {name}" in reports[300].message
     assert max(reports[300].z_loss, reports[300].z_grad) > 6.0
 
@@ -53,9 +54,14 @@ def test_spikes_are_flagged_and_do_not_dull_the_detector(d_loss: float, factor: 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_not_a_number_is_fatal_from_the_first_step(bad: float) -> None:
     detector = SpikeDetector(128, 6.0)
-    assert detector.observe(0, bad, 1.0).level == "fatal"
-    assert detector.observe(1, 1.0, bad).level == "fatal"
+    reports = [detector.observe(0, bad, 1.0), detector.observe(1, 1.0, bad)]
+    assert [(report.level, report.continues) for report in reports] == [("fatal", False), ("fatal", True)]
     assert set(run(detector, curve(200))) == {"ok"}
+
+
+def test_a_window_shorter_than_the_warm_up_judges_once_it_is_full() -> None:
+    levels = run(SpikeDetector(8, 6.0), [(2.0, 0.5)] * 8 + [(3.0, 0.5)])
+    assert levels == ["ok"] * 8 + ["warn"]
 
 
 def test_a_loss_that_does_not_come_back_is_an_error_once() -> None:
@@ -65,8 +71,18 @@ def test_a_loss_that_does_not_come_back_is_an_error_once() -> None:
     assert set(levels[350:]) == {"ok"}, "the new level is the new baseline"
 
 
+@pytest.mark.parametrize(("sigmas", "errors"), [(2, []), (4, [249])])
+def test_recovered_is_a_loss_within_three_standard_deviations_of_before(sigmas: int, errors: list[int]) -> None:
+    """Two spikes, and between them a loss that is too high but not flagged: the window takes it up, the limit stays."""
+    noise = random.Random(0)
+    losses = [2.0 + noise.gauss(0, 0.02) for _ in range(200)] + 2 * ([3.0] + [2.0 + sigmas * 0.02] * 24)
+    levels = run(SpikeDetector(128, 6.0), [(loss, 0.5) for loss in losses])
+    assert [step for step, level in enumerate(levels) if level == "warn"] == [200, 225]
+    assert [step for step, level in enumerate(levels) if level == "error"] == errors
+
+
 def test_a_loss_that_comes_back_is_no_error() -> None:
-    values = [(x + (300 <= i < 340) * 1.0, g) for i, (x, g) in enumerate(curve(600))]
+    values = [(x + (300 <= i < 340 or 400 <= i < 440) * 1.0, g) for i, (x, g) in enumerate(curve(600))]
     assert "error" not in run(SpikeDetector(128, 6.0), values)
 
 
@@ -98,6 +114,14 @@ def test_while_a_stage_warms_up_the_stage_before_stands_in_widened(
     assert "the most that a switch of stage explains" in report.message or level == "ok"
     assert set(run(detector, curve(800)[400:], 401 + after)) == {"ok"}, "a spike does not dull the detector"
     assert detector.is_calm(801 + after)
+
+
+def test_a_loss_that_stays_far_above_the_stage_before_is_the_new_level_after_one_error() -> None:
+    detector = SpikeDetector(128, 6.0)
+    run(detector, curve(200))
+    detector.rebaseline()
+    levels = run(detector, [(2000.0, 0.5)] * 100, 200)
+    assert levels == ["warn"] * (RECOVERY_STEPS - 1) + ["error"] + ["ok"] * 50
 
 
 def test_a_stage_that_ends_during_its_warm_up_hands_on_the_statistics_of_the_one_before() -> None:

@@ -1,5 +1,6 @@
 """How long a phase may take, and who is to blame when it takes longer."""
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from moba_train.config.run import WatchConfig
-from moba_train.health.watch import PhaseTimes, Watch
+from moba_train.health.watch import BEFORE_TIMEOUT, PhaseTimes, Watch
 from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World
 
 MOST = 480.0
+TIMEOUT_S = 2.5
 
 
 class Ranks:
@@ -24,7 +26,7 @@ class Ranks:
     def __init__(self, folder: Path, size: int) -> None:
         self.store = dist.HashStore()
         self.reports: list[str] = []
-        world = World(0, size, torch.device("cpu"), size, timedelta(seconds=2.5), self.store)
+        world = World(0, size, torch.device("cpu"), size, timedelta(seconds=TIMEOUT_S), self.store)
         self.watch = Watch(WatchConfig(least=0.6), world, folder, self.reports.append)
 
     def heartbeat(self, rank: int, entered: int, age_s: float = 9.0, limit_s: float = 1.0, waits: bool = True) -> None:
@@ -98,10 +100,38 @@ def test_of_ranks_in_the_same_phase_the_one_that_does_not_wait_is_named(three: R
     assert three.reports[0].startswith("rank 1 of 3")
 
 
+def test_where_all_that_are_behind_wait_all_of_them_are_named(three: Ranks) -> None:
+    def heartbeats() -> None:
+        three.heartbeat(1, entered=0)
+        three.heartbeat(2, entered=0)
+
+    with three.watch.phase("update", 8):
+        assert reported(three, heartbeats)
+    assert re.findall(r"^rank (\d) of 3 stalls", three.reports[0], re.MULTILINE) == ["1", "2"]
+    assert "the others wait for " in three.reports[0]
+
+
+def test_a_rank_alone_is_reported_with_its_flight_record_when_its_limit_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
+    alone = Ranks(tmp_path, 1)
+    record = tmp_path / "nccl_trace_rank_0"
+    began = time.monotonic()
+    with alone.watch.phase("update", 8):
+        while not record.exists() and time.monotonic() < began + 10:
+            time.sleep(0.02)
+    alone.watch.close()
+    assert BEFORE_TIMEOUT * TIMEOUT_S <= time.monotonic() - began < 10
+    (text,) = alone.reports
+    assert text.startswith("rank 0 of 1 stalls in 'update' after step 8")
+    assert "the others" not in text
+
+
 def test_a_rank_that_may_take_so_long_is_not_blamed(three: Ranks) -> None:
     def heartbeats() -> None:
         three.heartbeat(1, entered=0, age_s=9.0, limit_s=30.0)
-        three.heartbeat(2, entered=1)
+        three.heartbeat(2, entered=0)
 
     with three.watch.phase("update", 8):
         assert not reported(three, heartbeats, seconds=2.6)

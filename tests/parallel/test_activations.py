@@ -78,9 +78,9 @@ def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Calls of attention, forward and backward alike, and elements for each token that went to the host."""
+    """Calls of attention, forward and backward alike, and elements that went to the host and came back."""
     found: Counter[str] = Counter()
-    call, copy_out = OperatorEngine.call, HostMemory.copy_out
+    call, copy_out, copy_back = OperatorEngine.call, HostMemory.copy_out, HostMemory.copy_back
 
     def counted_call(engine: OperatorEngine, *arguments: Any) -> Any:
         found["attention"] += 1
@@ -90,8 +90,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["sent"] += tensor.numel()
         return copy_out(memory, tensor)
 
+    def counted_return(memory: HostMemory, copies: list[Tensor]) -> Any:
+        found["returned"] += sum(copy.numel() for copy in copies)
+        return copy_back(memory, copies)
+
     monkeypatch.setattr(OperatorEngine, "call", counted_call)
     monkeypatch.setattr(HostMemory, "copy_out", counted_copy)
+    monkeypatch.setattr(HostMemory, "copy_back", counted_return)
     return found
 
 
@@ -107,6 +112,7 @@ def test_every_policy_gives_the_same_bits_and_attention_is_not_recomputed(calls:
         assert_same_bits(step(model), wanted)
         assert calls["attention"] == once + (2 * 3 if policy.kept is Kept.INPUT else 0), policy
         assert (calls["sent"] > 0) == policy.on_host
+        assert calls["returned"] <= calls["sent"], "each tensor once at most"
 
 
 def test_compiled_blocks_keep_what_the_policy_names_and_nothing_else(
@@ -200,15 +206,18 @@ def test_a_saved_tensor_comes_back_as_it_was_as_often_as_it_is_asked_for(dtype: 
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad
 
-    with memory.holding_rows(6, [weight]):
+    with memory.holding_rows(saved.numel(), [weight]):
         held.append(Hold.apply(torch.zeros((), requires_grad=True)))  # alive, so that its graph is
     memory._settle(unsettled=0)
+    returned: list[Tensor] = []
     for _ in range(2):
         again, same, view = held[0].saved_tensors
+        returned.append(again)
         assert torch.equal(again, saved)
         assert (again.dtype, again.stride()) == (dtype, saved.stride())
         assert again.data_ptr() != saved.data_ptr()
         assert (same.data_ptr(), view.data_ptr()) == (weight.data_ptr(), part.data_ptr()), "these stay where they are"
+    assert returned[0].data_ptr() != returned[1].data_ptr(), "the device's memory is the caller's, and not kept"
 
 
 def test_buffers_have_few_sizes_and_waste_an_eighth_at_most() -> None:
@@ -318,6 +327,20 @@ def test_memory_that_was_sent_is_used_again_while_its_copies_travel(device: str,
     assert_same_bits(sent, kept)
     if device == "cuda":
         assert more - less > 6 * x_TD.nbytes
+
+
+def test_a_block_s_tensors_are_on_their_way_before_its_backward_pass(calls: Counter[str]) -> None:
+    memory = HostMemory(CPU)
+    weights = [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+    with memory.holding_rows(8, weights):
+        hidden = torch.tanh(torch.randn(8, 8) @ weights[0])
+    with memory.holding_rows(8, weights):
+        out = torch.tanh(hidden @ weights[1])
+    returned: list[int] = []
+    hidden.register_hook(lambda _gradient: returned.append(calls["returned"]))
+    out.sum().backward()
+    assert returned == [calls["sent"]]
+    assert calls["sent"] > 0
 
 
 def test_hooks_around_a_model_see_what_its_blocks_do_not_send() -> None:

@@ -115,6 +115,7 @@ def compare(rank: int, ranks: int, folder: Path, dtype: torch.dtype, reshard: bo
     transfers = [len(barriers) // 2 for barriers in files.barriers]
     assert files.barriers == [[0, 1] * number for number in transfers]
     assert sum(transfers[:-1]) == len(WIDTHS) * 3 * (2 * 2 + 1 if reshard else 2)
+    assert max(transfers[:-1]) - min(transfers[:-1]) <= 1, "buffers take turns"
     units = zip(WIDTHS, [*WIDTHS[1:], 3], strict=True)
     rooms = BUFFER // (ranks * dtype.itemsize)
     parts = [-(-fan_out // ranks) * (fan_in + 1) for fan_in, fan_out in [*units, (3, 2)]]

@@ -19,18 +19,24 @@ def norm_and_gradients(norm: nn.Module, x: Tensor, gradient: Tensor) -> list[Ten
     return [out.detach(), *torch.autograd.grad(out, [leaf, *norm.parameters()], gradient)]
 
 
-def test_all_norms_of_a_model_are_replaced_and_keep_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The shapes that a stand-in for apex's kernel is given."""
     module = ModuleType("apex.normalization.fused_layer_norm")
-    shapes: list[list[int]] = []
+    given: list[list[int]] = []
 
     def stand_in(x: Tensor, weight: Tensor, normalized_shape: list[int], eps: float) -> Tensor:
-        shapes.append(normalized_shape)
+        given.append(normalized_shape)
         return F.rms_norm(x, normalized_shape, weight, eps)
 
     module.fused_rms_norm_affine = stand_in  # type: ignore[attr-defined]
     for name in ("apex", "apex.normalization"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    return given
+
+
+def test_all_norms_of_a_model_are_replaced_and_keep_their_parameters(shapes: list[list[int]]) -> None:
     shape = ModelConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, layers=2, heads=2, kv_heads=1, qk_norm=True, norm_eps=0.1
     )
@@ -45,6 +51,16 @@ def test_all_norms_of_a_model_are_replaced_and_keep_their_parameters(monkeypatch
     assert len(shapes) == len(norms) == 2 * 4 + 1
     after = dict(model.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_without_an_epsilon_has_torch_s(dtype: torch.dtype, shapes: list[list[int]]) -> None:
+    norm = nn.Sequential(nn.RMSNorm(16, dtype=dtype))
+    x = 0.01 * torch.randn(5, 16, dtype=dtype)
+    wanted = norm(x)
+    use_apex_norms(norm)
+    assert torch.equal(norm(x), wanted)
+    assert shapes == [[16]]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,23 @@
 """The context-parallel strategy that follows from a recipe: what one rank of a tensor-parallel group attends with."""
 
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
+from moba_train.parallel import stage as stage_module
 from moba_train.parallel.context.costs import gather_cost, predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+from moba_train.parallel.dims import StageDims
+from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy
+from moba_train.parallel.world import World
 
 
 def stage_of(attention: dict[str, Any], **parallel: Any) -> tuple[RunConfig, Stage]:
@@ -81,3 +90,26 @@ def test_layers_that_gather_by_their_shard_cost_what_they_gather() -> None:
     moba, seer = (stage_costs(config, stage, strategy)[layer] for layer in stage.attention)
     assert moba == predict_cost(strategy, stage_attention_shape(config, stage))
     assert seer == gather_cost(strategy, 2 * 8192, 2 * 4 * 32 * 2)
+
+
+def test_the_rank_with_least_memory_decides_for_all_and_an_engine_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, stage = stage_of(MOBA, cp=2)
+    strategy = CPStrategy(2, "allgather", "zigzag", 2)
+    memories: list[float | None] = []
+
+    def noting(*arguments: Any) -> tuple[CPStrategy, str]:
+        memories.append(arguments[-1])
+        return strategy, "why"
+
+    monkeypatch.setattr(stage_module, "min_over_ranks", lambda memory: min(memory, 5.0))
+    monkeypatch.setattr(stage_module, "stage_strategy", noting)
+    monkeypatch.setattr(stage_module, "context_engine", lambda *_: object())
+    sizes = MeshSizes(cp=2)
+    world = World(0, 2, torch.device("cpu"), 2, timedelta(seconds=1), dist.HashStore())
+    dims = SimpleNamespace(world=world, for_stage=lambda sizes: StageDims(sizes, 0, object()))  # type: ignore[arg-type]
+    known = iter([8.0, 3.0, None])
+    engines = ContextEngines(config, dims, lambda _stage, _sizes: next(known))  # type: ignore[arg-type]
+    shards = [engines.data_shard(stage, sizes) for _ in range(3)]
+    assert memories == [5.0, 3.0, None]
+    assert [reason for _, reason in shards] == ["why"] * 3
+    assert len({id(shard.engine) for shard, _ in shards}) == 1

@@ -1,10 +1,13 @@
 """FLOPs of training: the standard formula, and what every kind of attention really computes in packed documents."""
 
 import io
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -21,11 +24,12 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loader import step_batches
 from moba_train.data.stage_data import training_data
 from moba_train.parallel.activations import Kept
+from moba_train.parallel.world import World
 from moba_train.planning import documents
 from moba_train.planning.flops import dense_flops, layer_flops, matmul_flops, real_flops, repeated_flops
 from moba_train.planning.plan import StagePlan, make_plan
 from moba_train.planning.render import print_plan
-from moba_train.training.throughput import batch_flops
+from moba_train.training.throughput import batch_flops, throughput
 
 LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
 LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=6)
@@ -225,6 +229,28 @@ def test_plan_and_throughput_agree_with_a_count_over_real_batches(tmp_path, pack
     assert stage_plan.real_flops * 16 * SEQ_LEN == pytest.approx(counted, rel=1e-12)
     assert stage_plan.seconds == pytest.approx(counted / (989e12 * 0.4))
     assert len({batch.padding > 0 for batch in batches}) == (2 if packing == "best_fit" else 1)
+
+
+def test_utilisation_is_a_share_of_the_peak_of_all_gpus(tmp_path, monkeypatch):
+    config = packed_run(tmp_path, "concat")
+    (stage,) = resolve_stages(config)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 5 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 7})
+    world = World(0, 4, torch.device("cuda"), 4, timedelta(seconds=1), dist.HashStore())
+    dense = dense_flops(config.model, SEQ_LEN) * stage.batch_tokens
+    assert throughput(config.model, stage, world, step_s=2.0, step_flops=312e12) == pytest.approx(
+        {
+            "tokens_per_s": 8 * SEQ_LEN / 2,
+            "tokens_per_s_per_device": 8 * SEQ_LEN / 2 / 4,
+            "memory_gib": 3,
+            "reserved_gib": 5,
+            "allocator_retries": 7,
+            "mfu": 1 / 2 / 4,
+            "mfu_dense": dense / 312e12 / 2 / 4,
+        }
+    )
 
 
 def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path):

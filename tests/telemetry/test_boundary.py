@@ -29,3 +29,13 @@ def test_a_short_stage_is_compared_with_the_losses_it_has() -> None:
     boundary.begin_stage()
     boundary.observe(6.0)
     assert boundary.compare() == (5.0, 6.0)
+
+
+def test_a_stage_whose_steps_were_all_skipped_is_passed_over() -> None:
+    boundary = Boundary()
+    boundary.observe(2.0)
+    boundary.begin_stage()
+    assert boundary.compare() is None
+    boundary.begin_stage()
+    boundary.observe(5.0)
+    assert boundary.compare() == (2.0, 5.0)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from moba_train.telemetry import jsonl, outage
-from moba_train.telemetry.jsonl import JsonlSink, read_records
+from moba_train.telemetry.jsonl import JsonlSink, read_records, read_since
 from moba_train.telemetry.telemetry import Telemetry
 
 
@@ -215,6 +215,24 @@ def test_the_history_is_cut_before_the_first_later_record(tmp_path: Path) -> Non
     assert before.startswith(kept + moved)
     assert before[len(kept + moved) :].startswith(b'{"time": 1.0, "step": 6')
     assert steps_of(path) == [1, 2, 3, 4, 5]
+
+
+def test_the_search_for_later_records_ends_only_where_enough_earlier_ones_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "_IN_ORDER", 6)
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 9, 2, 3, 9, 4, 5, 9):
+        write_history(path, range(step, step + 1))
+    JsonlSink(path, 5).close()
+    assert steps_of(path) == [1]
+
+
+def test_the_records_of_a_step_and_later_ones_are_read_from_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_since(path, 3) == []
+    write_history(path, range(1, 5))
+    assert read_since(path, 3) == read_records(path)[:3:-1]
 
 
 def test_a_last_record_without_its_newline_is_a_record(tmp_path: Path) -> None:

@@ -127,6 +127,25 @@ def test_a_clock_set_back_does_not_silence_alerts(tmp_path: Path) -> None:
     assert [history.may_alert("spike", 1e9 + time, 600.0) for time in times] == [True, False, True, True, False]
 
 
+def test_steps_trained_again_are_told_in_the_next_row_of_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "history.json"
+
+    def row(record_type: str, step: int) -> dict[str, Any]:
+        return history.row({"type": record_type, "step": step, "tokens": 10 * step}, {"value": 1.0})
+
+    history = WandbHistory(path)
+    assert all(row("metrics", step) for step in (1, 2, 3))
+    history.save()
+    history = WandbHistory(path)
+    assert not any(row("metrics", step) for step in (2, 3))
+    assert row("checkpoint", 3) == {"value": 1.0, "step": 3, "tokens": 30}
+    assert row("metrics", 4) == {"value": 1.0, "step": 4, "tokens": 40, "redone_steps": 2}
+    assert "redone_steps" not in row("metrics", 5)
+    history.save()
+    history = WandbHistory(path)
+    assert "redone_steps" not in row("metrics", 6), "it was told before the restart"
+
+
 def test_a_damaged_history_costs_no_more_than_itself(tmp_path, monkeypatch, caplog) -> None:
     """An empty file is what a power cut may leave."""
     run = FakeRun()

@@ -54,7 +54,7 @@ def test_moved_corpora_go_on_where_they_were(run: Run, finished_run: Run) -> Non
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda own: overwrite_tokens(own / "one"), "data.train[0].path: corpus {own}/one has changed"),
+        (lambda own: overwrite_tokens(own / "two"), "data.train[1].path: corpus {own}/two has changed"),
         (lambda own: overwrite_tokens(own / "valid"), "data.validation[0].path: corpus {own}/valid has changed"),
         (lambda own: write_mask(own / "one", lambda i: i % 2), "the checkpoint was saved: another loss mask"),
     ],
@@ -96,6 +96,20 @@ def test_validation_can_be_added_to_a_run_and_not_exchanged(
     run.recipe["data"]["validation"] = [{"path": str(corpora / "two")}]
     assert run.train_here() == 2
     assert f"data.validation[0].path: given {corpora / 'two'}" in capsys.readouterr().err
+
+
+def test_a_path_that_was_trained_on_is_compared_also_after_corpora_that_are_new(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run.folder / "first"
+    move(run, first)
+    run.recipe["data"]["validation"] = []
+    assert run.train_here("--stop-at-step", "2") == 0
+    move(run, run.folder / "second")
+    overwrite_tokens(first / "one")
+    run.recipe["data"]["validation"] = [{"path": str(first / name)} for name in ("valid", "one")]
+    assert run.train_here() == 2
+    assert f"data.validation[1].path: corpus {first}/one has changed" in capsys.readouterr().err
 
 
 def test_masks_without_loss_are_refused_before_training(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

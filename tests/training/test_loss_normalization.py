@@ -1,5 +1,6 @@
 """The loss is the sum of token losses / the global number of loss tokens, however the tokens are spread."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
-from moba_train.model.transformer import Transformer
+from moba_train.model.transformer import LossSums, Transformer
 from moba_train.optim.gradients import Gradients
 from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.context.strategy import CPStrategy
@@ -27,6 +28,7 @@ from moba_train.parallel.forward import accumulate_gradients, training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import World, joined_world
+from moba_train.training.step import StepCounts, StepData, StepLosses
 
 VOCAB, SEQ_LEN = 32, 24
 MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, layers=2, heads=2, kv_heads=1)
@@ -142,6 +144,33 @@ def test_a_step_without_any_loss_token_leaves_zero_gradients() -> None:
     loss.backward()
     assert loss.item() == 0
     assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_a_step_counts_weights_and_tokens_of_all_its_micro_batches() -> None:
+    made = samples()
+    made[0].loss_weight[:] = 0.5
+    batches = [collate(made[:1]), replace(collate(made[1:]), padding=0)]
+    counts = StepCounts.from_rank(batches, stop=True, flops=7.0)
+    assert counts == StepCounts(SEQ_LEN / 2 + 1, SEQ_LEN + 1, ranks_without_loss=0, stops=1, flops=7.0)
+    assert counts.metrics(8 * SEQ_LEN) == {
+        "loss_tokens": SEQ_LEN + 1,
+        "loss_token_fraction": (SEQ_LEN + 1) / (8 * SEQ_LEN),
+        "ranks_with_zero_loss_tokens": 0,
+    }
+    empty = [collate(made[2:])]
+    assert StepCounts.from_rank(empty, False, 7.0).ranks_without_loss == 1
+    assert StepCounts.from_rank(empty, False, 7.0, computes_loss=False).ranks_without_loss == 0
+    assert StepData(batches[::-1], 0.0, 0.0).padding_fraction == made[0].padding / (4 * SEQ_LEN) > 0
+
+
+def test_auxiliary_losses_of_all_micro_batches_are_added_up() -> None:
+    losses = StepLosses(torch.device("cpu"))
+    for number in (1.0, 2.0):
+        losses.add(LossSums(torch.tensor(number), torch.tensor([0.5, number], requires_grad=True)))
+    assert losses.loss.item() == 3
+    assert losses.auxiliary is not None
+    assert losses.auxiliary.tolist() == [1.0, 3.0]
+    assert not losses.auxiliary.requires_grad
 
 
 def test_gradients_in_bf16_are_not_rounded_once_more_for_the_mean() -> None:

@@ -31,7 +31,7 @@ from moba_train.planning.pipeline import pipeline_layers
 
 SEQ_LEN, MICRO_BATCHES = 48, 4
 SPARSE = {"default": "moba", "full_layers": "last:1", "moba": {"block_size": 8, "topk": 2}}
-DISTILLED = {"default": "msa", "full_layers": [1], "msa": {"block_size": 8, "topk": 2}}
+DISTILLED = {"default": "msa", "full_layers": [1, 3], "msa": {"block_size": 8, "topk": 2}}
 WARM_UP = {"default": "msa", "full_layers": [2], "msa": {"block_size": 8, "topk": 2, "mode": "warmup"}}
 Found = dict[str, Tensor]
 
@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "auxiliary losses": {"attention": DISTILLED, "tied": True},
     "frozen base": {"attention": WARM_UP, "trainable": ["*.attention.msa.*"]},
+    "frozen half": {"attention": WARM_UP | {"full_layers": "first:2"}, "trainable": ["*.attention.msa.*"]},
     "bf16": {"attention": SPARSE, "precision": {"compute": "bf16"}},
 }
 TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,6 +54,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "interleaved": ("auxiliary losses", {"pp": 2, "pp_schedule": "interleaved_1f1b"}),
     "zero bubble": ("auxiliary losses", {"pp": 2, "pp_schedule": "zero_bubble"}),
     "frozen base": ("frozen base", {"pp": 2}),
+    "frozen rank": ("frozen half", {"pp": 2}),
 }
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp 4": ("tied, recomputed", {"pp": 4}),
@@ -223,7 +225,7 @@ def test_it_computes_what_one_device_does(name: str, found: dict[str, Found], wa
     model, _ = (TWO_RANKS | FOUR_RANKS)[name]
     got, want = found[name], wanted[model]
     assert got.keys() == want.keys()
-    assert ("auxiliary" in got) == (model in ("auxiliary losses", "frozen base"))
+    assert ("auxiliary" in got) == (model in ("auxiliary losses", "frozen base", "frozen half"))
     for key, value in want.items():
         tolerance = {"rtol": 1e-4, "atol": 1e-6}
         torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")

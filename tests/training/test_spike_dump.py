@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import yaml
-from faults import POISONED, STEPS, inject, scaled_gradient, steady
+from faults import POISONED, STEPS, inject, not_a_number, scaled_gradient, steady
 from tiny_run import VOCAB, Run
 from typer.testing import CliRunner
 
@@ -237,6 +237,24 @@ def test_a_disk_that_fills_up_leaves_no_half_dump(tmp_path: Path, monkeypatch: p
     code, output = invoke("inspect-spike", str(tmp_path))
     assert code == 2
     assert "holds no dumps" in output
+
+
+def test_of_spikes_in_a_row_the_first_is_dumped_and_each_that_is_not_finite(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inject(monkeypatch, {18: scaled_gradient, 19: scaled_gradient, 20: not_a_number})
+    assert steady(run, "skip_step", 20).train_here() == 0
+    assert [(spike["step"], "dump" in spike) for spike in run.records("spike")] == [(18, True), (19, False), (20, True)]
+
+
+def test_a_dump_that_could_not_be_written_is_not_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moba_train.health.dump._write", lambda *_arguments: False)
+    inject(monkeypatch, {2: not_a_number})
+    assert steady(run, "skip_step", 10).train_here() == 0
+    (event,) = run.records("spike")
+    assert event["action"] == "skip"
+    assert "dump" not in event
+    assert "inspect-spike" not in event["message"]
 
 
 def test_what_the_guide_says_about_spikes_works(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:

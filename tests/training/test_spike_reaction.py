@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,13 +24,17 @@ from tiny_run import Run, assert_same_tensors
 from torch import Tensor
 from trainer_ranks import Ranks
 
+from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import Accept
 from moba_train.config.load import load_config
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.errors import TrainingError
+from moba_train.errors import CheckpointError, TrainingError
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
+from moba_train.training.progress import Progress
 from moba_train.training.recovery import Recovery
+from moba_train.training.restarts import RESTARTS
 
 
 def test_every_fault_is_seen_and_changes_nothing(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
@@ -108,16 +114,17 @@ def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run,
     assert_same_tensors(ours, theirs)
 
 
-def test_a_rollback_behind_the_comparison_of_a_boundary_does_not_repeat_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("spike", "back_to", "compared"), [(20, 16, 18), (10, 8, 19)], ids=["behind", "before"])
+def test_a_boundary_is_compared_once_wherever_a_rollback_goes(
+    run: Run, monkeypatch: pytest.MonkeyPatch, spike: int, back_to: int, compared: int
 ) -> None:
-    """Stage next begins at step 8 and is compared at step 18; the run goes back from step 20 to step 16."""
+    """Stage next begins at step 8 and is compared when ten steps of it were applied, with losses of its own alone."""
     steady(run, "rollback", 8)
-    run.recipe["stages"].append(run.recipe["stages"][0] | {"name": "next", "tokens": 20 * 512})
-    inject(monkeypatch, {20: overflow})
+    run.recipe["stages"].append(run.recipe["stages"][0] | {"name": "next", "tokens": 12 * 512})
+    inject(monkeypatch, {spike: overflow})
     assert run.train_here() == 0
-    assert [(event["step"], event["step_to"]) for event in run.records("rollback")] == [(20, 16)]
-    assert [event["step"] for event in run.records("boundary")] == [18]
+    assert [(event["step"], event["step_to"]) for event in run.records("rollback")] == [(spike, back_to)]
+    assert [event["step"] for event in run.records("boundary")] == [compared]
 
 
 def test_a_wrong_byte_in_an_old_meta_costs_that_checkpoint_only(rolled_back: Run, run: Run) -> None:
@@ -157,6 +164,16 @@ def test_where_the_reaction_ends_the_run_says_so(
     assert steady(run, **spike).train_here() == 65
     assert named in capsys.readouterr().err
     assert [touched for _, touched in changed[1:]] == [False] * (len(changed) - 1)
+
+
+def test_finite_spikes_that_outlast_the_skips_do_not_end_the_run_as_a_fault_of_the_data(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inject(monkeypatch, dict.fromkeys((18, 19), scaled_gradient))
+    assert steady(run, "skip_step", 20, max_skips=1).train_here() == TrainingError.exit_code != 65
+    assert "health.spike.max_skips" in capsys.readouterr().err
+    (start,) = json.loads((run.run_dir / RESTARTS).read_text())["starts"]
+    assert not start["fatal"]
 
 
 def test_the_end_names_the_stage_s_own_keys_and_the_checkpoint_from_before_the_spike(
@@ -231,6 +248,40 @@ def test_a_pipeline_acts_on_a_spike_and_dumps_every_layer(run: Run, ranks: Ranks
     assert len(seen["gradient_norms"]["layers"]) == 2
     assert run.records()[-1]["step"] == 6
     assert math.isfinite(run.losses()[-1])
+
+
+def go_back(newest: Callable[[Accept], Path]) -> None:
+    """Go back at step 69 to what `newest` gives. Step 17 was skipped, and steps 31 to 39 were undone."""
+    recovery = Recovery(
+        SimpleNamespace(checkpoint=SimpleNamespace(every=4)),  # type: ignore[arg-type]
+        **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(newest=newest),  # type: ignore[arg-type]
+        progress=Progress(step=69, skipped=[17], rollbacks=[[40, 30]]),
+    )
+    stage = SimpleNamespace(name="only", tokens_after=lambda step: 512 * step)
+    recovery._roll_back(stage, TrainingError)  # type: ignore[arg-type]
+
+
+def test_a_rollback_takes_neither_steps_right_before_a_spike_nor_undone_ones() -> None:
+    asked: list[Accept] = []
+
+    def none(accept: Accept) -> Path:
+        asked.append(accept)
+        raise CheckpointError("none is left")
+
+    with pytest.raises(TrainingError, match="there is no checkpoint from before the spike"):
+        go_back(none)
+    (accept,) = asked
+    taken = [step for step in range(1, 70) if accept({"good": True, "progress": {"step": step}})]
+    assert taken == [*range(1, 16), *range(17, 31), *range(40, 68)]
+
+
+def test_a_checkpoint_that_cannot_be_read_this_time_is_no_reason_to_lower_checkpoint_every() -> None:
+    def unreadable(_accept: Accept) -> Path:
+        raise UnreadableError("step_00000064/meta.json could not be read")
+
+    with pytest.raises(UnreadableError, match=r"^step_00000064/meta\.json could not be read$"):
+        go_back(unreadable)
 
 
 def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(

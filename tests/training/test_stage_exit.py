@@ -11,6 +11,8 @@ from moba_train.config.run import UntilConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError
+from moba_train.training.evaluations import RunEvaluations
+from moba_train.training.progress import Progress
 from moba_train.training.stage_exit import StageExit, judge
 
 NUMBERS = {"trailing_loss": 2.0, "trailing_loss_full": 1.75}
@@ -76,6 +78,10 @@ def test_it_is_judged_from_the_end_of_the_tokens_on_where_its_numbers_are() -> N
     assert last is not None
     assert not last.met
     assert last.message.endswith("the stage ends all the same, at its max_tokens")
+    just_in_time = found.judge(6, {"eval_loss": 0.5})
+    assert just_in_time is not None
+    assert just_in_time.met
+    assert "the stage ends" not in just_in_time.message
 
 
 def test_a_criterion_of_two_numbers_waits_for_both() -> None:
@@ -95,3 +101,13 @@ def test_a_reference_that_was_never_evaluated_is_refused() -> None:
     verdict = StageExit(stage(recovered), 1.95).judge(3, NUMBERS)
     assert verdict is not None
     assert verdict.met
+
+
+def test_the_next_stage_is_compared_with_the_last_trailing_loss_though_later_steps_evaluated_other_numbers() -> None:
+    progress = Progress(step=2)
+    parts = ("config", "world", "checkpoints", "telemetry", "watch", "stop", "stop_time")
+    evaluations = RunEvaluations(progress=progress, **dict.fromkeys(parts))  # type: ignore[arg-type]
+    evaluations._exit = StageExit(stage(None), None)
+    for numbers in (NUMBERS, {"eval_loss": 1.0}):
+        assert not evaluations._judge_exit(numbers, tokens=200, report=True)
+    assert progress.trailing_loss == 2.0

@@ -6,14 +6,17 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import Run, assert_same_tensors
 from trainer_ranks import Ranks
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.evals import validation_loss
+from moba_train.evals.evaluation import EvaluationStoppedError
 from moba_train.evals.stage import StageEvaluations
 from moba_train.train import main
 from moba_train.training.checkpoints import RunCheckpoints
@@ -168,6 +171,32 @@ def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_it_is_run_when_the_ru
     assert (progress["step"], progress["evaluation_due"]) == (EVALUATED, True)
     ranks.train(run, 2)
     assert_as_if_undisturbed(run, undisturbed_on_two_ranks)
+
+
+def test_batches_are_timed_one_by_one_and_checkpoints_that_fail_end_an_evaluation_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    took: list[float] = []
+    stop, checkpoints = SimpleNamespace(requested=False), SimpleNamespace(wants_to_stop=False)
+    clock = iter([12.0, 15.0, 16.0, 17.0])
+    monkeypatch.setattr("moba_train.training.evaluations.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("moba_train.training.evaluations.any_rank", bool)
+    running = RunEvaluations(
+        world=SimpleNamespace(device=torch.device("cpu")),  # type: ignore[arg-type]
+        checkpoints=checkpoints,  # type: ignore[arg-type]
+        stop=stop,  # type: ignore[arg-type]
+        stop_time=SimpleNamespace(batch_took=took.append),  # type: ignore[arg-type]
+        **dict.fromkeys(("config", "progress", "telemetry", "watch")),  # type: ignore[arg-type]
+    )
+    running._batch_began = 10.0
+    for _ in range(2):
+        running._between_batches()
+    assert took == [2.0, 3.0]
+    for asking, name in ((checkpoints, "wants_to_stop"), (stop, "requested")):
+        with monkeypatch.context() as patched:
+            patched.setattr(asking, name, True)
+            with pytest.raises(EvaluationStoppedError):
+                running._between_batches()
 
 
 def test_a_finished_run_that_is_started_again_evaluates_nothing(

@@ -257,7 +257,8 @@ def refusals_come_before_any_message(member: Member) -> None:
     case = Case((46,), heads=6, kv_heads=6)
     q, k, v, _ = (engine.sequence(46).shard(x, engine.transport.rank) for x in case.inputs())
     with recorded_calls() as calls:
-        for bad, word in (((q, k, v), "parallel.cp_transport"), ((q[1:], k[1:], v[1:]), "rows given")):
+        fewer, more = ([x[1:] for x in (q, k, v)], [torch.cat([x, x[:1]]) for x in (q, k, v)])
+        for bad, word in (((q, k, v), "parallel.cp_transport"), (fewer, "11 rows given"), (more, "13 rows given")):
             with pytest.raises(ValueError, match=word):
                 engine(*bad, case.attention(), case.layout())
     assert calls == []

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moba_train.errors import CommunicationError
 from moba_train.parallel.context.comm import Communicator
 
 
@@ -27,3 +28,18 @@ def test_an_exchange_sends_no_messages(communicator: Communicator, monkeypatch: 
     received = communicator.all_to_all(torch.zeros(4, 3), torch.ones(2, 5)).wait()
     assert [tuple(x.shape) for x in received] == [(4, 3), (2, 5)]
     assert calls == ["all_to_all_single"] * 2
+
+
+def test_a_call_that_fails_is_named_with_the_ranks_by_their_numbers_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no answer")
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        communicator = Communicator(dist.new_group([2, 3]), torch.device("cpu"))
+        monkeypatch.setattr(dist, "all_to_all_single", fail)
+        words = r"rank 3 gave up after \d+\.\d s in all_to_all with ranks \[2, 3\], tensors \[\(4, 5\)\]: no answer"
+        with pytest.raises(CommunicationError, match=words):
+            communicator.all_to_all(torch.zeros(4, 5))
+    finally:
+        dist.destroy_process_group()

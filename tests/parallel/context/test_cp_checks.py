@@ -1,8 +1,12 @@
 """Strategies that are impossible are refused with the key to change."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moba_train.parallel.context.checks import check_heads, check_merges, check_sizes, check_units
+from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.context.strategy import CPStrategy
 
 
@@ -20,6 +24,20 @@ from moba_train.parallel.context.strategy import CPStrategy
 def test_impossible_sizes_are_refused(strategy, message):
     with pytest.raises(ValueError, match=message):
         check_sizes(strategy)
+
+
+def test_an_engine_is_not_made_for_such_a_strategy_nor_for_another_number_of_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        for strategy, message in (
+            (CPStrategy(2, "ring", "zigzag", 2), r"parallel.cp: 2 given, the group has 4 ranks"),
+            (CPStrategy(8, "ring", "zigzag", 8), r"parallel.cp: 8 given, the group has 4 ranks"),
+            (CPStrategy(4, "ring", "zigzag", 4, 1), r"parallel.cp_ring_depth: 1 given"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                context_engine(strategy, dist.group.WORLD, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
