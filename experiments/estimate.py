@@ -46,7 +46,8 @@ OVERLAP = 1.4
 LAYER_STEP_S = 0.008
 """The host's time for each layer of a step: 39 to 57 ms a step of models of 6 layers on an H100's host, alone."""
 UNCOMPILED_LAYER_STEP_S = 0.017
-"""The same where the model is not compiled, fitted to the 22 arms of F6 that shared GPUs."""
+"""The host's time for each layer of a step of a model that is not compiled; fitted to the 22 arms of F6, which shared
+GPUs."""
 SELECTED = 8
 """Blocks of a sparse kind that has no `topk`."""
 CPU_FLOPS = 2e10

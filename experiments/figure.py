@@ -89,7 +89,7 @@ class Figure(ABC):
     result: ClassVar[str] = ""
     """What the result file of today says, in one line for the table of all figures; empty: there is none. Markdown."""
     seeds: ClassVar[tuple[int, ...]] = (0, 1)
-    """Those of a complete figure; its smallest form has the first."""
+    """Seeds of a complete figure; its smallest form has the first of them."""
     source: ClassVar[str] = ""
     """Name of the figure whose arms and result file this one has; empty: its own."""
 

@@ -101,7 +101,7 @@ class ThirdCliff(Figure):
         "learn as well, only 0.8 to 2.4 times.",
     )
     seeds: ClassVar[tuple[int, ...]] = (0, 2)
-    """The first two whose bases pass; that of seed 1 does not."""
+    """Seed 1 is left out, because its base did not pass."""
 
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
         """Documents for the base in four lengths, and for fine-tuning with four masks."""

@@ -31,7 +31,7 @@ class Work:
     needed: list[Arm]
     """Those to run, each behind the one whose weights it needs."""
     impossible: list[Arm]
-    """Those that are left out, as a package that they need is not installed."""
+    """Arms that are left out, as a package that they need is not installed."""
     held: int
     """How many the result file has already."""
     estimates: Estimates

@@ -67,7 +67,7 @@ class Shard(Protocol):
 
     @property
     def rank(self) -> int:
-        """This one among them."""
+        """This rank's number among those that share the sequence, from 0."""
         ...
 
     @property

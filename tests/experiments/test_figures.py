@@ -22,6 +22,7 @@ from experiments.run_arm import complete_recipe
 from experiments.scaling import Scaling
 from experiments.trailing import BOTH, Trailing
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.planning.parameters import count_recipe_parameters
 from moba_train.validation.recipe import validate
@@ -77,6 +78,16 @@ def test_arms_that_share_a_gpu_take_longer_only_where_it_is_full() -> None:
     assert twelve > 2 * alone
     served = modelled_seconds(small, 1, 12, service=True)
     assert served - estimate.START_S == pytest.approx((twelve - estimate.START_S) / OVERLAP)
+
+
+def test_a_model_that_is_not_compiled_takes_the_host_longer() -> None:
+    base, *_ = FIGURES["third-cliff"].arms(0, quick=False)
+    compiled = dataclasses.replace(base, recipe={**base.recipe, "compile": True})
+    steps = resolve_stages(estimate.config_of(base))[-1].end_step
+    layers = steps * base.recipe["model"]["layers"]
+    fixed = estimate.START_S + estimate.EVALUATION_S * len(base.evaluations)
+    assert modelled_seconds(base) == pytest.approx(fixed + layers * estimate.UNCOMPILED_LAYER_STEP_S)
+    assert modelled_seconds(compiled) == pytest.approx(fixed + layers * estimate.LAYER_STEP_S)
 
 
 def test_arms_that_ended_correct_estimates_of_their_kind_under_the_same_conditions(

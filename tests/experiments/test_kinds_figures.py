@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from finished_arms import finished_arm
 
 from benchmarks.python_sources import BYTES
 from experiments import corpus, page, run_arm
@@ -88,14 +89,8 @@ def test_versions_are_judged_at_their_best_rates_two_at_a_time() -> None:
 
 def test_mechanisms_are_judged_within_a_length_that_has_two_seeds() -> None:
     def arm(name: str, seed: int, loss: float) -> Result:
-        position = {"attention": "own", "curves": {"own": {"mean": [loss]}}}
-        last = {
-            "validation_loss": {"eval_loss": loss},
-            "position_wise": {"trailing_loss": loss, "position_wise": position},
-            "needle": {"needle": 0.5},
-        }
         how = {"arms_per_gpu": 2, "tokens_per_s": 1, "parameters": 1, "evaluations": {}}
-        return {"name": name, "seed": seed, "stages": {"train": last}, **how}
+        return finished_arm(name, seed, loss, stage={"needle": {"needle": 0.5}}, **how)
 
     results = [arm("full-32k", 0, 1.0), arm("moba-32k", 0, 9.0)]
     results += [arm("full-8k", 0, 2.0), arm("moba-8k", 0, 2.101), arm("full-8k", 1, 2.1), arm("moba-8k", 1, 2.199)]

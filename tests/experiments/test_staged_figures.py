@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from finished_arms import finished_arm
 
 from experiments import __main__ as program
 from experiments import estimate, work
@@ -128,12 +129,7 @@ def test_beginning_short_is_judged_within_a_length() -> None:
     """A second seed of one arm at 4K says nothing of the arms at 32K, and the reverse."""
 
     def arm(name: str, seed: int, loss: float) -> Result:
-        position = {"attention": "own", "curves": {"own": {"mean": [loss]}}}
-        last = {
-            "validation_loss": {"eval_loss": loss},
-            "position_wise": {"trailing_loss": loss, "position_wise": position},
-        }
-        return {"name": name, "seed": seed, "tokens": 1, "compute": {"real": 1.0}, "stages": {"train": last}}
+        return finished_arm(name, seed, loss, tokens=1, compute={"real": 1.0})
 
     results = [arm("full", 0, 3.0), arm("full", 1, 3.2), arm(SHORT, 0, 2.0), arm(SHORT, 1, 2.201)]
     results += [arm("4k-full", 0, 2.0), arm("4k-full", 1, 9.0), arm(f"4k-{SHORT}", 0, 1.9)]

@@ -216,10 +216,13 @@ class NsaKind(AttentionKind):
 
 
 def _compressed(shard: Shard, compression: Compression, x_TKd: Tensor, first_N: Tensor) -> Tensor:
-    """[N, K, d] from the vectors of all tokens and each block's first token; every rank compresses its share."""
+    """[N, K, d] from the vectors of all tokens and each block's first token; every rank compresses its share.
+
+    Shares are equal: what fills up the last ones is cut off again.
+    """
     if shard.ranks == 1:
         return compression(x_TKd, first_N)
-    share = max(1, -(-len(first_N) // shard.ranks))  # ids behind the last compress anything
+    share = max(1, -(-len(first_N) // shard.ranks))
     first_RS = F.pad(first_N, (0, share * shard.ranks - len(first_N))).unflatten(0, (shard.ranks, share))
     return shard.all_ranks(compression(x_TKd, first_RS[shard.rank])).flatten(0, 1)[: len(first_N)]
 
