@@ -17,14 +17,13 @@ from moba_train.checkpoint.publish import published
 def stall(it: Disturbance) -> None:
     """SIGSTOP one rank: the other gives up after `parallel.timeout`, and torchrun restarts both."""
     with suppress(ProcessLookupError):
-        os.kill(it.dice.choice(ranks_of(it.run.launcher.pid)), signal.SIGSTOP)
+        os.kill(it.one_rank(), signal.SIGSTOP)
 
 
 def send(it: Disturbance, what: signal.Signals, agent: bool) -> None:
     """Send a signal to a rank, as schedulers do, or to torchrun, which passes it on: the run saves and ends."""
-    ranks = ranks_of(it.run.launcher.pid)
     with suppress(ProcessLookupError):
-        os.kill(it.run.launcher.pid if agent else it.dice.choice(ranks), what)
+        os.kill(it.run.launcher.pid if agent else it.one_rank(), what)
 
 
 def fill_disk(it: Disturbance) -> None:

@@ -32,6 +32,10 @@ class Action:
     """Whether it is one of the plain kills."""
 
 
+class NoRankError(Exception):
+    """All ranks have ended."""
+
+
 class Disturbance:
     """One disturbance of a run, at a random moment."""
 
@@ -53,7 +57,10 @@ class Disturbance:
         earlier_starts = len(run.starts())
         first_line = len(run.lines)
         began = time.monotonic()
-        self.action.make(self)
+        try:
+            self.action.make(self)
+        except NoRankError:
+            return False
         self.tally.disturbances[self.name] += 1
         self.tally.kills += self.action.is_kill
         if not self.action.goes_on:
@@ -103,6 +110,13 @@ class Disturbance:
         else:
             time.sleep(dice.uniform(0, 0.6))
         return not run.ended
+
+    def one_rank(self) -> int:
+        """Process id of a random rank. Raises NoRankError where none is left: a run may end at any moment."""
+        ranks = ranks_of(self.run.launcher.pid)
+        if not ranks:
+            raise NoRankError
+        return self.dice.choice(ranks)
 
     def kill(self, which: str) -> None:
         """SIGKILL one rank, all ranks or the agent."""

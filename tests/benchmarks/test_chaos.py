@@ -5,14 +5,18 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
 from forked_program import ForkedProgram
 
+from benchmarks import chaos_disturbances
 from benchmarks.chaos import Chaos, plan
 from benchmarks.chaos_actions import ACTIONS, KILLS
+from benchmarks.chaos_disturbances import Disturbance
 from benchmarks.chaos_run import ChaosRun
+from benchmarks.chaos_tally import Tally
 
 
 class Agent(ForkedProgram):
@@ -49,3 +53,15 @@ def test_the_long_form_has_as_many_kills_as_asked_and_every_other_kind() -> None
     kinds = Counter(plan(100, random.Random(0)))
     assert sum(kinds[kind] for kind in KILLS) == 100
     assert kinds.keys() == ACTIONS.keys()
+
+
+@pytest.mark.parametrize("kind", ["sigterm_rank", "stall_rank"])
+def test_a_run_whose_ranks_end_before_they_are_disturbed_was_not_disturbed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Disturbance, "_moment", lambda _disturbance: True)
+    monkeypatch.setattr(chaos_disturbances, "ranks_of", lambda _launcher: [])
+    run = SimpleNamespace(saved_step=4, starts=list, lines=[], launcher=SimpleNamespace(pid=0))
+    tally = Tally(runs=1)
+    assert not Disturbance(kind, ACTIONS[kind], run, random.Random(0), tally).apply()  # type: ignore[arg-type]
+    assert not tally.disturbances
