@@ -7,7 +7,8 @@
 #
 # OUTPUT     folder for result files and logs; not benchmarks/results, where files have the same names
 # PART       default: all of them, in this order, with minutes on H200, as predicted from measured steps and starts
-#   8k         8B at 8K: FSDP, tensor, context and pipeline parallelism, FP8, torchtitan where it is installed      6
+#   8k         8B at 8K: FSDP, tensor, context and pipeline parallelism, FP8, torchtitan where it is installed;
+#              recomputes what GPUs of 80 GiB cannot keep                                                           6
 #   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                    6
 #   profile    where the time of a step with tp 2 and cp 2 goes                                                     2
 #   layouts    8B checkpoints saved in one layout and resumed in the next; two of them (180 GiB) must fit into
@@ -73,9 +74,9 @@ for part in "${parts[@]}"; do
     case $part in
     8k)
         training training-8b-8k-$gpu-x4 8K:full:none 8K:torchtitan:none 8K:full:none:fp8 8K:torchtitan:none:fp8 \
-            8K:full:none:tp4:batch4:micro4 8K:full:none:tp4:batch4:micro4:parallel.tp_overlap=true \
-            8K:full:none:tp2:cp2:batch4:micro2 8K:full:none:pp4:batch32:micro1:warm2:steps3 \
-            8K:full:none:pp2:batch16:micro1:warm2:steps3
+            8K:full:budget:tp4:batch4:micro4 8K:full:budget:tp4:batch4:micro4:parallel.tp_overlap=true \
+            8K:full:none:tp2:cp2:batch4:micro2 8K:full:budget:pp4:batch32:micro1:warm2:steps3 \
+            8K:full:budget:pp2:batch16:micro1:warm2:steps3
         ;;
     128k)
         moba=128K:moba-512-8:budget:cp4:parallel.cp_transport=allgather
