@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Measures and checks on four GPUs of this machine: training of the 8B model at 8K and 128K, its checkpoints, and context
-# parallelism. As a whole it has not run on GPUs yet. A part that fails or takes too long does not keep the others from
-# running; its name is printed last.
+# parallelism. Part 8k and half of 128k have run, on H100. A part that fails or takes too long does not keep the others
+# from running; its name is printed last.
 #
 #   bash benchmarks/four_gpus.sh OUTPUT [PART ...]
 #
 # OUTPUT     folder for result files and logs; not benchmarks/results, where files have the same names
-# PART       default: all of them, in this order, with minutes on H200, as predicted from measured steps and starts
+# PART       default: all of them, in this order, with minutes: of 8k and 128k by what ran, else as predicted
 #   8k         8B at 8K: FSDP, tensor, context and pipeline parallelism, FP8, torchtitan where it is installed;
-#              recomputes what GPUs of 80 GiB cannot keep                                                           6
-#   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                    6
+#              recomputes what GPUs of 80 GiB cannot keep                                                          12
+#   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                    8
 #   profile    where the time of a step with tp 2 and cp 2 goes                                                     2
 #   layouts    8B checkpoints saved in one layout and resumed in the next; two of them (180 GiB) must fit into
 #              $TMPDIR. On a disk that takes a save in 140 s, as one was measured                                  21

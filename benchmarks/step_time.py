@@ -157,6 +157,10 @@ LEFT_OUT = {
         "training-8b-h200-x4-again.json",
         "8K:full:none:tp2:cp2:batch4:micro2",
     ): "two sequences at a time on four GPUs; not profiled: predicted 20 % shorter",
+    (
+        "training-8b-8k-h100-x4.json",
+        "8K:full:none:tp2:cp2:batch4:micro2",
+    ): "two sequences at a time on four GPUs; not profiled: predicted 11 % shorter",
     ("training-8b-h200-x4.json", "128K:moba-512-8:budget:cp4:warm1:steps3"): RETRIED,
     ("training-8b-h200-x4.json", "128K:moba-512-8:budget:cp4:fp8:warm1:steps3"): RETRIED,
     ("training-8b-h200-x4.json", "8K:full:none:fp8"): SLOW_FLOAT8,

@@ -9,7 +9,7 @@ from experiments.needles import Needles
 from experiments.scaling import Scaling
 from experiments.settings import Settings
 from experiments.short_first import ShortFirst
-from experiments.third_cliff import ThirdCliff
+from experiments.third_cliff import ThirdCliff, ThirdCliffSmallerBlocks
 from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
 from experiments.versions import Versions
@@ -24,6 +24,7 @@ FIGURES: dict[str, Figure] = {
         Granularity(),
         Hybrid(),
         ThirdCliff(),
+        ThirdCliffSmallerBlocks(),
         ShortFirst(),
         Versions(),
         TrainedWith(),

@@ -77,14 +77,19 @@ class ThirdCliff(Figure):
         "one attention in all layers. A first base failed: 1.23 nats with MoBA in all layers, 0.63 with full attention "
         "([file](../experiments/results/third-cliff-first-base.json)). It had loss on every token, began with "
         "documents of six facts, and went on to longer ones before it recalled, which it did in its last third only. "
-        "Seeds are taken in their order until the bases of two pass."
+        "Seeds were to be taken in their order until the bases of two pass. Of six one did, and the figure begins anew "
+        "with [smaller blocks](#f6-with-smaller-blocks)."
     )
-    result: ClassVar[str] = "full attention in the last 3 of 8 layers closes the gap at every mask; one seed"
+    result: ClassVar[str] = (
+        "full attention in the last 3 of 8 layers closes the gap at every mask; one seed, as one base of six recalls "
+        "with MoBA"
+    )
     found: ClassVar[tuple[str, ...]] = (
-        "One seed, so no verdict. The base of seed 1 does not pass: 0.002 nats on each recalled token with full "
-        "attention in all layers, but 0.21 with MoBA (seed 0: 0.08), so that what it lacks is what its gate leaves "
-        "out; its last 300 steps gained nothing (0.20 to 0.21). Nothing is fine-tuned from it; seed 2 takes its "
-        "place.",
+        "One seed, so no verdict: of six bases that of seed 0 alone passes (0.08 nats on each recalled token). Those "
+        "of seeds 1 to 4 recall with full attention in all layers (0.001 to 0.002), but not with MoBA, which they "
+        "were trained with (0.15 to 0.35): what they lack is what the gate leaves out. That of seed 5 has not "
+        "learned to recall (0.46 with MoBA, 0.76 with full attention). Nothing is fine-tuned from these. Seeds 2 to 5 "
+        "were trained at the same time, to save a call for each.",
         "At every mask MoBA in all layers ends at 0.40 to 0.80 nats, full attention below 0.05, the last 3 or 4 of 8 "
         "layers full within 0.02 of it; full attention in the last layer alone helps at 10 % (0.27), hardly at 1 and "
         "100 %, and not at 0.3 %.",
@@ -100,8 +105,10 @@ class ThirdCliff(Figure):
         "attention, but for the last layer, and 1.4 to 4.6 times with the last 3 full; with the last 4 full, which "
         "learn as well, only 0.8 to 2.4 times.",
     )
-    seeds: ClassVar[tuple[int, ...]] = (0, 2)
-    """Seed 1 is left out, because its base did not pass."""
+    seeds: ClassVar[tuple[int, ...]] = (0,)
+    """Seeds 1 to 5 are left out, because their bases did not pass."""
+    block: ClassVar[Mapping[str, int]] = {"block_size": 64, "topk": 8}
+    """`attention.moba`; with `quick` blocks are a quarter as long, and so is what is selected of them."""
 
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
         """Documents for the base in four lengths, and for fine-tuning with four masks."""
@@ -113,14 +120,33 @@ class ThirdCliff(Figure):
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """The base, then the variants."""
         recall = {"recall": ["--attention", "both"]}
-        arms = [Arm(BASE, seed, _base_recipe(quick), recall)]
+        common = self._common(quick)
+        arms = [Arm(BASE, seed, _base_recipe(common, quick), recall)]
         as_moba = {AS_MOBA: ["attention.full_layers=none", "--tasks", "validation_loss"]}
         for variants in ORDER[:1] if quick else ORDER:
             for share in ("1", "10") if quick else SHARES:
                 for layers in variants:
-                    made = _fine_tuning_recipe(share, layers, quick)
+                    made = _fine_tuning_recipe(common, share, layers, quick)
                     arms.append(Arm(f"{layers}-{share}", seed, made, as_moba, parent=BASE))
         return arms
+
+    def _common(self, quick: bool) -> dict[str, Any]:
+        """What base and fine-tuning have in common. Not compiled: there is more to compile, for each stage and
+        attention, than 300 steps of a model of this width can win back."""
+        shape = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1}
+        if not quick:
+            shape = {"hidden_size": 256, "intermediate_size": 704, "layers": 8, "heads": 4, "kv_heads": 2}
+            shape |= {"head_dim": 128}
+        sizes = QUICK_SIZES if quick else SIZES
+        block = {key: value // 4 if quick else value for key, value in self.block.items()}
+        return {
+            "model": shape
+            | {"vocab_size": sizes.vocab_size, "tie_embeddings": True, "rope": {"theta": 500_000.0}}
+            | {"init_std": shape["hidden_size"] ** -0.5},
+            "attention": {"default": "moba", "moba": block},
+            "batch_tokens": BATCH_DOCUMENTS[quick] * sizes.length,
+            "compile": False,
+        }
 
     def refuses(self, parent: Result, quick: bool) -> str:
         """Nothing is fine-tuned from a base that cannot recall, except where it was given seconds to learn it."""
@@ -137,6 +163,24 @@ class ThirdCliff(Figure):
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """Loss by mask; gradient norm of the context by layer; its mass by distance in the last layer."""
         draw_fine_tuned([result for result in results if result["name"] != BASE], canvas)
+
+
+class ThirdCliffSmallerBlocks(ThirdCliff):
+    """The third cliff with a gate that misses less."""
+
+    name = "third-cliff-smaller-blocks"
+    title = "F6 with smaller blocks"
+    claim = "That of [F6](#f6-the-third-cliff)."
+    setup = (
+        "All as in F6 but the blocks: MoBA 32/16, as many keys. Bases of F6 recall with full attention and not with "
+        "MoBA, so that their gates leave out what is asked for, and smaller blocks miss less "
+        "([F11](#f11-why-moba-finds-needles)). The bar is the same. Seeds are taken in their order until the bases of "
+        "two pass."
+    )
+    result: ClassVar[str] = ""
+    found: ClassVar[tuple[str, ...]] = ()
+    seeds: ClassVar[tuple[int, ...]] = (0, 1)
+    block: ClassVar[Mapping[str, int]] = {"block_size": 32, "topk": 16}
 
 
 def _corpora(sizes: Recall, quick: bool) -> Iterator[tuple[str, Any, Any]]:
@@ -199,28 +243,9 @@ def _base_stages(quick: bool) -> list[_BaseStage]:
     ]
 
 
-def _common(quick: bool) -> dict[str, Any]:
-    """What base and fine-tuning have in common. Not compiled: there is more to compile, for each stage and attention,
-    than 300 steps of a model of this width can win back."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 1}
-    if not quick:
-        shape = {"hidden_size": 256, "intermediate_size": 704, "layers": 8, "heads": 4, "kv_heads": 2, "head_dim": 128}
-    sizes = QUICK_SIZES if quick else SIZES
-    block = {"block_size": 16, "topk": 2} if quick else {"block_size": 64, "topk": 8}
-    return {
-        "model": shape
-        | {"vocab_size": sizes.vocab_size, "tie_embeddings": True, "rope": {"theta": 500_000.0}}
-        | {"init_std": shape["hidden_size"] ** -0.5},
-        "attention": {"default": "moba", "moba": block},
-        "batch_tokens": BATCH_DOCUMENTS[quick] * sizes.length,
-        "compile": False,
-    }
-
-
-def _base_recipe(quick: bool) -> dict[str, Any]:
+def _base_recipe(common: dict[str, Any], quick: bool) -> dict[str, Any]:
     """MoBA in all layers throughout; loss on what can be recalled, and at the end, while the rate falls, on every
     token."""
-    common = _common(quick)
     batch = common["batch_tokens"]
     stages = [_base_stage(stage, batch) for stage in _base_stages(quick)]
     stages[0]["attention"] = FULL  # the same function: these documents are one block
@@ -247,9 +272,8 @@ def _base_stage(stage: _BaseStage, batch: int) -> dict[str, Any]:
     return content | {"until": {"metric": "eval_loss", "at_most": stage.learned, "max_tokens": stage.most * batch}}
 
 
-def _fine_tuning_recipe(share: str, layers: str, quick: bool) -> dict[str, Any]:
+def _fine_tuning_recipe(common: dict[str, Any], share: str, layers: str, quick: bool) -> dict[str, Any]:
     """The base's model with full attention in some layers."""
-    common = _common(quick)
     length = (QUICK_SIZES if quick else SIZES).length
     tokens = FINE_TUNING_STEPS[quick] * common["batch_tokens"]
     return common | {

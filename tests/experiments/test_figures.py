@@ -270,8 +270,12 @@ def test_trailing_and_what_is_drawn_from_its_arms(tmp_path: Path) -> None:
 @pytest.mark.parametrize("figure", TRAINED, ids=lambda figure: figure.name)
 def test_whatever_arms_a_call_has_finished_can_be_shown(figure: Figure) -> None:
     """Two seeds of which each lacks some arms: a call ends at any of them."""
+    names = {arm.name for arm in figure.arms(0, quick=False)}
+    held = [{result["name"]: result for result in page.read_results(page.result_file(one))} for one in FIGURES.values()]
     like = {result["name"]: result for result in page.read_results(page.result_file(figure))}
-    if not like:  # no result yet: numbers of another figure's arm, under the names of this one's
+    if not like:  # no result yet: those of a figure whose arms have the same names
+        like = next((arms for arms in held if names <= arms.keys()), {})
+    if not like:  # or numbers of another figure's arm, under the names of this one's
         (some,) = (
             arm for arm in page.read_results(page.result_file(FIGURES["mechanisms"])) if arm["name"] == "moba-8k"
         )
@@ -318,10 +322,10 @@ def test_the_page_says_what_the_result_files_say(figure: Figure) -> None:
 def test_the_table_of_all_figures_counts_the_arms_that_make_a_figure_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arms = [{"name": "base", "seed": seed} for seed in (0, 1, 2)]  # that of seed 1 does not pass
+    arms = [{"name": "base", "seed": seed} for seed in (0, 1, 2)]  # those of seeds 1 and 2 do not pass
     (tmp_path / "some.json").write_text(json.dumps({"results": {"arms": arms}}))
     monkeypatch.setattr(page, "result_file", lambda figure: tmp_path / "some.json")
-    assert "| 2 of 42 |" in page.overview({"third-cliff": FIGURES["third-cliff"]})
+    assert "| 1 of 21 |" in page.overview({"third-cliff": FIGURES["third-cliff"]})
 
 
 def test_the_page_has_the_table_of_all_figures() -> None:

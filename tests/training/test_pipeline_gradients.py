@@ -25,6 +25,7 @@ from moba_train.parallel.activations import Kept, LayerActivations, set_activati
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, most_likely_tokens, token_losses
 from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.stage import ContextEngines, DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.planning.pipeline import pipeline_layers
@@ -240,3 +241,46 @@ def test_gradients_that_bf16_ranks_exchange_have_the_bits_of_reduced_ones(ranks:
     assert reduced.keys() == exchanged.keys()
     for key, value in reduced.items():
         torch.testing.assert_close(exchanged[key], value, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def compiling_worker(output: str) -> None:
+    """A first step with and without the passes that compile, and what ran in it, in order."""
+    steps = []
+    for compiles in (True, False):
+        with joined_world() as world:
+            config = recipe("auxiliary losses", {"pp": 2, "pp_schedule": "interleaved_1f1b"})
+            (stage,) = resolve_stages(config)
+            dims = ParallelDims(mesh_sizes(stage.parallel, world.size), world)
+            model = sharded_model(config, dims, pipeline_layers(config))
+            ran = list[str]()
+            with pytest.MonkeyPatch.context() as patch:
+                for owner, name in ((model, "run_part"), (schedule.TrainingSchedule, "run")):
+                    patch.setattr(owner, name, noted(getattr(owner, name), ran))
+                if not compiles:
+                    patch.setattr(schedule, "_compile_parts", lambda *_: None)
+                shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, dims.sizes)
+                found = results(model, config, shard, repeat=2)
+            steps.append((ran, {name: getattr(value, "_local_tensor", value) for name, value in found.items()}))
+    torch.save(steps, f"{output}-{world.rank}.pt")
+
+
+def noted(function: Any, names: list[str]) -> Any:
+    """The function, which adds its name to `names` where it is called."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        names.append(function.__name__)
+        return function(*arguments, **keywords)
+
+    return call
+
+
+def test_all_ranks_run_their_parts_before_the_first_step_which_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.work(compiling_worker, (str(tmp_path / "rank"),), 2)
+    for rank in range(2):
+        (ran, compiled), (ran_without, plain) = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True)
+        step = ["run", *["run_part"] * 2 * MICRO_BATCHES]
+        assert ran == ["run_part"] * 2 + step + step, "once, in the first of two steps"
+        assert ran_without == step + step
+        assert compiled.keys() == plain.keys()
+        for name, value in plain.items():
+            assert torch.equal(compiled[name], value), name

@@ -36,9 +36,10 @@ def accumulate_gradients(model: PipelineModel, batches: Sequence[Batch]) -> Loss
     Returns this rank's part of the sums over the micro-batches. Called on all ranks together.
     """
     shape = (len(batches), model.rows(batches[0].tokens))
+    _hold_weights(model, hold=True)
     if not isinstance(model.training_schedule, TrainingSchedule) or model.training_schedule.shape != shape:
         model.training_schedule = TrainingSchedule(model, *shape, batches[0].tokens.device)
-    _hold_weights(model, hold=True)
+        _compile_parts(model, batches[0])
     sums = model.training_schedule.run(batches)
     _hold_weights(model, hold=False)
     _add_tied_gradients(model)
@@ -145,6 +146,24 @@ class _Part(nn.Module):
         if is_last_backward and self.model.place.schedule != "zero_bubble":
             output.register_hook(partial(_end_accumulation, self.model))
         return output
+
+
+def _compile_parts(model: PipelineModel, batch: Batch) -> None:
+    """Run this rank's parts once, forward and backward, on hidden states of zeros.
+
+    What is compiled at its first call is so on all ranks at the same time; in the schedule, where a part waits for the
+    one before it, ranks would compile one after the other. The gradient is zero and changes no sum.
+    """
+    place = model.place
+    if place.schedule == "zero_bubble":  # it cannot be compiled, and takes backward passes apart
+        return
+    shape = (model.rows(batch.tokens), model.config.hidden_size)
+    for number in place.own:
+        x_TD = torch.zeros(shape, dtype=place.dtype, device=batch.tokens.device, requires_grad=True)
+        x_TD, sums = model.run_part(number, x_TD, batch.tokens, batch.positions, batch.layout, batch.loss_on)
+        outputs = [sums.total] if place.parts[number].has_output else [x_TD, sums.auxiliary]
+        given = [output for output in outputs if output is not None and output.requires_grad]
+        torch.autograd.backward(given, list(map(torch.zeros_like, given)))
 
 
 def _torch_stage(part: _Part, rows: int, device: torch.device) -> PipelineStage:
