@@ -41,6 +41,23 @@ def test_outputs_and_gradients(options, lengths, head_dim):
             assert torch.equal(a, c), f"{name}: not deterministic"
 
 
+@pytest.mark.parametrize("lengths", [[32_768], [32_768, 32_768]])
+@pytest.mark.parametrize("keys_times", [1.0, 4.0])
+def test_gradients_of_sinks_that_32k_queries_attend_to(lengths, keys_times):
+    """The layers of F10's arm at 32K, whose training diverged; larger keys give sharper softmaxes, as trained ones."""
+    options = {"alpha": 1472, "sink_tokens": 64}
+    tensors = inputs(lengths, 6, 3, 64, torch.bfloat16, "cuda")
+    tensors[1] *= keys_times
+    kernels, exact = (
+        SpanAttention(SpanAttention.Options(backend=backend, **options), 64) for backend in ("auto", "composed")
+    )
+    got = run(kernels, tensors, layout_of(lengths, "cuda"))[0]
+    want = run(exact, [x.cpu().float() for x in tensors], layout_of(lengths, "cpu"))[0]
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert error(a.cpu(), b) < 2e-2, name
+        assert error(a[:64].cpu(), b[:64]) < 2e-2 or name == "lse", f"{name} of the sinks"
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", [{"alpha": 2048}, {"alpha": 1000, "beta": 0.1}, {}], ids=["64", "256", "mixed"])
 def test_memory_of_forward_and_backward_is_within_half_more_than_dense_attentions(options, head_dim):
