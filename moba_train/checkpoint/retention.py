@@ -32,7 +32,8 @@ class Retention:
 
     def apply(self, folder: Path, protect: Accept = is_good, marked_in: Path | None = None) -> None:
         """Removes all other checkpoints, except the one that `latest` names, the newest without NaN or infinite values,
-        the newest whose meta `protect` agrees to, and those whose meta could not be read this time. Checkpoints that
+        the newest whose meta `protect` agrees to, and those whose meta could not be read this time. A checkpoint whose
+        meta is not known takes no place of `keep_last`, and stays as long as an older one that does. Checkpoints that
         `Marks` in the folder `marked_in`, by default this one, names count for nothing; those newer than all others
         stay, because training has not come past them yet. Raises OSError when the file system refuses to remove one."""
         keep: set[Path] = set()
@@ -51,7 +52,8 @@ class Retention:
         marks = Marks.read(marked_in or folder)
         usable = {path: meta for path, meta in metas.items() if meta is None or marks.reason(meta) is None}
         pointer = folder / LATEST
-        keep |= set(list(usable)[-self.keep_last :])
+        known = [path for path, meta in usable.items() if meta is not None]
+        keep |= set(list(usable)[list(usable).index(known[-self.keep_last :][0]) :] if known else usable)
         keep |= set(list(metas)[list(metas).index(list(usable)[-1]) :] if usable else metas)
         keep |= {folder / pointer.read_text(encoding="utf-8", errors="replace").strip()} if pointer.exists() else set()
         keep |= {path for step, path in checkpoints if self.keep_every and step % self.keep_every == 0}

@@ -226,6 +226,22 @@ def test_retention_passes_over_a_damaged_meta_and_names_it_once(tmp_path: Path, 
     assert caplog.text.count("step_00000020 is damaged: meta.json: its SHA-256") == 1
 
 
+def test_damaged_checkpoints_take_no_place_of_sound_ones(tmp_path: Path) -> None:
+    """Steps 40 and 50 are damaged: two sound ones stay besides, and damaged ones as long as an older one does."""
+    for step in (10, 20, 30, 40, 50):
+        publish_step(tmp_path, step)
+    for step in (40, 50):
+        flip_byte(tmp_path / f"step_{step:08}" / "meta.json")
+    Retention(2).apply(tmp_path)
+    assert steps(tmp_path) == [20, 30, 40, 50]
+    publish_step(tmp_path, 60)
+    Retention(2).apply(tmp_path)
+    assert steps(tmp_path) == [30, 40, 50, 60]
+    publish_step(tmp_path, 70)
+    Retention(2).apply(tmp_path)
+    assert steps(tmp_path) == [60, 70]
+
+
 def test_retention_keeps_what_it_could_not_read(tmp_path: Path, monkeypatch) -> None:
     for step in (10, 20, 30):
         publish_step(tmp_path, step)
