@@ -202,12 +202,13 @@ def _plot(figure: Figure, given: argparse.Namespace) -> int:
 
 
 def _headline(figure: Figure) -> str:
+    name = figure.name.ljust(max(map(len, FIGURES)) + 2)
     if figure.source:
-        return f"{figure.name:<14}{figure.title} (the arms of {figure.source})"
+        return f"{name}{figure.title} (the arms of {figure.source})"
     arms = [arm for seed in figure.seeds for arm in figure.arms(seed, quick=False)]
     minutes = sum(map(modelled_seconds, arms)) / 60
     cost = f"{len(arms)} arms with {len(figure.seeds)} seeds, about {minutes:.0f} GPU minutes"
-    return f"{figure.name:<14}{figure.title} ({cost})"
+    return f"{name}{figure.title} ({cost})"
 
 
 def _listed(figure: Figure) -> list[str]:

@@ -89,7 +89,7 @@ class Figure(ABC):
     result: ClassVar[str] = ""
     """What the result file of today says, in one line for the table of all figures; empty: there is none. Markdown."""
     seeds: ClassVar[tuple[int, ...]] = (0, 1)
-    """Seeds of a complete figure; its smallest form has the first of them."""
+    """Seeds of a complete figure, without the arms that it refuses; its smallest form has the first of them."""
     source: ClassVar[str] = ""
     """Name of the figure whose arms and result file this one has; empty: its own."""
 
@@ -109,6 +109,11 @@ class Figure(ABC):
     def refuses(self, parent: Result, quick: bool) -> str:
         """Why arms that begin with the weights of `parent` are not worth running; empty: they are."""
         return ""
+
+    def has_refused(self, arm: Arm, results: Sequence[Result], quick: bool) -> bool:
+        """Whether an arm is not worth running, as the results have its parent, and it is refused."""
+        parents = [one for one in results if (one["name"], one["seed"]) == (arm.parent, arm.seed)]
+        return any(self.refuses(parent, quick) for parent in parents)
 
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:  # noqa: B027  # optional, not abstract
         """Make corpora of the figure's own in `folder`, which arms may name. Called before any arm runs; what an

@@ -71,8 +71,10 @@ def overview(figures: Mapping[str, Figure]) -> str:
     rows = [["figure", "arms finished", "result so far"]]
     for figure in figures.values():
         trained = figures[figure.source] if figure.source else figure
+        results = read_results(result_file(figure))
         arms = [arm for seed in trained.seeds for arm in trained.arms(seed, quick=False)]
-        keys = {key_of(result) for result in read_results(result_file(figure))}
+        arms = [arm for arm in arms if not trained.has_refused(arm, results, quick=False)]
+        keys = {key_of(result) for result in results}
         finished = sum(arm.key in keys for arm in arms)
         rows.append([figure.title, f"{finished} of {len(arms)}", figure.result or "none"])
     return markdown(rows)

@@ -71,10 +71,10 @@ class ShortFirst(Figure):
         "3.9, at every position between 3.8 and 4.1: they make no use of the context yet, unlike short first at the "
         "end of its 52.5M short tokens (2.2 and 2.1). With 2.8 times the tokens MoBA does, too, and is at 1.87, "
         "where short first is at 1.24 for as many FLOPs.",
-        "At 4K, where all three have begun to use it, short first is still ahead with both seeds: 1.75 and 1.82, where "
-        "full attention from the first token on is at 1.86 and 2.39 and MoBA at 2.01 and 1.99, each with an error of "
-        "evaluation of 0.08. But full attention is ahead of MoBA with one seed and 0.41 behind with the other, and "
-        "with such a spread only a difference of 1.1 could have been told.",
+        "At 4K, where all three have begun to use it, short first is still ahead with both seeds: 1.75 and 1.82, "
+        "where full attention from the first token on is at 1.86 and 2.39 and MoBA at 2.01 and 1.99, each "
+        "difference with an error of evaluation of 0.03 to 0.07. But full attention is ahead of MoBA with one seed "
+        "and 0.41 behind with the other, and with such a spread only a difference of 1.1 could have been told.",
         "So in models of this size it is perhaps about when they learn to use the context, which was not tested "
         "apart; whether anything is left of it at the end of a long training is not shown.",
         "Verdicts were first over both lengths at once, as if a seed raised losses at 4K and at 32K by the same; since "

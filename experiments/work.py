@@ -51,7 +51,9 @@ class Work:
         """The work of a figure for these seeds and names of arms. Raises UserError where the file has other results."""
         arms = arms_of(figure, seeds, quick)
         done = held(output, _settings(figure, corpus, quick), arms)
-        wanted = [arm for arm in asked_for(arms, patterns) if arm.key not in done]
+        results = read_results(output)
+        missing = [arm for arm in asked_for(arms, patterns) if arm.key not in done]
+        wanted = [arm for arm in missing if not figure.has_refused(arm, results, quick)]
         needed = _with_parents([arm for arm in wanted if arm.is_possible], arms, runs)
         impossible = [arm for arm in wanted if not arm.is_possible]
         return Work(figure, corpus, runs, output, quick, arms, needed, impossible, len(done), estimates)

@@ -322,10 +322,14 @@ def test_the_page_says_what_the_result_files_say(figure: Figure) -> None:
 def test_the_table_of_all_figures_counts_the_arms_that_make_a_figure_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arms = [{"name": "base", "seed": seed} for seed in (0, 1, 2)]  # those of seeds 1 and 2 do not pass
+    losses = {0: 0.05, 1: 0.2}  # the base of seed 1 does not pass, and 20 arms are refused
+    arms = [
+        {"name": "base", "seed": seed, "evaluations": {"recall": {"validation_loss": {"moba": loss, "full": 0.0}}}}
+        for seed, loss in losses.items()
+    ]
     (tmp_path / "some.json").write_text(json.dumps({"results": {"arms": arms}}))
     monkeypatch.setattr(page, "result_file", lambda figure: tmp_path / "some.json")
-    assert "| 1 of 21 |" in page.overview({"third-cliff": FIGURES["third-cliff"]})
+    assert "| 2 of 106 |" in page.overview({"third-cliff": FIGURES["third-cliff"]})
 
 
 def test_the_page_has_the_table_of_all_figures() -> None:

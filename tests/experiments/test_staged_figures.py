@@ -173,7 +173,7 @@ def test_nothing_is_fine_tuned_from_a_base_that_cannot_recall(
         (tmp_path / "third-cliff" / arm.key).mkdir()
         recalled = {"recall": {"validation_loss": {"moba": 0.5, "full": 0.01}}}
         known: Result = {"name": arm.name, "seed": 0, "evaluations": recalled, "seconds": 1.0, "tokens_per_s": 1}
-        return known | {"recipe": dict(arm.recipe), "device": None, "gpus": 0, "arms_per_gpu": 1}
+        return known | {"recipe": dict(arm.recipe), "parent": None, "device": None, "gpus": 0, "arms_per_gpu": 1}
 
     monkeypatch.setattr(work, "run_arm", pretend)
     monkeypatch.setattr(ThirdCliff, "prepare", lambda *_: None)
@@ -183,3 +183,6 @@ def test_nothing_is_fine_tuned_from_a_base_that_cannot_recall(
     assert program.main(["third-cliff", "--corpus", str(corpus.folder), "--gpus", "0", *output]) == 1
     assert ran == ["base"]
     assert "base of seed 0 FAILS: 0.5000 nats" in capsys.readouterr().out
+    assert program.main(["third-cliff", "--corpus", str(corpus.folder), "--gpus", "0", *output]) == 0
+    assert ran == ["base"], "nothing of this seed is left to do"
+    assert "1 arms held, 0 to run" in capsys.readouterr().out
