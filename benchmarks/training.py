@@ -6,11 +6,12 @@ this machine.
 
 Each row is a recipe, launched by torchrun and killed after --warm and --steps steps; the numbers are read from its
 metrics.jsonl, the first steps left out, which compile and allocate. Nothing is saved. Tokens are random (never zeros),
-in one document that is longer than the sequences unless a row says `packed`. `host_gib` is what the machine's programs
-took of its memory during the row, at most, with those of other jobs; `sm_clock_mhz`, `power_w` and `power_capped` say
-whether the GPUs' power limit set the rate (`gpu_clocks.py`). Every row is saved as soon as it is done;
-`--append` keeps the rows that the file has. Compiled code is reused between rows by torch's own cache. The status is 1
-where a row has failed, other than one of torchtitan's.
+in one document that is longer than the sequences unless a row says `packed`. `to_first_step_s` are the seconds from the
+launch to the end of step 1, of which step 1, which compiles, takes `first_step_s`. `host_gib` is what the machine's
+programs took of its memory during the row, at most, with those of other jobs; `sm_clock_mhz`, `power_w` and
+`power_capped` say whether the GPUs' power limit set the rate (`gpu_clocks.py`). Every row is saved as soon as it is
+done; `--append` keeps the rows that the file has. Compiled code is reused between rows by torch's own cache. The status
+is 1 where a row has failed, other than one of torchtitan's.
 
 Rows:
 """
@@ -66,8 +67,11 @@ def measure(row: Row, folder: Path, arguments: argparse.Namespace, limit_s: floa
         try:
             planned = predict(row, folder, arguments)
             command = _command(row, folder, arguments)
+            launched = time.time()
             with sampled(arguments.gpus, folder / "clocks") as clocks:
                 run_until(enough, command, limit_s, log)
+            first, *_ = records()
+            result |= {"first_step_s": first["step_s"], "to_first_step_s": first["time"] - launched}
             steady = records()[row.warm : steps]
             result |= {"system": _system(row)} | planned | _summary(steady, planned)
             result |= clocks.summary(steady[0]["time"] - steady[0]["step_s"], steady[-1]["time"])

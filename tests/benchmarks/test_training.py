@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,8 @@ def test_rows_are_killed_when_measured_and_saved_one_by_one(
     first = results["1K:full:steps2"]
     assert first["step_s"] == {"median": 3.75, "min": 3.0, "max": 4.5, "count": 2}
     assert first["memory_gib"] == 3
+    assert first["first_step_s"] == 9.0
+    assert first["to_first_step_s"] == pytest.approx(BEGAN + 1 - time.time(), abs=60)
     assert 0 <= first["host_gib"] < 64
     assert 0 < first["predicted_gib"] < 1
     assert first["flops_per_token"] == pytest.approx(first["dense_flops_per_token"], rel=0.01)
