@@ -171,6 +171,10 @@ class RunCheckpoints:
             logger.warning("Passing over a checkpoint and taking the one before: %s", text)
         return path
 
+    def is_resumable(self, meta: dict[str, Any]) -> bool:
+        """Whether the run would go on from an intact checkpoint with this meta: finite, and not marked."""
+        return _why_not_resume_from(meta) is None and self._marks.reason(meta) is None
+
     def _choose(self) -> Path | None:
         """The checkpoint to start from; records the start."""
         self._marks = broadcast(Marks.read(self.folder) if self.restarts is not None else Marks([]))

@@ -172,18 +172,21 @@ class Recovery:
         )
 
     def _from_before(self) -> str:
-        """Which checkpoint a rollback would take where the newest is a later one, as the end of a sentence."""
+        """Which checkpoint a rollback would take where the same command goes on from a later one, as the end of a
+        sentence."""
         progress = self._progress
         if self._config.health.spike.reaction != "rollback":
             return ""
         folder = self._checkpoints.folder
         good = good_before(progress.step, {*progress.skipped, progress.step}, progress.rollbacks)
+        resumable = self._checkpoints.is_resumable
         try:
-            path = latest_checkpoint(folder, good)
+            newest = latest_checkpoint(folder, resumable)
+            path = latest_checkpoint(folder, lambda meta: resumable(meta) and good(meta))
         except UnreadableError:
             return ""
         step = saved_step(read_meta(path)) if path is not None else None
-        if step is None or step >= self._checkpoints.saved_step:
+        if step is None or path == newest:
             return ""
         return f"; to go on from before the spike, move those newer than step {step} out of {folder} first"
 

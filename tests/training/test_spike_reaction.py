@@ -192,6 +192,21 @@ def test_the_end_names_the_stage_s_own_keys_and_the_checkpoint_from_before_the_s
     assert "a lower stages[0].lr (0.002 now), a longer stages[0].schedule.warmup_tokens (600 now)" in said
 
 
+def test_the_end_names_no_checkpoint_to_move_away_where_the_newest_is_passed_over_anyway(
+    rolled_back: Run, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step right after the checkpoint of step 32 is not finite, so that the same command goes on from step 28."""
+    rolling_back(run)
+    run.recipe["health"]["spike"]["max_rollbacks"] = 1
+    run.recipe["stages"][0]["tokens"] = 40 * 512
+    run.take_over(rolled_back, 28)
+    inject(monkeypatch, {30: scaled_gradient, 33: overflow})
+    assert run.train_here() == 65
+    said = capsys.readouterr().err
+    assert "the checkpoint of step 32 is passed over from now on, and older ones are used" in said
+    assert "move those newer" not in said
+
+
 def train_with_a_fault_on_rank_1(recipe: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         inject(patch, {4: not_a_number_on_rank_1})
