@@ -149,7 +149,7 @@ class _Part(nn.Module):
 
 
 def _compile_parts(model: PipelineModel, batch: Batch) -> None:
-    """Run this rank's parts once, forward and backward, on hidden states of zeros.
+    """Run this rank's parts once, forward and backward, on hidden states drawn at random.
 
     What is compiled at its first call is so on all ranks at the same time; in the schedule, where a part waits for the
     one before it, ranks would compile one after the other. The gradient is zero and changes no sum.
@@ -157,9 +157,10 @@ def _compile_parts(model: PipelineModel, batch: Batch) -> None:
     place = model.place
     if place.schedule == "zero_bubble":  # it cannot be compiled, and takes backward passes apart
         return
-    shape = (model.rows(batch.tokens), model.config.hidden_size)
+    shape, device = (model.rows(batch.tokens), model.config.hidden_size), batch.tokens.device
+    drawn = torch.Generator(device).manual_seed(0)  # not the run's own numbers
     for number in place.own:
-        x_TD = torch.zeros(shape, dtype=place.dtype, device=batch.tokens.device, requires_grad=True)
+        x_TD = torch.randn(shape, generator=drawn, dtype=place.dtype, device=device, requires_grad=True)
         x_TD, sums = model.run_part(number, x_TD, batch.tokens, batch.positions, batch.layout, batch.loss_on)
         outputs = [sums.total] if place.parts[number].has_output else [x_TD, sums.auxiliary]
         given = [output for output in outputs if output is not None and output.requires_grad]
