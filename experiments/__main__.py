@@ -134,10 +134,20 @@ def _work(figure: Figure, given: argparse.Namespace, estimates: Estimates) -> Wo
     runs = given.runs / (f"{figure.name}-quick" if given.quick else figure.name)
     seeds = given.seeds if given.seeds is not None else figure.seeds[: 1 if given.quick else None]
     corpus = _corpus(figure, given, runs)
-    work = Work.from_figure(figure, corpus, runs, _output(figure, given), given.quick, seeds, given.arms, estimates)
+    work = Work.from_figure(
+        figure,
+        corpus,
+        runs,
+        _output(figure, given),
+        given.quick,
+        seeds,
+        given.arms,
+        given.arms_per_gpu,
+        estimates,
+    )
     print(f"{figure.title}: {work.held} arms held, {len(work.needed)} to run", flush=True)
-    for arm in work.impossible:
-        print(f"{work.label(arm)}: left out, as the module {arm.package} is not installed", flush=True)
+    for arm, problem in work.impossible:
+        print(f"{work.label(arm)}: left out: {problem}", flush=True)
     return work
 
 

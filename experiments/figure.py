@@ -46,11 +46,16 @@ class Arm:
     """Name of the arm of the same seed whose last checkpoint gives the first weights."""
     package: str = ""
     """Module without which the arm is not run; empty: none."""
+    is_timed: bool = False
+    """Whether the arm is about its time, so that nothing else may share its GPU."""
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether this environment has the package that it needs."""
-        return not self.package or find_spec(self.package) is not None
+    def problem(self, sharing: int) -> str:
+        """Why it cannot be run here where so many arms share a GPU; empty: it can."""
+        if self.package and find_spec(self.package) is None:
+            return f"the module {self.package} is not installed"
+        if self.is_timed and sharing > 1:
+            return "its time counts only alone on a GPU (--arms-per-gpu 1)"
+        return ""
 
     @property
     def key(self) -> str:

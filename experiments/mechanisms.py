@@ -30,6 +30,9 @@ QUICK_LENGTHS = {"1k": 1024}
 KEYS = 1536
 """Keys of a query, about, in all kinds that select: 3 blocks of 512."""
 READ_WITH_INFLLM = "infllm"
+TIMED = "time-"
+"""Begins the names of arms that are trained for their tokens per second alone."""
+TIMED_STEPS = 60
 _GATE_TRAINING = {"warmup": 0.05, "sparse": 0.15}
 """Shares of the tokens of kinds whose gate learns from full attention: the gate alone, then the model with it."""
 
@@ -92,8 +95,8 @@ class Mechanisms(Figure):
         "selected blocks, each with a cosine of its own. `infllm`, which cannot be trained with, reads with the "
         "weights that full attention trained. `moa` has one span for all heads: spans from a profile need a trained "
         "model of each length. `moba_v1` with `merge: softmax` is `moba`. `lightning` has no layer of full "
-        "attention, where MiniMax-01 has one in eight. Tokens per second are of arms that had a GPU for themselves, "
-        "none so far. Without the package fla-core `kda` is left out and `lightning` is slower."
+        "attention, where MiniMax-01 has one in eight. Tokens per second are of 60 steps of each, alone on a GPU "
+        "(`time-*`), which have not run yet. Without the package fla-core `kda` is left out and `lightning` is slower."
     )
     result: ClassVar[str] = (
         "8K: in the loss of the last tokens full attention is ahead, then `infllm_v2` and `msa`; v1, v0.5 and "
@@ -139,10 +142,11 @@ class Mechanisms(Figure):
     seeds: ClassVar[tuple[int, ...]] = (0,)
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
-        """Full attention and MoBA first, 8K before 32K."""
+        """Full attention and MoBA first, 8K before 32K; then the arms that are timed."""
         lengths = QUICK_LENGTHS if quick else LENGTHS
         names = QUICK if quick else MECHANISMS
-        return [_arm(name, length, tokens, seed, quick) for length, tokens in lengths.items() for name in names]
+        each = [(name, length, tokens, seed, quick) for length, tokens in lengths.items() for name in names]
+        return [*(_arm(*one) for one in each), *(_timed_arm(*one) for one in (each[:1] if quick else each))]
 
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
         """Documents with hidden numbers for each length; a fifth of the training tokens, read once."""
@@ -151,6 +155,8 @@ class Mechanisms(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """One row for each kind and length."""
+        speeds = {result["name"]: result["tokens_per_s"] for result in results if _is_timed(result)}
+        results = [result for result in results if not _is_timed(result)]
         losses = ["validation loss", "trailing loss", *ABOVE]
         rows = [["", *losses, "needle", "tokens/s", "parameters of its own", "seeds"]]
         for name in dict.fromkeys(result["name"] for result in results):
@@ -159,8 +165,7 @@ class Mechanisms(Figure):
             mechanism, length = _mechanism_and_length(name)
             same_length = [result for result in results if _mechanism_and_length(result["name"])[1] == length]
             losses += above(_cells(same_length), mechanism, "full")
-            alone = [result["tokens_per_s"] for result in own if result["arms_per_gpu"] == 1]
-            speed = f"{statistics.mean(alone):,.0f}" if alone else "–"
+            speed = f"{speeds[TIMED + name]:,.0f}" if TIMED + name in speeds else "–"
             added = _added_parameters(own[0], results)
             extra = "–" if added is None else f"{added:,}"
             rows.append([name, *losses, f"{_mean(own, needle):.2f}", speed, extra, str(len(own))])
@@ -170,6 +175,7 @@ class Mechanisms(Figure):
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """Trailing loss above full attention, with the error of evaluation where it is known, and needles."""
         left, right = canvas.subplots(1, 2, sharey=True)
+        results = [result for result in results if not _is_timed(result)]
         names = list(dict.fromkeys(_mechanism_and_length(result["name"])[0] for result in results))[::-1]
         for index, length in enumerate(dict.fromkeys(_mechanism_and_length(result["name"])[1] for result in results)):
             colour = ("#1c7ed6", "#d9480f")[index % 2]
@@ -213,10 +219,8 @@ def shape(seq_len: int, tokens: int, quick: bool) -> tuple[int, int, int, dict[s
 
 def _arm(name: str, length: str, seq_len: int, seed: int, quick: bool) -> Arm:
     mechanism = MECHANISMS[name]
-    options = {**mechanism.options, **(mechanism.quick if quick else {})}
-    section = {"default": mechanism.kind, mechanism.kind: options} if options else {"default": mechanism.kind}
     size = "small" if quick else SIZE
-    content = recipe(size, section, *shape(seq_len, TOKENS, quick))
+    content = recipe(size, _section(mechanism, quick), *shape(seq_len, TOKENS, quick))
     if mechanism.distilled:
         *short, whole = content["stages"]
         content["stages"] = short + _distilled_stages(mechanism.kind, size, whole)
@@ -227,7 +231,32 @@ def _arm(name: str, length: str, seq_len: int, seed: int, quick: bool) -> Arm:
         tasks = ["--attention", "own", "--tasks", "validation_loss,position_wise,needle"]
         evaluations[READ_WITH_INFLLM] = [*window, *blocks, *tasks]
     added = {needle_corpus(seq_len): SHARE}
-    return Arm(f"{name}-{length}", seed, content, evaluations, added, package="fla" if name == "kda" else "")
+    return Arm(f"{name}-{length}", seed, content, evaluations, added, package=_package(name))
+
+
+def _timed_arm(name: str, length: str, seq_len: int, seed: int, quick: bool) -> Arm:
+    """Some steps of the same model at full length, where a gate that is learned selects already."""
+    batch = 2048 if quick else batch_tokens(seq_len)
+    tokens = (2 if quick else TIMED_STEPS) * batch
+    size = "small" if quick else SIZE
+    stages = [{"name": "timed", "seq_len": seq_len, "tokens": tokens, "evaluate": False}]
+    content = recipe(size, _section(MECHANISMS[name], quick), seq_len, tokens, batch, {}, stages=stages)
+    return Arm(f"{TIMED}{name}-{length}", seed, content, package=_package(name), is_timed=True)
+
+
+def _section(mechanism: Mechanism, quick: bool) -> dict[str, Any]:
+    """`attention` of a recipe."""
+    options = {**mechanism.options, **(mechanism.quick if quick else {})}
+    return {"default": mechanism.kind} | ({mechanism.kind: options} if options else {})
+
+
+def _package(name: str) -> str:
+    """The module that a kind needs."""
+    return "fla" if name == "kda" else ""
+
+
+def _is_timed(result: Result) -> bool:
+    return bool(result["name"].startswith(TIMED))
 
 
 def _distilled_stages(kind: str, size: str, stage: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -30,8 +30,8 @@ class Work:
     """All of the seeds that were asked for."""
     needed: list[Arm]
     """Those to run, each behind the one whose weights it needs."""
-    impossible: list[Arm]
-    """Arms that are left out, as a package that they need is not installed."""
+    impossible: list[tuple[Arm, str]]
+    """Arms that are left out, and why."""
     held: int
     """How many the result file has already."""
     estimates: Estimates
@@ -46,16 +46,18 @@ class Work:
         quick: bool,
         seeds: Sequence[int],
         patterns: Sequence[str] | None,
+        sharing: int,
         estimates: Estimates,
     ) -> "Work":
-        """The work of a figure for these seeds and names of arms. Raises UserError where the file has other results."""
+        """The work of a figure for these seeds and names of arms, `sharing` of which share a GPU. Raises UserError
+        where the file has other results."""
         arms = arms_of(figure, seeds, quick)
         done = held(output, _settings(figure, corpus, quick), arms)
         results = read_results(output)
         missing = [arm for arm in asked_for(arms, patterns) if arm.key not in done]
         wanted = [arm for arm in missing if not figure.has_refused(arm, results, quick)]
-        needed = _with_parents([arm for arm in wanted if arm.is_possible], arms, runs)
-        impossible = [arm for arm in wanted if not arm.is_possible]
+        needed = _with_parents([arm for arm in wanted if not arm.problem(sharing)], arms, runs)
+        impossible = [(arm, problem) for arm in wanted if (problem := arm.problem(sharing))]
         return Work(figure, corpus, runs, output, quick, arms, needed, impossible, len(done), estimates)
 
     def run(self, arm: Arm, devices: Sequence[int], sharing: int) -> None:

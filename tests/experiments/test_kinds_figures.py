@@ -101,10 +101,13 @@ def test_mechanisms_are_judged_within_a_length_that_has_two_seeds() -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = quick("mechanisms", monkeypatch, ["full-1k", "seer-1k"])
+    results = quick("mechanisms", monkeypatch, ["full-1k", "seer-1k", "time-full-1k"])
     rows = {row[0]: row for row in FIGURES["mechanisms"].find(results).rows}
     assert list(rows) == ["", "full-1k", "infllm-1k, weights of full", "seer-1k"]
     assert rows["full-1k"][7] == "0"
+    timed = next(result for result in results if result["name"] == "time-full-1k")
+    assert rows["full-1k"][6] == f"{timed['tokens_per_s']:,}" != "0"
+    assert rows["seer-1k"][6] == "–", "its own arm has not run"
     # Two layers: a matrix of each of 2 query heads (16 x 16) and of one key head (48 x 16).
     assert rows["seer-1k"][7] == f"{2 * (2 * 16 * 16 + 3 * 16 * 16):,}"
     seer = next(result for result in results if result["name"] == "seer-1k")

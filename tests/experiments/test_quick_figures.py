@@ -103,9 +103,18 @@ def test_an_arm_whose_package_is_missing_is_left_out(
     assert main(["trailing", "--quick", "--gpus", "0", "--arms", "full-tiny"]) == 0
     printed = capsys.readouterr().out
     assert "0 arms held, 0 to run" in printed
-    assert "trailing/full-tiny-seed0: left out, as the module no_such_module is not installed" in printed
+    assert "trailing/full-tiny-seed0: left out: the module no_such_module is not installed" in printed
     kda = [arm for arm in FIGURES["mechanisms"].arms(0, quick=False) if arm.name.startswith("kda")]
     assert [arm.package for arm in kda] == ["fla", "fla"]
+
+
+def test_an_arm_that_is_timed_is_left_out_where_arms_share_a_gpu() -> None:
+    timed = [arm for arm in FIGURES["mechanisms"].arms(0, quick=False) if arm.name in ("time-nsa-8k", "nsa-8k")]
+    assert [arm.problem(sharing=1) for arm in timed] == ["", ""]
+    assert [arm.problem(sharing=2) for arm in timed] == [
+        "",
+        "its time counts only alone on a GPU (--arms-per-gpu 1)",
+    ]
 
 
 def test_names_and_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
