@@ -5,13 +5,14 @@ micro-batch from the data. Here is one pass of one micro-batch, for evaluation; 
 (schedule.py).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig
 from moba_train.config.run import PipelineSchedule
@@ -57,7 +58,12 @@ class PipelineModel(Transformer):
         super().__init__(config, kind_parameters, rank_part([place.parts[number] for number in place.own]))
         self.place = place
         self.training_schedule: object = None
-        """What schedule.py keeps from step to step."""
+        """What schedule.py keeps from step to step, while the attention is the same."""
+
+    def set_attention(self, kinds: Iterable[AttentionKind]) -> None:
+        """As of the whole model; the next training step compiles anew."""
+        super().set_attention(kinds)
+        self.training_schedule = None
 
     def blocks_of(self, part: int) -> list[nn.Module]:
         """The blocks of one of this rank's parts."""

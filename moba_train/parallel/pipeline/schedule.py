@@ -49,8 +49,8 @@ def accumulate_gradients(model: PipelineModel, batches: Sequence[Batch]) -> Loss
 class TrainingSchedule:
     """The stages of this rank for steps of `count` micro-batches, with `rows` rows on this rank each.
 
-    Made at the first step of that shape: torch keeps a buffer for each hidden state and each gradient that a step
-    receives.
+    Made at the first step of that shape and attention: torch keeps a buffer for each hidden state and each gradient
+    that a step receives.
     """
 
     def __init__(self, model: PipelineModel, count: int, rows: int, device: torch.device) -> None:
