@@ -66,6 +66,15 @@ def test_any_number_of_an_evaluation_can_be_a_criterion(bound: dict[str, float],
     assert f"eval_loss {value:.4f}" in verdict.message
 
 
+@pytest.mark.parametrize("reference", ["full", "before"])
+def test_a_trailing_loss_that_is_not_a_number_is_not_back(reference: str) -> None:
+    until = UntilConfig.model_validate(
+        {"trailing_loss_recovered": {"tolerance": 10.0, "reference": reference}, "max_tokens": 10}
+    )
+    assert not judge(until, NUMBERS | {"trailing_loss": math.nan}, 1.9).met
+    assert not judge(until, NUMBERS | {"trailing_loss_full": math.nan}, math.nan).met
+
+
 def test_it_is_judged_from_the_end_of_the_tokens_on_where_its_numbers_are() -> None:
     found = StageExit(stage({"metric": "eval_loss", "at_most": 1.0}), None)
     assert found.judge(2, {"eval_loss": 0.5}) is None
