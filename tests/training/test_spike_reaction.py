@@ -284,6 +284,38 @@ def test_a_checkpoint_that_cannot_be_read_this_time_is_no_reason_to_lower_checkp
         go_back(unreadable)
 
 
+@pytest.mark.parametrize(
+    ("reaction", "applied_since", "is_doubted"),
+    [
+        ("log", 0, True),
+        ("log", 1, False),
+        ("rollback", 0, True),
+        ("rollback", 1, False),
+        ("skip_step", 0, True),
+        ("skip_step", 1, True),
+        ("skip_step", 2, False),
+    ],
+)
+def test_the_newest_checkpoint_is_in_doubt_until_enough_steps_are_applied(
+    reaction: str, applied_since: int, is_doubted: bool
+) -> None:
+    """With skip_step that takes two: a NaN in the optimizer's state reaches the weights in the first."""
+    reasons: list[str] = []
+    recovery = Recovery(
+        SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction=reaction))),  # type: ignore[arg-type]
+        **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(  # type: ignore[arg-type]
+            saved_step=8, trust_again=list, doubt=lambda reason: not reasons.append(reason)
+        ),
+        progress=Progress(step=8),
+    )
+    for step in range(9, 9 + applied_since):
+        recovery.applied(step, 512 * step)
+    report = SimpleNamespace(message="loss nan")
+    assert bool(recovery._doubt_checkpoint(report)) == is_doubted  # type: ignore[arg-type]
+    assert reasons == ["loss nan"] * is_doubted
+
+
 def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
