@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moba_train.checkpoint import manifest, publish
+from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
 
@@ -158,6 +159,15 @@ def test_a_read_that_fails_for_a_moment_is_tried_again(tmp_path: Path, monkeypat
         with pytest.raises(CheckpointError, match=rf"{name}.*could not be read|could not be read.*{name}") as refusal:
             manifest.verify_checkpoint(path)
         assert "not known to be damaged" in str(refusal.value)
+
+
+def test_a_file_that_can_be_looked_at_but_not_read_does_not_count_as_verified(tmp_path: Path, monkeypatch) -> None:
+    path = publish_step(tmp_path, 100)
+    lstat = Path.lstat
+    failing_reads(monkeypatch, "__0_0.distcp")
+    monkeypatch.setattr(Path, "lstat", lstat)
+    with pytest.raises(UnreadableError, match=r"__0_0\.distcp: .*Input/output error"):
+        manifest.verify_checkpoint(path)
 
 
 def test_damage_outweighs_what_could_not_be_read(tmp_path: Path, monkeypatch) -> None:

@@ -32,6 +32,7 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError, TrainingError
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
+from moba_train.training import recovery as recovery_module
 from moba_train.training.progress import Progress
 from moba_train.training.recovery import Recovery
 from moba_train.training.restarts import RESTARTS
@@ -114,7 +115,11 @@ def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run,
     assert_same_tensors(ours, theirs)
 
 
-@pytest.mark.parametrize(("spike", "back_to", "compared"), [(20, 16, 18), (10, 8, 19)], ids=["behind", "before"])
+@pytest.mark.parametrize(
+    ("spike", "back_to", "compared"),
+    [(20, 16, 18), (10, 8, 19), (16, 12, 20)],
+    ids=["behind", "before", "undoing losses, so that there are only eight at the end"],
+)
 def test_a_boundary_is_compared_once_wherever_a_rollback_goes(
     run: Run, monkeypatch: pytest.MonkeyPatch, spike: int, back_to: int, compared: int
 ) -> None:
@@ -282,6 +287,48 @@ def test_a_checkpoint_that_cannot_be_read_this_time_is_no_reason_to_lower_checkp
 
     with pytest.raises(UnreadableError, match=r"^step_00000064/meta\.json could not be read$"):
         go_back(unreadable)
+
+
+def test_a_rollback_over_the_begin_of_a_stage_counts_the_tokens_of_both(run: Run) -> None:
+    """Step 3 of the first stage, of 512 tokens, and steps 4 and 5 of the second, of 1024."""
+    run.recipe["stages"] = [
+        {"name": "first", "seq_len": 64, "tokens": 3 * 512},
+        {"name": "next", "seq_len": 64, "tokens": 4 * 1024, "batch_tokens": 1024},
+    ]
+    config = load_config(run.write_recipe())
+    said: list[str] = []
+    recovery = Recovery(
+        config,
+        model=None,  # type: ignore[arg-type]
+        optimizer=SimpleNamespace(zero_grad=lambda: None),  # type: ignore[arg-type]
+        detector=SimpleNamespace(rebaseline=lambda: None),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(  # type: ignore[arg-type]
+            newest=lambda _accept: Path("step_00000002"), load=lambda _path: Progress(step=2), begun_anew=""
+        ),
+        progress=Progress(step=5, stage=1),
+        telemetry=SimpleNamespace(event=lambda *values, **_: said.append(values[-1])),  # type: ignore[arg-type]
+    )
+    recovery._roll_back(resolve_stages(config)[1], TrainingError)
+    (text,) = said
+    assert f"the 3 steps since then are undone, and the {512 + 2 * 1024} tokens of their batches" in text
+
+
+@pytest.mark.parametrize(("good", "moves"), [(4, True), (8, False), (None, False)])
+def test_only_checkpoints_that_are_newer_than_a_good_one_are_to_be_moved(
+    good: int | None, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is of step 8."""
+    found = None if good is None else Path(f"step_{good:08d}")
+    monkeypatch.setattr(recovery_module, "latest_checkpoint", lambda _folder, _accept: found)
+    monkeypatch.setattr(recovery_module, "read_meta", lambda _path: {"progress": {"step": good}})
+    recovery = Recovery(
+        SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction="rollback"))),  # type: ignore[arg-type]
+        **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(folder=Path("checkpoints"), saved_step=8),  # type: ignore[arg-type]
+        progress=Progress(step=10),
+    )
+    assert ("move those newer than step 4 out of checkpoints" in recovery._from_before()) == moves
+    assert bool(recovery._from_before()) == moves
 
 
 @pytest.mark.parametrize(
