@@ -117,6 +117,22 @@ def kinds_of(model: Transformer) -> list[str]:
     return [kind.name or "full" for kind in model.attention_kinds()]
 
 
+def test_a_criterion_gets_the_numbers_it_compares_and_no_other_step_has_them(recipe: Path, world: World) -> None:
+    """The recipe does not ask for full attention, which the criterion compares with."""
+    until = "{trailing_loss_recovered: {tolerance: 0.1, reference: full}, max_tokens: 512}"
+    config = load_config(recipe, ["evaluation.position_wise.attention=own", f"stages.0.until={until}"])
+    (stage,) = resolve_stages(config)
+    model = Transformer(config.model).to(world.device)
+    initialize_weights(model, 0)
+    telemetry = SimpleNamespace(event=lambda *_, **__: None)
+    context = EvaluationContext(model, stage, DataShard(), world.device)
+    evaluations = StageEvaluations(config, context, telemetry)  # type: ignore[arg-type]
+    found = evaluations.run_due(2, 128)
+    assert {"eval_loss", "trailing_loss", "trailing_loss_full"} <= found.keys()
+    assert evaluations.numbers_at(2) == found
+    assert evaluations.numbers_at(3) == {}, "else it would be the loss of another checkpoint, too"
+
+
 def test_an_evaluation_that_is_stopped_leaves_the_model_as_the_stage_trains_it(recipe: Path, world: World) -> None:
     """Stopped while full attention is tried, the last one."""
     config = load_config(recipe, ["evaluation.position_wise.attention=both"])

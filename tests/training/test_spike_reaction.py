@@ -290,12 +290,15 @@ def test_a_checkpoint_that_cannot_be_read_this_time_is_no_reason_to_lower_checkp
 
 
 def test_a_rollback_over_the_begin_of_a_stage_counts_the_tokens_of_both(run: Run) -> None:
-    """Step 3 of the first stage, of 512 tokens, and steps 4 and 5 of the second, of 1024."""
+    """Step 5, of 1024 tokens, is the last of its stage; 6 and 7 have 2048. The first stage has ended after step 3."""
+    until = {"metric": "eval_loss", "at_most": 100, "max_tokens": 9 * 512}
     run.recipe["stages"] = [
-        {"name": "first", "seq_len": 64, "tokens": 3 * 512},
-        {"name": "next", "seq_len": 64, "tokens": 4 * 1024, "batch_tokens": 1024},
+        {"name": "first", "seq_len": 64, "tokens": 3 * 512, "until": until},
+        {"name": "next", "seq_len": 64, "tokens": 2 * 1024, "batch_tokens": 1024},
+        {"name": "last", "seq_len": 64, "tokens": 4 * 2048, "batch_tokens": 2048},
     ]
     config = load_config(run.write_recipe())
+    progress = Progress(step=7, stage=2, exited_steps={"first": 3})
     said: list[str] = []
     recovery = Recovery(
         config,
@@ -303,23 +306,28 @@ def test_a_rollback_over_the_begin_of_a_stage_counts_the_tokens_of_both(run: Run
         optimizer=SimpleNamespace(zero_grad=lambda: None),  # type: ignore[arg-type]
         detector=SimpleNamespace(rebaseline=lambda: None),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-            newest=lambda _accept: Path("step_00000002"), load=lambda _path: Progress(step=2), begun_anew=""
+            newest=lambda _accept: Path("step_00000004"), load=lambda _path: Progress(step=4, stage=1), begun_anew=""
         ),
-        progress=Progress(step=5, stage=1),
+        progress=progress,
         telemetry=SimpleNamespace(event=lambda *values, **_: said.append(values[-1])),  # type: ignore[arg-type]
     )
-    recovery._roll_back(resolve_stages(config)[1], TrainingError)
+    recovery._roll_back(resolve_stages(config, progress.exited_steps)[2], TrainingError)
     (text,) = said
-    assert f"the 3 steps since then are undone, and the {512 + 2 * 1024} tokens of their batches" in text
+    assert f"the 3 steps since then are undone, and the {1024 + 2 * 2048} tokens of their batches" in text
 
 
-@pytest.mark.parametrize(("good", "moves"), [(4, True), (8, False), (None, False)])
+@pytest.mark.parametrize(("good", "moves"), [(4, True), (8, False), (None, False), ("unreadable", False)])
 def test_only_checkpoints_that_are_newer_than_a_good_one_are_to_be_moved(
-    good: int | None, moves: bool, monkeypatch: pytest.MonkeyPatch
+    good: int | str | None, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last one is of step 8."""
-    found = None if good is None else Path(f"step_{good:08d}")
-    monkeypatch.setattr(recovery_module, "latest_checkpoint", lambda _folder, _accept: found)
+    """The last one is of step 8. What cannot be read is no reason to end without an account."""
+
+    def latest(_folder: Path, _accept: Accept) -> Path | None:
+        if good == "unreadable":
+            raise UnreadableError("step_00000004/meta.json could not be read")
+        return None if good is None else Path(f"step_{good:08d}")
+
+    monkeypatch.setattr(recovery_module, "latest_checkpoint", latest)
     monkeypatch.setattr(recovery_module, "read_meta", lambda _path: {"progress": {"step": good}})
     recovery = Recovery(
         SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction="rollback"))),  # type: ignore[arg-type]
