@@ -1,6 +1,7 @@
 """The exit criterion of a stage: when it is judged, and what meets it."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from moba_train.config.run import UntilConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError
+from moba_train.training import evaluations as evaluations_module
 from moba_train.training.evaluations import RunEvaluations
 from moba_train.training.progress import Progress
 from moba_train.training.stage_exit import StageExit, judge
@@ -120,3 +122,21 @@ def test_the_next_stage_is_compared_with_the_last_trailing_loss_though_later_ste
     for numbers in (NUMBERS, {"eval_loss": 1.0}):
         assert not evaluations._judge_exit(numbers, tokens=200, report=True)
     assert progress.trailing_loss == 2.0
+
+
+def test_a_resumed_stage_is_compared_with_the_stage_before_and_not_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EvaluationContext", "StageEvaluations"):
+        monkeypatch.setattr(evaluations_module, name, lambda *_, **__: None)
+    progress = Progress(step=3, trailing_loss=2.0, trailing_loss_before=1.5)
+    parts = ("config", "checkpoints", "telemetry", "watch", "stop", "stop_time")
+    evaluations = RunEvaluations(
+        progress=progress,
+        world=SimpleNamespace(device=None),  # type: ignore[arg-type]
+        **dict.fromkeys(parts),  # type: ignore[arg-type]
+    )
+    recovered = {"trailing_loss_recovered": {"tolerance": 0.1, "reference": "before"}}
+    evaluations.begin_stage(stage(recovered), None, None)  # type: ignore[arg-type]
+    verdict = evaluations._exit.judge(3, NUMBERS)
+    assert verdict is not None
+    assert not verdict.met
+    assert "1.5000 at the end of the stage before" in verdict.message
