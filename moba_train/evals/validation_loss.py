@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch, collate
-from moba_train.data.samples import Sample, StageData
+from moba_train.data.samples import StageData
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, never_stops
 from moba_train.evals.results import finite
 from moba_train.model.transformer import Transformer
@@ -99,16 +99,17 @@ def validation_loss(
 ) -> SequenceLosses:
     """Losses of all sequences of `data`, equal on every rank and (up to rounding) for every layout.
 
-    Called on all ranks together: each makes the same number of passes, the last ones padded with samples of weight 0.
+    Called on all ranks together: each makes the same number of passes, filled up with repetitions of the
+    last sequence, which do not count.
     """
     per_pass = data_shard.dp_size * micro_batch_size
-    rows = -(-data.sequences // per_pass) * per_pass  # the last ones are padding
+    rows = -(-data.sequences // per_pass) * per_pass  # the last ones do not count
     totals = torch.zeros(rows, 2, dtype=torch.float64, device=device)
     for first in range(0, data.sequences, per_pass):
         between_batches()
         begin = first + data_shard.dp_rank * micro_batch_size
-        samples = [_sample_or_padding(data, index) for index in range(begin, begin + micro_batch_size)]
-        whole = collate(samples)
+        indices = range(begin, begin + micro_batch_size)
+        whole = collate([data.sample(min(index, data.sequences - 1)) for index in indices])
         batch = data_shard.shard_batch(whole).to(device)
         losses_n = token_losses(model, batch)
         weights_n = batch.loss_weight * data_shard.computes_loss
@@ -127,10 +128,3 @@ def _sequences(batch: Batch, seq_len: int, data_shard: DataShard) -> torch.Tenso
     # A label goes wherever its token goes.
     shard = data_shard.shard_batch(dataclasses.replace(batch, labels=numbers))
     return shard.labels[shard.loss_index]
-
-
-def _sample_or_padding(data: StageData, index: int) -> Sample:
-    sample = data.sample(min(index, data.sequences - 1))
-    if index < data.sequences:
-        return sample
-    return dataclasses.replace(sample, loss_weight=sample.loss_weight * 0)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import process_group, run_ranks
 from forked import forked
+from test_publish import failing_reads, flip_byte, steps
 
 from moba_train.checkpoint import checkpointer as checkpointer_module
 from moba_train.checkpoint import load, manifest, publish
@@ -163,6 +164,30 @@ def check_parts(files: list[str], checkpoint: Path) -> None:
 
 def test_ranks_share_the_work_of_checking_files_and_report_what_any_of_them_finds(tmp_path: Path) -> None:
     run_ranks(3, load_by_parts, tmp_path / "store", tmp_path / "checkpoints")
+
+
+def find_damage_beside_what_cannot_be_read(folder: Path) -> None:
+    """In the newest checkpoint rank 1 finds a damaged file, and rank 0 cannot read one of its own."""
+    checkpointer = Checkpointer(folder, Retention(2))
+    for step in (1, 2):
+        checkpointer.save(step, {f"weight.{dist.get_rank()}": torch.ones(1000)}, {})
+    checkpointer.close()
+    newest = folder / "step_00000002"
+    unreadable, damaged = "__1_0.distcp", "__0_0.distcp"
+    parts = [sorted(manifest.read_manifest(newest))[rank::2] for rank in range(2)]
+    assert (unreadable in parts[0], damaged in parts[1]) == (True, True)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            flip_byte(newest / damaged)
+            failing_reads(patch, f"{newest.name}/{unreadable}")
+        dist.barrier()
+        assert newest_intact(folder) == folder / "step_00000001"
+
+
+def test_damage_that_one_rank_finds_outweighs_what_another_cannot_read(tmp_path: Path) -> None:
+    run_ranks(2, find_damage_beside_what_cannot_be_read, tmp_path / "store", tmp_path / "checkpoints")
+    assert steps(tmp_path / "checkpoints") == [1]
 
 
 def save(checkpointer: Checkpointer, step: int) -> None:

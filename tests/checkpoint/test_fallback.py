@@ -3,6 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from moba_train.checkpoint import checkpointer as module
 from moba_train.checkpoint.checkpointer import Checkpointer, Place
 from moba_train.checkpoint.load import load_checkpoint, newest_intact
 from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.marks import Marks
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError, LaunchError
 
@@ -74,6 +76,49 @@ def test_the_fallback_takes_saves_while_the_first_folder_does_not(tmp_path: Path
         load_checkpoint(second / "step_00000003", {"weight": weight}, verify=True)
         assert weight.tolist() == [3.0] * 10
         assert checkpointer.fatal is None
+
+
+def test_a_run_that_takes_the_folder_over_right_after_a_save_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = ["this run"]
+    publish = module.publish.publish
+
+    def check_lock() -> None:
+        if owner[0] != "this run":
+            raise LaunchError(f"belongs to {owner[0]}")
+
+    def taken_over_afterwards(*arguments: Any) -> Path:
+        path = publish(*arguments)
+        owner[0] = "another run"
+        return path
+
+    with process_group(tmp_path / "store"):
+        checkpointer = Checkpointer(tmp_path / "run", Retention(1), check_lock=check_lock)
+        save(checkpointer, 1)
+        monkeypatch.setattr(module.publish, "publish", taken_over_afterwards)
+        save(checkpointer, 2)
+        with pytest.raises(LaunchError, match="belongs to another run"):
+            checkpointer.raise_fatal()
+    assert steps(tmp_path / "run") == [1, 2]
+
+
+def test_what_is_marked_in_the_run_folder_takes_no_place_in_the_fallback(tmp_path: Path) -> None:
+    def no_answer() -> None:
+        raise OSError("the disk does not answer")
+
+    run, local = tmp_path / "run", tmp_path / "local"
+    with process_group(tmp_path / "store"):
+        place = Place(local, Retention(2), "checkpoint.fallback_dir")
+        checkpointer = Checkpointer(run, Retention(2), fallback=place, check_lock=no_answer)
+        for step in (1, 2, 3):
+            if step == 3:
+                marks = Marks([])
+                marks.add(2, "", "step 3: loss nan")
+                marks.write(run)
+            checkpointer.save(step, {"weight": torch.zeros(10)}, {"progress": {"step": step}})
+            checkpointer.wait()
+    assert steps(local) == [1, 3]
 
 
 def test_saves_that_fail_everywhere_are_counted_in_a_row_and_end_the_run_if_asked(tmp_path: Path) -> None:

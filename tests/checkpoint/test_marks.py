@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moba_train.checkpoint import marks as marks_module
 from moba_train.checkpoint import small_file
 from moba_train.checkpoint.manifest import META, hash_file, write_json
 from moba_train.checkpoint.marks import MARKS, Marks
@@ -32,6 +33,20 @@ def test_a_mark_is_about_one_save_and_lasts(tmp_path: Path) -> None:
     assert [accept(each) for each in (meta(8, "a-8"), meta(9), meta(10))] == [False, True, False]
     read.remove(8, "a-8")
     assert read.steps == [4]
+
+
+def test_the_newest_marks_are_kept_and_long_reasons_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = Marks([])
+    for step in range(1, 6):
+        marks.add(step, f"a-{step}", "r" * 100_000)
+    monkeypatch.setattr(marks_module, "_MOST", 4)
+    marks.write(tmp_path)
+    assert (tmp_path / MARKS).stat().st_size < 4 * 1000
+    read = Marks.read(tmp_path)
+    assert read.steps == [2, 3, 4, 5]
+    assert "rrr" in (read.reason(meta(5, "a-5")) or "")
+    monkeypatch.setattr(marks_module, "_MOST", 2)
+    assert Marks.read(tmp_path).steps == [4, 5]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +95,27 @@ def test_retention_keeps_the_newest_that_are_not_marked(tmp_path: Path) -> None:
     save(tmp_path, 20)
     Retention(keep_last=1).apply(tmp_path)
     assert [step for step, _ in published(tmp_path)] == [20]
+
+
+def test_a_marked_checkpoint_takes_no_place_among_the_last(tmp_path: Path) -> None:
+    marks = Marks([])
+    marks.add(12, "a-12", "r")
+    for step in (4, 8, 12, 16):
+        save(tmp_path, step)
+    marks.write(tmp_path)
+    Retention(keep_last=2).apply(tmp_path)
+    assert [step for step, _ in published(tmp_path)] == [8, 16]
+
+
+def test_a_marked_checkpoint_is_not_the_good_one_to_keep(tmp_path: Path) -> None:
+    """Step 8 is the newest that the run could go back to: step 12 is marked, step 16 came with a spike."""
+    marks = Marks([])
+    marks.add(12, "a-12", "r")
+    for step in (4, 8, 12, 16):
+        save(tmp_path, step, good=step < 16)
+    marks.write(tmp_path)
+    Retention(keep_last=1).apply(tmp_path)
+    assert [step for step, _ in published(tmp_path)] == [8, 16]
 
 
 def test_retention_removes_nothing_where_all_are_marked(tmp_path: Path) -> None:

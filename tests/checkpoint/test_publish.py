@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moba_train.checkpoint import manifest, publish
+from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
 
@@ -36,6 +37,58 @@ def test_published_checkpoint_is_found_verified_and_read(tmp_path: Path) -> None
     manifest.verify_checkpoint(path)
     assert manifest.read_meta(path) == {"step": 200}
     assert json.loads((path / "manifest.json").read_text())["step"] == 200
+
+
+def test_all_is_on_disk_before_the_rename_that_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut could leave a name without what it stands for, in place of the checkpoint that was there."""
+    done: list[str] = []
+    fsync = os.fsync
+    rename = Path.rename
+    replace = Path.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def noted_move(move: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def moved(source: Path, target: Path) -> Path:
+            done.append(f"{source.name} -> {target.name}")
+            return move(source, target)
+
+        return moved
+
+    folder = tmp_path / "checkpoints"
+    publish_step(folder, 100)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_move(rename))
+    monkeypatch.setattr(Path, "replace", noted_move(replace))
+    publish_step(folder, 100)
+    temporary = done[-5].removesuffix(" -> step_00000100")
+    assert temporary.startswith(".tmp-step_00000100-")
+    assert done == [
+        "fsync meta.json",
+        "fsync manifest.json",
+        f"fsync {temporary}",
+        "step_00000100 -> .replaced-step_00000100",
+        f"{temporary} -> step_00000100",
+        "fsync checkpoints",
+        "fsync .tmp-latest",
+        ".tmp-latest -> latest",
+        "fsync checkpoints",
+    ]
+
+
+def test_of_equal_steps_the_one_in_the_earlier_folder_comes_first(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    paths = [publish_step(folder, step) for folder, step in ((first, 100), (second, 100), (second, 99))]
+    assert publish.newest_first(first, second) == paths
+    assert publish.newest_first(second, first) == [paths[1], paths[0], paths[2]]
+
+
+def test_steps_of_more_than_eight_digits_are_newer(tmp_path: Path) -> None:
+    publish_step(tmp_path, 99_999_999)
+    path = publish_step(tmp_path, 100_000_000)
+    assert publish.latest_checkpoint(tmp_path) == path
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
@@ -106,6 +159,15 @@ def test_a_read_that_fails_for_a_moment_is_tried_again(tmp_path: Path, monkeypat
         with pytest.raises(CheckpointError, match=rf"{name}.*could not be read|could not be read.*{name}") as refusal:
             manifest.verify_checkpoint(path)
         assert "not known to be damaged" in str(refusal.value)
+
+
+def test_a_file_that_can_be_looked_at_but_not_read_does_not_count_as_verified(tmp_path: Path, monkeypatch) -> None:
+    path = publish_step(tmp_path, 100)
+    lstat = Path.lstat
+    failing_reads(monkeypatch, "__0_0.distcp")
+    monkeypatch.setattr(Path, "lstat", lstat)
+    with pytest.raises(UnreadableError, match=r"__0_0\.distcp: .*Input/output error"):
+        manifest.verify_checkpoint(path)
 
 
 def test_damage_outweighs_what_could_not_be_read(tmp_path: Path, monkeypatch) -> None:
@@ -261,6 +323,14 @@ def test_what_is_set_aside_is_neither_found_nor_counted(tmp_path: Path) -> None:
     Retention(1).apply(tmp_path)
     publish.clean_up(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["set-aside-step_00000300", "step_00000200"]
+
+
+def test_a_step_can_be_set_aside_again(tmp_path: Path) -> None:
+    """The run trained the step anew and saved it, and that checkpoint is damaged, too."""
+    for content in ("first weights", "second weights"):
+        aside = publish.set_aside(publish_step(tmp_path, 100, content))
+    assert (aside / "__0_0.distcp").read_text() == "second weights of step 100"
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == ["set-aside-step_00000100"]
 
 
 def test_retention_keeps_what_latest_names(tmp_path: Path) -> None:

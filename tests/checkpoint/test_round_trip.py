@@ -125,6 +125,21 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path: Path, one_rank: 
     assert_equal(*results)
 
 
+def test_tensors_that_were_replaced_are_collected_again(one_rank: None) -> None:
+    """As FSDP replaces parameters in the first forward pass, and loading the states of an optimizer."""
+    model, optimizer = build(seed=0)
+    train(model, optimizer, 1)
+    tensors = TrainingTensors(model, optimizer)
+    tensors()
+    parameter = next(model.parameters())
+    with torch.no_grad():
+        parameter.data = parameter.data + 1
+    assert full_values(tensors())["model.0.weight"].equal(full_values({"": parameter})[""])
+    optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"] + 1
+    moment = full_values({"": optimizer.state[parameter]["exp_avg"]})[""]
+    assert full_values(tensors())["optim.0.weight.exp_avg"].equal(moment)
+
+
 @pytest.mark.parametrize("reserved", [False, True])
 def test_later_updates_do_not_reach_the_saved_copy(
     tmp_path: Path, one_rank: None, device: torch.device, reserved: bool

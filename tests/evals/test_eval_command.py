@@ -9,6 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moba_train.checkpoint.manifest import FORMAT_VERSION, MANIFEST, META, hash_file, write_json
+from moba_train.checkpoint.recipe import Training, saved_training
 from moba_train.cli import app
 from moba_train.config.load import load_config
 from moba_train.convert.hf_export import export_to_hf
@@ -146,6 +148,24 @@ def test_another_corpus_and_length_warn_beyond_what_was_trained(
     assert (found["seq_len"], found["trained_seq_len"]) == (64, 32)
     assert found["validation"] == [{"path": str(project / "other")}]
     assert "64 tokens are longer than the 32 tokens that the model was trained with" in caplog.text
+
+
+def test_weights_have_been_through_the_stages_up_to_theirs_as_long_as_these_were(tmp_path: Path) -> None:
+    """The first stage has ended after four steps, and the third, of the longest sequences, has not begun."""
+    recipe = """
+name: test
+run_dir: unused
+model: {vocab_size: 64, hidden_size: 32, intermediate_size: 48, layers: 2, heads: 2, kv_heads: 1}
+data: {train: [{path: unused}]}
+batch_tokens: 128
+stages:
+  - {name: long, seq_len: 64, tokens: 384, until: {metric: eval_loss, at_most: 1, max_tokens: 1152}}
+  - {name: short, seq_len: 32, tokens: 2048, batch_tokens: 256}
+  - {name: longest, seq_len: 128, tokens: 2048}
+"""
+    write_json(tmp_path / META, {"config": recipe, "progress": {"step": 5, "stage": 1, "exited_steps": {"long": 4}}})
+    write_json(tmp_path / MANIFEST, {"format_version": FORMAT_VERSION, "files": {META: hash_file(tmp_path / META)}})
+    assert saved_training(tmp_path) == Training(step=5, tokens=4 * 128 + 256, seq_len=64)
 
 
 def test_every_problem_names_its_option(run: Path, project: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals import registry
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationStoppedError
 from moba_train.evals.needle import Needle
 from moba_train.evals.needle_signal import NeedleSignalEvaluation
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
 from moba_train.evals.ruler import Ruler
 from moba_train.evals.ruler_tasks import TASKS
+from moba_train.evals.stage import StageEvaluations
 from moba_train.evals.variants import name_of, with_full
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
@@ -77,6 +79,15 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("evaluation", EVALUATIONS)
+def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type[Evaluation]) -> None:
+    """The exit criterion is judged from the end of the stage's tokens on."""
+    running = SimpleNamespace(every=5)
+    stage = SimpleNamespace(planned_end_step=7, end_step=12)
+    due = [step for step in range(1, 13) if evaluation.due(running, step, stage)]  # type: ignore[arg-type]
+    assert due == [5, 7, 10, 12]
+
+
+@pytest.mark.parametrize("evaluation", EVALUATIONS)
 @pytest.mark.parametrize("attentions", ["own", "both"])
 def test_an_evaluation_gives_what_it_declares(
     recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation], attentions: str
@@ -96,11 +107,54 @@ def test_an_evaluation_gives_what_it_declares(
     assert result.message
     assert any(name in line for name in tried for line in result.table)
     assert json.loads(json.dumps(result.data)) == result.data
-    # The model is left as the stage trains it.
-    assert name_of(stage.attention) == "moba"
+    assert kinds_of(model) == [layer.kind for layer in stage.attention], "the model is left as the stage trains it"
     assert context.own == "moba"
     again = evaluation(config, stage).run(context)
     assert again.numbers == result.numbers
+
+
+def kinds_of(model: Transformer) -> list[str]:
+    return [kind.name or "full" for kind in model.attention_kinds()]
+
+
+def test_a_criterion_gets_the_numbers_it_compares_and_no_other_step_has_them(recipe: Path, world: World) -> None:
+    """The recipe does not ask for full attention, which the criterion compares with."""
+    until = "{trailing_loss_recovered: {tolerance: 0.1, reference: full}, max_tokens: 512}"
+    config = load_config(recipe, ["evaluation.position_wise.attention=own", f"stages.0.until={until}"])
+    (stage,) = resolve_stages(config)
+    model = Transformer(config.model).to(world.device)
+    initialize_weights(model, 0)
+    telemetry = SimpleNamespace(event=lambda *_, **__: None)
+    context = EvaluationContext(model, stage, DataShard(), world.device)
+    evaluations = StageEvaluations(config, context, telemetry)  # type: ignore[arg-type]
+    found = evaluations.run_due(2, 128)
+    assert {"eval_loss", "trailing_loss", "trailing_loss_full"} <= found.keys()
+    assert evaluations.numbers_at(2) == found
+    assert evaluations.numbers_at(3) == {}, "else it would be the loss of another checkpoint, too"
+
+
+def test_an_evaluation_that_is_stopped_leaves_the_model_as_the_stage_trains_it(recipe: Path, world: World) -> None:
+    """Stopped while full attention is tried, the last one."""
+    config = load_config(recipe, ["evaluation.position_wise.attention=both"])
+    (stage,) = resolve_stages(config)
+    model = Transformer(config.model).to(world.device)
+    initialize_weights(model, 0)
+    tried: list[list[str]] = []
+
+    def stop_at_full_attention() -> None:
+        tried.append(kinds_of(model))
+        if tried[-1] == ["full", "full"]:
+            raise EvaluationStoppedError
+
+    context = EvaluationContext(model, stage, DataShard(), world.device, between_batches=stop_at_full_attention)
+    reported: list[str] = []
+    telemetry = SimpleNamespace(event=lambda _step, _tokens, name, *_, **__: reported.append(name))
+    evaluations = StageEvaluations(config, context, telemetry)  # type: ignore[arg-type]
+    with pytest.raises(EvaluationStoppedError):
+        evaluations.run_due(2, 128)
+    assert tried[-1] == ["full", "full"]
+    assert kinds_of(model) == ["moba", "full"]
+    assert "position_wise" not in reported
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,12 +15,14 @@ from typer.testing import CliRunner
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.observer import AttentionObserver
+from moba_train.attention.protocol import TokenRange
 from moba_train.cli import app
 from moba_train.config.load import dump_config
 from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import ConfigError, DataError
-from moba_train.evals.answers import answer_batch, encode_segments, predicted_answers
+from moba_train.evals import answers
+from moba_train.evals.answers import Question, answer_batch, encode_segments, predicted_answers
 from moba_train.evals.haystack import noise_tokens
 from moba_train.evals.needle import Needle, NeedleTexts
 from moba_train.evals.selected_blocks import SelectedBlocks
@@ -174,6 +177,25 @@ def test_a_layer_that_selects_every_block_has_the_needle_in_all_heads(texts: Pat
     result = Needle(config, resolve_stages(config)[0]).run(context(config, model))
     assert result.data["maps"]["moba"]["selected"] == [[1.0] * 3]
     assert result.data["maps"]["moba"]["passed"] == result.data["maps"]["full"]["passed"]
+
+
+def test_a_generated_answer_ends_before_the_end_of_the_text(texts: Path, alone: World) -> None:
+    """All ranks generate as many tokens; what a model writes after its end is no part of the answer."""
+    config = recipe(texts, 256, {"needle": {"lengths": [256], "depths": [50], "samples": 1}})
+    tokenizer = load_tokenizer(str(config.data.tokenizer))
+    model = Transformer(config.model).to(alone.device)
+    asked = [Question([1, 2, 3], 2, [TokenRange(2, 3)], [])] * 2
+    written = iter([[7, tokenizer.eos_id, 8], [7, 8, 9]])
+    with patch.object(answers, "generate", lambda *_, **__: next(written)):
+        found = answers.generated_answers(context(config, model), asked, 3, tokenizer, "test")
+    assert found == [[7], [7, 8, 9]]
+
+
+@pytest.mark.parametrize(("cp", "tp", "padded"), [(1, 1, 101), (1, 2, 102), (3, 1, 102), (3, 2, 108), (4, 1, 104)])
+def test_sequences_are_padded_to_what_all_ranks_divide_in_two_chunks_each(cp: int, tp: int, padded: int) -> None:
+    engine = None if cp == 1 else SimpleNamespace(strategy=SimpleNamespace(ranks=cp))
+    shard = SimpleNamespace(engine=engine, tp_size=tp)
+    assert answers.padded_length(101, shard) == padded  # type: ignore[arg-type]
 
 
 def test_predictions_are_the_most_likely_tokens_of_the_logits(texts: Path, alone: World) -> None:

@@ -97,6 +97,16 @@ def test_a_gate_misses_as_often_as_the_binomial_distribution_says() -> None:
     assert miss_rate(40.0, 1.0, others=100, slots=1) == pytest.approx(0.0, abs=1e-12)
 
 
+def test_equal_scores_count_half_and_the_lower_block_is_selected() -> None:
+    """Five blocks, two of which are selected: the needle's is missed where two others come before it."""
+    size = GateSize(4, 3)
+    q, k = torch.ones(2, 2, 8, dtype=torch.float64), torch.ones(21, 1, 8, dtype=torch.float64)
+    for source, missed in ((5, False), (9, True)):
+        found = needle_signal(q[:1], k, torch.tensor([20]), torch.tensor([source]), size, 8**-0.5)
+        assert found.outranked.tolist() == [0.5, 0.5]
+        assert found.missed.tolist() == [missed, missed]
+
+
 def test_the_sums_are_those_of_a_plain_computation() -> None:
     """Two query heads on one key head; the third query's needle lies in its own block, the fourth has no choice."""
     size = GateSize(4, 3)

@@ -119,3 +119,4 @@ def test_long_changes_are_shortened() -> None:
     text = describe_changes({f"key{index}": [["x" * 1000] * 1000, None] for index in range(30)})
     assert len(text) < MOST_SHOWN * 1000
     assert "and 10 more" in text
+    assert "more" not in describe_changes({f"key{index}": [1, 2] for index in range(MOST_SHOWN)})

@@ -17,6 +17,8 @@ from trainer_ranks import Ranks
 
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
+from moba_train.checkpoint.recipe import checkpoint_folders
+from moba_train.config.load import load_config
 from moba_train.errors import ReproducibleFaultError
 from moba_train.optim.local import local_part
 from moba_train.train import main
@@ -115,6 +117,17 @@ def put_back(trainer: Trainer) -> None:
     trainer.checkpoints._checkpointer.wait()
     trainer.checkpoints.folder.unlink()
     (trainer.run_dir / "away").rename(trainer.checkpoints.folder)
+
+
+def test_runs_of_one_name_have_folders_of_their_own_in_one_fallback(run: Run) -> None:
+    """Else each would remove the other's checkpoints, or resume from them."""
+    path = run.write_recipe()
+    given = [f"checkpoint.fallback_dir={run.folder / 'local'}"]
+    one, other = (
+        checkpoint_folders(load_config(path, [*given, f"run_dir={run.folder / parent / 'run'}"])) for parent in "ab"
+    )
+    assert one[1].parent == other[1].parent == run.folder / "local"
+    assert one[1] != other[1]
 
 
 def test_the_fallback_takes_checkpoints_and_the_run_resumes_from_the_newest_of_both(

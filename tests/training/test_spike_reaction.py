@@ -32,6 +32,7 @@ from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError, TrainingError
 from moba_train.optim.schedule import stage_learning_rate
 from moba_train.train import main
+from moba_train.training import recovery as recovery_module
 from moba_train.training.progress import Progress
 from moba_train.training.recovery import Recovery
 from moba_train.training.restarts import RESTARTS
@@ -114,7 +115,11 @@ def test_resuming_before_and_after_a_rollback_is_bitwise_equal(rolled_back: Run,
     assert_same_tensors(ours, theirs)
 
 
-@pytest.mark.parametrize(("spike", "back_to", "compared"), [(20, 16, 18), (10, 8, 19)], ids=["behind", "before"])
+@pytest.mark.parametrize(
+    ("spike", "back_to", "compared"),
+    [(20, 16, 18), (10, 8, 19), (16, 12, 20)],
+    ids=["behind", "before", "undoing losses, so that there are only eight at the end"],
+)
 def test_a_boundary_is_compared_once_wherever_a_rollback_goes(
     run: Run, monkeypatch: pytest.MonkeyPatch, spike: int, back_to: int, compared: int
 ) -> None:
@@ -297,6 +302,88 @@ def test_a_checkpoint_that_cannot_be_read_this_time_is_no_reason_to_lower_checkp
 
     with pytest.raises(UnreadableError, match=r"^step_00000064/meta\.json could not be read$"):
         go_back(unreadable)
+
+
+def test_a_rollback_over_the_begin_of_a_stage_counts_the_tokens_of_both(run: Run) -> None:
+    """Step 5, of 1024 tokens, is the last of its stage; 6 and 7 have 2048. The first stage has ended after step 3."""
+    until = {"metric": "eval_loss", "at_most": 100, "max_tokens": 9 * 512}
+    run.recipe["stages"] = [
+        {"name": "first", "seq_len": 64, "tokens": 3 * 512, "until": until},
+        {"name": "next", "seq_len": 64, "tokens": 2 * 1024, "batch_tokens": 1024},
+        {"name": "last", "seq_len": 64, "tokens": 4 * 2048, "batch_tokens": 2048},
+    ]
+    config = load_config(run.write_recipe())
+    progress = Progress(step=7, stage=2, exited_steps={"first": 3})
+    said: list[str] = []
+    recovery = Recovery(
+        config,
+        model=None,  # type: ignore[arg-type]
+        optimizer=SimpleNamespace(zero_grad=lambda: None),  # type: ignore[arg-type]
+        detector=SimpleNamespace(rebaseline=lambda: None),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(  # type: ignore[arg-type]
+            newest=lambda _accept: Path("step_00000004"), load=lambda _path: Progress(step=4, stage=1), begun_anew=""
+        ),
+        progress=progress,
+        telemetry=SimpleNamespace(event=lambda *values, **_: said.append(values[-1])),  # type: ignore[arg-type]
+    )
+    recovery._roll_back(resolve_stages(config, progress.exited_steps)[2], TrainingError)
+    (text,) = said
+    assert f"the 3 steps since then are undone, and the {1024 + 2 * 2048} tokens of their batches" in text
+
+
+@pytest.mark.parametrize(("good", "moves"), [(4, True), (8, False), (None, False), ("unreadable", False)])
+def test_only_checkpoints_that_are_newer_than_a_good_one_are_to_be_moved(
+    good: int | str | None, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is of step 8. What cannot be read is no reason to end without an account."""
+
+    def latest(_folder: Path, _accept: Accept) -> Path | None:
+        if good == "unreadable":
+            raise UnreadableError("step_00000004/meta.json could not be read")
+        return None if good is None else Path(f"step_{good:08d}")
+
+    monkeypatch.setattr(recovery_module, "latest_checkpoint", latest)
+    monkeypatch.setattr(recovery_module, "read_meta", lambda _path: {"progress": {"step": good}})
+    recovery = Recovery(
+        SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction="rollback"))),  # type: ignore[arg-type]
+        **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(folder=Path("checkpoints"), saved_step=8),  # type: ignore[arg-type]
+        progress=Progress(step=10),
+    )
+    assert ("move those newer than step 4 out of checkpoints" in recovery._from_before()) == moves
+    assert bool(recovery._from_before()) == moves
+
+
+@pytest.mark.parametrize(
+    ("reaction", "applied_since", "is_doubted"),
+    [
+        ("log", 0, True),
+        ("log", 1, False),
+        ("rollback", 0, True),
+        ("rollback", 1, False),
+        ("skip_step", 0, True),
+        ("skip_step", 1, True),
+        ("skip_step", 2, False),
+    ],
+)
+def test_the_newest_checkpoint_is_in_doubt_until_enough_steps_are_applied(
+    reaction: str, applied_since: int, is_doubted: bool
+) -> None:
+    """With skip_step that takes two: a NaN in the optimizer's state reaches the weights in the first."""
+    reasons: list[str] = []
+    recovery = Recovery(
+        SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction=reaction))),  # type: ignore[arg-type]
+        **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(  # type: ignore[arg-type]
+            saved_step=8, trust_again=list, doubt=lambda reason: not reasons.append(reason)
+        ),
+        progress=Progress(step=8),
+    )
+    for step in range(9, 9 + applied_since):
+        recovery.applied(step, 512 * step)
+    report = SimpleNamespace(message="loss nan")
+    assert bool(recovery._doubt_checkpoint(report)) == is_doubted  # type: ignore[arg-type]
+    assert reasons == ["loss nan"] * is_doubted
 
 
 def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(

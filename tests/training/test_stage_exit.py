@@ -1,6 +1,7 @@
 """The exit criterion of a stage: when it is judged, and what meets it."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from moba_train.config.run import UntilConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError
+from moba_train.training import evaluations as evaluations_module
 from moba_train.training.evaluations import RunEvaluations
 from moba_train.training.progress import Progress
 from moba_train.training.stage_exit import StageExit, judge
@@ -66,6 +68,15 @@ def test_any_number_of_an_evaluation_can_be_a_criterion(bound: dict[str, float],
     assert f"eval_loss {value:.4f}" in verdict.message
 
 
+@pytest.mark.parametrize("reference", ["full", "before"])
+def test_a_trailing_loss_that_is_not_a_number_is_not_back(reference: str) -> None:
+    until = UntilConfig.model_validate(
+        {"trailing_loss_recovered": {"tolerance": 10.0, "reference": reference}, "max_tokens": 10}
+    )
+    assert not judge(until, NUMBERS | {"trailing_loss": math.nan}, 1.9).met
+    assert not judge(until, NUMBERS | {"trailing_loss_full": math.nan}, math.nan).met
+
+
 def test_it_is_judged_from_the_end_of_the_tokens_on_where_its_numbers_are() -> None:
     found = StageExit(stage({"metric": "eval_loss", "at_most": 1.0}), None)
     assert found.judge(2, {"eval_loss": 0.5}) is None
@@ -111,3 +122,21 @@ def test_the_next_stage_is_compared_with_the_last_trailing_loss_though_later_ste
     for numbers in (NUMBERS, {"eval_loss": 1.0}):
         assert not evaluations._judge_exit(numbers, tokens=200, report=True)
     assert progress.trailing_loss == 2.0
+
+
+def test_a_resumed_stage_is_compared_with_the_stage_before_and_not_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EvaluationContext", "StageEvaluations"):
+        monkeypatch.setattr(evaluations_module, name, lambda *_, **__: None)
+    progress = Progress(step=3, trailing_loss=2.0, trailing_loss_before=1.5)
+    parts = ("config", "checkpoints", "telemetry", "watch", "stop", "stop_time")
+    evaluations = RunEvaluations(
+        progress=progress,
+        world=SimpleNamespace(device=None),  # type: ignore[arg-type]
+        **dict.fromkeys(parts),  # type: ignore[arg-type]
+    )
+    recovered = {"trailing_loss_recovered": {"tolerance": 0.1, "reference": "before"}}
+    evaluations.begin_stage(stage(recovered), None, None)  # type: ignore[arg-type]
+    verdict = evaluations._exit.judge(3, NUMBERS)
+    assert verdict is not None
+    assert not verdict.met
+    assert "1.5000 at the end of the stage before" in verdict.message
