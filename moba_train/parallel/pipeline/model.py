@@ -61,7 +61,8 @@ class PipelineModel(Transformer):
         """What schedule.py keeps from step to step, while the attention is the same."""
 
     def set_attention(self, kinds: Iterable[AttentionKind]) -> None:
-        """As of the whole model; the next training step compiles anew."""
+        """Set the attention kind of every block of the whole model, first to last; the next training step compiles the
+        rank's parts anew."""
         super().set_attention(kinds)
         self.training_schedule = None
 
