@@ -331,23 +331,30 @@ def test_a_rollback_over_the_begin_of_a_stage_counts_the_tokens_of_both(run: Run
     assert f"the 3 steps since then are undone, and the {1024 + 2 * 2048} tokens of their batches" in text
 
 
-@pytest.mark.parametrize(("good", "moves"), [(4, True), (8, False), (None, False), ("unreadable", False)])
+@pytest.mark.parametrize(
+    ("good", "resumable", "moves"),
+    [([4], [4, 8], True), ([4, 8], [4, 8], False), ([4], [4], False), ([], [4, 8], False), (None, [4, 8], False)],
+    ids=["newest not good", "newest good", "newest passed over anyway", "none good", "unreadable"],
+)
 def test_only_checkpoints_that_are_newer_than_a_good_one_are_to_be_moved(
-    good: int | str | None, moves: bool, monkeypatch: pytest.MonkeyPatch
+    good: list[int] | None, resumable: list[int], moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last one is of step 8. What cannot be read is no reason to end without an account."""
+    """There are those of steps 4 and 8. What cannot be read is no reason to end without an account."""
+    metas = {Path(str(step)): {"progress": {"step": step}, "good": step in (good or [])} for step in (8, 4)}
 
-    def latest(_folder: Path, _accept: Accept) -> Path | None:
-        if good == "unreadable":
+    def latest(_folder: Path, accept: Accept) -> Path | None:
+        if good is None:
             raise UnreadableError("step_00000004/meta.json could not be read")
-        return None if good is None else Path(f"step_{good:08d}")
+        return next((path for path, meta in metas.items() if accept(meta)), None)
 
     monkeypatch.setattr(recovery_module, "latest_checkpoint", latest)
-    monkeypatch.setattr(recovery_module, "read_meta", lambda _path: {"progress": {"step": good}})
+    monkeypatch.setattr(recovery_module, "read_meta", metas.__getitem__)
     recovery = Recovery(
         SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction="rollback"))),  # type: ignore[arg-type]
         **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
-        checkpoints=SimpleNamespace(folder=Path("checkpoints"), saved_step=8),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(  # type: ignore[arg-type]
+            folder=Path("checkpoints"), is_resumable=lambda meta: meta["progress"]["step"] in resumable
+        ),
         progress=Progress(step=10),
     )
     assert ("move those newer than step 4 out of checkpoints" in recovery._from_before()) == moves
