@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ class Retention:
         usable = {path: meta for path, meta in metas.items() if meta is None or marks.reason(meta) is None}
         pointer = folder / LATEST
         known = [path for path, meta in usable.items() if meta is not None]
-        keep |= set(list(usable)[list(usable).index(known[-self.keep_last :][0]) :] if known else usable)
-        keep |= set(list(metas)[list(metas).index(list(usable)[-1]) :] if usable else metas)
+        keep |= _from(known[-self.keep_last :], usable)
+        keep |= _from(list(usable)[-1:], metas)
         keep |= {folder / pointer.read_text(encoding="utf-8", errors="replace").strip()} if pointer.exists() else set()
         keep |= {path for step, path in checkpoints if self.keep_every and step % self.keep_every == 0}
         for wanted in (protect, is_finite):
@@ -81,3 +82,9 @@ class Retention:
                 stages.setdefault(str(meta.get("stage")), []).append((loss, path))
         ranked = (sorted(losses, key=lambda entry: entry[0]) for losses in stages.values())
         return {path for losses in ranked for _, path in losses[: self.keep_best]}
+
+
+def _from(some: Sequence[Path], checkpoints: Iterable[Path]) -> set[Path]:
+    """Those of the checkpoints, oldest first, that are no older than the first of `some`; all where there is none."""
+    every = list(checkpoints)
+    return set(every[every.index(some[0]) :] if some else every)
