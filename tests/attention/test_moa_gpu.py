@@ -55,7 +55,8 @@ def test_gradients_of_sinks_that_32k_queries_attend_to(lengths, keys_times):
     want = run(exact, [x.cpu().float() for x in tensors], layout_of(lengths, "cpu"))[0]
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert error(a.cpu(), b) < 2e-2, name
-        assert error(a[:64].cpu(), b[:64]) < 2e-2 or name == "lse", f"{name} of the sinks"
+        if name != "lse":
+            assert error(a[:64].cpu(), b[:64]) < 2e-2, f"{name} of the sinks"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
