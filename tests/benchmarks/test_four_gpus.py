@@ -63,7 +63,7 @@ def test_every_part_names_programs_and_rows_that_there_are(run):
     }
     assert all(find_spec(program) for program in programs)
     rows = [word for call in calls for word in call if word[:1].isdigit() and ":" in word]
-    assert len(rows) == 16 + 1 + 5
+    assert len(rows) == 17 + 1 + 5
     assert {parse_row(row, Row()).seq_len for row in rows} == {8192, 131_072}
     outputs = [call[call.index("--output") + 1] for call in calls if "--output" in call]
     assert len({*outputs}) == len(outputs) == 10
@@ -121,7 +121,7 @@ def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run, tmp_path):
             (stage,) = make_plan(config, GPUS, 989, 0.4, GPUS, 139.8 * 2**30).stages
             assert stage.memory.total / 2**30 < FITS, text
             checked += 1
-    assert checked == 9 + 4 + 1 + 5
+    assert checked == 10 + 4 + 1 + 5
 
 
 @pytest.mark.parametrize("gpus", [2, 0])
