@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures and checks on four GPUs of this machine: training of the 8B model at 8K and 128K, its checkpoints, and context
-# parallelism. All rows of 8k, but for one, and of 128k have run, on H100, and profile. A part that fails or takes too long does not keep the others
-# from running; its name is printed last.
+# parallelism. Of 8k all rows but one, of 128k all, the profile and the attention sink have run, on H100. A part that fails
+# or takes too long does not keep the others from running; its name is printed last.
 #
 #   bash benchmarks/four_gpus.sh OUTPUT [PART ...]
 #

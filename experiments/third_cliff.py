@@ -94,7 +94,7 @@ class ThirdCliff(Figure):
         "100 %, and not at 0.3 %.",
         "The gap is 0.75 nats at 0.3 % and 0.40 at 100 %, with 0.75 at 10 % between: that it grows as the mask thins "
         "is not shown.",
-        "Switched back to MoBA, models with 3, 4 or 8 full layers lose what they learned, 3 to 4.5 nats; those with "
+        "Switched back to MoBA, models with 3, 4 or 8 full layers end at 3 to 4.5 nats; those with "
         "one full layer do not change.",
         "The other way round, fine-tuning with MoBA and evaluation with full attention is better than MoBA "
         "throughout, at every mask.",
@@ -164,7 +164,7 @@ class ThirdCliff(Figure):
 
 
 class ThirdCliffSmallerBlocks(ThirdCliff):
-    """The third cliff with a gate that misses less."""
+    """The third cliff with blocks of half the size."""
 
     name = "third-cliff-smaller-blocks"
     title = "F6 with smaller blocks"
@@ -187,8 +187,8 @@ class ThirdCliffSmallerBlocks(ThirdCliff):
         "a third of the gap at 10 %, two fifths at 0.3 and 1 %, three fifths at 100 %; in F6 it helped at 10 % alone.",
         "The gap is 0.71 nats at 0.3 %, 0.55 at 1 %, 0.33 at 10 % and 0.38 at 100 %. Larger at 0.3 % than at 100 %, by "
         "0.34 ± 0.05 of evaluation alone, it is in F6, too (0.35); but there it is as large at 10 %.",
-        "Switched back to MoBA, models with the last 3, 4 or all 8 layers full lose what they learned, 1.6 to 3.5 "
-        "nats, and those with the last layer full, which F6's did not, 1.1 to 1.7.",
+        "Switched back to MoBA, models with the last 3, 4 or all 8 layers full end at 1.6 to 3.5 nats, and those with "
+        "the last layer full, which in F6 did not change, at 1.1 to 1.7.",
         "Fine-tuning with MoBA and evaluation with full attention is better than MoBA throughout, at every mask, as "
         "in F6.",
         "MoBA and full attention begin alike here, 0.001 apart of 14 nats.",

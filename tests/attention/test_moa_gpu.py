@@ -41,8 +41,7 @@ def test_outputs_and_gradients(options, lengths, head_dim):
             assert torch.equal(a, c), f"{name}: not deterministic"
 
 
-@pytest.mark.parametrize("lengths", [[32_768], [32_768, 32_768]])
-@pytest.mark.parametrize("keys_times", [1.0, 4.0])
+@pytest.mark.parametrize(("lengths", "keys_times"), [([32_768, 32_768], 1.0), ([32_768], 4.0)])
 def test_gradients_of_sinks_that_32k_queries_attend_to(lengths, keys_times):
     """The layers of F10's arm at 32K, whose training diverged; larger keys give sharper softmaxes, as trained ones."""
     options = {"alpha": 1472, "sink_tokens": 64}
