@@ -43,6 +43,11 @@ for."""
 LONGEST_STOP_S = 604_800
 """The most seconds, a week, that it may ask for."""
 
+_KILLED = (
+    "was killed by SIGKILL, as Linux and schedulers do when host memory has run out (dmesg or the job's log say so); "
+    "on a CPU and with activation_offload a smaller stages[i].micro_batch_size needs less"
+)
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with these arguments; without `--nproc-per-node`, with a rank for each GPU of this machine.
@@ -80,9 +85,12 @@ def main(arguments: Sequence[str]) -> int:
             with _patience(Path(folder)):
                 torchrun([*ranks, *arguments])
         except ChildFailedError as error:
-            code = _exit_code(error.failures.values(), error.get_first_failure()[1])
+            rank, first = error.get_first_failure()
+            code = _exit_code(error.failures.values(), first)
             if code not in OWN_CODES:  # else a rank has said why
                 print(error, file=sys.stderr)
+            if code == 128 + signal.SIGKILL:
+                print(f"error: rank {rank} {_KILLED}", file=sys.stderr)
             return code
         except SignalException as error:
             if not (Path(folder) / STOPPED).exists():

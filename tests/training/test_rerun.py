@@ -167,6 +167,7 @@ def test_the_launcher_ends_with_the_code_of_the_ranks(
         assert launch([*options, body]) == code
         printed = capfd.readouterr().err
         assert ("exitcode  : -9" in printed) == (code == 137), printed
+        assert ("error: rank 0 was killed by SIGKILL" in printed) == (code == 137), printed
         assert code == 137 or not printed
 
 
