@@ -47,6 +47,7 @@ _KILLED = (
     "was killed by SIGKILL, as Linux and schedulers do when host memory has run out (dmesg or the job's log say so); "
     "on a CPU and with activation_offload a smaller stages[i].micro_batch_size needs less"
 )
+"""What is said of a rank that SIGKILL has ended, behind its name: it could not say why itself."""
 
 
 def main(arguments: Sequence[str]) -> int:
