@@ -6,7 +6,7 @@
 #   bash benchmarks/four_gpus.sh OUTPUT [PART ...]
 #
 # OUTPUT     folder for result files and logs; not benchmarks/results, where files have the same names
-# PART       default: all of them, in this order, with minutes: of 8k and 128k by what ran, else as predicted
+# PART       default: all of them, in this order, with minutes, by what ran but for layouts, as predicted
 #   8k         8B at 8K: FSDP, MoBA, tensor, context and pipeline parallelism, FP8, torchtitan where it is
 #              installed; recomputes what GPUs of 80 GiB cannot keep                                               15
 #   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                    8
@@ -14,8 +14,7 @@
 #   layouts    8B checkpoints saved in one layout and resumed in the next; two of them (180 GiB) must fit into
 #              $TMPDIR. On a disk that takes a save in 140 s, as one was measured                                  21
 #   context    transports of context parallelism at 64K, 256K and 1M; an attention sink; a timeline                10
-#   tests      transports against one GPU over NCCL, and 200 steps of changing documents; a guess: once they had not
-#              ended after 4 minutes                                                                               15
+#   tests      transports against one GPU over NCCL, and 200 steps of changing documents                            4
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/usage.sh"
 [ "${1:-}" != --help ] || { usage; exit; }
 [ $# -ge 1 ] || refuse "no OUTPUT; usage: bash benchmarks/four_gpus.sh OUTPUT [PART ...]"

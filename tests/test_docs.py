@@ -216,7 +216,7 @@ def test_the_readme_has_the_trainers_measured_speed() -> None:
 
 def test_context_parallelism_has_its_measured_times() -> None:
     measured: dict[tuple[str, ...], dict[str, str]] = {}
-    for part in ("", "-1m", "-dense", "-1m-dense"):
+    for part in ("", "-1m", "-dense", "-1m-dense", "-1m-dense-ulysses"):
         for entry in results(f"context-parallel{part}-h200.json"):
             key = entry["attention"], short(entry["tokens"]), entry["layout"]
             cell = f"{entry['ms']['median']:.1f} ({percent(entry['efficiency'])})"

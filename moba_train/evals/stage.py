@@ -54,11 +54,15 @@ class StageEvaluations:
         """
         return self._run(step, tokens, lambda evaluation: evaluation.due(step, self._stage))
 
+    def run_others(self, step: int, tokens: int) -> dict[str, float]:
+        """`run_due` of those that were not due after `step`: the stage has turned out to end there."""
+        return self._run(step, tokens, lambda evaluation: not evaluation.due(step, self._stage))
+
     def _run(self, step: int, tokens: int, wanted: Callable[[Evaluation], bool]) -> dict[str, float]:
         numbers: dict[str, float] = {}
         for evaluation, context in self._evaluations:
             if evaluation.missing:
-                if step in (self._stage.planned_end_step, self._stage.end_step):
+                if wanted(evaluation) and step in (self._stage.planned_end_step, self._stage.end_step):
                     text = f"{evaluation.missing}: no {evaluation.name} in this stage"
                     self._telemetry.event(step, tokens, "warning", text)
             elif wanted(evaluation):
@@ -70,8 +74,8 @@ class StageEvaluations:
                 fields = {**result.numbers, evaluation.data_name or evaluation.name: result.data}
                 self._telemetry.event(step, tokens, evaluation.name, result.message, **fields)
                 numbers |= result.numbers
+        self._numbers = (self._numbers if step == self._step else {}) | numbers
         self._step = step
-        self._numbers = numbers
         return numbers
 
     def numbers_at(self, step: int) -> dict[str, float]:

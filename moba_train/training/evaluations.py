@@ -97,13 +97,23 @@ class RunEvaluations:
         self._checkpoints.resumed_numbers = None
         known = numbers is not None
         if numbers is None:
-            self._batch_began = time.perf_counter()
-            with self._watch.phase("evaluation", progress.step):
-                numbers = self._evaluations.run_due(progress.step, tokens)
+            numbers = self._evaluate(tokens)
         exits = self._judge_exit(numbers, tokens, report=not known)
         progress.evaluation_due = False
         self._checkpoints.evaluated(progress.step, numbers)
         return exits
+
+    def _evaluate(self, tokens: int) -> dict[str, float]:
+        """Run what is due after the current step, and where that ends the stage all other evaluations, too. Returns the
+        numbers found, by name."""
+        step = self._progress.step
+        self._batch_began = time.perf_counter()
+        with self._watch.phase("evaluation", step):
+            numbers = self._evaluations.run_due(step, tokens)
+            verdict = self._exit.judge(step, numbers)
+            if verdict is not None and verdict.met:
+                numbers |= self._evaluations.run_others(step, tokens)
+        return numbers
 
     def _judge_exit(self, numbers: dict[str, float], tokens: int, report: bool) -> bool:
         """Whether the stage ends here because the evaluations' numbers meet its exit criterion; `report` it."""

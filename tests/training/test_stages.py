@@ -89,6 +89,11 @@ def test_an_exit_criterion_prolongs_its_stage_and_the_next_one_follows(undisturb
     assert [record["tokens"] for record in undisturbed.records()] == [STEP * step for step in range(1, 13)]
 
 
+def test_every_evaluation_runs_at_the_end_of_a_stage_though_a_criterion_ends_it(undisturbed: Run) -> None:
+    """`validation_loss` is due after 100 steps, and where a stage's tokens end: at step 6 of `activate`, not at 8."""
+    assert [record["step"] for record in undisturbed.records("validation_loss")] == [3, 6, 8, 12]
+
+
 def test_the_schedule_stands_still_while_the_criterion_is_not_met(undisturbed: Run) -> None:
     """Rates are those of the same run without `until`, with the rate at the end of the stage's tokens repeated."""
     rates = [record["lr"] for record in undisturbed.records()]
