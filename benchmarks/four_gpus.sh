@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures and checks on four GPUs of this machine: training of the 8B model at 8K and 128K, its checkpoints, and context
-# parallelism. Of 8k all rows but one, of 128k all, the profile and the attention sink have run, on H100. A part that fails
+# parallelism. All of this has run on H100 or H200, but for the layouts and the profile with tp_overlap. A part that fails
 # or takes too long does not keep the others from running; its name is printed last.
 #
 #   bash benchmarks/four_gpus.sh OUTPUT [PART ...]
@@ -9,8 +9,8 @@
 # PART       default: all of them, in this order, with minutes, by what ran but for layouts, as predicted
 #   8k         8B at 8K: FSDP, MoBA, tensor, context and pipeline parallelism, FP8, torchtitan where it is
 #              installed; recomputes what GPUs of 80 GiB cannot keep                                               15
-#   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                    8
-#   profile    where the time of a step with tp 2 and cp 2 goes                                                     2
+#   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                   10
+#   profile    where the time of a step with tp 2 and cp 2 goes, without and with tp_overlap                        4
 #   layouts    8B checkpoints saved in one layout and resumed in the next; two of them (180 GiB) must fit into
 #              $TMPDIR. On a disk that takes a save in 140 s, as one was measured                                  21
 #   context    transports of context parallelism at 64K, 256K and 1M; an attention sink; a timeline                10
@@ -82,11 +82,15 @@ for part in "${parts[@]}"; do
     128k)
         moba=128K:moba-512-8:budget:cp4:parallel.cp_transport=allgather
         training training-8b-128k-rows-$gpu-x4 128K:full:full:cp4:warm1:steps2 128K:full:full:cp4:fp8:warm1:steps2 \
-            128K:torchtitan:full:cp4:warm1:steps2 $moba $moba:fp8
+            128K:torchtitan:full:cp4:warm1:steps2 128K:torchtitan:full:cp4:fp8:warm1:steps2 $moba $moba:fp8
         ;;
     profile)
-        ranks 200 training-profile-8b-tp2-cp2-$gpu-x4 benchmarks.training_profile --model llama3-8b \
-            --row 8K:full:none:tp2:cp2:batch4:micro2 --output "$output/training-profile-8b-tp2-cp2-$gpu-x4.json"
+        row=8K:full:none:tp2:cp2:batch4:micro2
+        for name in tp2-cp2 tp2-cp2-overlap; do
+            ranks 200 training-profile-8b-$name-$gpu-x4 benchmarks.training_profile --model llama3-8b --row $row \
+                --output "$output/training-profile-8b-$name-$gpu-x4.json"
+            row+=:parallel.tp_overlap=true
+        done
         ;;
     layouts)
         run 3000 checkpoint-layouts-8b-$gpu-x4 benchmarks.checkpoint_layouts --model llama3-8b --gpus 4 --sequences 16 \

@@ -5,9 +5,10 @@ heads, bf16, one document, one GPU. A layer's rate is that of the measured rows 
 nearest, between two lengths interpolated over log(tokens), beyond them that of the nearest length.
 
 Sources, in benchmarks/results: `full` from full-attention-h200.json and attention-h200.json (`auto` stands for
-flash-attn-4, which it takes where that is installed), `moba` from attention-h200.json, but 32K 512/3, 32K 256/4 and
-128K 512/8 from attention-long-blocks-h200.json, of later kernels, all other kinds from mechanisms-h200.json, whose
-times include the rotary embedding and the kind's own matrices. A test compares them.
+flash-attn-4, which it takes where that is installed), `moba` from attention-h200.json, but of later kernels 512/3 and
+128/8 up to 128K from attention-gradients-gathered-h200-again.json (forward: both passes without the backward pass),
+128K 512/8 from attention-gluon-h200.json and 32K 256/4 from attention-long-blocks-h200.json, all other kinds from
+mechanisms-h200.json, whose times include the rotary embedding and the kind's own matrices. A test compares them.
 """
 
 import math
@@ -72,13 +73,13 @@ MEASURED = (
     _full(32768, 128, "flash", 24.53, 93.78),
     _full(65536, 128, "flash", 98.74, 372.0),
     _full(65536, 64, "flash", 58.91, 210.3),
-    _blocks("moba", 8192, 512, 3, 1.15, 2.923, head_dim=128),
-    _blocks("moba", 32768, 512, 3, 2.569, 7.152, head_dim=128),
-    _blocks("moba", 131072, 512, 8, 30.2, 82.72, head_dim=128),
+    _blocks("moba", 8192, 512, 3, 0.9247, 2.099, head_dim=128),
+    _blocks("moba", 32768, 512, 3, 2.137, 6.711, head_dim=128),
+    _blocks("moba", 131072, 512, 8, 25.22, 77.39, head_dim=128),
     _blocks("moba", 32768, 256, 4, 2.888, 7.006, head_dim=128),
-    _blocks("moba", 32768, 128, 8, 4.694, 11.2, head_dim=128),
-    _blocks("moba", 65536, 128, 8, 9.102, 21.27, head_dim=128),
-    _blocks("moba", 131072, 128, 8, 19.55, 43.81, head_dim=128),
+    _blocks("moba", 32768, 128, 8, 4.403, 9.671, head_dim=128),
+    _blocks("moba", 65536, 128, 8, 8.94, 19.43, head_dim=128),
+    _blocks("moba", 131072, 128, 8, 19.11, 40.14, head_dim=128),
     _blocks("moba", 262144, 128, 8, 43.15, 91.12, head_dim=128),
     _blocks("moba", 1048576, 128, 8, 268.7, 461.7, head_dim=128),
     _blocks("moba", 131072, 4096, 12, 148.6, 559.6, head_dim=128),

@@ -20,24 +20,24 @@ from moba_train.planning.devices import H200, Gpu
 class Rates:
     """What one GPU does in a second, and what takes it so long."""
 
-    products: float = 715e12
+    products: float = 711e12
     """Operations of bf16 matrix products with weights in a second. Fitted."""
-    compiled_passes: float = 8.44
+    compiled_passes: float = 8.65
     """How often compiled blocks read or write the bytes of their activations, forward and backward. Fitted."""
-    eager_passes: float = 16.34
+    eager_passes: float = 16.2
     """How often blocks that are not compiled read or write the bytes of their activations. Fitted."""
-    float8_products: float = 1507e12
+    float8_products: float = 1426e12
     """Operations of FP8 matrix products, with the scaling and casting of their inputs. Fitted."""
-    float8_weight_bytes: float = 61.4
+    float8_weight_bytes: float = 53.1
     """Bytes read and written for each weight of a block that is scaled, cast and gathered in FP8. Fitted."""
-    attention: float = 0.902
+    attention: float = 0.905
     """How fast attention is in a step, where the GPU is at its power limit, relative to its rates measured alone.
     Fitted."""
     memory: float = COPY_BANDWIDTH
     """Bytes that are read and written in a second."""
-    compiled_loss_bytes: float = 23.3
+    compiled_loss_bytes: float = 22.5
     """Bytes read and written for a logit, forward and backward, where the loss is compiled."""
-    eager_loss_bytes: float = 55.3
+    eager_loss_bytes: float = 54.5
     """Bytes read and written for a logit where the loss is not compiled."""
     update_s: Mapping[str, float] = field(default_factory=lambda: {"adamw": 10.3e-12, "muon": 98.6e-12})
     """Seconds of an optimizer's step for each parameter of the rank, by `optim.kind`."""

@@ -119,7 +119,7 @@ def test_every_way_to_divide_a_step_is_predicted(tmp_path: Path) -> None:
     # and 5 % for ranks that are not equal. The step includes the optimizer, which has no ends.
     for row, ends in zip(rows[3:7], (1, 1 / 2, 1, 1 / 3), strict=True):
         computed = of[row].seconds - of[row].pp
-        assert 0.97 * ends / 8 < of[row].pp / computed < ends / 8 + 0.07, row
+        assert 0.96 * ends / 8 < of[row].pp / computed < ends / 8 + 0.07, row
 
     # Tokens change for heads: 6 x 8192 bytes for each of half of the tokens, and 3 x 4096; half of that travels.
     exchanged = 32768 * (6 * 8192 + 3 * 4096) / 2 * 16

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ def layer(kind: str, **options: Any) -> LayerAttention:
     return LayerAttention(kind, KINDS[kind].Options.model_validate(options))
 
 
-def results(name: str) -> list[dict[str, Any]]:
-    return json.loads((RESULTS / f"{name}-h200.json").read_text())["results"]
+def results(name: str, again: str = "") -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}-h200{again}.json").read_text())["results"]
 
 
 def measured() -> Iterator[MeasuredLayer]:
@@ -32,7 +33,14 @@ def measured() -> Iterator[MeasuredLayer]:
         for backend, (kernel, _) in KERNELS.items():
             if len(row["lengths"]) == 1:
                 yield timed("full", {"backend": backend}, 128, row["lengths"][0], row["kernels"][kernel])
-    for row in [*results("attention"), *results("attention-long-blocks")]:
+    for row in results("attention-gradients-gathered", "-again"):
+        tokens, block_size, topk = (int(part) for part in re.findall(r"\d+", row["row"]))
+        found = row["gathered" if block_size == 128 else "one pass"]
+        both, backward = (float(found[key]["median"]) for key in ("both_ms", "backward_ms"))
+        forward = {"median": both - backward}
+        options = {"block_size": block_size, "topk": topk}
+        yield timed("moba", options, 128, 1024 * tokens, {"forward_ms": forward, "both_ms": found["both_ms"]})
+    for row in [*results("attention"), *results("attention-long-blocks"), *results("attention-gluon")]:
         if row["heads"] == 32 and row["documents"] == "" and row["routing"] in ("random", "uniform"):
             options = {"block_size": row["block_size"], "topk": row["topk"]}
             yield timed("moba", options, row["head_dim"], row["tokens"], row["columns"]["auto"])
