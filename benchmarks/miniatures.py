@@ -55,7 +55,7 @@ def stage_results(start: dict[str, Any], records: list[dict[str, Any]]) -> dict[
         "trailing_gap": last(records, "trailing_gap"),
         "trailing_gap_error": last(records, "trailing_gap_error"),
         "spikes": sum(record["type"] == "spike" for record in records),
-        "stage_exit": next((record["message"] for record in records if record["type"] == "stage_exit"), None),
+        "stage_exits": {record["step"]: record["message"] for record in records if record["type"] == "stage_exit"},
     }
 
 
