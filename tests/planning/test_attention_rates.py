@@ -23,24 +23,24 @@ def layer(kind: str, **options: Any) -> LayerAttention:
     return LayerAttention(kind, KINDS[kind].Options.model_validate(options))
 
 
-def results(name: str, again: str = "") -> list[dict[str, Any]]:
-    return json.loads((RESULTS / f"{name}-h200{again}.json").read_text())["results"]
+def results(*names: str) -> list[dict[str, Any]]:
+    return [row for name in names for row in json.loads((RESULTS / f"{name}.json").read_text())["results"]]
 
 
 def measured() -> Iterator[MeasuredLayer]:
     """Every layer of the files that MEASURED could have, under the same names."""
-    for row in results("full-attention"):
+    for row in results("full-attention-h200"):
         for backend, (kernel, _) in KERNELS.items():
             if len(row["lengths"]) == 1:
                 yield timed("full", {"backend": backend}, 128, row["lengths"][0], row["kernels"][kernel])
-    for row in results("attention-gradients-gathered", "-again"):
+    for row in results("attention-gradients-gathered-h200-again"):
         tokens, block_size, topk = (int(part) for part in re.findall(r"\d+", row["row"]))
         found = row["gathered" if block_size == 128 else "one pass"]
         both, backward = (float(found[key]["median"]) for key in ("both_ms", "backward_ms"))
         forward = {"median": both - backward}
         options = {"block_size": block_size, "topk": topk}
         yield timed("moba", options, 128, 1024 * tokens, {"forward_ms": forward, "both_ms": found["both_ms"]})
-    for row in [*results("attention"), *results("attention-long-blocks"), *results("attention-gluon")]:
+    for row in results("attention-h200", "attention-long-blocks-h200", "attention-gluon-h200"):
         if row["heads"] == 32 and row["documents"] == "" and row["routing"] in ("random", "uniform"):
             options = {"block_size": row["block_size"], "topk": row["topk"]}
             yield timed("moba", options, row["head_dim"], row["tokens"], row["columns"]["auto"])
@@ -48,7 +48,7 @@ def measured() -> Iterator[MeasuredLayer]:
                 if kernel in row["columns"]:
                     found = row["columns"][kernel]
                     yield timed("full", {"backend": backend}, row["head_dim"], row["tokens"], found)
-    for row in results("mechanisms"):
+    for row in results("mechanisms-h200"):
         for names in ((), ("mode",), ("block_size", "topk")):
             if "both_ms" in row and set(names) <= row["options"].keys():
                 yield timed(row["kind"], {name: row["options"][name] for name in names}, 64, row["tokens"], row)
