@@ -7,11 +7,12 @@
 Rows are those of `benchmarks.training`, of one length; all trainings share one run folder, and the first layout comes
 once more at the end. A training is killed once its save is done and the step after it, which the next layout trains
 again from the checkpoint: both losses are in the result, as their difference is what resuming changed. On a CPU,
-`--rows 256:full:none 256:full:none:tp2 256:full:none:cp2` with the default model. The disk of $TMPDIR must hold two
-checkpoints (8B: 2 x 90 GiB).
+`--rows 256:full:none 256:full:none:tp2 256:full:none:cp2` with the default model. A checkpoint is deleted once the next
+layout has loaded it, so that the disk of $TMPDIR holds one at a time (8B: 90 GiB).
 """
 
 import argparse
+import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -21,14 +22,14 @@ from typing import Any
 from benchmarks.record import markdown, save
 from benchmarks.trainer_run import model_shape, run_until, trainer_command, write_corpus
 from benchmarks.training_rows import Row, parse_row
-from moba_train.checkpoint.publish import latest_checkpoint
+from moba_train.checkpoint.publish import latest_checkpoint, step_name
 from moba_train.telemetry.jsonl import read_records
 
 
 def run(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Train all rows one after the other, and the first once more. Returns what each load and save took, and saves it
     after each row."""
-    corpus, metrics = folder / "corpus", folder / "run" / "metrics.jsonl"
+    corpus, metrics, checkpoints = folder / "corpus", folder / "run" / "metrics.jsonl", folder / "run" / "checkpoints"
     steps = arguments.every * (len(rows) + 2)
     tokens = 2 * steps * arguments.sequences * rows[0].seq_len
     write_corpus(corpus, tokens, model_shape(arguments.model)["vocab_size"], "long")
@@ -41,6 +42,8 @@ def run(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace) -> lis
 
         def enough(saved: int | None = saved, resumed: int = resumed) -> bool:
             records = since(resumed, read_records(metrics)) if metrics.exists() else []
+            if records and resumed:
+                shutil.rmtree(checkpoints / step_name(resumed), ignore_errors=True)
             if saved is None:
                 return _loss(records, resumed + 1) is not None
             return _loss(records, saved + 1) is not None and any("checkpoint_save_s" in x for x in records)
@@ -49,7 +52,7 @@ def run(rows: Sequence[Row], folder: Path, arguments: argparse.Namespace) -> lis
         result = summarise(since(resumed, read_records(metrics)), resumed, saved) | {"row": row.name}
         if number:
             result |= {"from": results[-1]["row"], "loss_before": results[-1]["loss_after_save"]}
-        if saved is not None and (path := latest_checkpoint(folder / "run" / "checkpoints")):
+        if saved is not None and (path := latest_checkpoint(checkpoints)):
             result["checkpoint_gib"] = sum(part.stat().st_size for part in path.iterdir()) / 2**30
         results.append(result)
         print(result, flush=True)

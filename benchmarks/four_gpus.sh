@@ -11,7 +11,7 @@
 #              installed; recomputes what GPUs of 80 GiB cannot keep                                               15
 #   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                   10
 #   profile    where the time of a step with tp 2 and cp 2 goes, without and with tp_overlap                        4
-#   layouts    8B checkpoints saved in one layout and resumed in the next; two of them (180 GiB) must fit into
+#   layouts    8B checkpoints saved in one layout and resumed in the next; one of them (90 GiB) must fit into
 #              $TMPDIR. On a disk that takes a save in 140 s, as one was measured                                  21
 #   context    transports of context parallelism at 64K, 256K and 1M; an attention sink; a timeline                10
 #   tests      transports against one GPU over NCCL, and 200 steps of changing documents                            4

@@ -35,7 +35,8 @@ def resumed(step: int) -> list[dict[str, Any]]:
 
 
 def test_each_layout_resumes_from_the_one_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The records of steps after the checkpoint are there until the run that resumes cuts them off."""
+    """The records of steps after the checkpoint are there until the run that resumes cuts them off, and the checkpoint
+    until the run has loaded it."""
     first = [metrics(1, 7.2, 9.0), metrics(2, 7.1, 2.0), metrics(3, 7.0, 2.2), *saves(3)]
     second = [*first[:4], *resumed(3), metrics(5, 6.6, 1.0), metrics(6, 6.5, 1.2), *saves(6)]
     last = [*second[:9], *resumed(6)]
@@ -49,9 +50,14 @@ def test_each_layout_resumes_from_the_one_before(monkeypatch: pytest.MonkeyPatch
             assert len(json.loads((tmp_path / "result.json").read_text())["results"]) == len(launched), "not lost"
         launched.append(command)
         file.parent.mkdir(exist_ok=True)
+        step = 3 * (len(launched) - 1)
+        before = tmp_path / "run" / "checkpoints" / f"step_{step:08d}"
+        before.mkdir(parents=True)
         for many in range(1, len(records)):
             file.write_text("\n".join(map(json.dumps, records[:many])))
             assert not enough()
+            loaded = any(record["type"] == "resume" and record["step"] == step for record in records[:many])
+            assert before.exists() != loaded
         file.write_text("\n".join(map(json.dumps, records)))
         assert enough()
 

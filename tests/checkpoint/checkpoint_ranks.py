@@ -42,25 +42,26 @@ def build(seed: int, tp: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A sharded model; 7 and 5 divide by no number of ranks, so that shards are uneven. With `tp` > 1 the columns of
     the first layer and the rows of the second are cut over so many ranks, and FSDP shards their parts over the rest."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 5), nn.LayerNorm(5)).to(_device())
-    mesh = init_device_mesh(_device(), (dist.get_world_size() // tp, tp), mesh_dim_names=("shard", "tp"))
+    model = nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 5), nn.LayerNorm(5)).to(own_device())
+    mesh = init_device_mesh(own_device(), (dist.get_world_size() // tp, tp), mesh_dim_names=("shard", "tp"))
     if tp > 1:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=_device() == "cuda")
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=own_device() == "cuda")
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Its batches come from the global random state."""
     for _ in range(steps):
-        model(torch.randn(4, 8, device=_device())).square().sum().backward()
+        model(torch.randn(4, 8, device=own_device())).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _device() -> str:
+def own_device() -> str:
+    """Where this rank's tensors belong."""
     return {"gloo": "cpu", "nccl": "cuda"}[dist.get_backend()]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_ranks import process_group, run_ranks
+from checkpoint_ranks import own_device, process_group, run_ranks
 from forked import forked
 from test_publish import failing_reads, flip_byte, steps
 
@@ -192,7 +192,7 @@ def test_damage_that_one_rank_finds_outweighs_what_another_cannot_read(tmp_path:
 
 def save(checkpointer: Checkpointer, step: int) -> None:
     """Saves and waits for the end."""
-    checkpointer.save(step, {"weight": torch.ones(1000)}, {})
+    checkpointer.save(step, {"weight": torch.ones(1000, device=own_device())}, {})
     checkpointer.wait()
 
 
@@ -238,6 +238,13 @@ def save_while_rank_1_is_late(folder: Path) -> None:
 
 def test_a_rank_that_answers_too_late_costs_one_save_and_is_named(tmp_path: Path) -> None:
     run_ranks(3, save_while_rank_1_is_late, tmp_path / "store", tmp_path / "checkpoints")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_with_gpus_connect_again_after_a_late_answer(tmp_path: Path) -> None:
+    """They agree on it over NCCL, and only saves use gloo."""
+    run_ranks(2, save_while_rank_1_is_late, tmp_path / "store", tmp_path / "checkpoints", device="cuda")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from questions import context, recipe
+from questions import VOCAB, context, recipe
 from torch import Tensor
 
 from benchmarks.needle_signal import main as program
@@ -191,6 +191,30 @@ def test_layers_that_give_their_blocks_are_looked_at_and_without_any_there_is_no
         assert [(row["layer"], row["head"]) for row in own] == [(row["layer"], row["head"]) for row in full]
         # The first layer has the same queries and keys whatever it attends to.
         assert own[:4] == full[:4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nsa", "seer", "msa"])
+def test_layers_that_give_their_blocks_are_looked_at_on_a_gpu(kind: str, texts: Path, alone: World) -> None:
+    """In bf16, with heads of 64 and the kernels of real training."""
+    section = {"depths": [50], "samples": 1, "lengths": [LENGTH], "gates": [{"block_size": 16, "topk": 3}]}
+    model_section = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256, "layers": 2, "heads": 4}
+    config = recipe(
+        texts,
+        LENGTH,
+        {"needle_signal": section},
+        model=model_section | {"kv_heads": 2, "init_std": 0.1},
+        attention={"default": kind, kind: {"block_size": 64, "topk": 4}},
+    )
+    (stage,) = resolve_stages(config)
+    model = build_model(config)
+    initialize_weights(model, 0)
+    result = NeedleSignalEvaluation(config, stage).run(context(config, model.to("cuda", torch.bfloat16)))
+    own, full = (result.data["rows"][name][str(LENGTH)] for name in (kind, "full"))
+    assert [(row["layer"], row["head"]) for row in own] == [(row["layer"], row["head"]) for row in full]
+    assert len(own) == 2 * 4
+    # The first layer has the same queries and keys whatever it attends to.
+    assert own[:4] == full[:4]
 
 
 def test_recipes_and_lengths_that_cannot_work_are_refused_by_key(texts: Path) -> None:

@@ -1,6 +1,7 @@
 """Every kind that can be trained has a layer in one model, and every layer changes its kind with the stage."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from tiny_run import Run, assert_same_tensors, checkpoint_tensors
+from tiny_run import Run, assert_like_one_gpu, assert_same_tensors, checkpoint_tensors, write_corpus
 
 from moba_train.attention.kind import StageContext
 from moba_train.attention.registry import KINDS
@@ -145,3 +146,30 @@ def test_compiled_and_recomputed_blocks_give_the_same_bits(
         assert set(shown) <= set(KINDS[kind_of(layer, stage=0)].statistics)
     assert [reason for reason in graph_breaks if "KdaKind.mix" not in reason] == []
     assert run.losses() == finished.losses()[:steps]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_share_the_sequences_of_all_of_them(tmp_path: Path, corpora: Path) -> None:
+    """NCCL, bf16, head width 64 and the kinds' own defaults, so that the kernels of real training run. Documents are
+    longer and shorter than a GPU's share, and longer than what InfLLM-v2 attends to densely."""
+    run = mixed(tmp_path / "run", corpora)
+    write_corpus(tmp_path / "long", 12, 0, lengths=(3_000, 16_000))
+    run.recipe["data"] = {"train": [{"path": str(tmp_path / "long")}]}
+    run.recipe["model"] |= {"hidden_size": 256}
+    run.recipe["attention"] = {}
+    run.recipe["batch_tokens"] = 2**14
+    for stage in run.recipe["stages"]:
+        stage |= {"seq_len": 2**14, "tokens": STEPS * 2**14}
+    curves: list[dict[str, list[float]]] = []
+    for parallel in ({}, {"cp": 2}, {"cp": 2}):
+        shutil.rmtree(run.run_dir, ignore_errors=True)
+        run.recipe["parallel"] = parallel
+        code, output = run.train_on_gpu(parallel.get("cp", 1))
+        assert code == 0, output
+        keys = ("loss", "grad_norm", "loss_tokens")
+        curves.append({key: [record[key] for record in run.records()] for key in keys})
+    alone, shared, again = curves
+    assert_like_one_gpu(shared, alone)
+    assert shared["loss"] == pytest.approx(again["loss"], rel=1e-3)

@@ -2,6 +2,7 @@
 stays, a rollback behind the beginning of a kind begins it anew."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +67,60 @@ def train_with_overflow(recipe: str, *steps: int) -> int:
 def test_a_rollback_behind_the_beginning_of_a_kind_begins_it_anew(
     finished: Run, tmp_path: Path, corpora: Path, ranks: Ranks, parallel: dict[str, int]
 ) -> None:
-    """Bitwise: the stage came with a resumed recipe, and the run goes back from its fourth step to a checkpoint that
-    does not have its kind. A run that skips those steps reaches the same point without a rollback."""
-    runs: list[Run] = []
-    for reaction, steps in (("rollback", (16,)), ("skip_step", (13, 14, 15, 16))):
-        run = with_sparse_stage(Run(tmp_path / reaction, corpora))
-        run.folder.mkdir()
-        run.take_over(finished, 12)
-        run.recipe |= {"health": {"spike": {"reaction": reaction}}, "parallel": parallel}
-        run.recipe["evaluation"]["every"] = 7
+    def train(run: Run, steps: tuple[int, ...]) -> None:
+        run.recipe["parallel"] = parallel
         if parallel:
             ranks.work(train_with_overflow, [str(run.write_recipe()), *steps], 2)
         else:
             assert train_with_overflow(str(run.write_recipe()), *steps) == 0
+
+    def later(folder: Path) -> Run:
+        return with_sparse_stage(Run(folder, corpora))
+
+    assert_a_rollback_begins_the_kind_anew(finished, later, train, tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_rollback_on_a_gpu_begins_a_kind_anew(tmp_path: Path, corpora: Path) -> None:
+    """In bf16, with heads and blocks that the kernels of real training take."""
+
+    def sized(run: Run) -> Run:
+        run.recipe |= {"deterministic": True}
+        run.recipe["model"] |= {"hidden_size": 256}
+        run.recipe["attention"]["moba"]["block_size"] = 64
+        for stage in run.recipe["stages"][1:]:
+            stage |= {"seq_len": 512, "micro_batch_size": 1}
+        return run
+
+    def later(folder: Path) -> Run:
+        options = {"compressed_block": 32, "stride": 16, "block_size": 64, "window": 64}
+        return sized(with_sparse_stage(Run(folder, corpora), **options))
+
+    def train(run: Run, steps: tuple[int, ...]) -> None:
+        assert train_with_overflow(str(run.write_recipe()), *steps) == 0
+
+    (tmp_path / "before").mkdir()
+    before = sized(Run(tmp_path / "before", corpora))
+    assert before.train_here() == 0
+    assert_a_rollback_begins_the_kind_anew(before, later, train, tmp_path)
+
+
+def assert_a_rollback_begins_the_kind_anew(
+    finished: Run, later: Callable[[Path], Run], train: Callable[[Run, tuple[int, ...]], None], folder: Path
+) -> None:
+    """Bitwise: the stage came with a resumed recipe, and the run goes back from its fourth step to a checkpoint that
+    does not have its kind. A run that skips those steps reaches the same point without a rollback.
+
+    later: makes, in a folder, the run that has the stage; train: trains it with an overflow in some steps.
+    """
+    runs: list[Run] = []
+    for reaction, steps in (("rollback", (16,)), ("skip_step", (13, 14, 15, 16))):
+        run = later(folder / reaction)
+        run.folder.mkdir()
+        run.take_over(finished, 12)
+        run.recipe["health"] = {"spike": {"reaction": reaction}}
+        run.recipe["evaluation"]["every"] = 7
+        train(run, steps)
         runs.append(run)
     back, skipping = runs
     assert [(event["step"], event["step_to"]) for event in back.records("rollback")] == [(16, 12)]

@@ -28,13 +28,13 @@ from moba_train.train import main
 VOCAB = 64
 
 
-def write_corpus(prefix: Path, documents: int, seed: int) -> None:
-    """Documents of 20 to 400 tokens in which a token mostly follows from the one before, so that the loss can fall."""
+def write_corpus(prefix: Path, documents: int, seed: int, lengths: tuple[int, int] = (20, 400)) -> None:
+    """Documents of so many tokens in which a token mostly follows from the one before, so that the loss can fall."""
     rng = np.random.default_rng(seed)
     following = np.random.default_rng(0).permutation(VOCAB)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for _ in range(documents):
-            length = int(rng.integers(20, 400))
+            length = int(rng.integers(*lengths))
             tokens = np.empty(length, dtype=np.uint16)
             tokens[0] = rng.integers(VOCAB)
             noise = rng.random(length) < 0.1
