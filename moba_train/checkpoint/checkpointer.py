@@ -33,6 +33,7 @@ from moba_train.checkpoint.finite import FiniteCheck
 from moba_train.checkpoint.planned import PlannedWriter
 from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
 from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.threads import in_threads, threads_for
 from moba_train.errors import CheckpointError, LaunchError, UserError
 from moba_train.optim.local import local_part
 from moba_train.parallel.world import broadcast
@@ -357,7 +358,8 @@ class Checkpointer:
         if self._ranks.rank == 0:
             manifest.write_json(temporary / manifest.META, meta)
             own += [temporary / manifest.META, temporary / ".metadata"]
-        return {path.name: manifest.hash_file(path) for path in own}
+        entries = in_threads(manifest.hash_file, own, threads_for(sum(path.stat().st_size for path in own)))
+        return dict(zip((path.name for path in own), entries, strict=True))
 
     def _publish_on_rank_0(
         self, place: Place, temporary: Path, contents: _Contents, files: dict[str, manifest.FileEntry]

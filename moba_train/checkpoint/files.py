@@ -12,6 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Self, TypeVar
 
+from moba_train.checkpoint.threads import in_threads
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import open_foreign
 
@@ -37,21 +38,26 @@ class UnreadableError(CheckpointError):
         )
 
 
-def try_all(keys: Iterable[K], action: Callable[[K], T]) -> tuple[dict[K, T], dict[K, OSError]]:
-    """Calls `action` with each key, and again with those for which it raised an OSError. Returns the results, and the
-    last errors of the others. All keys share the pauses, so a hundred failing files take no longer than one."""
+def try_all(keys: Iterable[K], action: Callable[[K], T], threads: int = 1) -> tuple[dict[K, T], dict[K, OSError]]:
+    """Calls `action` with each key, in so many threads, and again with those for which it raised an OSError. Returns
+    the results, and the last errors of the others. All keys share the pauses, so a hundred failing files take no longer
+    than one."""
+
+    def attempt(key: K) -> OSError | None:
+        try:
+            results[key] = action(key)
+        except OSError as error:
+            return error
+        return None
+
     results: dict[K, T] = {}
     errors: dict[K, OSError] = {}
     pending = list(keys)
     for delay in (0.0, *RETRY_DELAYS_S):
         if errors:
             time.sleep(delay)
-        errors = {}
-        for key in pending:
-            try:
-                results[key] = action(key)
-            except OSError as error:
-                errors[key] = error
+        outcomes = zip(pending, in_threads(attempt, pending, threads), strict=True)
+        errors = {key: error for key, error in outcomes if error is not None}
         if not errors:
             break
         pending = list(errors)

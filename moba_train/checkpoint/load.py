@@ -8,6 +8,7 @@ is read by `checkpoint.index`. Nothing in it can lead to a file outside the chec
 import logging
 import warnings
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +19,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from moba_train.checkpoint.files import UnreadableError, retried
 from moba_train.checkpoint.index import read_index
 from moba_train.checkpoint.manifest import check_sizes, read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import Accept, newest_first, set_aside
+from moba_train.checkpoint.threads import evenly, in_threads
 from moba_train.errors import CheckpointError
 from moba_train.parallel.world import broadcast
 
@@ -225,7 +229,7 @@ def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader with an index that `checkpoint.index` has read."""
+    """DCP's reader with an index that `checkpoint.index` has read, and several threads."""
 
     def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
@@ -233,3 +237,15 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self) -> Metadata:  # it has no argument `rank`, so DCP never looks for an index of one rank
         return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        def place(item: ReadItem) -> tuple[str, int]:
+            stored = self.storage_data[item.storage_index]
+            return stored.relative_path, stored.offset
+
+        parts = evenly(sorted(plan.items, key=place), lambda item: self.storage_data[item.storage_index].length)
+        read = super().read_data
+        in_threads(lambda items: read(replace(plan, items=items), planner), parts, len(parts))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

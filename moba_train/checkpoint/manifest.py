@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from moba_train.checkpoint.files import NOT_REGULAR, UnreadableError, is_missing, open_regular, read_file, try_all
+from moba_train.checkpoint.threads import threads_for
 from moba_train.errors import CheckpointError
 from moba_train.strict_json import from_json, to_json
 
@@ -125,7 +126,9 @@ def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, Fi
     files = read_manifest(path)
     own = _own_part(files, rank, ranks)
     damaged, unread = _size_problems(path, own)
-    hashes, errors = try_all(own.keys() - damaged.keys() - unread.keys(), lambda name: _sha256_of(path / name))
+    readable = own.keys() - damaged.keys() - unread.keys()
+    threads = threads_for(sum(files[name]["size"] for name in readable))
+    hashes, errors = try_all(readable, lambda name: _sha256_of(path / name), threads)
     damaged |= {name: _OTHER_HASH for name, digest in hashes.items() if digest != files[name]["sha256"]}
     _raise_problems(path, damaged, unread | {name: str(error) for name, error in errors.items()})
     return files

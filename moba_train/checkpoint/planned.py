@@ -5,15 +5,18 @@ Python, more with more ranks, and meanwhile the training thread of the same proc
 serves all saves of the same tensors, and a save is little more than writing (docs/performance-log.md).
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from moba_train.checkpoint.rank_group import RankGroup
+from moba_train.checkpoint.threads import evenly, in_threads
 
 Shapes = dict[str, tuple[object, ...]]
 """Global shape, local shape, dtype and placements of each tensor: all that a save plan depends on."""
@@ -57,8 +60,7 @@ class PlannedWriter:
         of this rank, by name, on the CPU. Raises SaveFailedError."""
         self.plan(tensors, copies)
         writer = _writer(folder, self._ranks)
-        values = _Copies(copies)
-        own_results = self._ranks.on_every_rank(lambda: writer.write_data(self._save_plan, values).value())
+        own_results = self._ranks.on_every_rank(lambda: _write_own(writer, self._save_plan, _Copies(copies)))
         results = self._ranks.gather_to_rank_0(own_results)
 
         def finish() -> None:
@@ -66,6 +68,27 @@ class PlannedWriter:
             writer.finish(replace(self._metadata), results)
 
         self._ranks.broadcast_from_rank_0(finish)
+
+
+def _write_own(writer: dcp.FileSystemWriter, plan: SavePlan, values: "_Copies") -> list[WriteResult]:
+    """Writes this rank's parts of the tensors, into one file for each thread: `__0_0.distcp`, or `__0_0_0.distcp`,
+    `__0_1_0.distcp` and so on."""
+    parts = evenly(plan.items, _bytes_of)
+    plans = [replace(plan, items=part) for part in parts]
+    if len(parts) > 1:
+        prefixes = [f"{plan.storage_data.prefix}{number}_" for number in range(len(parts))]
+        plans = [
+            replace(part, storage_data=replace(plan.storage_data, prefix=prefix))
+            for part, prefix in zip(plans, prefixes, strict=True)
+        ]
+    written = in_threads(lambda part: writer.write_data(part, values).value(), plans, len(plans))
+    return [result for results in written for result in results]
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    assert data is not None, "all that is saved are tensors"
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def _writer(folder: Path, ranks: RankGroup) -> dcp.FileSystemWriter:

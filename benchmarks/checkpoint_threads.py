@@ -1,0 +1,111 @@
+"""What the threads of one rank gain when a checkpoint is saved, verified and loaded.
+
+    TMPDIR=/dev/shm python -m benchmarks.checkpoint_threads --gib 2 --threads 1 2 \\
+        --output benchmarks/results/checkpoint-threads-cpu.json
+
+By the code of training, with tensors of random numbers, on a GPU where there is one: writing them to $TMPDIR with
+fsync, and hashing the files; then, with other tensors, verifying hashes and reading. A thread is given half of two
+cores, as on a node that has twice as many of them as threads.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.record import markdown, save, spread
+from moba_train.checkpoint.load import load_checkpoint
+from moba_train.checkpoint.manifest import META, hash_file, verify_checkpoint, write_json
+from moba_train.checkpoint.planned import PlannedWriter
+from moba_train.checkpoint.publish import publish, step_name
+from moba_train.checkpoint.rank_group import RankGroup
+from moba_train.checkpoint.threads import in_threads
+
+PARTS = ("write", "hash", "verify", "read")
+
+
+def measure(threads: int, tensors: dict[str, Tensor], folder: Path) -> dict[str, float]:
+    """Seconds of each part with so many threads, and the number of `files` that hold tensors."""
+    took: dict[str, float] = {}
+
+    @contextmanager
+    def timed(part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        took[part] = time.perf_counter() - began
+
+    written, step = folder / "written", 1
+    written.mkdir()
+    copies = {name: tensor.cpu() for name, tensor in tensors.items()}
+    write_json(written / META, {"good": True})
+    with mock.patch.object(os, "sched_getaffinity", return_value=range(2 * threads)):
+        writer = PlannedWriter(RankGroup(dist.new_group(backend="gloo")))
+        writer.plan(tensors, copies)
+        with timed("write"):
+            writer.write(written, tensors, copies)
+        files = list(written.iterdir())
+        with timed("hash"):
+            entries = in_threads(hash_file, files, threads)
+        publish(written, step, dict(zip((file.name for file in files), entries, strict=True)))
+        path, loaded = folder / step_name(step), {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        with timed("verify"):
+            verify_checkpoint(path)
+        with timed("read"):
+            load_checkpoint(path, loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    return took | {"files": len(list(path.glob("*.distcp")))}
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A result for each number of threads: GiB/s of each part over all repeats."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    many = round(arguments.gib * 2**30 / (arguments.tensor_mib * 2**20))
+    tensors = {f"weight.{number}": torch.randn(arguments.tensor_mib * 2**18, device=device) for number in range(many)}
+    size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
+    found: dict[int, list[dict[str, float]]] = {threads: [] for threads in arguments.threads}
+    for _ in range(arguments.repeats):
+        for threads, repeats in found.items():  # by turns: the machine may be busy for a while
+            with tempfile.TemporaryDirectory() as folder:
+                repeats.append(measure(threads, tensors, Path(folder)))
+    return [
+        {"threads": threads, "files": repeats[0]["files"], "gib": size}
+        | {f"{part}_gib_per_s": spread([size / repeat[part] for repeat in repeats]) for part in PARTS}
+        for threads, repeats in found.items()
+    ]
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """GiB/s by threads as a Markdown table; medians."""
+    lines = [["threads", *(f"{part}, GiB/s" for part in PARTS)]]
+    for result in results:
+        lines.append([str(result["threads"]), *(f"{result[f'{part}_gib_per_s']['median']:.2f}" for part in PARTS)])
+    return markdown(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2, help="size of the checkpoint; a thread takes at least 1 GiB")
+    parser.add_argument("--tensor-mib", type=int, default=32, help="size of a tensor")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="at most 8")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        results = run(arguments)
+        dist.destroy_process_group()
+    save(arguments.output, {key: value for key, value in vars(arguments).items() if key != "output"}, results)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""A rank's part of a checkpoint, written, hashed and read by several threads: nothing is lost, whichever of them
+fails."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_ranks import assert_equal, build, full_values, own_device, process_group, run_ranks, train
+from hypothesis import given
+from hypothesis import strategies as st
+from test_publish import flip_byte
+
+from moba_train.checkpoint import publish, threads
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.load import load_checkpoint
+from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
+from moba_train.checkpoint.threads import evenly, in_threads, threads_for
+from moba_train.errors import CheckpointError
+
+
+@contextmanager
+def many_threads() -> Iterator[None]:
+    """Files of a few bytes are enough for a thread each, on a node with many cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "PART_BYTES", 64)
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+        yield
+
+
+@given(st.lists(st.integers(0, 1000)), st.integers(1, 8))
+def test_items_are_cut_in_their_order_into_parts_of_equal_size(sizes: list[int], count: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "threads_for", lambda size: count)
+        parts = evenly(list(enumerate(sizes)), lambda item: item[1])
+    assert [item for part in parts for item in part] == list(enumerate(sizes))
+    assert len(parts) <= count
+    assert all(parts)
+    for part in parts:
+        assert sum(size for _, size in part) <= sum(sizes) / count + max(sizes) + 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "gib", "want"),
+    [(64, 4, 45, 8), (256, 8, 45, 8), (64, 8, 45, 4), (64, 4, 3.5, 3), (64, 4, 0.9, 1), (2, 1, 45, 1), (4, 8, 45, 1)],
+)
+def test_threads_share_the_node_and_none_is_started_for_little(
+    cores: int, ranks: int, gib: float, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert threads_for(int(gib * 2**30)) == want
+
+
+def test_threads_work_at_the_same_time_and_an_error_ends_all() -> None:
+    together = threading.Barrier(3, timeout=30)
+
+    def meet(number: int) -> int:
+        together.wait()
+        return 10 * number
+
+    assert in_threads(meet, [1, 2, 3], 3) == [10, 20, 30]
+    ended: list[int] = []
+
+    def fail(number: int) -> None:
+        together.wait()
+        if number == 2:
+            raise OSError(errno.ENOSPC, "disk full")
+        ended.append(number)
+
+    with pytest.raises(OSError, match="disk full"):
+        in_threads(fail, [1, 2, 3], 3)
+    assert sorted(ended) == [1, 3]
+
+
+def save_in_threads(folder: Path) -> None:
+    """Each rank writes several files; with one of them damaged, the checkpoint is."""
+    model, optimizer = build(seed=0)
+    train(model, optimizer, 1)
+    with many_threads():
+        checkpointer = Checkpointer(folder, Retention(1))
+        checkpointer.save(1, TrainingTensors(model, optimizer)(), {})
+        checkpointer.before_update()
+        checkpointer.close()
+    assert checkpointer.last_error is None
+    torch.save(full_values(TrainingTensors(model, optimizer)()), folder / f"expected{dist.get_rank()}.pt")
+
+
+def load_in_threads(folder: Path) -> None:
+    (path,) = (path for _, path in publish.published(folder))
+    for patched in (False, True):
+        model, optimizer = build(seed=1)
+        if patched:
+            with many_threads():
+                load_model_and_optimizer(model, optimizer, path, verify=True)
+        else:
+            load_model_and_optimizer(model, optimizer, path, verify=True)
+        assert_equal(full_values(TrainingTensors(model, optimizer)()), torch.load(folder / "expected0.pt"))
+
+
+def test_files_of_several_threads_load_in_any_layout_and_every_one_is_verified(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run_ranks(2, save_in_threads, tmp_path / "store_1", folder)
+    (path,) = (path for _, path in publish.published(folder))
+    files = sorted(file.name for file in path.glob("*.distcp"))
+    for rank in (0, 1):
+        assert len([name for name in files if name.startswith(f"__{rank}_")]) > 1, files
+    run_ranks(2, load_in_threads, tmp_path / "store_2", folder)
+    with process_group(tmp_path / "store_3"):
+        load_in_threads(folder)
+    with many_threads():
+        for name in files:
+            content = (path / name).read_bytes()
+            flip_byte(path / name)
+            with pytest.raises(CheckpointError, match=rf"{name}: its SHA-256 is not"):
+                verify_checkpoint(path)
+            (path / name).write_bytes(content)
+        assert set(verify_checkpoint(path)) > set(files)
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_full_disk_in_one_thread_fails_the_save(which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP's own threads would publish what the others have written."""
+    folder = tmp_path / "checkpoints"
+    write = dcp.FileSystemWriter.write_data
+
+    def write_data(writer: dcp.FileSystemWriter, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> object:
+        if plan.storage_data.prefix == f"__0_{which}_":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(writer, plan, planner)
+
+    values = {f"weight.{number}": torch.full((64,), float(number)) for number in range(8)}
+    with process_group(tmp_path / "store"), many_threads():
+        checkpointer = Checkpointer(folder, Retention(2))
+        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_data)
+        checkpointer.save(1, values, {})
+        checkpointer.wait()
+        assert "step 1 was not saved" in (checkpointer.last_error or "")
+        assert "No space left" in (checkpointer.last_error or "")
+        assert list(folder.glob("*step*")) == []
+        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write)
+        checkpointer.save(2, values, {})
+        checkpointer.close()
+        assert checkpointer.last_error is None
+        found = {name: torch.empty_like(value) for name, value in values.items()}
+        load_checkpoint(folder / publish.step_name(2), found, verify=True)
+    assert_equal(found, values)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_threads_of_a_rank_stay_on_its_gpu(tmp_path: Path) -> None:
+    """To make a context on the GPU of another takes seconds, and memory there."""
+    run_ranks(2, save_and_load_on_gpus, tmp_path / "store", tmp_path / "checkpoints", device="cuda")
+
+
+def save_and_load_on_gpus(folder: Path) -> None:
+    save_in_threads(folder)
+    dist.barrier()
+    load_in_threads(folder)
+    assert own_device() == "cuda"
+    gpus = range(torch.cuda.device_count())
+    assert [gpu for gpu in gpus if torch._C._cuda_hasPrimaryContext(gpu)] == [dist.get_rank()]
