@@ -56,7 +56,7 @@ def measure(threads: int, tensors: dict[str, Tensor], folder: Path) -> dict[str,
         with timed("hash"):
             entries = in_threads(hash_file, files, threads)
         publish(written, step, dict(zip((file.name for file in files), entries, strict=True)))
-        path, loaded = folder / step_name(step), {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        path, loaded = folder / step_name(step), {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         with timed("verify"):
             verify_checkpoint(path)
         with timed("read"):
