@@ -84,10 +84,10 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """GiB/s by threads as a Markdown table; medians."""
-    lines = [["threads", *(f"{part}, GiB/s" for part in PARTS)]]
-    for result in results:
-        lines.append([str(result["threads"]), *(f"{result[f'{part}_gib_per_s']['median']:.2f}" for part in PARTS)])
+    """GiB/s of each part by threads as a Markdown table; medians."""
+    lines = [["GiB/s", *(f"threads: {result['threads']}" for result in results)]]
+    for part in PARTS:
+        lines.append([part, *(f"{result[f'{part}_gib_per_s']['median']:.2f}" for result in results)])
     return markdown(lines)
 
 

@@ -4,7 +4,7 @@ hold the numbers of the result files."""
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from guide import ROOT, anchors, blocks, check_usage, commands, links
 from test_import_directions import ORDER
 
-from benchmarks import context_skew_plot, miniatures
+from benchmarks import checkpoint_layouts, checkpoint_threads, context_skew_plot, miniatures
 from benchmarks.attention_rows import short
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
@@ -252,6 +252,16 @@ def test_mechanisms_has_what_a_sink_costs_under_dispatch() -> None:
     told = rows("docs/mechanisms.md")
     for line in context_skew_plot.table(results("context-skew-h200-x2.json")).splitlines():
         assert tuple(cell.strip() for cell in line.strip("|").split("|")) in told
+
+
+@pytest.mark.parametrize(
+    ("table", "result"),
+    [(checkpoint_layouts.table, "checkpoint-layouts-8b-h200-x2"), (checkpoint_threads.table, "checkpoint-threads-cpu")],
+)
+def test_durability_has_the_tables_of_the_programs(
+    table: Callable[[Sequence[dict[str, Any]]], str], result: str
+) -> None:
+    assert table(results(f"{result}.json")) in (ROOT / "docs" / "durability.md").read_text()
 
 
 def test_durability_has_the_measured_stall() -> None:

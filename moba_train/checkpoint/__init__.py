@@ -3,6 +3,7 @@
 checkpointer   saves a checkpoint in the background
 finite         finds NaN and infinite values in what is saved
 planned        DCP's save with one save plan for all saves
+threads        a rank's files, written, hashed and read side by side
 rank_group     the collectives of a save, and errors of single ranks
 state          the tensors that a run consists of
 publish        how a checkpoint becomes visible, and how one is found again

@@ -26,4 +26,4 @@ def test_each_thread_has_a_file_and_all_parts_have_their_rates(
     for result in results:
         for part in ("write", "hash", "verify", "read"):
             assert result[f"{part}_gib_per_s"]["median"] > 0
-    assert capsys.readouterr().out.count("\n") == 4
+    assert capsys.readouterr().out.count("\n") == 6
