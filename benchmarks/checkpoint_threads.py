@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2, help="size of the checkpoint; a thread takes at least 1 GiB")
     parser.add_argument("--tensor-mib", type=int, default=32, help="size of a tensor")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="at most 8")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="at most 4")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()

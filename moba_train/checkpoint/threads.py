@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 PART_BYTES = 2**30
 """The least that a thread is started for, and the least size of a file where a rank writes several."""
-MOST_THREADS = 8
+MOST_THREADS = 4
+"""While they write, they hold Python's lock for up to a tenth of the time each, and training waits for it."""
 
 
 def threads_for(size: int) -> int:

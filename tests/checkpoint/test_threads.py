@@ -50,7 +50,7 @@ def test_items_are_cut_in_their_order_into_parts_of_equal_size(sizes: list[int],
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "gib", "want"),
-    [(64, 4, 45, 8), (256, 8, 45, 8), (64, 8, 45, 4), (64, 4, 3.5, 3), (64, 4, 0.9, 1), (2, 1, 45, 1), (4, 8, 45, 1)],
+    [(64, 4, 45, 4), (256, 8, 45, 4), (48, 8, 45, 3), (64, 4, 3.5, 3), (64, 4, 0.9, 1), (2, 1, 45, 1), (4, 8, 45, 1)],
 )
 def test_threads_share_the_node_and_none_is_started_for_little(
     cores: int, ranks: int, gib: float, want: int, monkeypatch: pytest.MonkeyPatch
