@@ -96,8 +96,15 @@ def plan(
     from moba_train.config.load import load_config
     from moba_train.errors import PlanError
     from moba_train.parallel.links import LINKS
-    from moba_train.planning.devices import H200, local_gpu, local_host_bytes, named_gpu, peak_or_default
-    from moba_train.planning.fit import cheapest_changes, largest_stage, shortage
+    from moba_train.planning.devices import (
+        H200,
+        local_gpu,
+        local_host_bytes,
+        local_host_memory,
+        named_gpu,
+        peak_or_default,
+    )
+    from moba_train.planning.fit import cheapest_changes, host_shortage, largest_stage, shortage
     from moba_train.planning.plan import Plan, make_plan
     from moba_train.planning.render import print_changes, print_fit, print_over_budget, print_plan
     from moba_train.validation.data import check_one_tokenizer
@@ -129,6 +136,8 @@ def plan(
     print_fit(made, target, console)
     print_over_budget(config, made.stages, console)
     print_recipe_warnings(config)
+    if host is not None and (warning := host_shortage(made, local_host_memory(per_node))):
+        console.print(f"warning: {warning}", soft_wrap=True)
     if target is None:
         return
 

@@ -178,7 +178,7 @@ class MemoryConfig(Section):
         None,
         gt=0,
         description="GiB of page-locked host memory for each GPU's offloaded activations; null: 80 % of the node's "
-        "memory, divided by its ranks, without what the optimizer's state takes of it",
+        "memory, divided by its ranks, without what the copy of a save and the optimizer's state take of it",
     )
 
 

@@ -65,8 +65,8 @@ def stage_activations(
     """What the layers keep in `stage`, by the recipe's policy.
 
     gpu_bytes: memory of one GPU; None: not known, then `budget` keeps everything unless memory.gpu_gib is given
-    host_bytes: host memory for the activations of one GPU, and for its optimizer's state where that is there; None: not
-        known, as much as it takes
+    host_bytes: host memory for the activations of one GPU, for the copy of a save, and for the optimizer's state where
+        that is there; None: not known, as much as it takes
     transport: of context parallelism, in the layer that needs most
 
     `budget` begins with the blocks' inputs and takes further tensors for as long as they fit beside all gradients
@@ -81,7 +81,7 @@ def stage_activations(
     if config.memory.host_gib is not None:
         host_bytes = config.memory.host_gib * 2**30
     elif host_bytes is not None:
-        host_bytes = max(0.0, host_bytes - MemoryEstimate(config, stage, sizes).host_optimizer)
+        host_bytes = max(0.0, host_bytes - MemoryEstimate(config, stage, sizes).host_taken)
     limit = FILLED * gpu_bytes if gpu_bytes is not None else None
     if config.memory.gpu_gib is not None:
         limit = config.memory.gpu_gib * 2**30

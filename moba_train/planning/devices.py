@@ -103,16 +103,21 @@ def local_gpu() -> Gpu | None:
 
 
 _HOST_SHARE = 0.8
-"""Part of a node's memory that page-locked activations may take; Python, the corpora's pages and the save of a
-checkpoint need the rest."""
+"""Part of a node's memory that offloaded activations, the optimizer's state and the copies of a save may take together;
+Python and the corpora's pages need the rest, and copies where torch rounds page-locked memory up."""
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def local_host_bytes(ranks_per_node: int) -> float:
-    """Bytes of this machine's memory, or of this container's, that the offloaded activations of one rank may take."""
+    """Bytes of `local_host_memory` that one rank may take for tensors of its GPU."""
+    return _HOST_SHARE * local_host_memory(ranks_per_node)
+
+
+def local_host_memory(ranks_per_node: int) -> float:
+    """Bytes of this machine's memory, or of this container's, for each of its ranks."""
     limits = [float(text) for path in map(Path, _CONTAINER_LIMITS) if path.exists() and (text := _number(path))]
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return _HOST_SHARE * min(physical, *limits, physical) / ranks_per_node
+    return min(physical, *limits, physical) / ranks_per_node
 
 
 def _number(path: Path) -> str:

@@ -46,6 +46,28 @@ def local_shortage(stage: Stage, memory: Memory, device: torch.device) -> str | 
     return shortage(stage.name, memory, gpu) if gpu else None
 
 
+def host_shortage(plan: Plan, available: float) -> str | None:
+    """A sentence on the stage that needs most memory of the host if that is more than the `available` bytes for each
+    GPU, else None."""
+    needs = {
+        item.stage.name: {
+            "the copy of a save": item.memory.host_copies,
+            "the optimizer's state": item.memory.host_optimizer,
+            "activations": item.activations.host_bytes,
+        }
+        for item in plan.stages
+    }
+    name, parts = max(needs.items(), key=lambda need: sum(need[1].values()))
+    if sum(parts.values()) <= available:
+        return None
+    listed = ", ".join(f"{part} {format_gib(size)}" for part, size in parts.items() if size)
+    return (
+        f"stage {name} needs about {format_gib(sum(parts.values()))} GiB of host memory for each GPU ({listed}), but "
+        f"this machine has {format_gib(available)}, and Linux kills runs that take more; use more GPUs on more "
+        "machines, lower memory.host_gib, or save nothing (checkpoint.every: null)"
+    )
+
+
 def over_budget(config: RunConfig, stage: Stage, memory: Memory) -> str | None:
     """A sentence if `stage`, which needs `memory` whatever `budget` leaves out, exceeds memory.gpu_gib, else None."""
     given = config.memory.gpu_gib

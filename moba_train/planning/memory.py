@@ -42,10 +42,8 @@ class MemoryEstimate:
             RankMoments(config, stage, sizes, work, of_rank, self._memory, width)
             for work, of_rank in zip(works, weights, strict=True)
         ]
-        self.host_optimizer = 0
-        """Bytes of host memory that the optimizer's state takes for each GPU."""
-        if config.optim.implementation == "deepspeed_cpu":
-            self.host_optimizer = max(of_rank.optimizer for of_rank in weights)
+        self.host_taken = max(rank.host_taken for rank in self._ranks)
+        """Bytes of host memory that the optimizer's state and the copy of a save take for each GPU."""
 
     def kept_bytes(self, layer: int, kept: Kept) -> int:
         """Bytes of one micro-batch that a layer keeps from its forward pass to its backward pass, wherever that is."""

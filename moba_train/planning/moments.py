@@ -48,6 +48,9 @@ class Memory:
     """Buffers of context parallelism, of one layer at a time."""
     host_optimizer: int = 0
     """State of the optimizer in host memory, for each GPU; not in `total`."""
+    host_copies: int = 0
+    """The copy of weights and optimizer state in host memory from which a checkpoint is written, for each GPU, without
+    what torch rounds page-locked memory up by; not in `total`."""
 
     @property
     def total(self) -> int:
@@ -135,11 +138,16 @@ class RankMoments:
         self._width = width
         self._gradients = _gradients(stage, sizes, weights)
         on_host = config.optim.implementation == "deepspeed_cpu"
+        host_optimizer = weights.optimizer if on_host else 0
+        host_copies = 4 * weights.shard + weights.optimizer if config.checkpoint.every is not None else 0
+        self.host_taken = host_optimizer + host_copies
+        """Bytes of host memory for each GPU, whatever the layers keep."""
         self._at = partial(
             Memory,
             parameters=4 * weights.shard + weights.cast + weights.buffers,
             optimizer=0 if on_host else weights.optimizer,
-            host_optimizer=weights.optimizer if on_host else 0,
+            host_optimizer=host_optimizer,
+            host_copies=host_copies,
         )
         self._buffers = work.received * memory.hidden
         # In the blocks: the gradients of the residual stream and the block's own weights, and of the output weight

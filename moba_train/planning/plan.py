@@ -131,7 +131,8 @@ def make_plan(
         `cp_transport: auto` may choose; None: not known, then nothing limits `budget`, and an H200's limits the buffers
     documents: those of each stage if they are known, else see `stage_documents`: attention is counted by the documents
         of the stage's corpora where these are on disk
-    host_bytes: host memory for the offloaded activations of one GPU; None: not known
+    host_bytes: host memory for the offloaded activations of one GPU, the copy of a save, and the optimizer's state
+        where that is there; None: not known
     links: bandwidths between GPUs
 
     Raises ConfigError for a layout that does not fit `world_size`, DataError for a corpus that is found but unusable.

@@ -183,6 +183,8 @@ def _memory(plan: Plan) -> Table:
     rows |= {part: partial(_gibibytes, part) for part in (*MEMORY_PARTS, "total")}
     if any(item.memory.host_optimizer for item in plan.stages):
         rows["optimizer, in host memory"] = partial(_gibibytes, "host_optimizer")
+    if any(item.memory.host_copies for item in plan.stages):
+        rows["copy of a save, in host memory"] = partial(_gibibytes, "host_copies")
     if any(item.activations.host_bytes for item in plan.stages):
         rows["activations, in host memory"] = lambda item: f"{item.activations.host_bytes / 2**30:.2f}"
     return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)

@@ -9,7 +9,8 @@ from moba_train.config.mesh import MeshSizes
 from moba_train.config.quantities import format_count
 from moba_train.config.schema import RunConfig
 from moba_train.parallel.float8 import describe_layers
-from moba_train.planning.devices import local_host_bytes, peak_tflops
+from moba_train.planning.devices import local_host_bytes, local_host_memory, peak_tflops
+from moba_train.planning.fit import host_shortage
 from moba_train.planning.plan import StagePlan, make_plan
 from moba_train.planning.render import format_duration
 
@@ -20,7 +21,8 @@ MFU = 0.4
 def summarize(config: RunConfig, world_size: int, ranks_per_node: int, device: torch.device) -> str:
     """Model, stages, mesh, tokens, layers in FP8 and predictions of a validated recipe on these ranks.
 
-    Memory is predicted for GPUs only, and time for GPUs whose peak is known.
+    Memory is predicted for GPUs only, with a warning where their host has too little, and time for GPUs whose peak is
+    known.
     """
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     peak = peak_tflops(gpu.name) if gpu is not None else None
@@ -50,7 +52,9 @@ def summarize(config: RunConfig, world_size: int, ranks_per_node: int, device: t
         at_most = "at most " if any(item.stage.until for item in plan.stages) else ""
         lines.append(("time", f"about {at_most}{format_duration(plan.seconds)} (predicted, at {MFU:.0%} of the peak)"))
     lines.append(("folder", f"{config.run_dir}: config.yaml (every value of the recipe), metrics.jsonl, checkpoints"))
-    return "\n".join([f"run {config.name}", *(f"  {label:<8}{text}" for label, text in lines)])
+    shortage = host_shortage(plan, local_host_memory(ranks_per_node)) if gpu is not None else None
+    warnings = [f"warning: {shortage}"] if shortage else []
+    return "\n".join([f"run {config.name}", *(f"  {label:<8}{text}" for label, text in lines), *warnings])
 
 
 def _stages(stages: tuple[StagePlan, ...]) -> list[str]:

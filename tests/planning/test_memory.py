@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from moba_train.planning import layer_memory, moments
 from moba_train.planning import memory as estimates
 from moba_train.planning.activations import FILLED, stage_activations
 from moba_train.planning.devices import H200, Gpu
-from moba_train.planning.fit import local_shortage
+from moba_train.planning.fit import host_shortage, local_shortage
 from moba_train.planning.memory import MemoryEstimate
 from moba_train.planning.moments import MEMORY_PARTS, Memory
 from moba_train.planning.parameters import count_recipe_parameters
 from moba_train.planning.pipeline import rank_work
 from moba_train.planning.plan import StagePlan, make_plan
+from moba_train.planning.summary import summarize
 
 ROOT = Path(__file__).parents[2]
 FULL = {"default": "full"}
@@ -408,18 +410,52 @@ def test_a_1b_model_fits_in_16_gib_with_its_optimizer_in_host_memory():
     assert on_host < 16 * 2**30
 
 
-def test_offloaded_activations_leave_room_on_the_host_for_the_optimizer():
-    """The host takes as many layers, the last one left out, as there is room for beside AdamW's state."""
+def test_offloaded_activations_leave_room_on_the_host_for_saves_and_the_optimizer():
+    """The host takes as many layers, the last one left out, as there is room for beside the copy of a save, which is of
+    weights and AdamW's state, and beside that state."""
 
-    def offloaded(host_gib: float, **optim) -> int:
+    def offloaded(host_gib: float, every: int | None, **optim) -> int:
         changes = {"batch_tokens": "8K", "activation_offload": True, "optim": optim, "memory": {"gpu_gib": 1}}
-        recipe = config("llama-1b", "8K", FULL, **changes)
+        recipe = config("llama-1b", "8K", FULL, checkpoint={"every": every}, **changes)
         layers = make_plan(recipe, 1, 989, 0.4, host_bytes=host_gib * 2**30).stages[0].activations.layers
         return sum(layer.on_host for layer in layers)
 
     state = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K").optimizer / 2**30
-    assert offloaded(1) == offloaded(1 + state, implementation="deepspeed_cpu") > 0
-    assert offloaded(1, implementation="deepspeed_cpu") == 0
+    assert offloaded(1, None) == offloaded(1 + state, None, implementation="deepspeed_cpu") > 0
+    assert offloaded(1, None, implementation="deepspeed_cpu") == 0
+    assert offloaded(1 + 1.5 * state, 100) == offloaded(1, None)
+    assert offloaded(1 + 2.5 * state, 100, implementation="deepspeed_cpu") == offloaded(1, None)
+    assert offloaded(1 + state, 100) == 0
+
+
+def test_the_copy_of_a_save_is_as_large_as_the_rank_s_part_of_the_checkpoint():
+    """89.75 GiB on two ranks (benchmarks/results/checkpoint-layouts-8b-h200-x2.json)."""
+    two = {"batch_tokens": "16K"}
+    assert memory("llama3-8b", 2, "8K", FULL, **two).host_copies == 12 * LLAMA_8B // 2
+    assert abs(2 * 12 * LLAMA_8B // 2 / 2**30 - 89.75) < 0.05
+    assert memory("llama3-8b", 2, "8K", FULL, checkpoint={"every": None}, **two).host_copies == 0
+
+
+def test_a_host_with_too_little_memory_is_named_with_what_takes_it():
+    changes = {"batch_tokens": "16K", "activation_offload": True, "activation_checkpointing": "full"}
+    plan = make_plan(config("llama3-8b", "8K", FULL, **changes), 2, 989, 0.4)
+    copies, kept = 12 * LLAMA_8B // 2, plan.stages[0].activations.host_bytes
+    assert host_shortage(plan, copies + kept) is None
+    missing = host_shortage(plan, copies + kept - 1)
+    assert missing.startswith(f"stage only needs about {(copies + kept) / 2**30:.1f} GiB of host memory for each GPU")
+    assert f"(the copy of a save 44.9, activations {kept / 2**30:.1f}), but this machine has" in missing
+
+
+@pytest.mark.parametrize(("host_gib", "warned"), [(40, True), (45, False)])
+def test_a_run_says_first_that_its_host_has_too_little_memory(monkeypatch, host_gib, warned):
+    """Before the copy is allocated, in which Linux may kill it."""
+    h200 = SimpleNamespace(name="NVIDIA H200", total_memory=150e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    monkeypatch.setattr("moba_train.planning.summary.local_host_memory", lambda ranks: host_gib * 2**30)
+    text = summarize(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2, 2, torch.device("cuda"))
+    assert (
+        "warning: stage only needs about 44.9 GiB of host memory for each GPU (the copy of a save" in text
+    ) == warned
 
 
 def test_budget_leaves_room_for_gradients_that_come_later():
