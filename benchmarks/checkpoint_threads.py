@@ -4,8 +4,8 @@
         --output benchmarks/results/checkpoint-threads-cpu.json
 
 By the code of training, with tensors of random numbers, on a GPU where there is one: writing them to $TMPDIR with
-fsync, and hashing the files; then, with other tensors, verifying hashes and reading. A thread is given half of two
-cores, as on a node that has twice as many of them as threads.
+fsync, and hashing the files; then, with other tensors, verifying hashes and reading. The code is told that the machine
+has two cores for each thread, so that it starts that many.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from moba_train.checkpoint.manifest import META, hash_file, verify_checkpoint, w
 from moba_train.checkpoint.planned import PlannedWriter
 from moba_train.checkpoint.publish import publish, step_name
 from moba_train.checkpoint.rank_group import RankGroup
-from moba_train.checkpoint.threads import in_threads
+from moba_train.checkpoint.threads import MOST_THREADS, in_threads
 
 PARTS = ("write", "hash", "verify", "read")
 
@@ -47,7 +47,9 @@ def measure(threads: int, tensors: dict[str, Tensor], folder: Path) -> dict[str,
     written.mkdir()
     copies = {name: tensor.cpu() for name, tensor in tensors.items()}
     write_json(written / META, {"good": True})
-    with mock.patch.object(os, "sched_getaffinity", return_value=range(2 * threads)):
+    cores = range(2 * threads)
+    told = {"cpu_count": mock.Mock(return_value=len(cores)), "sched_getaffinity": mock.Mock(return_value=cores)}
+    with mock.patch.multiple(os, **told):
         writer = PlannedWriter(RankGroup(dist.new_group(backend="gloo")))
         writer.plan(tensors, copies)
         with timed("write"):
@@ -95,10 +97,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2, help="size of the checkpoint; a thread takes at least 1 GiB")
     parser.add_argument("--tensor-mib", type=int, default=32, help="size of a tensor")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="at most 4")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help=f"of each turn, at most {MOST_THREADS}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
+    if not set(arguments.threads) <= set(range(1, MOST_THREADS + 1)):
+        parser.error(f"--threads: {arguments.threads} given, 1 to {MOST_THREADS} allowed")
+    torch.set_num_threads(1)  # as torchrun does
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
         results = run(arguments)

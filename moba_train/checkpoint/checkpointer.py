@@ -1,10 +1,11 @@
 """Saving a checkpoint of a distributed run in the background.
 
-`save` returns at once; one thread per rank copies the tensors to CPU memory, writes them with
-torch.distributed.checkpoint (planned.py) and publishes the result. The copies are made while the next forward and
-backward pass run, and only the update of the weights waits for them (`before_update`). The thread issues them, because
-a GPU's queue holds about a thousand, and issuing more blocks. The threads use a gloo group of their own, because all
-NCCL collectives must be issued from one thread in one order, and that thread is busy training.
+`save` returns at once; a thread of each rank copies the tensors to CPU memory, writes them with
+torch.distributed.checkpoint (planned.py; with further threads where there is much) and publishes the result. The copies
+are made while the next forward and backward pass run, and only the update of the weights waits for them
+(`before_update`). The thread issues them, because a GPU's queue holds about a thousand, and issuing more blocks. The
+threads use a gloo group of their own, because all NCCL collectives must be issued from one thread in one order, and
+that thread is busy training.
 
 Why not `dcp.async_save` with a pinned, asynchronous DefaultStager (torch 2.13)? It plans every save anew, which costs
 the training thread 1.28 s a save on a CPU, against 0.50 s with one save plan (benchmarks/checkpoint_python.py); its

@@ -243,9 +243,16 @@ class _Reader(dcp.FileSystemReader):
             stored = self.storage_data[item.storage_index]
             return stored.relative_path, stored.offset
 
-        parts = evenly(sorted(plan.items, key=place), lambda item: self.storage_data[item.storage_index].length)
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         read = super().read_data
-        in_threads(lambda items: read(replace(plan, items=items), planner), parts, len(parts))
+
+        def read_part(items: list[ReadItem]) -> None:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)  # a new thread's is GPU 0
+            read(replace(plan, items=items), planner)
+
+        parts = evenly(sorted(plan.items, key=place), lambda item: self.storage_data[item.storage_index].length)
+        in_threads(read_part, parts, len(parts))
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 META = "meta.json"
 
 JSON_BYTES = 8 << 20
-"""Largest manifest or meta: the manifest of 50,000 ranks has 7 MB."""
+"""Largest manifest or meta: the manifest of 50,000 files has 7 MB."""
 JSON_VALUES = 1_000_000
 """Most values in a manifest or meta: an empty list takes 2 bytes of text and 64 of memory."""
 JSON_DEPTH = 100

@@ -126,6 +126,8 @@ class RunCheckpoints:
         try:
             progress = self._start_from(path, from_scratch)
             self.load_s = time.monotonic() - began
+            if self._config.checkpoint.every is not None:
+                self._checkpointer.reserve(self._tensors())
             return progress
         except UserError:
             if self.restarts is not None:
@@ -146,8 +148,6 @@ class RunCheckpoints:
             if self._config.init_from is not None:
                 self.loaded_weights = load_initial_weights(self._model, Path(self._config.init_from))
             progress = Progress(run_id=broadcast(uuid.uuid4().hex[:8]))
-        if self._config.checkpoint.every is not None:
-            self._checkpointer.reserve(self._tensors())
         return progress
 
     def _newest_to_resume_from(self, accept: Accept) -> Path | None:

@@ -3,7 +3,12 @@ fails."""
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +24,7 @@ from test_publish import flip_byte
 
 from moba_train.checkpoint import publish, threads
 from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.files import try_all
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.retention import Retention
@@ -32,6 +38,7 @@ def many_threads() -> Iterator[None]:
     """Files of a few bytes are enough for a thread each, on a node with many cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "PART_BYTES", 64)
+        patch.setattr(os, "cpu_count", lambda: 64)
         patch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
         yield
 
@@ -49,13 +56,23 @@ def test_items_are_cut_in_their_order_into_parts_of_equal_size(sizes: list[int],
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "gib", "want"),
-    [(64, 4, 45, 4), (256, 8, 45, 4), (48, 8, 45, 3), (64, 4, 3.5, 3), (64, 4, 0.9, 1), (2, 1, 45, 1), (4, 8, 45, 1)],
+    ("machine", "usable", "ranks", "gib", "want"),
+    [
+        (64, 64, 4, 45, 4),
+        (256, 256, 8, 45, 4),
+        (48, 48, 8, 45, 3),
+        (96, 6, 8, 45, 3),  # bound to six cores of its own
+        (64, 64, 4, 3.5, 3),
+        (64, 64, 4, 1.9, 1),
+        (2, 2, 1, 45, 1),
+        (4, 4, 8, 45, 1),
+    ],
 )
 def test_threads_share_the_node_and_none_is_started_for_little(
-    cores: int, ranks: int, gib: float, want: int, monkeypatch: pytest.MonkeyPatch
+    machine: int, usable: int, ranks: int, gib: float, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert threads_for(int(gib * 2**30)) == want
 
@@ -79,6 +96,74 @@ def test_threads_work_at_the_same_time_and_an_error_ends_all() -> None:
     with pytest.raises(OSError, match="disk full"):
         in_threads(fail, [1, 2, 3], 3)
     assert sorted(ended) == [1, 3]
+
+
+def test_after_an_error_nothing_is_begun_and_the_first_one_is_raised() -> None:
+    begun: list[int] = []
+    failed = threading.Event()
+
+    def act(number: int) -> None:
+        begun.append(number)
+        if number == 1:
+            failed.set()
+            raise CheckpointError("the first")
+        assert failed.wait(30)
+        time.sleep(0.1)
+        raise OSError("a later one")
+
+    with pytest.raises(CheckpointError, match="the first"):
+        in_threads(act, range(40), 2)
+    assert sorted(begun) == [0, 1]
+    begun.clear()
+    failed.clear()
+    with pytest.raises(CheckpointError, match="the first"):  # at once: it is not tried again
+        try_all(range(40), act, 2)
+    assert sorted(begun) == [0, 1]
+
+
+def test_what_fails_in_a_thread_is_tried_again() -> None:
+    tried: Counter[int] = Counter()
+
+    def read(number: int) -> int:
+        tried[number] += 1
+        if (number, tried[number]) in ((2, 1), (3, 1), (3, 2)):
+            raise OSError(errno.EIO, "Input/output error")
+        return number
+
+    assert try_all(range(6), read, 3) == ({number: number for number in range(6)}, {})
+    assert tried == Counter({0: 1, 1: 1, 2: 2, 3: 3, 4: 1, 5: 1})
+
+
+HANGING = """
+import os, threading, time
+from moba_train.checkpoint.threads import in_threads
+
+def hang(number):
+    os.write(1, b"hangs\\n")
+    time.sleep(600)
+
+"""
+
+
+def hanging(rest: str) -> subprocess.Popen[bytes]:
+    """A process that runs `rest` after `HANGING`, once both threads hang."""
+    process = subprocess.Popen([sys.executable, "-c", HANGING + rest], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout:
+        assert [process.stdout.readline() for _ in range(2)] == [b"hangs\n"] * 2
+    return process
+
+
+def test_threads_that_hang_do_not_keep_the_process() -> None:
+    """As a save does on a file system that never answers: the run gives it up."""
+    process = hanging("threading.Thread(target=in_threads, args=(hang, [1, 2], 2), daemon=True).start(); time.sleep(2)")
+    assert process.wait(timeout=60) == 0
+
+
+def test_ctrl_c_waits_for_no_thread() -> None:
+    process = hanging("in_threads(hang, [1, 2], 2)")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == -signal.SIGINT
 
 
 def save_in_threads(folder: Path) -> None:
@@ -158,7 +243,7 @@ def test_a_full_disk_in_one_thread_fails_the_save(which: int, tmp_path: Path, mo
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_threads_of_a_rank_stay_on_its_gpu(tmp_path: Path) -> None:
-    """To make a context on the GPU of another takes seconds, and memory there."""
+    """What they read goes to that GPU; to make a context on another takes seconds, and memory there."""
     run_ranks(2, save_and_load_on_gpus, tmp_path / "store", tmp_path / "checkpoints", device="cuda")
 
 

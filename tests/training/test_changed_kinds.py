@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from faults import inject, overflow
+from forked import run_processes
 from tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from trainer_ranks import Ranks
 from typer.testing import CliRunner
@@ -63,6 +64,11 @@ def train_with_overflow(recipe: str, *steps: int) -> int:
         return main([recipe])
 
 
+def train_alone(rank: int, recipe: str, *steps: int) -> None:
+    """In a process of its own: `deterministic` must come before its first use of a GPU."""
+    assert train_with_overflow(recipe, *steps) == 0
+
+
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"pp": 2}], ids=["alone", "cp", "pp"])
 def test_a_rollback_behind_the_beginning_of_a_kind_begins_it_anew(
     finished: Run, tmp_path: Path, corpora: Path, ranks: Ranks, parallel: dict[str, int]
@@ -97,11 +103,12 @@ def test_a_rollback_on_a_gpu_begins_a_kind_anew(tmp_path: Path, corpora: Path) -
         return sized(with_sparse_stage(Run(folder, corpora), **options))
 
     def train(run: Run, steps: tuple[int, ...]) -> None:
-        assert train_with_overflow(str(run.write_recipe()), *steps) == 0
+        run_processes(train_alone, (str(run.write_recipe()), *steps), 1, "cuda")
 
     (tmp_path / "before").mkdir()
     before = sized(Run(tmp_path / "before", corpora))
-    assert before.train_here() == 0
+    code, output = before.train_on_gpu()
+    assert code == 0, output
     assert_a_rollback_begins_the_kind_anew(before, later, train, tmp_path)
 
 
