@@ -1,8 +1,8 @@
 """The files of a checkpoint, written, hashed and read by several threads of a rank.
 
-One core writes, hashes and reads 1.0 to 1.4 GiB of a checkpoint a second, and a rank may have tens of GiB. The threads of
-torch.distributed.checkpoint (DCP; `FileSystemWriter(thread_count=...)`) lose errors: where one of them fails, the save
-goes on without its tensors.
+One core writes, hashes and reads 1.0 to 1.4 GiB of a checkpoint a second, and a rank may have tens of GiB. The threads
+of torch.distributed.checkpoint (DCP; `FileSystemWriter(thread_count=...)`) lose errors: where one of them fails, the
+save goes on without its tensors.
 """
 
 import os
