@@ -161,7 +161,8 @@ def test_threads_that_hang_do_not_keep_the_process() -> None:
 
 
 def test_ctrl_c_waits_for_no_thread() -> None:
-    process = hanging("in_threads(hang, [1, 2], 2)")
+    handler = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # ignored in a background job
+    process = hanging(f"{handler}; in_threads(hang, [1, 2], 2)")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == -signal.SIGINT
 
