@@ -61,10 +61,10 @@ def host_shortage(plan: Plan, available: float) -> str | None:
     if sum(parts.values()) <= available:
         return None
     listed = ", ".join(f"{part} {format_gib(size)}" for part, size in parts.items() if size)
+    lower = "lower memory.host_gib or " if parts["activations"] else ""
     return (
         f"stage {name} needs about {format_gib(sum(parts.values()))} GiB of host memory for each GPU ({listed}), but "
-        f"this machine has {format_gib(available)}, and Linux kills runs that take more; use more GPUs on more "
-        "machines, lower memory.host_gib, or save nothing (checkpoint.every: null)"
+        f"this machine has {format_gib(available)}, and Linux kills runs that take more; {lower}use more machines"
     )
 
 

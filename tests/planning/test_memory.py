@@ -444,6 +444,9 @@ def test_a_host_with_too_little_memory_is_named_with_what_takes_it():
     missing = host_shortage(plan, copies + kept - 1)
     assert missing.startswith(f"stage only needs about {(copies + kept) / 2**30:.1f} GiB of host memory for each GPU")
     assert f"(the copy of a save 44.9, activations {kept / 2**30:.1f}), but this machine has" in missing
+    assert missing.endswith("lower memory.host_gib or use more machines")
+    alone = host_shortage(make_plan(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2, 989, 0.4), copies - 1)
+    assert alone.endswith("take more; use more machines"), "memory.host_gib is refused without activation_offload"
 
 
 @pytest.mark.parametrize(("host_gib", "warned"), [(40, True), (45, False)])
