@@ -73,13 +73,11 @@ class PlannedWriter:
 def _write_own(writer: dcp.FileSystemWriter, plan: SavePlan, values: "_Copies") -> list[WriteResult]:
     """Writes this rank's parts of the tensors, into one file for each thread: `__0_0.distcp`, or `__0_0_0.distcp`,
     `__0_1_0.distcp` and so on."""
-    parts = evenly(plan.items, _bytes_of)
-    plans = [replace(plan, items=part) for part in parts]
+    plans, names, parts = [plan], plan.storage_data, evenly(plan.items, _bytes_of)
     if len(parts) > 1:
-        prefixes = [f"{plan.storage_data.prefix}{number}_" for number in range(len(parts))]
         plans = [
-            replace(part, storage_data=replace(plan.storage_data, prefix=prefix))
-            for part, prefix in zip(plans, prefixes, strict=True)
+            replace(plan, items=part, storage_data=replace(names, prefix=f"{names.prefix}{number}_"))
+            for number, part in enumerate(parts)
         ]
     written = in_threads(lambda part: writer.write_data(part, values).value(), plans, len(plans))
     return [result for results in written for result in results]

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.checkpoint_threads import main
 from moba_train.checkpoint import threads
@@ -16,6 +17,7 @@ def test_each_thread_has_a_file_and_all_parts_have_their_rates(
     output = tmp_path / "threads.json"
     size = ["--gib", str(4 / 1024), "--tensor-mib", "1", "--threads", "1", "3", "--repeats", "1"]
     monkeypatch.setattr(threads, "PART_BYTES", 2**20)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # it would hold for the tests that follow
     monkeypatch.setattr(sys, "argv", ["checkpoint_threads", *size, "--output", str(output)])
     main()
     results = json.loads(output.read_text())["results"]
