@@ -256,7 +256,11 @@ def test_mechanisms_has_what_a_sink_costs_under_dispatch() -> None:
 
 @pytest.mark.parametrize(
     ("table", "result"),
-    [(checkpoint_layouts.table, "checkpoint-layouts-8b-h200-x2"), (checkpoint_threads.table, "checkpoint-threads-cpu")],
+    [
+        (checkpoint_layouts.table, "checkpoint-layouts-8b-h200-x2"),
+        (checkpoint_threads.table, "checkpoint-threads-cpu"),
+        (checkpoint_threads.table, "checkpoint-threads-h200"),
+    ],
 )
 def test_durability_has_the_tables_of_the_programs(
     table: Callable[[Sequence[dict[str, Any]]], str], result: str
