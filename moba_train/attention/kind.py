@@ -231,6 +231,11 @@ class AttentionKind(ABC):
         """
         return 3 * width * model.heads * model.head_width if self.attentions else 0
 
+    @property
+    def prefill_unit(self) -> int:
+        """A long prompt is read in parts of a multiple of so many tokens."""
+        return 1
+
     def generation_problem(self) -> str:
         """Why tokens cannot be generated one by one through a key/value cache; empty when they can."""
         return ""

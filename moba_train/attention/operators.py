@@ -36,6 +36,7 @@ from moba_train.attention.protocol import (
     OperatorHandles,
     Selection,
     TokenRange,
+    constructed,
 )
 from moba_train.attention.shard import Shard
 
@@ -47,13 +48,19 @@ class OperatorEngine(ABC):
 
     handle: str = ""
     """Names this object in the arguments of the operators."""
+    _settings: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
     observers: tuple[AttentionObserver, ...] = ()
     """Who observes the calls of this engine now."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         engine = super().__new__(cls)
         engine.handle = ENGINES.add(engine, *arguments, options)
+        engine._settings = arguments, options
         return engine
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is constructed anew: it needs a handle of its own."""
+        return constructed, (type(self), *self._settings)
 
     def __call__(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout

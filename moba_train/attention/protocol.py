@@ -217,6 +217,11 @@ class OperatorHandles(Generic[T]):
         return self._objects[handle]
 
 
+def constructed(cls: type[T], arguments: tuple[Any, ...], options: dict[str, Any]) -> T:
+    """A `cls` of these settings."""
+    return cls(*arguments, **options)
+
+
 ATTENTIONS: "OperatorHandles[LocalAttention]" = OperatorHandles()
 
 
@@ -253,6 +258,7 @@ class LocalAttention(Protocol):
 
     handle: str = ""
     """Names this object in the arguments of torch operators (operators.py)."""
+    _settings: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     @property
     def by_unit(self) -> "UnitAttention | None":
@@ -262,7 +268,12 @@ class LocalAttention(Protocol):
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         attention = super().__new__(cls)
         attention.handle = ATTENTIONS.add(attention, *arguments, options)
+        attention._settings = arguments, options
         return attention
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is constructed anew: it needs a handle of its own."""
+        return constructed, (type(self), *self._settings)
 
     def __init__(self, options: Section, head_dim: int) -> None: ...
 

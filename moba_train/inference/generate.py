@@ -1,5 +1,6 @@
 """Autoregressive generation: read the prompts, then one token of every sequence at a time through the cache."""
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from moba_train.inference.cache import CachedAttention, CachePlan, Decode, check
 from moba_train.model.transformer import Transformer
 
 PREFILL_TOKENS = 65_536
-"""Tokens of a prompt in one forward pass, which bounds the memory of activations."""
+"""Tokens of a prompt in one forward pass, or as near to it as `AttentionKind.prefill_unit` allows: that bounds the
+memory of activations."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ def _read(
     """Logits [V] behind the prompt of one sequence."""
     tokens_T = torch.tensor(prompt, device=plan.device)
     positions_T = torch.arange(len(prompt), device=plan.device)
-    for part_T, positions_t in zip(tokens_T.split(PREFILL_TOKENS), positions_T.split(PREFILL_TOKENS), strict=True):
+    unit = math.lcm(*(kind.prefill_unit for kind in model.attention_kinds()))
+    part = max(unit, PREFILL_TOKENS // unit * unit)
+    for part_T, positions_t in zip(tokens_T.split(part), positions_T.split(part), strict=True):
         plan.read(index, part_T.numel())
         last = torch.tensor([part_T.numel() - 1], device=plan.device)
         logits_1V = model(part_T, positions_t, plan.layout, rows_n=last)

@@ -1,10 +1,15 @@
 """Attention inside torch.compile and under activation checkpointing: equal numbers, one selection."""
 
+import copy
+import gc
+import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from kind_checks import small_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -232,3 +237,17 @@ def test_kernels_run_where_the_tensors_are_not_on_the_current_device() -> None:
     with torch.cuda.device(0):
         for there, here in zip(run("cuda:1"), run("cuda:0"), strict=True):
             assert torch.equal(there.cpu(), here.cpu())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_needs_nothing_of_the_first(copied: Callable[[Transformer], Transformer]) -> None:
+    """Operators find attentions and engines by handles, which a copy must not share."""
+    model = small_model("moba", {"block_size": 4, "topk": 2})
+    inputs = torch.arange(10), torch.arange(10), packed_layout([10])
+    want = model(*inputs)
+    other = copied(model)
+    handles = {kind.attentions[0].handle for kind in model.attention_kinds()}
+    assert handles.isdisjoint(kind.attentions[0].handle for kind in other.attention_kinds())
+    del model
+    gc.collect()
+    assert torch.equal(other(*inputs), want)

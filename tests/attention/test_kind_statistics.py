@@ -78,9 +78,9 @@ def test_a_kind_shows_what_it_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_together_see_what_one_device_sees(name: str) -> None:
-    """But for the spread of blocks and the shares of heads, which a rank has for its own queries, and for states, of
-    which it has those behind its own tokens."""
-    apart = {"load_imbalance", "entropy", "state_norm", "max_state_norm", "min_key_share", "max_key_share"}
+    """But for the spread of blocks, which a rank has for its own queries, and for states, of which it has those behind
+    its own tokens."""
+    apart = {"load_imbalance", "entropy", "state_norm", "max_state_norm"}
     layer = small_layer(name, LENGTHS)
     strategy = CPStrategy(2, "allgather", "zigzag", 2)
     found = joined(seen_by_ranks(layer, strategy)).values()
@@ -151,8 +151,8 @@ def test_the_state_behind_a_document_is_the_same_on_ranks(
 def test_the_shares_of_keys_are_what_the_recipe_asks_for() -> None:
     """Spans of 8, 16, 16 and all tokens before 60 tokens, in blocks of 4; and a window of 12 with 4 blocks more."""
     moa = seen(small_layer("moa", [60]))
-    assert moa["max_key_share"] == 1
-    assert 0 < moa["min_key_share"] < moa["key_share"] < 1
+    assert moa["longest_key_share"] == 1
+    assert 0 < moa["shortest_key_share"] < moa["key_share"] < 1
     infllm = seen(small_layer("infllm", [60]))
     # Before the window: the first block, 2 more, and the one that the window is leaving.
     keys = sum(min(p + 1, 12) + (min((p - 12) // 4, 3) * 4 + (p - 12) % 4 + 1 if p >= 12 else 0) for p in range(60))

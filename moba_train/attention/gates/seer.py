@@ -125,6 +125,11 @@ class SeerKind(DistilledGate):
         target = 4 * model.heads * -(-seq_len // block_size) // block_size
         return super().saved_bytes(model, seq_len) + (target if self.learns else 0)
 
+    @property
+    def prefill_unit(self) -> int:
+        """Whole blocks: their queries select by their mean."""
+        return self.gate_options.block_size
+
     def own_decode_problem(self) -> str:
         """In mode sparse a query's blocks depend on the mean of its whole block, which is not known yet."""
         if self.gate_options.mode == "warmup":

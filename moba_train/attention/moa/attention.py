@@ -130,12 +130,14 @@ class SpanAttention(LocalAttention):
         return torch.where(chosen_HnN == len(ids_N), -1, chosen_HnN).int()
 
     def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
-        """The share of the keys that heads attend to: their mean, the least and the largest."""
+        """The share of the keys that heads attend to: their mean, that of the shortest and of the longest span."""
         shares = [key_share(float(keys_T.sum()), layout) for keys_T in self._keys_of_rules(layout)]
-        values = [share.values()["key_share"] for share in shares if share.values()]
-        if not values:
+        found = sorted((share.values()["key_share"], share.weights["key_share"]) for share in shares if share.values())
+        if not found:
             return Statistics()
-        return joined([*shares, Statistics({"min_key_share": min(values), "max_key_share": max(values)})])
+        (shortest, weight), (longest, _) = found[0], found[-1]
+        ends = {"shortest_key_share": shortest, "longest_key_share": longest}
+        return joined([*shares, Statistics(ends, weight)])
 
     def _keys_of_rules(self, layout: Layout) -> Iterator[Tensor]:
         """For each rule, the keys that each of the layout's queries attends to, int64 [T]."""

@@ -23,7 +23,7 @@ class MoaKind(AttentionKind):
     statistics = (
         SOFTMAX
         | KEY_SHARE
-        | {"min_key_share": "that of the head with the shortest span", "max_key_share": "with the longest"}
+        | {"shortest_key_share": "that of the head with the shortest span", "longest_key_share": "with the longest"}
     )
 
     def __init__(self, options: Section, head_dim: int) -> None:

@@ -70,17 +70,18 @@ def invert(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Te
     heads, tokens, selected = selected_HTC.shape
     group = heads // kv_heads
     lists = kv_heads * blocks
-    per_head = tokens * group * selected
-    if per_head >= 2**31:
+    if selected == 0 or tokens == 0:
+        entries, starts = empty_inverse(selected_HTC, kv_heads, blocks)
+        return entries, starts.zero_()
+    chunks, chunk = chunking(tokens, group * selected, lists)
+    if chunks * chunk >= 2**31:  # the kernels count to the end of the last chunk in int32
         raise ValueError(
             f"{selected} selected blocks for each of {tokens} tokens and {group} query heads of a key/value head are "
-            f"{per_head} entries; fewer than {2**31} allowed: select fewer blocks (topk), or set parallel.cp"
+            f"{tokens * group * selected} entries; fewer than {2**31}, up to rounding, allowed: select fewer blocks "
+            "(topk), or set parallel.cp"
         )
     entries, starts = empty_inverse(selected_HTC, kv_heads, blocks)
-    if selected == 0 or tokens == 0:
-        return entries, starts.zero_()
     device = selected_HTC.device
-    chunks, chunk = chunking(tokens, group * selected, lists)
     # Chunk by chunk for `_count` and `_place`, so that a chunk's counters share cache lines; `starts` is list by list.
     counts_KCN = torch.empty(kv_heads, chunks, blocks, dtype=torch.int32, device=device)
     cursor_KCN = torch.empty_like(counts_KCN, dtype=starts.dtype)
