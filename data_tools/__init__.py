@@ -11,7 +11,6 @@ outputs           files that appear complete or not at all, and are not overwrit
 train_tokenizer   training a sentencepiece tokenizer
 encoders          text to token ids, with three types of tokenizers
 segments          faster encoding with sentencepiece models
-control_tokens    special tokens that are spelt out in text
 tokenize_corpus   from text to a corpus
 parts             one part of a corpus, made once by any process
 conversations     conversations from JSON records

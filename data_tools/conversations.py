@@ -107,7 +107,8 @@ def _raw(record: dict[str, Any]) -> TokenRecord:
     if len(ids) != len(mask):
         raise ValueError(f"{len(ids)} input_ids, but {len(mask)} entries in loss_mask")
     for key, values, allowed in (("input_ids", ids, "whole numbers >= 0"), ("loss_mask", mask, "0 or 1")):
-        good = all(isinstance(value, int) and value >= 0 and (key == "input_ids" or value <= 1) for value in values)
+        types = (int,) if key == "input_ids" else (int, bool)
+        good = all(type(value) in types and value >= 0 and (key == "input_ids" or value <= 1) for value in values)
         if not good:
             raise ValueError(f"{key} must hold {allowed}")
     if not any(mask[1:]):

@@ -4,6 +4,7 @@ Files may come from elsewhere: a record that is too long is a bad record, a file
 size is read no further, and neither is ever held in memory. docs/security.md has the limits.
 """
 
+import codecs
 import json
 import math
 import os
@@ -22,6 +23,8 @@ EncodingErrors = Literal["strict", "replace"]
 
 DOCUMENT_BYTES = 128 * MIB
 """Longest document or line, unless the caller gives a limit. Parsing JSON may take 20 times as much memory."""
+SMALLER_ON_DISK = (*COMPRESSED, ".parquet")
+"""Suffixes of files that may hold more text than they take on the disk."""
 _PARQUET_ROWS = 8
 """Rows that are decoded at a time: the rows of a dictionary-encoded column may all be one very long text."""
 _JSON_TYPES = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
@@ -184,6 +187,7 @@ def _read_text(path: str, limit: int, encoding_errors: EncodingErrors) -> bytes 
         content = file.read(limit + 1)
     if len(content) > limit:
         return BadRecord(path, 1, too_long(limit))
+    content = content.removeprefix(codecs.BOM_UTF8)
     try:
         content.decode()
     except UnicodeDecodeError as error:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data_tools.control_tokens import decode
 from data_tools.encoders import load_tiktoken_encoding
+from moba_train.data.control_tokens import decode
 from moba_train.data.indexed import IndexedDataset, outside
 from moba_train.data.loss_mask import LossWeights
-from moba_train.data.tokenizer import TIKTOKEN, load_text_tokenizer, tokenizer_hash
+from moba_train.data.tokenizer import TIKTOKEN, load_text_tokenizer, tokenizer_hashes
 from moba_train.errors import DataError
 
 
@@ -123,7 +123,7 @@ def tokenizer_of(corpus: IndexedDataset) -> str:
 def made_with(corpus: IndexedDataset, tokenizer: str) -> bool | None:
     """Whether `tokenizer`, a file or folder, made the corpus; None: it is not known."""
     sha256 = (corpus.info or {}).get("tokenizer_sha256")
-    return None if sha256 is None or tokenizer.startswith(TIKTOKEN) else sha256 == tokenizer_hash(tokenizer)
+    return None if sha256 is None or tokenizer.startswith(TIKTOKEN) else sha256 in tokenizer_hashes(tokenizer)
 
 
 def load_decoder(tokenizer: str) -> Decoder:

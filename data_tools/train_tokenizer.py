@@ -7,11 +7,11 @@ from pathlib import Path
 
 import sentencepiece
 
-from data_tools.documents import BadRecord, EncodingErrors, read_documents
+from data_tools.documents import SMALLER_ON_DISK, BadRecord, EncodingErrors, read_documents
 from data_tools.holdout import hash_fraction
 from data_tools.outputs import check_output_file, replace_file
 from data_tools.progress import ByteProgress
-from data_tools.shards import cut_shards, shard_bytes
+from data_tools.shards import Shard, cut_shards, shard_bytes
 from moba_train.errors import DataError, UserError
 
 SAMPLE_BYTES = 128 << 20
@@ -34,7 +34,7 @@ def train_tokenizer(
     check_output_file(output)
     shards = cut_shards(files)
     total = sum(map(shard_bytes, shards))
-    fraction = SAMPLE_BYTES / max(total, 1)
+    fraction = SAMPLE_BYTES / max(_text_bytes(shards, text_key, encoding_errors), 1)
     bad: list[BadRecord] = []
     failures: list[UserError] = []
 
@@ -84,6 +84,20 @@ def train_tokenizer(
         )
     replace_file(output, model.getvalue())
     return bad
+
+
+def _text_bytes(shards: Sequence[Shard], text_key: str, encoding_errors: EncodingErrors) -> int:
+    """Bytes of the text in `shards`, which is read for it where a file is compressed; of plain files, their size."""
+    total = sum(map(shard_bytes, shards))
+    if not any(chunk.path.endswith(SMALLER_ON_DISK) for shard in shards for chunk in shard):
+        return total
+    found = 0
+    with ByteProgress("train-tokenizer: measuring", total) as progress:
+        for shard in shards:
+            for document in read_documents(shard, text_key, encoding_errors=encoding_errors):
+                found += 0 if isinstance(document, BadRecord) else len(document)
+            progress.advance(shard_bytes(shard))
+    return found
 
 
 def _explain(error: RuntimeError, vocab_size: int) -> Exception:

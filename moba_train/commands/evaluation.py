@@ -281,6 +281,7 @@ def generate(
     import torch
 
     from moba_train.checkpoint.trained_model import load_trained
+    from moba_train.data.corpus_marks import corpus_marks
     from moba_train.data.tokenizer import load_text_tokenizer
     from moba_train.inference.prompt import read_prompt
     from moba_train.inference.text import generate_text
@@ -310,6 +311,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         decode=decode.value,
+        marks=corpus_marks(saved.config, roots),
         say=lambda line: typer.echo(line, err=True),
     )
     first = next(text, "")  # whatever is refused is refused here, before anything is printed

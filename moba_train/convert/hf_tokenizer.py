@@ -13,10 +13,10 @@ from typing import Any
 
 from moba_train.config.schema import RunConfig
 from moba_train.convert.sentencepiece_json import convert_sentencepiece
-from moba_train.data.indexed import corpus_file
+from moba_train.data.corpus_marks import CorpusMarks, corpus_marks
 from moba_train.data.tokenizer import TIKTOKEN, TOKENIZER_CONFIG, Tokenizer, load_tokenizer, tokenizer_file
 from moba_train.errors import DataError
-from moba_train.foreign_files import TOKENIZER_BYTES, parse_json, read_foreign, read_foreign_json
+from moba_train.foreign_files import TOKENIZER_BYTES, parse_json, read_foreign
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -58,21 +58,12 @@ class TokenizerExport:
         self.files[name] = (json.dumps(contents, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-@dataclass(frozen=True)
-class _CorpusMarks:
-    """What a corpus of the run says about its documents. Ids are None where documents have no such mark."""
-
-    tokenizer: str | None = None
-    bos_id: int | None = None
-    eos_id: int | None = None
-
-
 def export_tokenizer(config: RunConfig, model_type: str, max_length: int, roots: Sequence[Path]) -> TokenizerExport:
     """The tokenizer of a run, for a model of `model_type` that was trained on sequences of `max_length` tokens.
 
     Raises DataError when a file cannot be read or does not lie below one of `roots`.
     """
-    marks = _corpus_marks(config, roots)
+    marks = corpus_marks(config, roots)
     if config.data.tokenizer is None:
         return _without_tokenizer(marks)
     source = tokenizer_file(config.data.tokenizer)
@@ -91,7 +82,7 @@ def export_tokenizer(config: RunConfig, model_type: str, max_length: int, roots:
     return export
 
 
-def _without_tokenizer(marks: _CorpusMarks) -> TokenizerExport:
+def _without_tokenizer(marks: CorpusMarks) -> TokenizerExport:
     made_with = f"; its corpora were made with {marks.tokenizer}" if marks.tokenizer else ""
     remedy = "copy the tokenizer's files into the folder"
     if marks.tokenizer and marks.tokenizer.startswith(TIKTOKEN):
@@ -104,7 +95,7 @@ def _without_tokenizer(marks: _CorpusMarks) -> TokenizerExport:
     return export
 
 
-def _export_json(source: Path, marks: _CorpusMarks, max_length: int, roots: Sequence[Path]) -> TokenizerExport:
+def _export_json(source: Path, marks: CorpusMarks, max_length: int, roots: Sequence[Path]) -> TokenizerExport:
     # Beside a file of another name may lie the vocabulary of another tokenizer.
     beside = _BESIDE_ANY + (_BESIDE_JSON if source.name == TOKENIZER_JSON else ())
     content = read_foreign(source, TOKENIZER_BYTES, roots)
@@ -117,7 +108,7 @@ def _export_json(source: Path, marks: _CorpusMarks, max_length: int, roots: Sequ
     return export
 
 
-def _complete(export: TokenizerExport, marks: _CorpusMarks, max_length: int) -> None:
+def _complete(export: TokenizerExport, marks: CorpusMarks, max_length: int) -> None:
     """Add what tokenizer_config.json lacks to a tokenizer.json, and set the ids. Raises ValueError when a file does not
     hold what its name says."""
     contents = _parse(export.files, TOKENIZER_JSON)
@@ -149,7 +140,7 @@ def _set_generation_config(export: TokenizerExport) -> None:
     export.ids |= {key: own[key] for key in export.ids if own.get(key) is not None}
 
 
-def _export_sentencepiece(source: Path, marks: _CorpusMarks, max_length: int, roots: Sequence[Path]) -> TokenizerExport:
+def _export_sentencepiece(source: Path, marks: CorpusMarks, max_length: int, roots: Sequence[Path]) -> TokenizerExport:
     tokenizer = load_tokenizer(source, roots)
     export = TokenizerExport(_read_beside(source, _BESIDE_ANY, roots))
     tokens = _sentencepiece_tokens(tokenizer, marks)
@@ -182,7 +173,7 @@ def _export_sentencepiece(source: Path, marks: _CorpusMarks, max_length: int, ro
     return export
 
 
-def _defaults(max_length: int, marks: _CorpusMarks) -> dict[str, Any]:
+def _defaults(max_length: int, marks: CorpusMarks) -> dict[str, Any]:
     """Keys of a tokenizer_config.json that has to be written: texts begin as the documents of training did, and stay
     open at their end, because a prompt is to be continued."""
     return {
@@ -193,7 +184,7 @@ def _defaults(max_length: int, marks: _CorpusMarks) -> dict[str, Any]:
     }
 
 
-def _sentencepiece_tokens(tokenizer: Tokenizer, marks: _CorpusMarks) -> dict[str, int]:
+def _sentencepiece_tokens(tokenizer: Tokenizer, marks: CorpusMarks) -> dict[str, int]:
     """Ids of special tokens by their keys in tokenizer_config.json: those of the corpora, else the model's own."""
     processor = tokenizer.processor
     ids = {
@@ -246,20 +237,6 @@ class _Vocabulary:
     def text_of(self, index: int | None) -> str | None:
         """Text of a token, or None if there is no such token."""
         return None if index is None else next((text for text, found in self._ids.items() if found == index), None)
-
-
-def _corpus_marks(config: RunConfig, roots: Sequence[Path]) -> _CorpusMarks:
-    """Marks in the sidecar of the run's first corpus that records them; corpora that are not there are passed over."""
-    stages = (source for stage in config.stages for source in stage.train or [])
-    for source in (*config.data.train, *stages, *config.data.validation):
-        try:
-            info = read_foreign_json(corpus_file(source.path, "json"), roots=roots)
-        except (OSError, ValueError):
-            continue
-        if isinstance(info, dict) and "eos_id" in info:
-            bos, eos = (index if type(index) is int else None for index in (info.get("bos_id"), info["eos_id"]))
-            return _CorpusMarks(str(info.get("tokenizer")), bos, eos)
-    return _CorpusMarks()
 
 
 def _read_beside(source: Path, names: Sequence[str], roots: Sequence[Path]) -> dict[str, bytes]:

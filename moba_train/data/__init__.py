@@ -16,6 +16,8 @@ stage_data      from a recipe's stage to its samples
 long_documents  samples that lie inside one long document, for evaluation by position
 batch           one micro-batch as tensors
 tokenizer       sentencepiece models and tokenizer.json files
+control_tokens  special tokens that are spelt out in text
+corpus_marks    how documents begin and end
 chat_template   conversations as text, and which part of it carries loss
 confined_template  a chat template from elsewhere, in a process of its own with limits
 load_template   chat templates by name, or from a file or a model's folder

@@ -41,8 +41,8 @@ def length_buckets(sources: Sequence[SourceConfig], open_corpus: Callable[[str],
     for one, other in itertools.combinations(buckets, 2):
         if one.path == other.path and _overlap(one, other):
             raise DataError(
-                f"corpus {one.path} is named twice in one blend; name it once under data.train or stages.N.train and "
-                "add up the weights, or give ranges of lengths that do not overlap (min_length, below_length)"
+                f"corpus {one.path} is named twice in one blend; name it once and add up the weights, or give ranges "
+                "of lengths that do not overlap (min_length, below_length)"
             )
     return buckets
 
@@ -71,8 +71,8 @@ def _count_tokens(corpus: IndexedDataset, low: int, high: int | None) -> int:
         elif low:
             limits = f" in documents of at least {low} tokens"
         raise DataError(
-            f"corpus {corpus.prefix} has no tokens{limits}; change or remove the source in data.train or "
-            f"stages.N.train, or make the corpus again{'; `moba-data stats` shows the lengths' if limits else ''}"
+            f"corpus {corpus.prefix} has no tokens{limits}; change or remove the source, or make the corpus again"
+            f"{'; `moba-data stats` shows the lengths' if limits else ''}"
         )
     return tokens
 

@@ -12,6 +12,7 @@ signal_to_noise  that model, and one layer's statistics
 probing          the queries, keys and values that layers attend with
 ruler            RULER's tasks
 ruler_tasks      their texts and answers
+question_tokenizer  the tokens of a prompt, which begins as documents do
 answers          what a model answers: teacher-forced or generated
 selected_blocks  which heads select the block of a needle
 haystack         natural and synthetic text, and the chat template around it

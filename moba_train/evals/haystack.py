@@ -10,8 +10,9 @@ from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.load_template import load_chat_template
-from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_hash
+from moba_train.data.tokenizer import TextTokenizer, tokenizer_hashes
 from moba_train.errors import DataError
+from moba_train.evals.question_tokenizer import QuestionTokenizer
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's repeated sentences (NVIDIA, github.com/NVIDIA/RULER, Apache-2.0)."""
@@ -19,18 +20,12 @@ _CONTEXT = "{{context}}"
 """Stands for the context while a chat template is rendered."""
 
 
-def open_tokenizer(config: RunConfig) -> TextTokenizer:
-    """The recipe's tokenizer. Raises DataError without one."""
-    path = config.data.tokenizer
-    if path is None:
-        raise DataError("data.tokenizer: not set; questions about a text need the tokenizer of the model")
-    tokenizer = load_text_tokenizer(path)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise DataError(
-            f"data.tokenizer: {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size "
-            f"{config.model.vocab_size}; give the tokenizer that the model was trained with"
-        )
-    return tokenizer
+def open_tokenizer(config: RunConfig, section: AnswersConfig) -> QuestionTokenizer:
+    """The recipe's tokenizer for questions about the corpus of `section`. Raises DataError without one, and for a
+    damaged corpus."""
+    prefix = corpus_of(config, section)
+    info = (IndexedDataset(prefix).info if prefix is not None else None) or {}
+    return QuestionTokenizer(config, info, section.chat)
 
 
 def corpus_of(config: RunConfig, section: AnswersConfig) -> str | None:
@@ -40,20 +35,21 @@ def corpus_of(config: RunConfig, section: AnswersConfig) -> str | None:
 
 
 class NaturalText:
-    """Text of a tokenised corpus: consecutive documents, from a random one on, without the tokens that end them.
+    """Text of a tokenised corpus: consecutive documents, from a random one on, without the tokens at their ends.
 
     Raises DataError when the corpus is damaged, or was made with another tokenizer.
     """
 
-    def __init__(self, config: RunConfig, prefix: str, tokenizer: TextTokenizer, key: str) -> None:
+    def __init__(self, config: RunConfig, prefix: str, tokenizer: QuestionTokenizer, key: str) -> None:
         self.prefix = prefix
         self._key = key
         self._tokenizer = tokenizer
+        self._marks = np.array(sorted(tokenizer.marks), dtype=np.int64)
         self._vocab_size = config.model.vocab_size
         self._corpus = IndexedDataset(prefix)
         self._corpus.check_vocabulary(self._vocab_size)
         made_with = (self._corpus.info or {}).get("tokenizer_sha256")
-        if made_with is not None and made_with != tokenizer_hash(str(config.data.tokenizer)):
+        if made_with is not None and made_with not in tokenizer_hashes(str(config.data.tokenizer)):
             raise DataError(
                 f"{key}: the corpus {prefix} was made with another tokenizer than data.tokenizer "
                 f"{config.data.tokenizer}; give a corpus of the same tokenizer"
@@ -67,9 +63,9 @@ class NaturalText:
             if len(found) >= count:
                 break
             document = (first + step) % self._corpus.documents
-            length = min(int(self._corpus.document_lengths[document]), count - len(found) + 1)
+            length = min(int(self._corpus.document_lengths[document]), count - len(found) + len(self._marks))
             ids = self._corpus.document(document, 0, length).astype(np.int64)
-            found += ids[ids != self._tokenizer.eos_id].tolist()
+            found += ids[~np.isin(ids, self._marks)].tolist()
         if len(found) < count:
             raise DataError(
                 f"{self._key}: the corpus {self.prefix} has {len(found)} tokens of text, fewer than the {count} of a "
@@ -84,7 +80,7 @@ class NaturalText:
         return re.split(r"\s+", self._tokenizer.decode(self.tokens(count, rng)).strip())
 
 
-def noise_tokens(tokenizer: TextTokenizer, count: int) -> list[int]:
+def noise_tokens(tokenizer: TextTokenizer | QuestionTokenizer, count: int) -> list[int]:
     """`count` tokens of RULER's sentences, repeated, a line for each repetition."""
     line = tokenizer.encode(NOISE + "\n")
     return (line * (count // len(line) + 1))[:count]

@@ -167,7 +167,7 @@ class NeedleTexts:
     """
 
     def __init__(self, config: RunConfig, wanted: HiddenNeedles, key: str) -> None:
-        self.tokenizer = open_tokenizer(config)
+        self.tokenizer = open_tokenizer(config, wanted)
         self._wanted = wanted
         self._key = key
         self._conversation = Conversation(config, wanted.chat, key)
@@ -251,7 +251,7 @@ class NeedleTexts:
         texts = separated(values[: wanted.needles])
         tail, *answer = encode_segments(self.tokenizer, [after, *(text for text, _ in texts)])
         counted = [(part, counts) for part, (_, counts) in zip(answer, texts, strict=True)]
-        return _Parts(self.tokenizer.encode(before), needles, tail, counted)
+        return _Parts(self.tokenizer.begin(before), needles, tail, counted)
 
     def _needle(self, key: str, value: str) -> "_HiddenNeedle":
         before, after = needle_parts(key, "numbers")

@@ -178,7 +178,7 @@ class RulerTexts:
     """
 
     def __init__(self, config: RunConfig, wanted: RulerConfig) -> None:
-        self.tokenizer = open_tokenizer(config)
+        self.tokenizer = open_tokenizer(config, wanted)
         self._wanted = wanted
         self._conversation = Conversation(config, wanted.chat, Ruler.key)
         prefix = corpus_of(config, wanted)
@@ -254,7 +254,7 @@ class RulerTexts:
     def _question(self, text: TaskText) -> Question:
         """The tokens of a sample. The answer is encoded with the end of its prompt, as it would go on there."""
         before, after = self._conversation.around(text.example + text.before, text.after, text.prefix)
-        tokens = self.tokenizer.encode(before + text.context + after)
+        tokens = self.tokenizer.begin(before + text.context + after)
         _, *answer = encode_segments(self.tokenizer, [text.prefix, *(part for part, _ in text.answer)])
         prompt_length = len(tokens)
         answers = []

@@ -102,7 +102,9 @@ class Niah(RulerTask):
         needles = [needle_sentence(key, value, self.value_type) for key in keys for value in values[key]]
         rng.shuffle(needles)
         asked = rng.sample(keys, self.queries)
-        context = self._in_text(words[:size], needles, rng) if self.natural else self._in_lines(size, needles, rng)
+        context = (
+            self._in_text(words[:size], needles, rng) if self.natural else self._in_lines(size, keys, needles, rng)
+        )
         # A key's values in the order of the text, which is the order to give them in where answers are teacher-forced.
         found = [value for key in asked for value in sorted(values[key], key=context.index)]
         frame = needle_frame(asked, len(found), self.value_type)
@@ -119,11 +121,17 @@ class Niah(RulerTask):
             sentences.insert(place, needle)
         return " ".join(sentences)
 
-    def _in_lines(self, size: int, needles: Sequence[str], rng: random.Random) -> str:
-        """The needles among lines, all at different places."""
+    def _other_key(self, keys: Sequence[str], rng: random.Random) -> str:
+        """A key that is none of the `keys`, which must have the values of their needles only."""
+        while (key := self._keys(1, rng)[0]) in keys:
+            pass
+        return key
+
+    def _in_lines(self, size: int, keys: Sequence[str], needles: Sequence[str], rng: random.Random) -> str:
+        """The needles of these keys among lines, all at different places."""
         lines = [NOISE] * size
         if self.haystack == "needles":
-            others = [(self._keys(1, rng)[0], draw_values(1, self.value_type, rng)[0]) for _ in range(size)]
+            others = [(self._other_key(keys, rng), draw_values(1, self.value_type, rng)[0]) for _ in range(size)]
             lines = [needle_sentence(key, value, self.value_type) for key, value in others]
         for place, needle in zip(sorted(rng.sample(range(size), len(needles)), reverse=True), needles, strict=True):
             lines.insert(place, needle)

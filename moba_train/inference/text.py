@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from moba_train.data.corpus_marks import NO_MARKS, CorpusMarks
 from moba_train.data.tokenizer import TextTokenizer
 from moba_train.errors import UserError
 from moba_train.inference.cache import Decode
@@ -23,13 +24,17 @@ def generate_text(
     top_p: float,
     seed: int,
     decode: Decode,
+    marks: CorpusMarks = NO_MARKS,
     say: Callable[[str], object] = lambda _: None,
 ) -> Iterator[str]:
-    """Yield the text that continues the prompt as its tokens are sampled. `say` hears how far the prompt is read.
+    """Yield the text that continues the prompt as its tokens are sampled.
+
+    marks: how the documents of training began; a prompt begins like them
+    say: hears how far the prompt is read
 
     The other arguments are those of `generate`. Raises UserError for values out of range.
     """
-    tokens = tokenizer.encode(prompt)
+    tokens = marks.begin(tokenizer.encode(prompt))
     if outside := [token for token in tokens if token >= model.config.vocab_size]:
         raise UserError(
             f"the tokenizer makes token id {outside[0]} of the prompt, but model.vocab_size is "

@@ -91,6 +91,12 @@ def test_what_follows_the_damage_in_a_compressed_file_is_a_bad_record(folder: Pa
         assert "the rest of it is skipped" in bad.reason
 
 
+def test_a_byte_order_mark_is_no_text(folder: Path) -> None:
+    (folder / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\xef\xbb\xbf")
+    (shard,) = cut_shards([str(folder / "a.txt")])
+    assert [*read_documents(shard, "text")] == ["caf\u00e9\ufeff".encode()]
+
+
 def test_text_that_is_not_utf8_is_read_with_replacements_if_wanted(folder: Path) -> None:
     (folder / "a.txt").write_bytes(b"caf\xe9")
     (folder / "b.jsonl").write_bytes(

@@ -107,6 +107,7 @@ BAD = {
     "must be text": {"messages": [{"role": "user", "content": None}]},
     "entries in loss_mask": {"input_ids": [1, 2], "loss_mask": [1]},
     "carries loss": {"input_ids": [1, 2], "loss_mask": [1, 0]},
+    "input_ids must hold whole numbers": {"input_ids": [1, 5, True], "loss_mask": [0, 0, 1]},
     "token id 999": {"input_ids": [1, 999], "loss_mask": [0, 1]},
     "from 'robot' is unknown; allowed: human, user": {"conversations": [{"from": "robot", "value": "x"}]},
     "role 'assistent' is unknown; allowed: system, developer, user, assistant, tool (did you mean 'assistant'?)": {

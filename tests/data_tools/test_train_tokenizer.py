@@ -1,6 +1,10 @@
 """The tokenizer restores every text, and equal files always make the same tokenizer."""
 
+import gzip
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -8,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prose import prose
 
+from data_tools import train_tokenizer as module
 from data_tools.train_tokenizer import train_tokenizer
 from moba_train.errors import DataError, UserError
 
@@ -64,3 +69,24 @@ def test_unreadable_input_is_named(folder: Path) -> None:
     (folder / "gone.txt").mkdir()
     with pytest.raises(UserError, match=r"gone.txt: is a folder; allowed: a regular file"):
         train_tokenizer(files, folder / "tok.model", 300, "text")
+
+
+def test_a_compressed_file_gives_a_sample_as_large_as_the_plain_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size on the disk says little about its text, and the trainer keeps the sample in memory."""
+    content = "".join(json.dumps({"text": prose(seed, 2000)}) + "\n" for seed in range(100)).encode()
+    (folder / "a.jsonl").write_bytes(content)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    monkeypatch.setattr(module, "SAMPLE_BYTES", len(content) // 4)
+    given: list[int] = []
+
+    def train(sentence_iterator: Iterator[str], model_writer: Any, **options: Any) -> None:
+        given.append(sum(len(line) for line in sentence_iterator))
+
+    monkeypatch.setattr(sentencepiece.SentencePieceTrainer, "train", train)
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        train_tokenizer([str(folder / name)], folder / "tok.model", 300, "text")
+        (folder / "tok.model").unlink()
+    assert 0 < given[0] < 0.5 * len(content)
+    assert given[1] == pytest.approx(given[0], rel=0.2)

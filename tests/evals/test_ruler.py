@@ -82,6 +82,15 @@ def test_every_answer_is_the_right_one() -> None:
             assert sorted(value for found in values for value in found) == sorted(needles.references)
 
 
+def test_no_distractor_has_a_key_that_is_asked_for() -> None:
+    """Among 40,000 lines, a million tokens, every second question would have two answers."""
+    for seed in range(3):
+        text = TASKS["niah_multikey_2"].text(40_000, 2**20, random.Random(seed), [])
+        asked = re.search(r"for (\S+) mentioned", text.after)
+        assert asked is not None
+        assert re.findall(rf"for {asked[1]} is: (\S+)\.", text.context) == text.references
+
+
 @pytest.mark.parametrize(
     ("answer", "score"),
     [("1234567", 0.5), ("It is 1234567 and ABCDEFG.", 1.0), ("\tabcdefg\n1234567 ", 1.0), ("123456", 0.0), ("", 0.0)],

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from moba_train.cli import app
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
+from moba_train.data.corpus_marks import CorpusMarks
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.foreign_files import ROOTS
@@ -176,3 +177,15 @@ def test_only_tokens_of_the_tokenizer_are_drawn(project: Path) -> None:
     initialize_weights(model, seed=0)
     model.set_attention(build_attention(resolve_stages(config)[0].attention, config.model.head_width))
     assert "".join(generate_text(model, tokenizer, "Once", 20, temperature=9.0, top_p=1.0, seed=0, decode="full"))
+
+
+def test_a_prompt_begins_as_the_documents_of_training_did(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the token of `--bos`, once; sentencepiece makes none from text."""
+    tokenizer = load_tokenizer(project / "data" / "tok.model")
+    read: list[list[int]] = []
+    monkeypatch.setattr("moba_train.inference.text.generate", lambda _, tokens, *__, **___: read.append(tokens) or [])
+    model = Transformer(load_config(project / "recipe.yaml").model)
+    options = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "decode": "full"}
+    assert not [*generate_text(model, tokenizer, "Once", 10, marks=CorpusMarks(bos_id=1), **options)]  # type: ignore[arg-type]  # a dict
+    assert read == [[1, *tokenizer.encode("Once")]]
+    assert CorpusMarks(bos_id=1).begin(read[0]) == read[0]

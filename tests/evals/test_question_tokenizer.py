@@ -1,0 +1,121 @@
+"""The tokens of questions are those that the model was trained on."""
+
+import io
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+from questions import VOCAB, recipe
+
+from data_tools.sft import encode_record
+from moba_train.config.schema import RunConfig
+from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.load_template import load_chat_template
+from moba_train.data.tokenizer import load_tokenizer, tokenizer_hash
+from moba_train.errors import DataError
+from moba_train.evals.answers import Question
+from moba_train.evals.haystack import NaturalText
+from moba_train.evals.needle import Needle, NeedleTexts
+from moba_train.evals.question_tokenizer import QuestionTokenizer
+from moba_train.evals.ruler import RulerTexts
+
+LENGTH = 3072
+BOS, EOS = 1, 2
+
+
+def with_sidecar(texts: Path, folder: Path, **info: Any) -> Path:
+    """A copy of the tokenizer and the corpus whose sidecar says this; its documents begin with `bos_id`."""
+    begin = [info["bos_id"]] if "bos_id" in info else []
+    shutil.copy(texts / "tok.model", folder)
+    corpus = IndexedDataset(texts / "corpus")
+    with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
+        for number in range(corpus.documents):
+            writer.add_document([*begin, *corpus.document(number).tolist()])
+    path = folder / "corpus.json"
+    written = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(written | {"eos_id": EOS} | info))
+    return folder
+
+
+def needles(config: RunConfig) -> list[Question]:
+    assert config.evaluation.needle is not None
+    return NeedleTexts(config, config.evaluation.needle, Needle.key).questions(LENGTH)
+
+
+@pytest.mark.parametrize("bos", [{}, {"bos_id": BOS}])
+@pytest.mark.parametrize("haystack", ["natural", "synthetic"])
+def test_needle_questions_begin_as_the_documents_of_the_corpus(
+    texts: Path, tmp_path: Path, haystack: str, bos: dict[str, int]
+) -> None:
+    folder = with_sidecar(texts, tmp_path, **bos)
+    config = recipe(folder, LENGTH, {"needle": {"haystack": haystack, "samples": 1, "depths": [0, 100]}})
+    for question in needles(config):
+        begin, rest = question.tokens[: len(bos)], question.tokens[len(bos) :]
+        assert begin == [*bos.values()]
+        assert not {BOS, EOS} & {*rest}
+        assert len(question.tokens) == LENGTH
+
+
+@pytest.mark.parametrize("task", ["vt", "niah_single_2"])
+def test_ruler_questions_begin_as_the_documents_of_the_corpus(texts: Path, tmp_path: Path, task: str) -> None:
+    config = recipe(with_sidecar(texts, tmp_path, bos_id=BOS), LENGTH, {"ruler": {"tasks": [task], "samples": 2}})
+    assert config.evaluation.ruler is not None
+    for prompt in RulerTexts(config, config.evaluation.ruler).questions(task, LENGTH):
+        first, *rest = prompt.question.tokens
+        assert first == BOS
+        assert not {BOS, EOS} & {*rest}
+
+
+def test_a_corpus_of_the_tokenizer_s_other_form_may_be_asked_about(texts: Path, tmp_path: Path) -> None:
+    """An export of a sentencepiece model has it as tokenizer.model, and the same as tokenizer.json."""
+    folder = with_sidecar(texts, tmp_path, tokenizer_sha256=tokenizer_hash(texts / "tok.model"))
+    config = recipe(folder, LENGTH, {"needle": {}})
+    tokenizer = QuestionTokenizer(config, {}, chat=False)
+    (folder / "tokenizer.json").write_text("{}")
+    exported = config.data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
+    config = config.model_copy(update={"data": exported})
+    with pytest.raises(DataError, match=r"needle.corpus: the corpus .* was made with another tokenizer than data\.tok"):
+        NaturalText(config, str(folder / "corpus"), tokenizer, "needle.corpus")
+    shutil.copy(texts / "tok.model", folder / "tokenizer.model")
+    assert len(NaturalText(config, str(folder / "corpus"), tokenizer, "").tokens(100, random.Random(0))) == 100
+
+
+def test_a_chat_question_has_the_tokens_of_fine_tuning(texts: Path, tmp_path: Path) -> None:
+    """A template spells out control tokens, which sentencepiece would take for text."""
+    folder = with_sidecar(texts, tmp_path, bos_id=BOS)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter((texts / "text.txt").read_text().split("\n")),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=VOCAB,
+        byte_fallback=True,
+        unk_id=0,
+        bos_id=BOS,
+        eos_id=EOS,
+        control_symbols=["[INST]", "[/INST]"],
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (folder / "tok.model").write_bytes(model.getvalue())
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": template}))
+    section = {"haystack": "synthetic", "samples": 1, "depths": [0], "chat": True}
+    (question,) = needles(recipe(folder, LENGTH, {"needle": section}))
+    tokenizer = load_tokenizer(folder / "tok.model")
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    trained = encode_record(load_chat_template(str(folder)).segments(messages), tokenizer).ids.tolist()
+    begin, end = tokenizer.processor.piece_to_id("[INST]"), tokenizer.processor.piece_to_id("[/INST]")
+    assert question.tokens[:2] == trained[:2] == [BOS, begin]
+    assert question.prompt.count(end) == trained.count(end) == 1
+    assert question.prompt.count(begin) == question.prompt.count(BOS) == 1
