@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails
@@ -54,6 +54,21 @@ class AttentionConfig(Section):
         """The keys above and one section for each registered kind."""
         kinds = {kind: FieldInfo(annotation=cls_, default=cls_()) for kind, cls_ in _KIND_OPTIONS.items()}
         return {**super().fields(), **kinds}
+
+    @field_validator("overrides", mode="before")
+    @classmethod
+    def _one_override_for_each_layer(cls, overrides: Any) -> Any:
+        """Refuse layers that are no numbers, and those given twice, as 1 and '1'."""
+        if not isinstance(overrides, dict):
+            return overrides
+        names: dict[str, Any] = {}
+        for layer in overrides:
+            if isinstance(layer, bool):
+                raise ValueError(f"given layer {str(layer).lower()}; allowed: layer ids, counted from 0")
+            if str(layer) in names:
+                raise ValueError(f"layer {layer} is given twice, as {names[str(layer)]!r} and {layer!r}; name it once")
+            names[str(layer)] = layer
+        return overrides
 
     @model_validator(mode="after")
     def _validate_kind_sections(self) -> Self:

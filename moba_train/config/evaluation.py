@@ -1,6 +1,7 @@
 """The section `evaluation`: what is measured while a run trains, and how often."""
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -168,3 +169,17 @@ class EvaluationConfig(Section):
     needle_signal: NeedleSignalConfig | None = Field(None, description="null: not measured")
     ruler: RulerConfig | None = Field(None, description="null: not evaluated")
     gradient_reach: GradientReachConfig | None = Field(None, description="null: not measured")
+
+    def asking(self) -> dict[str, AnswersConfig]:
+        """The sections that ask questions about a long text, by name."""
+        return {name: section for name, section in self if isinstance(section, AnswersConfig)}
+
+    def with_corpora(self, change: Callable[[str], str | None]) -> Self:
+        """A copy in which `change` has been applied to every corpus that a section names."""
+        named = {name: section for name, section in self.asking().items() if section.corpus is not None}
+        return self.model_copy(
+            update={
+                name: section.model_copy(update={"corpus": change(str(section.corpus))})
+                for name, section in named.items()
+            }
+        )

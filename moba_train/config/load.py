@@ -273,6 +273,16 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As in PyYAML, whose own errors for text that a tag such as !!bool does not allow say nothing about it."""
+        try:
+            return super().construct_object(node, deep)
+        except (KeyError, IndexError, AttributeError, TypeError) as error:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{given(node.value)} is no {tag}; leave the tag out", node.start_mark
+            ) from error
+
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # libyaml's is faster
     """Writes tuples as lists, each value in full where it is used (no anchors), and quotes what YAML 1.1 or 1.2 would

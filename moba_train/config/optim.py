@@ -66,7 +66,7 @@ class OptimConfig(Section):
     )
     lr: float = Field(3e-4, gt=0, le=MOST_RATE, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the running mean and of the running square")
-    eps: float = Field(1e-8, gt=0, le=1, description="added to the root of the running square")
+    eps: float = Field(1e-8, ge=1e-30, le=1, description="added to the root of the running square")
     weight_decay: float = Field(
         0.1, ge=0, le=MOST_RATE, description="decoupled decay, times the learning rate, at each step"
     )

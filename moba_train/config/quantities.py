@@ -5,6 +5,7 @@ budgets in powers of 1000 (`1B` = 10**9 tokens).
 """
 
 import re
+from fractions import Fraction
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -33,23 +34,29 @@ def parse_number(value: Any, base: int) -> Any:
         match = _NUMBER.match(value)
         if match is None:
             raise ValueError(f"given {value!r}, which is not a number; write e.g. 4096, 128K or 1.5B")
-        number = float(match[1].replace("_", "")) * base ** _POWER[match[2].upper()]
+        digits = match[1].replace("_", "")
+        number = float(digits)
+        if number <= LARGEST_COUNT:  # the fraction of 1e999999 would fill the memory
+            exact = Fraction(digits) * base ** _POWER[match[2].upper()]
+            number = exact.numerator if exact.denominator == 1 else float(exact)
     if isinstance(number, int | float) and number > LARGEST_COUNT:
         raise ValueError(f"given {value!r}; allowed: at most {LARGEST_COUNT:,} tokens")
     if isinstance(number, float) and number.is_integer():
         return int(number)
-    if isinstance(value, str):
+    if isinstance(value, str) and not isinstance(number, int):
         raise ValueError(f"given {value!r}, which is {number:,} tokens; allowed: a whole number")
     return number
 
 
 def format_count(number: float, base: int = 1000) -> str:
-    """`number` with three significant digits and a suffix, e.g. 1.24B."""
-    for suffix in ("T", "B", "M", "K"):
-        unit = base ** _POWER[suffix]
-        if abs(number) >= unit:
-            return f"{number / unit:.3g}{suffix}"
-    return f"{number:.3g}"
+    """`number` with three significant digits and a suffix, e.g. 1.24B; the digits before the point are all kept."""
+    shown = ""
+    for suffix in ("", "K", "M", "B", "T"):
+        value = number / base ** _POWER[suffix]
+        shown = f"{value:.0f}{suffix}" if abs(value) >= 100 else f"{value:.3g}{suffix}"
+        if round(abs(value)) < base:
+            break
+    return shown
 
 
 def _json_schema(minimum: int) -> WithJsonSchema:

@@ -1,5 +1,6 @@
 """Progress of a run: everything that a checkpoint stores besides tensors, and whether a recipe can go on from it."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ class Progress:
     """Whether evaluations are due after `step` that have not been completed: a checkpoint comes before them."""
     stage: int = 0
     """Index of the current stage."""
+    stage_end: int = 0
+    """Step at which the current stage was to end, as of the last checkpoint; 0 in those of earlier versions."""
     starts: dict[str, int] = field(default_factory=dict)
     """Tokens that were consumed before the current stage began, by stream (`StageData.stream_names`)."""
     run_id: str = ""
@@ -60,6 +63,11 @@ class Progress:
     """What determines the order of the data (the function `data_plan`), as of the last checkpoint."""
     tokenizer: str = ""
     """SHA-256 of the tokenizer (the function `tokenizer_hash`), as of the last checkpoint."""
+
+    def ends_here_now(self, stage: Stage) -> bool:
+        """Whether the current stage ends at `step` by the present recipe, and did not by that of the checkpoint: what
+        is due at the end of a stage has not been evaluated then."""
+        return self.step == stage.end_step and self.stage_end not in (0, stage.end_step)
 
     def to_meta(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -156,8 +164,8 @@ def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
         if key == "data.validation" and not (before and after):
             continue  # evaluation was switched on or off
         raise CheckpointError(
-            f"cannot resume from {where}: {key} was {given(before)} when it was saved and is {given(after)} now; "
-            "restore it, or set run_dir to a new folder to start afresh"
+            f"cannot resume from {where}: {_what_was(key, config)} {given(before)} when it was saved and is "
+            f"{given(after)} now; restore it, or set run_dir to a new folder to start afresh"
         )
     stage = resolve_stages(config, progress.exited_steps)[progress.stage]
     if progress.step > stage.end_step:
@@ -166,6 +174,22 @@ def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
             f"{key}: stage {stage.name} now ends at step {stage.end_step}, before the checkpoint's step "
             f"{progress.step}; make it longer, or set run_dir to a new folder"
         )
+
+
+def _what_was(key: str, config: RunConfig) -> str:
+    """`KEY was`, for a key of `data_plan`: that of the recipe which determines the value."""
+    if key == "packing":
+        return "data.packing was"
+    if (found := re.fullmatch(r"stages\[(\d+)\]\.(\w+)(.*)", key)) is None:
+        return f"{key} was"
+    index, name, rest = int(found[1]), found[2], found[3]
+    if name == "first_step":
+        before = "stages[0]" if index == 1 else f"stages[0] to stages[{index - 1}]"
+        return f"the number of steps before stages[{index}] (tokens and batch_tokens of {before}) was"
+    inherited = {"batch_tokens": "batch_tokens", "train": "data.train"}
+    if name in inherited and getattr(config.stages[index], name) is None:
+        return f"{inherited[name]}{rest} was"
+    return f"{key} was"
 
 
 def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

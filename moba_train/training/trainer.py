@@ -92,6 +92,8 @@ class Trainer:
         self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world, run_lock.check)
         self.progress = self.checkpoints.start(from_scratch)
         self.stages = resolve_stages(config, self.progress.exited_steps)
+        if self.progress.ends_here_now(self.stage):
+            self.progress.evaluation_due = True
         health = config.health
         self.spikes = SpikeDetector(health.spike.window, health.spike.warn_sigma)
         if self.progress.step:
@@ -336,7 +338,8 @@ class Trainer:
         return second, gradients
 
     def _is_logged(self, step: int) -> bool:
-        return step % self.config.telemetry.log_every == 0
+        """Whether the metrics of `step` are recorded, as those of a stage's last step always are."""
+        return step % self.config.telemetry.log_every == 0 or step in {stage.end_step for stage in self.stages}
 
     def _begin(self, stage: Stage) -> StageData:
         """Switch to `stage`, at its beginning or where the run was stopped. Returns its data."""
@@ -397,6 +400,7 @@ class Trainer:
         with self.watch.phase("checkpoint", step):
             began = time.perf_counter()
             self.progress.spike_detector = self.spikes.state_dict()
+            self.progress.stage_end = self.stage.end_step
             facts: dict[str, object] = {"stage": self.stage.name, "good": self.spikes.is_calm(step)}
             if (eval_loss := self.evaluations.numbers_at(step).get("eval_loss")) is not None:
                 facts["eval_loss"] = eval_loss

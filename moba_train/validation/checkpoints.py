@@ -46,7 +46,8 @@ def open_for_generation(
         paths.check_tokenizer()
     config = paths.located()
     unread = config.data.model_copy(update={"validation": []} | ({"tokenizer": None} if tokenizer else {}))
-    check_paths(config.model_copy(update={"data": unread}), saved.path, paths.roots)
+    without = {"data": unread, "evaluation": config.evaluation.with_corpora(lambda path: None)}
+    check_paths(config.model_copy(update=without), saved.path, paths.roots)
     return saved._replace(config=config), paths.roots
 
 

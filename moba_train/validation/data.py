@@ -9,6 +9,7 @@ from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.length_buckets import length_buckets
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
@@ -59,7 +60,8 @@ def _sample_problems(config: RunConfig) -> Iterator[str]:
 
 def _corpus_problems(config: RunConfig) -> Iterator[str]:
     """Problems of the corpora of all stages: a later stage's are found before the first one begins."""
-    opened: dict[str, LossWeights] = {}
+    opened: dict[str, IndexedDataset] = {}
+    weights: dict[str, LossWeights] = {}
     for key, source in recipe_sources(config):
         missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
         if missing:
@@ -71,14 +73,19 @@ def _corpus_problems(config: RunConfig) -> Iterator[str]:
                     yield f"{key}.path: the corpus {source.path} has no tokens; give another one"
                     continue
                 corpus.check_vocabulary(config.model.vocab_size)
-                opened[source.path] = LossWeights(corpus, config.loss_norm)
+                weights[source.path] = LossWeights(corpus, config.loss_norm)
+                opened[source.path] = corpus
             except DataError as error:
                 yield f"{key}.path: {error}"
     for key, sources in _blends(config).items():
         used = key != "data.train" or not all(stage.train for stage in config.stages)
         if used and sources and all(source.path in opened for source in sources):
-            loss = (opened[source.path].carries_loss(source.min_length or 0, source.below_length) for source in sources)
-            if not any(loss):
+            try:
+                buckets = length_buckets(sources, opened.__getitem__)
+            except DataError as error:
+                yield f"{key}: {error}"
+                continue
+            if not any(weights[bucket.path].carries_loss(bucket.min_length, bucket.below_length) for bucket in buckets):
                 yield f"{key}: no token carries loss; make the loss masks of the corpora again, or name other corpora"
 
 

@@ -21,7 +21,7 @@ from moba_train.foreign_files import folder_roots
 from moba_train.validation.attention import attention_problems
 from moba_train.validation.checkpoints import read_checkpoint
 from moba_train.validation.data import recorded_tokenizers, tokenizer_mismatch
-from moba_train.validation.foreign_paths import check_paths
+from moba_train.validation.foreign_paths import check_paths, evaluation_corpora
 from moba_train.validation.recipe import validate
 from moba_train.validation.saved_paths import SavedPaths, trained_tokenizer
 
@@ -75,7 +75,7 @@ def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list
         roots = [*roots, *folder_roots(tokenizer_file(config.data.tokenizer).parent)]
     elif paths is not None:
         paths.check_tokenizer()
-        check_paths(_without(config, {source.path for source in config.data.validation}), located.path, roots)
+        check_paths(_without(config, {*evaluation_corpora(config).values()}), located.path, roots)
     return located._replace(config=config, stage=resolve_stages(config)[located.stage.index]), roots
 
 
@@ -132,7 +132,7 @@ def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
 
 def _paths(config: RunConfig) -> Iterator[str]:
     """The paths that evaluation reads."""
-    yield from (source.path for source in config.data.validation)
+    yield from evaluation_corpora(config).values()
     yield from [config.data.tokenizer] if config.data.tokenizer is not None else []
 
 
@@ -143,7 +143,8 @@ def _without(config: RunConfig, named: set[str]) -> RunConfig:
         "validation": [source for source in data.validation if source.path not in named],
         "tokenizer": None if data.tokenizer in named else data.tokenizer,
     }
-    return config.model_copy(update={"data": data.model_copy(update=changes)})
+    evaluation = config.evaluation.with_corpora(lambda path: None if path in named else path)
+    return config.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
 
 
 def _hugging_face(folder: Path) -> SavedRun:

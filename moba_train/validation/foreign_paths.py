@@ -27,18 +27,22 @@ def check_paths(config: RunConfig, checkpoint: Path, roots: Sequence[Path] | Non
             raise CheckpointError(f"checkpoint {checkpoint}: its recipe reads {key} {given!r}: {error}") from None
 
 
+def evaluation_corpora(config: RunConfig) -> dict[str, str]:
+    """The corpora that evaluation reads, by the keys that name them."""
+    named = {f"evaluation.{name}.corpus": section.corpus for name, section in config.evaluation.asking().items()}
+    return {
+        **{f"data.validation[{index}].path": source.path for index, source in enumerate(config.data.validation)},
+        **{key: path for key, path in named.items() if path is not None},
+    }
+
+
 def _files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
     """(key, value, file) of every file that evaluation and generation open."""
     if config.data.tokenizer is not None:
         file = tokenizer_file(config.data.tokenizer)
         yield "data.tokenizer", config.data.tokenizer, file
         yield "data.tokenizer", config.data.tokenizer, file.parent / TOKENIZER_CONFIG
-    corpora = {f"data.validation[{index}].path": source.path for index, source in enumerate(config.data.validation)}
-    for name in ("needle", "ruler"):
-        section = getattr(config.evaluation, name)
-        if section is not None and section.corpus is not None:
-            corpora[f"evaluation.{name}.corpus"] = section.corpus
-    for key, path in corpora.items():
+    for key, path in evaluation_corpora(config).items():
         for prefix in (path, mask_prefix(path)):
             for suffix in ("idx", "bin", "json"):
                 yield key, path, corpus_file(prefix, suffix)

@@ -49,7 +49,8 @@ class SavedPaths:
             "train": [self._source(source) for source in data.train],
             "validation": [self._source(source) for source in data.validation],
         }
-        return self._config.model_copy(update={"data": data.model_copy(update=changes)})
+        evaluation = self._config.evaluation.with_corpora(lambda path: self._corpus(path) or path)
+        return self._config.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
 
     def check_tokenizer(self) -> None:
         """Raises DataError, naming all places that were looked at, when the recipe's tokenizer is in none of them."""

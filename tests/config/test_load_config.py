@@ -411,3 +411,33 @@ def test_a_removed_key_that_checkpoints_have_does_no_harm_where_it_was_not_used(
     assert ParallelConfig.model_validate({"fsdp_max_ctas": None, "tp": 2}) == ParallelConfig(tp=2)
     with pytest.raises(ValueError, match="fsdp_max_ctas"):
         ParallelConfig.model_validate({"fsdp_max_ctas": 8})
+
+
+@pytest.mark.parametrize("value", ["!!bool maybe", "!!timestamp foo", "!!int ''", "!!float ''", "!!int '-'"])
+def test_text_that_its_tag_does_not_allow_is_named_with_its_line(value):
+    """PyYAML's own errors for it are those of Python."""
+    said = rf"is no {value.split()[0]}; leave the tag out"
+    with pytest.raises(ConfigError, match=rf"test, line 2, column 7: not valid YAML: .* {said}"):
+        parse_yaml(f"name: x\nseed: {value}\n", "test")
+    raw: dict[str, object] = {}
+    (problem,) = apply_overrides(raw, [f"seed={value}"])
+    assert re.search(said, problem)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("{1: {topk: 1}, '1': {block_size: 32}}", r"overrides: layer 1 is given twice, as 1 and '1'; name it once"),
+        ("{true: {topk: 1}}", r"overrides: given layer true; allowed: layer ids, counted from 0"),
+    ],
+)
+def test_a_layer_has_one_override(load, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load(f"attention.overrides={overrides}")
+    assert load("attention.overrides={'1': {kind: full}}").attention.overrides == {1: {"kind": "full"}}
+
+
+def test_an_eps_that_float32_does_not_have_is_refused(load):
+    """A step without a gradient would divide zero by zero."""
+    with pytest.raises(ConfigError, match=r"optim.eps: given 1e-50; allowed: .*1e-30"):
+        load("optim.eps=1e-50")

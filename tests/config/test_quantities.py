@@ -20,6 +20,7 @@ length, budget = TypeAdapter(Length), TypeAdapter(TokenBudget)
         ("4096", 4096, 4096),
         ("65_536", 65536, 65536),
         ("1e9", 10**9, 10**9),
+        ("1_6.5e3", 16_500, 16_500),
         (8192, 8192, 8192),
         (5e6, 5_000_000, 5_000_000),
     ],
@@ -56,7 +57,28 @@ def test_whole_numbers_survive_as_text(number):
 
 @pytest.mark.parametrize(
     ("number", "base", "text"),
-    [(0, 1000, "0"), (999, 1000, "999"), (1_235_814_400, 1000, "1.24B"), (131072, 1024, "128K"), (5e12, 1000, "5T")],
+    [
+        (0, 1000, "0"),
+        (0.125, 1000, "0.125"),
+        (999, 1000, "999"),
+        (999.7, 1000, "1K"),
+        (1_235_814_400, 1000, "1.24B"),
+        (999_999_999, 1000, "1B"),
+        (131072, 1024, "128K"),
+        (1000, 1024, "1000"),
+        (1018 * 1024, 1024, "1018K"),
+        (2**20 - 1, 1024, "1M"),
+        (5e12, 1000, "5T"),
+        (-16_100, 1000, "-16.1K"),
+        (5e15, 1000, "5000T"),
+    ],
 )
 def test_counts_are_shown_with_three_digits(number, base, text):
     assert format_count(number, base) == text
+
+
+@given(st.integers(0, 99_999), st.sampled_from("KMBT"))
+def test_decimals_are_exact(hundredths, suffix):
+    """16.1 * 1000 is 16100.000000000002 in float64."""
+    text = f"{hundredths // 100}.{hundredths % 100:02}{suffix}"
+    assert parse_number(text, 1000) == hundredths * 1000 ** " KMBT".index(suffix) // 100

@@ -1,6 +1,7 @@
 """A recipe that changes when a run resumes leaves a trace, and what would silently change the meaning is refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,48 @@ def test_long_changes_are_shortened() -> None:
     assert len(text) < MOST_SHOWN * 1000
     assert "and 10 more" in text
     assert "more" not in describe_changes({f"key{index}": [1, 2] for index in range(MOST_SHOWN)})
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_stage_that_is_shortened_to_where_it_was_saved_is_evaluated_at_its_end(run: Run, last: bool) -> None:
+    """Once; a stage that follows may refer to what was found there."""
+    evaluation = {"every": 1000, "sequences": 4, "position_wise": {"bucket": 16, "sequences": 4}}
+    run.recipe["evaluation"] = evaluation
+    for stage in run.recipe["stages"]:
+        stage |= {"seq_len": 64, "micro_batch_size": 4}
+    recovered = {"tolerance": 9.0, "reference": "before"}
+    run.recipe["stages"][1]["until"] = {"trailing_loss_recovered": recovered, "max_tokens": 6144}
+    if last:
+        del run.recipe["stages"][1]
+    assert run.train_here("--stop-at-step", "4") == 0
+    assert not run.records("position_wise")
+    run.recipe["stages"][0]["tokens"] = 2048
+    for _ in range(2):
+        assert run.train_here() == 0
+    ends = {4} if last else {4, 4 + run.recipe["stages"][1]["tokens"] // 512}
+    for kind in ("validation_loss", "position_wise"):
+        assert [record["step"] for record in run.records(kind)] == sorted(ends)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"stages": {0: {"tokens": 4096}}},
+            r"the number of steps before stages\[1\] \(tokens .* of stages\[0\]\) was 6 ",
+        ),
+        ({"data": {"packing": "best_fit"}}, r": data\.packing was 'concat' when it was saved and is 'best_fit' now"),
+        ({"batch_tokens": 1024}, r": batch_tokens was 512 when it was saved and is 1,?024 now"),
+    ],
+)
+def test_what_may_not_change_is_named_by_the_recipe_s_key(
+    run: Run, change: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.train_here("--stop-at-step", "8") == 0
+    for key, value in change.items():
+        if key == "stages":
+            run.recipe["stages"][0] |= value[0]
+        else:
+            run.recipe[key] = run.recipe[key] | value if isinstance(value, dict) else value
+    assert run.train_here() == 2
+    assert re.search(said, capsys.readouterr().err)

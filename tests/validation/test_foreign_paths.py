@@ -46,6 +46,14 @@ def test_paths_that_lead_out_are_refused_by_key(tmp_path: Path, path: str) -> No
             check_paths(config, Path("c"))
 
 
+@pytest.mark.parametrize("section", ["needle", "needle_signal", "ruler"])
+def test_corpora_of_evaluations_are_checked_too(section: str) -> None:
+    config = recipe("valid")
+    changed = config.model_dump(exclude_unset=True) | {"evaluation": {section: {"corpus": "../secret"}}}
+    with pytest.raises(CheckpointError, match=rf"evaluation\.{section}\.corpus .*{ROOTS}="):
+        check_paths(RunConfig.model_validate(changed), Path("c"))
+
+
 def test_the_user_may_allow_more_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ROOTS, f"/nowhere:{tmp_path}")
     check_paths(recipe("../secret"), Path("c"))

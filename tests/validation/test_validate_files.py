@@ -3,6 +3,7 @@
 import hashlib
 
 import numpy as np
+import pytest
 from refusals import problems
 from typer.testing import CliRunner
 
@@ -81,6 +82,30 @@ def test_a_corpus_without_tokens_is_named(load, tmp_path, monkeypatch):
                 writer.add_document(document)
     found = problems(load("data={train: [{path: good}], validation: [{path: empty}]}"), check_files=True)
     assert found == ["data.validation[0].path: the corpus empty has no tokens; give another one"]
+
+
+@pytest.mark.parametrize(
+    ("key", "sources", "said"),
+    [
+        (
+            "data.validation",
+            "[{path: good}, {path: good}]",
+            "corpus good is named twice in one blend; name it once and",
+        ),
+        ("stages.1.train", "[{path: good, min_length: 100}]", "corpus good has no tokens in documents of at least 100"),
+        ("data.train", "[{path: good, below_length: 2}]", "corpus good has no tokens in documents of 0 to 1 tokens;"),
+    ],
+)
+def test_a_blend_that_cannot_be_read_is_named_before_the_first_stage_begins(
+    load, tmp_path, monkeypatch, key, sources, said
+):
+    monkeypatch.chdir(tmp_path)
+    with IndexedDatasetWriter(tmp_path / "good", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+    own = "stages.1.train" if key == "data.train" else "data.train"
+    config = load(f"{own}=[{{path: good}}]", "data.validation=[{path: good}]", f"{key}={sources}")
+    (found,) = problems(config, check_files=True)
+    assert found.startswith(f"{key.replace('.1.', '[1].')}: {said}")
 
 
 def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(load, tmp_path, monkeypatch):
