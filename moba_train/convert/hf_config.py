@@ -9,7 +9,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.convert.hf_rope import hf_rope, read_rope
+from moba_train.convert.hf_rope import hf_length, hf_rope, read_rope
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, read_foreign_json
 from moba_train.model.build import build_attention
@@ -112,7 +112,7 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": model.tie_embeddings,
-        "max_position_embeddings": max_length,
+        "max_position_embeddings": hf_length(rope, max_length),
         **hf_rope(rope),
         "dtype": dtype,
         "torch_dtype": dtype,

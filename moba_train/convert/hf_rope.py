@@ -50,7 +50,7 @@ def read_rope(config: dict[str, Any]) -> RopeConfig:
 
 
 def hf_rope(rope: RopeConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a `config.json`, which every version of transformers reads."""
+    """`rope_theta` and `rope_scaling` of a `config.json`; with yarn, transformers before 5 also goes by `hf_length`."""
     if rope.kind == "pi":
         return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": "linear", "factor": rope.factor}}
     if rope.kind not in _TURNS:
@@ -64,3 +64,14 @@ def hf_rope(rope: RopeConfig) -> dict[str, Any]:
         slow: rope.beta_slow,
     }
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def hf_length(rope: RopeConfig, trained: int) -> int:
+    """`max_position_embeddings` of a `config.json`, for a model whose last stage was `trained` tokens long.
+
+    For yarn the length that it extends the model to, if that is more: transformers 4 takes this number over
+    `original_max_position_embeddings` for the factor, and would rotate a shorter model by other angles.
+    """
+    if rope.kind != "yarn" or rope.original_seq_len is None:
+        return trained
+    return max(trained, round(rope.factor * rope.original_seq_len))

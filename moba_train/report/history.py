@@ -177,11 +177,13 @@ def _read_recipe(history: History) -> None:
 
 
 def _training_results(history: History) -> Iterator[Result]:
-    """The evaluations that ran while the run trained: events with data under the name of their type."""
+    """The evaluations that ran while the run trained: events with data under a name that begins with their type, such
+    as the `needle_map` of `needle`."""
     for event in history.events:
-        data = event.get(event["type"])
-        if isinstance(data, dict) and event["type"] not in ("code", "recipe"):
-            yield Result(event["type"], event["step"], event["stage"], event["time"], data, "training")
+        kind = event["type"]
+        found = [value for name, value in event.items() if name.startswith(kind) and isinstance(value, dict)]
+        if found and kind not in ("code", "recipe"):
+            yield Result(kind, event["step"], event["stage"], event["time"], found[0], "training")
 
 
 def _evaluation_files(history: History) -> Iterator[Result]:

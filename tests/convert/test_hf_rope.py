@@ -3,7 +3,7 @@
 import pytest
 
 from moba_train.config.model import RopeConfig
-from moba_train.convert.hf_rope import hf_rope, read_rope
+from moba_train.convert.hf_rope import hf_length, hf_rope, read_rope
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 8192, "beta_fast": 24.0, "beta_slow": 2.0}
 LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
@@ -27,3 +27,11 @@ def test_a_config_says_what_the_recipe_does(rope: RopeConfig, scaling: dict[str,
     assert written == {"rope_theta": 5e5, "rope_scaling": scaling}
     read = read_rope(written)
     assert (read, read.fast_turns) == (rope.model_copy(update={"beta_fast": read.beta_fast}), rope.fast_turns)
+
+
+@pytest.mark.parametrize(("trained", "written"), [(8192, 32768), (32768, 32768), (65536, 65536)])
+def test_a_yarn_model_has_the_length_that_yarn_extends_it_to(trained: int, written: int) -> None:
+    """transformers 4 divides it by the original length, and takes that for the factor."""
+    rope = RopeConfig(kind="yarn", theta=5e5, factor=4, original_seq_len=8192)
+    assert hf_length(rope, trained) == written
+    assert hf_length(RopeConfig(theta=5e5), trained) == trained

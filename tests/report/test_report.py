@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from moba_train.cli import app
 from moba_train.errors import UserError
+from moba_train.evals.registry import EVALUATIONS
 from moba_train.foreign_files import ROOTS
 from moba_train.report.curves import MOST_POINTS, shown_rows
 from moba_train.report.history import read_history
@@ -115,6 +116,22 @@ def test_a_needle_map_has_its_lengths_depths_and_the_trained_length(recorded: Pa
     assert heat["y"][0] == "0 %"
     assert chart["layout"]["yaxis"]["autorange"] == "reversed"
     assert chart["layout"]["shapes"][0]["x0"] == 2.5  # between 256, which was trained, and 512
+
+
+def test_evaluations_in_training_are_drawn_as_those_of_the_command(recorded: Path) -> None:
+    """Their events hold the data under the names that the evaluations give."""
+    drawn = charts(recorded)
+    (path,) = (recorded / "evaluations").glob("*.json")
+    found = json.loads(path.read_text())
+    path.unlink()
+    fields = {evaluation.name: evaluation.data_name or evaluation.name for evaluation in EVALUATIONS}
+    place = {key: found[key] for key in ("step", "tokens", "stage", "time")}
+    events = [{"type": name, "message": "", **place, fields[name]: found[name]} for name in found["tasks"]]
+    with (recorded / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(event)}\n" for event in events)
+    now = charts(recorded)
+    assert now.keys() == drawn.keys()
+    assert {"needle-0-0-moba"} < now.keys()
 
 
 def test_the_tiles(recorded: Path) -> None:
