@@ -54,6 +54,13 @@ def run_folder(checkpoint: Path) -> Path:
     return folder.parent if folder.name == "checkpoints" else folder
 
 
+def trained_tokenizer(checkpoint: Path) -> str:
+    """SHA-256 of the tokenizer that the run trained with; empty where its checkpoint names none."""
+    progress = read_meta(checkpoint).get("progress")
+    found = progress.get("tokenizer") if isinstance(progress, dict) else None
+    return found if isinstance(found, str) else ""
+
+
 def saved_recipe(checkpoint: Path) -> RunConfig:
     """The recipe of `checkpoint`, parsed but not validated against this machine. Raises CheckpointError when there is
     none."""

@@ -11,6 +11,7 @@ run             the sections about running: layout, precision, checkpoints, exit
 evaluation      what is measured while a run trains
 stages          what each stage comes to once its defaults are filled in
 load            YAML with `extends:` and command-line overrides
+shadowed        overrides that stages hide
 explain         what a key accepts, and what is wrong with a recipe, in plain words
 mesh            the sizes of the device mesh for a number of ranks
 """

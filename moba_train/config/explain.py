@@ -1,6 +1,7 @@
 """The schema in plain words: what a key accepts, and what is wrong with a recipe, with its YAML path."""
 
 import difflib
+import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,6 +45,11 @@ def format_path(keys: Sequence[int | str]) -> str:
     """A YAML path as users write it: `stages[1].attention.moba`."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return text.removeprefix(".") or "the recipe"
+
+
+def path_keys(path: str) -> list[int | str]:
+    """The keys of a YAML path as `format_path` writes it, or with items by number: `stages.1.attention.moba`."""
+    return [int(key) if key.isdecimal() else key for key in re.sub(r"\[(\d+)\]", r".\1", path.strip()).split(".")]
 
 
 def did_you_mean(key: str, known: Sequence[str]) -> str:

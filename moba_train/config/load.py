@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from moba_train.config.base import Section
-from moba_train.config.explain import describe_field, explain, format_path, given, section_of
-from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.config.explain import describe_field, explain, format_path, given, path_keys, section_of
+from moba_train.config.schema import RunConfig
+from moba_train.config.shadowed import shadowed_overrides
 from moba_train.errors import ConfigError
 from moba_train.foreign_files import read_foreign
 
@@ -39,8 +40,8 @@ _YAML_HINTS = {
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe in the YAML file `path`, with `overrides` such as `stages.0.tokens=1M` applied last.
 
-    Raises ConfigError with every problem: unreadable files, YAML errors, unknown keys and values of the wrong type.
-    Combinations of keys are left to `validate`.
+    Raises ConfigError with every problem: unreadable files, YAML errors, unknown keys, values of the wrong type, and
+    overrides that change nothing because every stage sets the key itself. Combinations of keys are left to `validate`.
     """
     raw = _read_recipe(Path(path), (), [])
     problems = apply_overrides(raw, overrides)
@@ -48,7 +49,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(problems + explain(error, RunConfig)) from None
-    if problems:
+    if problems := problems or shadowed_overrides(config, overrides, range(len(config.stages))):
         raise ConfigError(problems)
     return config
 
@@ -83,15 +84,8 @@ def dump_config(config: RunConfig) -> str:
     there would win over the recipe's value.
     """
     data = config.model_dump(exclude={"stages"})
-    data["stages"] = [_dump_stage(stage) for stage in config.stages]
+    data["stages"] = [stage.dump_given() for stage in config.stages]
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-def _dump_stage(stage: StageConfig) -> dict[str, Any]:
-    data = stage.model_dump(exclude_unset=True)
-    if stage.attention is not None:
-        data["attention"] = stage.attention.dump_given()
-    return data
 
 
 def deep_merge(base: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:
@@ -143,9 +137,7 @@ def apply_overrides(raw: dict[Any, Any], overrides: Sequence[str]) -> list[str]:
     problems = []
     for override in overrides:
         path, equals, text = override.partition("=")
-        path = path.strip()
-        # Error messages print `stages[0].tokens`; that form works here too.
-        keys = [int(key) if key.isdecimal() else key for key in re.sub(r"\[(\d+)\]", r".\1", path).split(".")]
+        keys = path_keys(path)
         if not equals or "" in keys:
             problems.append(f"override {override!r}: allowed: key.path=value, e.g. optim.lr=1e-4 or stages.0.tokens=1M")
             continue

@@ -1,6 +1,6 @@
 """`RunConfig`: everything a recipe may say."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 from pydantic import Field
@@ -50,6 +50,13 @@ class StageConfig(Section):
     evaluate: bool = Field(True, description="whether the recipe's evaluations run in this stage")
     lr: float | None = Field(None, gt=0, le=MOST_RATE, description="peak learning rate of this stage's own schedule")
     schedule: ScheduleConfig | None = Field(None, description="a schedule that spans this stage alone")
+
+    def dump_given(self) -> dict[str, Any]:
+        """The keys that were given, as plain values: what a stage leaves out comes from the recipe."""
+        data = self.model_dump(exclude_unset=True)
+        if self.attention is not None:
+            data["attention"] = self.attention.dump_given()
+        return data
 
 
 class RunConfig(Section):

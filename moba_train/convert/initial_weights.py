@@ -9,7 +9,7 @@ import torch
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
-from moba_train.checkpoint.recipe import checkpoint_folders, saved_recipe, saved_stage
+from moba_train.checkpoint.recipe import checkpoint_folders, saved_recipe, saved_stage, trained_tokenizer
 from moba_train.checkpoint.state import load_model, parameter_sizes
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
@@ -17,6 +17,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_config import CONFIG, read_model_config
 from moba_train.convert.hf_weights import check_hf_weights, load_hf_weights
 from moba_train.convert.safetensors_folder import SafetensorsFolder
+from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
 from moba_train.errors import CheckpointError
 from moba_train.model.build import (
     Shapes,
@@ -96,6 +97,17 @@ def left_out_kinds(config: RunConfig) -> dict[tuple[int, str], Shapes]:
         return {}
     own = kind_shapes(config)
     return {key: shapes for key, shapes in _source_kinds(folder).items() if key not in own}
+
+
+def initial_tokenizers(config: RunConfig) -> list[str]:
+    """SHA-256 of the tokenizer of the model in `init_from`, in each form that is known; none where it is not known, or
+    `init_from` is not read any more. Raises UserError when the model cannot be read."""
+    if config.init_from is None or _has_begun(config):
+        return []
+    folder = Path(config.init_from)
+    if is_hf_folder(folder):
+        return [tokenizer_hash(folder / name) for name in TOKENIZERS if (folder / name).is_file()]
+    return [digest] if (digest := trained_tokenizer(find_checkpoint(folder))) else []
 
 
 def _source_kinds(folder: Path) -> dict[tuple[int, str], Shapes]:

@@ -9,8 +9,11 @@ from typing import Any
 from moba_train.config.explain import given
 from moba_train.config.load import dump_config, parse_config, parse_yaml
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError, LaunchError
+from moba_train.optim.schedule import stage_learning_rate
 from moba_train.telemetry.atomic import write_atomically
+from moba_train.training.progress import Progress
 
 MOST_SHOWN = 20
 """Changed keys that a message names; the event's `changes` have all."""
@@ -33,6 +36,48 @@ def describe_changes(changes: Changes) -> str:
     """The changes in one line; long values are shortened."""
     shown = [f"{key} {given(old)} -> {given(new)}" for key, (old, new) in list(changes.items())[:MOST_SHOWN]]
     return ", ".join(shown + [f"and {len(changes) - MOST_SHOWN} more"] * (len(changes) > MOST_SHOWN))
+
+
+def rate_jump(before: str, config: RunConfig, progress: Progress) -> str | None:
+    """What to tell where a run goes on from `progress` with a learning rate that differs by more than a fifth from the
+    last one by the recipe `before`, although both have the same rates and schedules: those span other tokens now.
+
+    None where it does not, and where a stage begins a schedule of its own.
+    """
+    try:
+        old = parse_config(before, "the recipe before")
+    except ConfigError:
+        return None
+    stages = resolve_stages(config, progress.exited_steps)
+    ended = progress.step == stages[progress.stage].end_step
+    next_one = progress.stage + ended
+    if next_one == len(stages) or _rates(old, progress.stage) != _rates(config, progress.stage):
+        return None
+    stage = stages[next_one]
+    if ended and stage.schedule is not None:
+        return None
+    was, now = _rate(old, progress, progress.stage, step=0), _rate(config, progress, next_one, step=1)
+    if was == 0 or 0.8 <= now / was <= 1.2:
+        return None
+    own = f"stages[{next_one}].schedule"
+    spans = "optim.schedule spans all stages" if stage.schedule is None else f"{own} spans the stage"
+    return (
+        f"the learning rate was {was:.2e} and goes on with {now:.2e}, because {spans}, with other tokens now; {own} "
+        f"and stages[{next_one}].lr give this stage rates of its own"
+    )
+
+
+def _rates(config: RunConfig, last: int) -> list[Any]:
+    """Learning rate and schedule of the recipe, and those that its stages up to `last` set themselves."""
+    own = [(stage.lr, stage.schedule) for stage in config.stages[: last + 1]]
+    return [(config.optim.lr, config.optim.schedule), *own]
+
+
+def _rate(config: RunConfig, progress: Progress, index: int, step: int) -> float:
+    """Learning rate of the last step (`step` 0) or the next one (1), which belongs to stage `index`."""
+    stages = resolve_stages(config, progress.exited_steps)
+    tokens = stages[progress.stage].tokens_after(progress.step) + step * stages[index].batch_tokens
+    return stage_learning_rate(stages, index, config.optim.schedule, tokens)
 
 
 def write_recipe(run_dir: Path, config: RunConfig, step: int) -> str | None:

@@ -16,7 +16,7 @@ from moba_train.telemetry.telemetry import Record, Telemetry
 from moba_train.training.checkpoints import RunCheckpoints
 from moba_train.training.evaluations import EVALUATION_RECORDS
 from moba_train.training.progress import Progress
-from moba_train.training.recipe_changes import describe_changes, recipe_changes, write_recipe
+from moba_train.training.recipe_changes import describe_changes, rate_jump, recipe_changes, write_recipe
 from moba_train.training.stop_time import StopTime
 
 STAGE = "stage"
@@ -91,6 +91,8 @@ class RunReports:
         else:
             return
         self.event("recipe", message, changed_keys=len(changes), changes=changes)
+        if saved is not None and (jump := rate_jump(saved, self._config, self._progress)) is not None:
+            self.event("warning", jump)
 
     def activations(self, found: StageActivations) -> None:
         """Report what the layers of a stage keep for their backward pass, and the memory that is predicted; nothing on

@@ -8,8 +8,9 @@ from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import SavedRun, saved_recipe, saved_stage
 from moba_train.config.load import with_overrides
 from moba_train.config.schema import RunConfig
+from moba_train.config.shadowed import shadowed_overrides
 from moba_train.config.stages import resolve_stages
-from moba_train.errors import CheckpointError
+from moba_train.errors import CheckpointError, ConfigError
 from moba_train.planning.parameters import count_parameters
 from moba_train.validation.foreign_paths import check_paths
 from moba_train.validation.recipe import validate
@@ -39,6 +40,8 @@ def open_for_generation(
     saved = read_checkpoint(path)
     if overrides:
         config = with_overrides(saved.config, overrides)
+        if problems := shadowed_overrides(config, overrides, [saved.stage.index]):
+            raise ConfigError(problems)
         validate(config.model_copy(update={"init_from": None}), allow_idle=True, training=False)
         saved = saved._replace(config=config, stage=resolve_stages(config)[saved.stage.index])
     paths = SavedPaths(saved.config, saved.path)

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from moba_train.checkpoint.recipe import SavedRun
+from moba_train.checkpoint.recipe import SavedRun, trained_tokenizer
 from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.load import with_overrides
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig
+from moba_train.config.shadowed import shadowed_overrides
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.convert.hf_import import imported_recipe
 from moba_train.convert.initial_weights import is_hf_folder
@@ -23,7 +24,7 @@ from moba_train.validation.checkpoints import read_checkpoint
 from moba_train.validation.data import recorded_tokenizers, tokenizer_mismatch
 from moba_train.validation.foreign_paths import check_paths, evaluation_corpora
 from moba_train.validation.recipe import validate
-from moba_train.validation.saved_paths import SavedPaths, trained_tokenizer
+from moba_train.validation.saved_paths import SavedPaths
 
 
 def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
@@ -92,6 +93,8 @@ def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:
         if overridden or evaluation in tasks:
             config = evaluation.switched_on(config, stage)
     config = with_overrides(config, options.overrides)
+    if problems := shadowed_overrides(config, options.overrides, [stage.index]):
+        raise ConfigError(problems)
     if options.data:
         corpora = [SourceConfig(path=path) for path in options.data]
         config = config.model_copy(update={"data": config.data.model_copy(update={"validation": corpora})})

@@ -9,21 +9,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.recipe import run_folder
+from moba_train.checkpoint.recipe import run_folder, trained_tokenizer
 from moba_train.config.data import SourceConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import corpus_file
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError, ForeignFileError
 from moba_train.foreign_files import check_below, working_roots
-
-
-def trained_tokenizer(checkpoint: Path) -> str:
-    """SHA-256 of the tokenizer that the run trained with; empty where its checkpoint names none."""
-    progress = read_meta(checkpoint).get("progress")
-    found = progress.get("tokenizer") if isinstance(progress, dict) else None
-    return found if isinstance(found, str) else ""
 
 
 class SavedPaths:

@@ -8,7 +8,7 @@ from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.quantities import format_count
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.convert.initial_weights import left_out_kinds
+from moba_train.convert.initial_weights import initial_tokenizers, left_out_kinds
 from moba_train.data.indexed import corpus_file
 from moba_train.data.sidecar import read_sidecar
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
@@ -17,7 +17,7 @@ from moba_train.evals.registry import enabled_evaluations
 from moba_train.model.build import Shapes
 from moba_train.number_ranges import named_layers
 from moba_train.planning.parameters import count_recipe_parameters
-from moba_train.validation.data import recipe_sources
+from moba_train.validation.data import recipe_sources, recorded_tokenizers
 
 ROW_MULTIPLE = 128
 """Rows of the embedding are a multiple of this in most models, because matrix products are faster then."""
@@ -40,6 +40,7 @@ def recipe_warnings(config: RunConfig) -> list[str]:
         *_evaluation_warnings(config),
         *_vocabulary_warnings(config),
         *_initial_weight_warnings(config),
+        *_initial_tokenizer_warnings(config),
     ]
 
 
@@ -64,6 +65,11 @@ def _evaluation_warnings(config: RunConfig) -> Iterator[str]:
         )
     if not asked and config.evaluation != EvaluationConfig():
         yield "evaluation: given, but there is nothing to evaluate on; set data.validation, or remove the section"
+    for evaluation in enabled_evaluations(config):
+        for stage in resolve_stages(config):
+            with suppress(DataError, OSError):  # `plan --no-data`: the corpora need not exist yet
+                if stage.evaluate and (lacking := [*evaluation.data_problems(config, stage)]):
+                    yield f"{evaluation.key}: will not be evaluated in stage {stage.name!r}: {'; '.join(lacking)}"
 
 
 def _vocabulary_warnings(config: RunConfig) -> Iterator[str]:
@@ -98,6 +104,20 @@ def _initial_weight_warnings(config: RunConfig) -> Iterator[str]:
             f"{named_layers(layers)}, which no stage of this recipe uses there: they "
             "are left out; use the kind in a stage to keep them"
         )
+
+
+def _initial_tokenizer_warnings(config: RunConfig) -> Iterator[str]:
+    """Corpora whose tokenizer is not that of `init_from`. No error: one tokenizer may be written in several ways."""
+    with suppress(UserError, OSError):  # as above
+        trained = initial_tokenizers(config)
+        corpora = [*recorded_tokenizers(recipe_sources(config))] if trained else []
+        if other := [(key, path, name) for key, path, name, digest in corpora if digest not in trained]:
+            key, path, name = other[0]
+            yield (
+                f"init_from: {config.init_from} was trained with another tokenizer than {name}, which made the corpus "
+                f"{path} ({key}): where the same token ids are other text, its weights are worth nothing; make the "
+                "corpora with its tokenizer, unless both are the same one in two forms"
+            )
 
 
 def _known_tokens(config: RunConfig) -> int | None:

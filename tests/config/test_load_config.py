@@ -441,3 +441,32 @@ def test_an_eps_that_float32_does_not_have_is_refused(load):
     """A step without a gradient would divide zero by zero."""
     with pytest.raises(ConfigError, match=r"optim.eps: given 1e-50; allowed: .*1e-30"):
         load("optim.eps=1e-50")
+
+
+@pytest.mark.parametrize(
+    ("override", "given"),
+    [
+        ("optim.lr=1e-3", ["stages.0.lr=1e-5", "stages.1.lr=1e-5"]),
+        ("data.train.0.weight=2", ["stages.0.train=[{path: a}]", "stages.1.train=[{path: b}]"]),
+        ("attention.moba.topk=8", ["stages.0.attention.moba.topk=2", "stages.1.attention.moba.topk=3"]),
+        ("attention.default=full", ["stages.0.attention.default=moba", "stages.1.attention.default=moba"]),
+        ("model.rope.theta=1e6", ["stages.0.rope.theta=1e5", "stages.1.rope.theta=1e5"]),
+    ],
+)
+def test_an_override_that_every_stage_hides_is_refused_with_the_one_to_give(load, override, given):
+    assert load(override)
+    assert load(override, given[0]), "another stage uses it"
+    value = override.partition("=")[2]
+    own = given[0].partition("=")[0].removeprefix("stages.0.").split(".")[0]
+    with pytest.raises(ConfigError) as caught:
+        load(override, *given)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"override '{override}': would change nothing, as every stage sets {own}")
+    assert all(f"stages.{index}.{own}" in problem for index in (0, 1))
+    assert problem.endswith(f"={value}")
+
+
+def test_an_override_beside_what_every_stage_sets_is_no_hidden_one(load):
+    both = ["stages.0.attention.moba.topk=2", "stages.1.attention.moba.topk=3"]
+    assert load("attention.moba.block_size=64", "attention.full_layers=last:1", *both)
+    assert load("attention={moba: {topk: 9, block_size: 64}}", *both)

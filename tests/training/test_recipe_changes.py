@@ -166,3 +166,23 @@ def test_what_may_not_change_is_named_by_the_recipe_s_key(
             run.recipe[key] = run.recipe[key] | value if isinstance(value, dict) else value
     assert run.train_here() == 2
     assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_learning_rate_that_jumps_as_the_run_becomes_longer_is_told(run: Run, own: bool) -> None:
+    """As where a stage is added to a finished run, which the end of a run advises."""
+    run.recipe["optim"]["schedule"] = {"kind": "cosine", "warmup_tokens": 512, "min_lr_ratio": 0.1}
+    assert run.train_here() == 0
+    added = run.recipe["stages"][1] | {"name": "longer", "tokens": 40 * 512}
+    run.recipe["stages"].append(added | ({"lr": 0.001, "schedule": {"kind": "constant"}} if own else {}))
+    step = run.records("metrics")[-1]["step"]
+    assert run.train_here("--stop-at-step", str(step + 1)) == 0
+    before, after = (record["lr"] for record in run.records("metrics")[-2:])
+    told = [record["message"] for record in run.records("warning") if "learning rate" in record["message"]]
+    if own:
+        assert told == []
+    else:
+        assert after > 2 * before
+        (text,) = told
+        assert f"the learning rate was {before:.2e} and goes on with {after:.2e}" in text
+        assert "stages[2].lr" in text

@@ -1,5 +1,7 @@
 """What works but is hardly meant is said, with the keys to change; the run goes on."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from sentencepiece import SentencePieceTrainer
@@ -92,3 +94,34 @@ def test_plan_prints_them_once_and_unchanged(recipe):
         assert done.exit_code == 0, done.output
         (line,) = [line for line in done.output.splitlines() if line.startswith("warning: ")]
         assert "stages[i].evaluate is false in all of them" in line
+
+
+def test_weights_of_another_tokenizer_are_named(load, tmp_path, monkeypatch):
+    """No error: one tokenizer may be written in two forms, of which the model's folder has one."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("corpora", "model"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_bytes(b"one")
+    write_corpora(tmp_path, tokenizer="tok.model", tokenizer_sha256=hashlib.sha256(b"one").hexdigest())
+    config = load("init_from=model", "data={train: [{path: corpora/a}], validation: [{path: corpora/b}]}")
+    assert recipe_warnings(config) == []
+    (tmp_path / "model" / "tokenizer.json").write_bytes(b"another")
+    (warning,) = recipe_warnings(config)
+    assert warning.startswith(
+        "init_from: model was trained with another tokenizer than tok.model, which made the corpus corpora/a "
+        "(data.train[0])"
+    )
+    (tmp_path / "model" / "tokenizer.model").write_bytes(b"one")
+    assert recipe_warnings(config) == []
+
+
+def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_start(load, tmp_path, monkeypatch):
+    """It would be missed when the first evaluation is due, after days of training."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpora").mkdir()
+    write_corpora(tmp_path)
+    data = "data={train: [{path: corpora/a}], validation: [{path: corpora/b}]}"
+    config = load(data, "evaluation.position_wise.bucket=1K", "stages.1.evaluate=false")
+    (warning,) = recipe_warnings(config)
+    assert warning.startswith("evaluation.position_wise: will not be evaluated in stage 'short': data.validation has 0")
