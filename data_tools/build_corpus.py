@@ -56,8 +56,8 @@ def build_corpus(sources: Sequence[Source], output: str | Path, options: CorpusO
     work = folder / "work"
     with write_errors(folder), locked_folder(work):
         if not (folder / MANIFEST).exists():
-            for corpus in ("train", "valid", RECALL_VALID):
-                already_made([str(folder / corpus)], _fingerprint(corpus, settings))
+            corpora = ("train", "valid", RECALL_VALID)
+            already_made({str(folder / corpus): _fingerprint(corpus, settings) for corpus in corpora})
             _check_settings(work / "settings.json", settings)
             replace_file(work / "settings.json", json.dumps(settings).encode())
             reports = _gather(sources, work, options.holdout)

@@ -5,13 +5,16 @@ Modules are imported when a command runs, so that `--help` is fast.
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from data_tools import cli_corpus
 from moba_train.commands.shared import command_group, parse_length, table_console
+
+if TYPE_CHECKING:
+    from moba_train.data.indexed import IndexedDataset
 
 SHOWN_RECORDS = 20
 """Bad records that are printed; the others are only counted."""
@@ -76,6 +79,14 @@ def _print_bad(records: Sequence[object], list_file: str) -> None:
         typer.echo(f"... and {len(records) - SHOWN_RECORDS:,} more", err=True)
     if records:
         typer.echo(f"{len(records):,} bad records skipped, all listed in {list_file}", err=True)
+
+
+def _warn_of_empty_split(corpora: "Mapping[str, IndexedDataset]", holdout: float, name: str) -> None:
+    from data_tools.holdout import empty_split
+
+    counts = {prefix: corpus.documents for prefix, corpus in corpora.items()}
+    if problem := empty_split(counts, holdout, name):
+        typer.echo(f"warning: {problem}", err=True)
 
 
 def _loss_marks() -> tuple[str, str]:
@@ -162,6 +173,7 @@ def tokenize(
         typer.echo(f"empty texts and files left out, which are no documents: {result.empty:,}", err=True)
     for prefix, corpus in result.corpora.items():
         typer.echo(f"{prefix}: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
+    _warn_of_empty_split(result.corpora, holdout, "documents")
 
 
 @app.command()
@@ -366,6 +378,7 @@ def sft(
         loss_tokens = result.loss_tokens[prefix]
         with_loss = f"{loss_tokens:,} with loss ({loss_tokens / max(corpus.tokens, 1):.2%})"
         typer.echo(f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {with_loss}")
+    _warn_of_empty_split(result.corpora, holdout, "conversations")
 
 
 app.command()(cli_corpus.corpus)

@@ -66,7 +66,7 @@ def _copy(
         key: (corpus.info or {}).get(key) for key in ("vocab_size", "tokenizer", "tokenizer_sha256", "bos_id", "eos_id")
     }
     work = hashlib.sha256(json.dumps([(corpus.info or {}).get("work"), documents]).encode()).hexdigest()
-    already_made([str(prefix)], work)
+    already_made({str(prefix): work})
     with IndexedDatasetWriter(prefix, corpus.dtype, info | {"work": work}) as writer:
         for document in documents:
             content = corpus.document(document)

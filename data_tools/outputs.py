@@ -4,7 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -106,22 +106,21 @@ def list_skipped(output: str | Path, bad: Sequence[object]) -> None:
         Path(skipped_file(output)).unlink(missing_ok=True)
 
 
-def already_made(prefixes: Sequence[str], work: str) -> bool:
-    """Whether all corpora exist and were made by this `work`, the `work` of their sidecars.
+def already_made(works: Mapping[str, str]) -> bool:
+    """Whether all corpora exist and were made by their work: the `work` of the sidecar, by prefix.
 
-    Raises DataError when one of them was made by other work: it is never overwritten.
+    Raises DataError, naming all of them, when some were made by other work: they are never overwritten.
     """
-    complete = []
-    for prefix in prefixes:
-        if exists := corpus_file(prefix, "idx").exists():
-            info = IndexedDataset(prefix).info or {}
-            if info.get("work") != work:
-                raise DataError(
-                    f"corpus {prefix} exists and was made from other input or with other options; delete {prefix}.idx "
-                    "or choose another --output"
-                )
-        complete.append(exists)
-    return all(complete)
+    there = [prefix for prefix in works if corpus_file(prefix, "idx").exists()]
+    other = [prefix for prefix in there if (IndexedDataset(prefix).info or {}).get("work") != works[prefix]]
+    if other:
+        names = ", ".join(other)
+        exists = f"corpus {names} exists and was" if len(other) == 1 else f"corpora {names} exist and were"
+        files = ", ".join(f"{prefix}.idx" for prefix in other)
+        raise DataError(
+            f"{exists} made from other input or with other options; delete {files} or choose another --output"
+        )
+    return len(there) == len(works)
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ def make_sft_corpus(
     bad: list[str] = []
     markers = _Markers(template.end_of_turn)
     with write_errors(output):
-        already_complete = already_made(prefixes, work)
+        already_complete = already_made(dict.fromkeys(prefixes, work))
         if not already_complete:
             info = {
                 "vocab_size": tokenizer.vocab_size,

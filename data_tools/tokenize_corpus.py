@@ -62,7 +62,7 @@ def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions,
     empty = 0
     resumed = len(parts)
     with write_errors(output), locked_folder(folder):
-        already_complete = already_made(outputs, work)
+        already_complete = already_made(dict.fromkeys(outputs, work))
         if not already_complete:
             _delete_parts_of_other_work(folder, work)
             resumed = _make_missing_parts(parts, workers)

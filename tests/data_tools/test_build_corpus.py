@@ -260,7 +260,8 @@ def test_corpora_of_other_work_are_not_overwritten(built: Path, root: Path, tmp_
     before = contents(tmp_path / "corpus")
     done = moba_data("corpus", "--output", tmp_path / "corpus", "--root", root, *OPTIONS, "--seed", "1")
     assert done.exit_code == 2
-    assert "was made from other input or with other options" in re.sub(r"\s+", " ", done.output)
+    names = (tmp_path / "corpus" / f"{corpus}.idx" for corpus in CORPORA)
+    assert f"delete {', '.join(map(str, names))} or choose" in re.sub(r"\s+", " ", done.output)
     assert contents(tmp_path / "corpus") == before
 
 

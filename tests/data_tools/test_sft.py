@@ -275,6 +275,11 @@ def test_a_holdout_splits_conversations_with_their_masks(tokenizer: str, tmp_pat
     assert sum(counts.values()) == 40
     assert 3 < counts[str(tmp_path / "c-valid")] < 24
     assert len(set(result.loss_tokens.values())) == 2
+    command = ["sft", "--input", source, "--tokenizer", tokenizer, "--output", str(tmp_path / "d")]
+    done = CliRunner().invoke(app, [*command, "--holdout", "0.00001"])
+    assert done.exit_code == 0
+    assert f"{tmp_path / 'd-valid'} is empty" in done.stderr
+    assert "has put all 40 conversations into" in done.stderr
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:

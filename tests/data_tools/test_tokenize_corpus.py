@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from prose import prose
+from typer.testing import CliRunner
 
+from data_tools.cli import app
+from data_tools.holdout import empty_split
 from data_tools.input_files import find_files
 from data_tools.parts import Part, TokenizeOptions, make_part
 from data_tools.shards import cut_shards
@@ -186,3 +189,43 @@ def test_holdout_depends_on_each_documents_content_alone(folder: Path, tokenizer
     more = split([*reversed(texts), "one more"], "more")
     assert more["valid"] - {"one more"} == first["valid"]
     assert isinstance(IndexedDataset(tmp_path / "first-valid").info, dict)
+
+
+def test_a_holdout_that_leaves_a_corpus_empty_says_what_to_give(folder: Path, tokenizer: str, tmp_path: Path) -> None:
+    """Training refuses an empty corpus; all files that are in the way of the next try are named at once."""
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(20)))
+    train, valid = (str(tmp_path / f"code-{split}") for split in ("train", "valid"))
+    files = f"{train}.idx and {valid}.idx"
+
+    def tokenize_with(holdout: str) -> tuple[int, str]:
+        command = ["tokenize", "-i", str(folder), "-t", tokenizer, "-o", str(tmp_path / "code"), "--workers", "1"]
+        done = CliRunner().invoke(app, [*command, "--holdout", holdout])
+        _, mark, warning = " ".join(done.stderr.split()).partition("warning: ")
+        return done.exit_code, mark + warning if done.exit_code == 0 else done.stderr
+
+    few = (
+        f"warning: {valid} is empty, and training refuses an empty corpus: --holdout 0.0001 has put all 20 documents "
+        f"into {train}; delete {files}, and give a larger --holdout, such as 0.15, or more documents"
+    )
+    assert tokenize_with("0.0001") == tokenize_with("0.0001") == (0, few)
+    code, error = tokenize_with("0.15")
+    assert code == 2
+    assert f"{train}, {valid} exist and were made from other input or with other options" in error
+    assert f"delete {train}.idx, {valid}.idx or choose" in error
+    os.remove(f"{train}.idx")
+    os.remove(f"{valid}.idx")
+    assert tokenize_with("0.15") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "holdout", "said"),
+    [
+        (1, 0, 0.1, "c-valid is empty, and training refuses an empty corpus: --holdout 0.1 cannot divide a single one"),
+        (0, 40, 0.99, "give a smaller --holdout, such as 0.93, or more conversations"),
+        (2, 0, 0.5, "and give a larger --holdout, or more conversations"),
+        (1, 1, 0.5, None),
+    ],
+)
+def test_what_is_said_of_an_empty_split(train: int, valid: int, holdout: float, said: str | None) -> None:
+    found = empty_split({"c-train": train, "c-valid": valid}, holdout, "conversations")
+    assert found is None if said is None else said in str(found)
