@@ -71,7 +71,7 @@ def plan(
     ] = None,
     gpus_per_node: GpusPerNode = 8,
     network: Annotated[
-        float, typer.Option(min=1.0, metavar="GBIT/S", help="of each GPU's network adapter, between nodes")
+        float, typer.Option(min=1.0, max=1e6, metavar="GBIT/S", help="of each GPU's network adapter, between nodes")
     ] = 400.0,
     gpu: Annotated[
         str | None,
@@ -79,7 +79,7 @@ def plan(
     ] = None,
     tflops: Annotated[
         float | None,
-        typer.Option(min=1.0, help="dense bf16 peak of one GPU; default: that of --gpu, else an H100's"),
+        typer.Option(min=1.0, max=1e6, help="dense bf16 peak of one GPU; default: that of --gpu, else an H100's"),
     ] = None,
     mfu: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="fraction of the peak that is reached; --nodes predicts it")
@@ -111,7 +111,7 @@ def plan(
     from moba_train.validation.recipe import validate
     from moba_train.validation.warnings import print_recipe_warnings
 
-    target = named_gpu(gpu) if gpu else local_gpu()
+    target = named_gpu(gpu) if gpu is not None else local_gpu()
     if nodes is not None:
         from moba_train.commands.plan import plan_nodes
 
@@ -126,7 +126,7 @@ def plan(
     memory = target.memory if target else None
     config = load_config(recipe, overrides or ())
     per_node = min(gpus, gpus_per_node)
-    host = local_host_bytes(per_node) if target and not gpu else None
+    host = local_host_bytes(per_node) if target and gpu is None else None
     validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node, gpu=target)
     if no_data:
         check_one_tokenizer(config)
@@ -317,7 +317,7 @@ def moba_to_hf(
         Dtype, typer.Option(help="element type of the written weights; checkpoints hold float32")
     ] = Dtype.bfloat16,
     shard_gib: Annotated[
-        float, typer.Option(min=0.001, help="largest size of a file in GiB; as much memory is needed")
+        float, typer.Option(min=0.001, max=1e6, help="largest size of a file in GiB; as much memory is needed")
     ] = 4.0,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: weights, config.json, and the tokenizer as AutoTokenizer loads it.
