@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moba_train.cluster import job as jobs
-from moba_train.commands.shared import GpusPerNode, Overrides, Recipe
+from moba_train.commands.shared import Overrides, Recipe
 from moba_train.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ class Manifests(StrEnum):
     jobset = "jobset"
     trainjob = "trainjob"
 
+
+GPUS_PER_NODE = 8
+"""Default of `--gpus-per-node`, where the machines are others than this one."""
 
 _SEVERAL = "torchrun on several nodes"
 _USED_BY = {
@@ -45,7 +48,17 @@ def launch(
     recipe: Recipe,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="machines")] = 1,
-    gpus_per_node: GpusPerNode = 8,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs (ranks) of all machines together, in place of --gpus-per-node")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"GPUs (ranks) of each machine; default: {GPUS_PER_NODE}, or those of this machine where --start "
+            "starts on it",
+        ),
+    ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="submit launch/slurm.sbatch")] = False,
     k8s: Annotated[
         Manifests | None, typer.Option(help="a manifest: of a JobSet, or of a TrainJob of Kubeflow Trainer")
@@ -85,15 +98,17 @@ def launch(
     if slurm and k8s:
         raise LaunchError("--slurm and --k8s: given both; allowed: one of them, or none for torchrun")
     _refuse_unused(context, "--slurm" if slurm else "--k8s" if k8s else _SEVERAL if nodes > 1 else "torchrun")
+    starts_here = start and not slurm and k8s is None and nodes == 1
+    per_node = _ranks_per_node(gpus, gpus_per_node, nodes, starts_here)
     config = load_config(recipe, overrides or ())
-    validate(config, world_size=nodes * gpus_per_node, check_files=False, ranks_per_node=gpus_per_node)
+    validate(config, world_size=nodes * per_node, check_files=False, ranks_per_node=per_node)
     job = jobs.Job(
         jobs.job_name(config.name if name is None else name),
         recipe,
         tuple(overrides or ()),
         dump_config(config),
         nodes,
-        gpus_per_node,
+        per_node,
         stop_s,
     )
     if k8s:
@@ -122,6 +137,24 @@ def _refuse_unused(context: typer.Context, way: str) -> None:
             raise LaunchError(
                 f"{parameter.opts[0]}: given for {way}, which has no use for it; allowed with {' or '.join(used_by)}"
             )
+
+
+def _ranks_per_node(gpus: int | None, gpus_per_node: int | None, nodes: int, starts_here: bool) -> int:
+    """Ranks of each machine. Raises LaunchError for a number that the machines, or this one, cannot have."""
+    if gpus is not None and gpus_per_node is not None:
+        raise LaunchError("--gpus and --gpus-per-node: given both; allowed: one of them")
+    if gpus is not None and gpus % nodes:
+        raise LaunchError(f"--gpus: given {gpus} with --nodes {nodes}; allowed: a multiple of {nodes}")
+    given = gpus_per_node if gpus is None else gpus // nodes
+    if not starts_here:
+        return given or GPUS_PER_NODE
+    import torch
+
+    here = torch.cuda.device_count()
+    if given is not None and 0 < here < given:  # without a GPU any number of ranks shares the CPU, as in `train --gpus`
+        option = "--gpus-per-node" if gpus is None else "--gpus"
+        raise LaunchError(f"{option}: given {given} with --start; allowed: at most {here}, the GPUs of this machine")
+    return given or here or 1
 
 
 def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: int) -> jobs.Pods:

@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[2]
 RECIPE = "configs/recipes/short-then-long.yaml"
 PODS = ["--image", "registry.example/moba_train:1", "--claim", "training:/data", "run_dir=/data/runs/a"]
 
+ANY_NUMBER = [f"stages.{stage}.parallel.cp=1" for stage in (1, 2, 3)]
+"""Overrides with which the recipe's layout suits any number of GPUs."""
+
 
 @pytest.fixture(autouse=True)
 def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +181,8 @@ def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures():
         (["--k8s", "trainjob", "--image", "x", "--claim", "a:/data/../dev/shm"], "hides /dev/shm, which the pods need"),
         (["--nodes", "2", "--start"], "--start: given with --nodes 2 for torchrun"),
         (["--nodes", "3", "--gpus-per-node", "3"], "9"),
+        (["--gpus", "8", "--gpus-per-node", "8"], "--gpus and --gpus-per-node: given both; allowed: one of them"),
+        (["--nodes", "2", "--gpus", "7"], "--gpus: given 7 with --nodes 2; allowed: a multiple of 2"),
         (["--slurm", "--name", "???"], "name: given '???'"),
         (["--slurm", "--name", ""], "name: given ''"),
         (["--nodes", "2", "--master", ""], "--master: given ''; allowed: a host name or an IP address"),
@@ -208,13 +213,45 @@ def test_what_cannot_be_started_is_refused(arguments: list[str], message: str):
     assert message in refused(*arguments)
 
 
-def test_start_trains_with_the_python_that_runs_the_command(monkeypatch: pytest.MonkeyPatch):
-    """The environment that has it may not be on the PATH."""
+def test_gpus_counts_those_of_all_nodes():
+    assert launch("--gpus", "4", *ANY_NUMBER) == launch("--gpus-per-node", "4", *ANY_NUMBER)
+    assert launch("--nodes", "2", "--gpus", "8", "--slurm") == launch("--nodes", "2", "--gpus-per-node", "4", "--slurm")
+    assert "--gpus-per-node 8" in launch("--slurm", "--nodes", "2")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What `launch --start` turns this process into."""
     started: list[list[str]] = []
     monkeypatch.setattr("os.execvp", lambda program, command: started.append([program, *command]))
+    return started
+
+
+def test_start_trains_with_the_python_that_runs_the_command(started: list[list[str]]):
+    """The environment that has it may not be on the PATH."""
     launch("--start", "--gpus-per-node", "8")
     train = [sys.executable, "-m", "moba_train.cli", "train", RECIPE, "--gpus", "8"]
     assert started == [[sys.executable, *train]]
+
+
+@pytest.mark.parametrize(("here", "ranks"), [(0, 1), (1, 1), (2, 2)])
+def test_start_takes_the_gpus_of_this_machine(
+    here: int, ranks: int, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    """As `train` does: a rank on the CPU where there is none."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: here)
+    launch("--start", *ANY_NUMBER)
+    launch("--start", "--gpus", str(ranks), *ANY_NUMBER)
+    assert [command[-2:] for command in started] == [["--gpus", str(ranks)]] * 2
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--gpus-per-node"])
+def test_start_refuses_more_gpus_than_this_machine_has(option: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert f"{option}: given 4 with --start; allowed: at most 2, the GPUs of this machine" in refused(
+        "--start", option, "4"
+    )
+    assert launch(option, "4", *ANY_NUMBER).endswith(" --gpus 4\n")
 
 
 def test_start_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
