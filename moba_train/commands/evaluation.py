@@ -280,6 +280,7 @@ def generate(
     """Continue a prompt. The prompt is read with each layer's own attention."""
     import torch
 
+    from moba_train.checkpoint.recipe import saved_training
     from moba_train.checkpoint.trained_model import load_trained
     from moba_train.data.corpus_marks import corpus_marks
     from moba_train.data.tokenizer import load_text_tokenizer
@@ -312,6 +313,7 @@ def generate(
         seed=seed,
         decode=decode.value,
         marks=corpus_marks(saved.config, roots),
+        trained_length=saved_training(saved.path).seq_len,
         say=lambda line: typer.echo(line, err=True),
     )
     first = next(text, "")  # whatever is refused is refused here, before anything is printed

@@ -25,12 +25,14 @@ def generate_text(
     seed: int,
     decode: Decode,
     marks: CorpusMarks = NO_MARKS,
+    trained_length: int | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> Iterator[str]:
     """Yield the text that continues the prompt as its tokens are sampled.
 
     marks: how the documents of training began; a prompt begins like them
-    say: hears how far the prompt is read
+    trained_length: longest sequences of training, in tokens; None: not known
+    say: hears how far the prompt is read, and before it a warning where prompt and answer may be longer than those
 
     The other arguments are those of `generate`. Raises UserError for values out of range.
     """
@@ -39,6 +41,12 @@ def generate_text(
         raise UserError(
             f"the tokenizer makes token id {outside[0]} of the prompt, but model.vocab_size is "
             f"{model.config.vocab_size}; give the tokenizer that the model was trained with"
+        )
+    if trained_length is not None and len(tokens) + max_new_tokens > trained_length:
+        say(
+            f"warning: the prompt has {len(tokens):,} tokens and the answer up to {max_new_tokens:,}, together more than "
+            f"the {trained_length:,} tokens that the model was trained with: positions beyond are extrapolated by the "
+            "stage's RoPE"
         )
     answer = generate(
         model,

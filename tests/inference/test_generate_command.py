@@ -125,14 +125,30 @@ def test_overrides_change_the_attention_of_the_prompt_and_of_new_tokens(
 
 
 def test_reading_a_long_prompt_says_how_far_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert generated(run, "--prompt-file", "-", stdin=TEXT)[1] == ""
+    assert "reading" not in generated(run, "--prompt-file", "-", stdin=TEXT)[1]
     monkeypatch.setattr("moba_train.inference.prompt.REPORT_EVERY", 0.0)
     monkeypatch.setattr("moba_train.inference.generate.PREFILL_TOKENS", 700)
-    lines = generated(run, "--prompt-file", "-", stdin=TEXT * 20)[1].splitlines()
+    warning, *lines = generated(run, "--prompt-file", "-", stdin=TEXT * 20)[1].splitlines()
+    assert warning.startswith("warning: ")
     assert len(lines) > 1
     assert "700 of 1," in lines[0]
     assert "(100%)" in lines[-1]
     assert lines[-1].endswith(" tokens/s")
+
+
+def test_a_text_beyond_the_trained_length_is_warned_of(run: Path, project: Path) -> None:
+    """Also where an override gives the stage another length: the weights have not seen it."""
+    prompt = TEXT[:50]
+    tokens = len(load_tokenizer(project / "data" / "tok.model").encode(prompt))
+    longest = 64 - tokens
+    asked = ("--prompt", prompt, "--max-new-tokens")
+    assert generated(run, *asked, longest)[1] == ""
+    for override in ((), ("stages.0.seq_len=128", "batch_tokens=128")):
+        (warning,) = generated(run, *override, *asked, longest + 1)[1].splitlines()
+        assert warning.startswith(
+            f"warning: the prompt has {tokens} tokens and the answer up to {longest + 1}, together "
+        )
+        assert "more than the 64 tokens that the model was trained with" in warning
 
 
 def test_the_tokenizer_is_found_where_the_run_was_made_beside_it_or_as_given(
