@@ -107,6 +107,7 @@ def plan(
     from moba_train.planning.fit import cheapest_changes, host_shortage, largest_stage, shortage
     from moba_train.planning.plan import Plan, make_plan
     from moba_train.planning.render import print_changes, print_fit, print_over_budget, print_plan
+    from moba_train.training.start_warnings import print_start_warnings
     from moba_train.validation.data import check_one_tokenizer
     from moba_train.validation.recipe import validate
     from moba_train.validation.warnings import print_recipe_warnings
@@ -136,6 +137,7 @@ def plan(
     print_fit(made, target, console)
     print_over_budget(config, made.stages, console)
     print_recipe_warnings(config)
+    print_start_warnings(config)
     if host is not None and (warning := host_shortage(made, local_host_memory(per_node))):
         console.print(f"warning: {warning}", soft_wrap=True)
     if target is None:

@@ -14,6 +14,7 @@ from moba_train.planning.rates import RATES
 from moba_train.planning.render import print_over_budget
 from moba_train.planning.render_layouts import print_layouts
 from moba_train.planning.step_time import Machine
+from moba_train.training.start_warnings import print_start_warnings
 from moba_train.validation.data import check_one_tokenizer
 from moba_train.validation.recipe import validate
 from moba_train.validation.warnings import print_recipe_warnings
@@ -40,3 +41,4 @@ def plan_nodes(
     print_layouts(layouts, nodes, machine, console)
     print_over_budget(config, layouts.best[0].stages, console)
     print_recipe_warnings(config)
+    print_start_warnings(config)

@@ -44,9 +44,9 @@ def generate_text(
         )
     if trained_length is not None and len(tokens) + max_new_tokens > trained_length:
         say(
-            f"warning: the prompt has {len(tokens):,} tokens and the answer up to {max_new_tokens:,}, together more than "
-            f"the {trained_length:,} tokens that the model was trained with: positions beyond are extrapolated by the "
-            "stage's RoPE"
+            f"warning: the prompt has {len(tokens):,} tokens and the answer up to {max_new_tokens:,}, together more "
+            f"than the {trained_length:,} tokens that the model was trained with: positions beyond are extrapolated by "
+            "the stage's RoPE"
         )
     answer = generate(
         model,

@@ -9,6 +9,7 @@ progress        what a checkpoint stores besides tensors
 checkpoints     save, resume and roll back
 first_start     whether a run that finds no checkpoint may begin at step 0
 resumable       whether a recipe that has changed can go on with a checkpoint's tensors
+start_warnings  what a plan says about the run folder
 restarts        starts that make no progress
 recipe_changes  a recipe that changes when a run resumes
 corpora         whether a resumed run reads the corpora that it was trained and evaluated on

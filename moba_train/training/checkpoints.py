@@ -33,15 +33,9 @@ from moba_train.parallel.world import World, broadcast
 from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.first_start import check_first_start
-from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan
+from moba_train.training.progress import Progress, data_plan
 from moba_train.training.restarts import Restarts, choose_checkpoint
-from moba_train.training.resumable import (
-    check_tensors,
-    new_parameters,
-    recipe_then,
-    trained_kinds,
-    unused_parameters,
-)
+from moba_train.training.resumable import new_parameters, recipe_then, resumed_progress, unused_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -237,13 +231,8 @@ class RunCheckpoints:
         go on from there.
         """
         meta = read_meta(path)
-        progress = Progress.from_meta(meta.get("progress"), len(self._config.stages))
-        check_resumable(self._config, progress, str(path))
-        check_tokenizer(self._tokenizer, progress, self._config, str(path))
+        progress = resumed_progress(self._config, meta, self._tokenizer, str(path))
         then = recipe_then(meta)
-        progress.trained_kinds = trained_kinds(self._config, then, progress)
-        if then is not None:
-            check_tensors(self._config, then, progress, str(path))
         unused = unused_parameters(self._config, then, progress)
         reset_parameters(self._model, self._optimizer, unused, self._config.seed)
         load_model_and_optimizer(self._model, self._optimizer, path, unused=unused)

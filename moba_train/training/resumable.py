@@ -19,7 +19,24 @@ from moba_train.config.stages import resolve_stages, used_kinds
 from moba_train.errors import CheckpointError, ConfigError
 from moba_train.model.build import describe_shapes, different_shapes, kind_prefix, kind_shapes
 from moba_train.number_ranges import named_layers
-from moba_train.training.progress import Progress
+from moba_train.training.progress import Progress, check_resumable, check_tokenizer
+
+
+def resumed_progress(config: RunConfig, meta: Mapping[str, Any], tokenizer: str, where: str) -> Progress:
+    """The progress in the meta of the checkpoint `where`, from which the recipe goes on.
+
+    tokenizer  its hash; empty: not compared
+
+    Raises CheckpointError, naming the key, when the recipe cannot go on from there.
+    """
+    progress = Progress.from_meta(meta.get("progress"), len(config.stages))
+    check_resumable(config, progress, where)
+    check_tokenizer(tokenizer, progress, config, where)
+    then = recipe_then(meta)
+    progress.trained_kinds = trained_kinds(config, then, progress)
+    if then is not None:
+        check_tensors(config, then, progress, where)
+    return progress
 
 
 def recipe_then(meta: Mapping[str, Any]) -> RunConfig | None:
