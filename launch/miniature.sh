@@ -21,7 +21,8 @@ fi
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 recipe=configs/recipes/mini/$name.yaml
-"$PYTHON" -m moba_train.cli config "$recipe" "$@" >/dev/null  # wrong keys are refused before minutes of data preparation
+resolved=$("$PYTHON" -m moba_train.cli config "$recipe" "$@")  # wrong keys are refused before data is prepared
+run=$("$PYTHON" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])' <<<"$resolved")
 select=()
 if [ -z "$corpus" ]; then
     corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
@@ -63,5 +64,5 @@ fi
 
 "${moba_train[@]}" plan "$recipe" "$@" --gpus "$ranks"
 "${moba_train[@]}" train "$recipe" "$@" --gpus "$ranks"
-"${moba_train[@]}" eval "runs/mini/$name" --output "runs/mini/$name/evaluation"
-echo "logs runs/mini/$name/metrics.jsonl, plots in the same folder"
+"${moba_train[@]}" eval "$run" --output "$run/evaluation"
+echo "logs $run/metrics.jsonl, plots in the same folder"

@@ -112,6 +112,30 @@ def test_a_miniature_refuses_a_wrong_override_before_it_prepares_data(tmp_path: 
     assert "optim.lr: given 'fast'; allowed: number > 0" in done.stderr
 
 
+def test_a_miniature_evaluates_the_run_that_it_has_trained(tmp_path: Path) -> None:
+    """Where an override names another run folder, too; nothing is read from the one that the recipe names."""
+    for name in ("launch", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$1 $2 $3" in\n'
+        f'-c*|*" config") PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@";;\n'
+        f'*) echo "$@" >>"{tmp_path}/log";;\n'
+        "esac\n"
+    )
+    python.chmod(0o755)
+    run = tmp_path / "another folder"
+    command = ["bash", "launch/miniature.sh", "16k-from-scratch", f"run_dir={run}"]
+    environment = {"PATH": os.environ["PATH"], "MOBA_PYTHON": str(python)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    trained, evaluated = (tmp_path / "log").read_text().splitlines()[-2:]
+    assert f"moba_train.cli train configs/recipes/mini/16k-from-scratch.yaml run_dir={run} --gpus " in trained
+    assert evaluated == f"-m moba_train.cli eval {run} --output {run}/evaluation"
+    assert f"logs {run}/metrics.jsonl" in done.stdout
+
+
 def test_a_recipe_is_found_from_the_callers_folder_in_a_checkout_with_spaces(tmp_path: Path) -> None:
     """Leading zeros do not make a number octal, and HOME may be missing."""
     repository = tmp_path / "a checkout"
