@@ -179,7 +179,7 @@ class RunCheckpoints:
         path = choose_checkpoint(self._newest_to_resume_from, self._marks, blames, self._mark)
         step = (saved_step(read_meta(path)) or 0) if path is not None else 0
         problem = None
-        if self.restarts is not None:
+        if self.restarts is not None and self._config.checkpoint.every is not None:  # else none can save anything
             most = self._config.health.max_restarts_without_progress
             problem = self.restarts.begin(step, self._marks.steps, most)
         if problem := broadcast(problem):

@@ -3,7 +3,8 @@
 `restarts.json` in the run folder lists the starts since the run last made progress, which is when a start finds a
 checkpoint newer than the ones that all of them began with. A start that ends in order, finished or stopped as asked,
 does not count. One that was killed counts, but says nothing about the checkpoint. One that ended because loss or
-gradient norm were not finite does: when it brought no newer checkpoint, the next start takes an older one.
+gradient norm were not finite does: when it brought no newer checkpoint, the next start takes an older one. Starts of a
+recipe that saves nothing (`checkpoint.every: null`) are not listed.
 """
 
 from collections.abc import Callable

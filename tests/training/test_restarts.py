@@ -136,6 +136,19 @@ def test_a_run_that_gets_nowhere_ends_with_an_account_of_its_starts(
     assert run.train_here() == 0
 
 
+def test_starts_that_cannot_save_anything_do_not_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements in one folder that fail again and again; the next one with checkpoints is not refused for them."""
+    steady(run, "log", 12)
+    run.recipe["health"]["max_restarts_without_progress"] = 1
+    run.recipe["checkpoint"]["every"] = None
+    with monkeypatch.context() as patch:
+        inject(patch, {2: not_a_number})
+        for _ in range(2):
+            assert run.train_here() == ReproducibleFaultError.exit_code
+    run.recipe["checkpoint"]["every"] = 4
+    assert run.train_here("--stop-at-step", "1") == 0
+
+
 def test_a_checkpoint_that_could_not_be_read_is_not_replaced_by_a_marked_one() -> None:
     def find(accept: Accept) -> Path | None:
         raise UnreadableError("step 12 could not be read")
