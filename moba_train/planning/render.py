@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from moba_train.config.attention import LayerAttention
+from moba_train.config.explain import given
 from moba_train.config.quantities import format_count
 from moba_train.config.schema import RunConfig
+from moba_train.number_ranges import named_layers
 from moba_train.planning.devices import Gpu
 from moba_train.planning.fit import Change, Changes, format_gib, largest_stage, over_budget, usable_bytes
 from moba_train.planning.moments import MEMORY_PARTS
@@ -217,22 +219,42 @@ def _context(plan: Plan) -> Table:
         "received in the node, MiB": lambda context: f"{context.cost.node_bytes / 2**20:.0f}",
         "received from other nodes, MiB": lambda context: f"{context.cost.network_bytes / 2**20:.0f}",
         "communication, ms": lambda context: f"{1e3 * context.seconds:.2f}",
-        "exposed communication, ms": lambda context: _by_kind(context, context.exposed_seconds),
-        "attention, ms": lambda context: _by_kind(context, context.attention_seconds.__getitem__),
     }
     title = (
         f"Context parallelism: one layer and micro-batch on one rank, forward and backward\n(H200, "
         f"{plan.ranks_per_node} GPUs a node, {8e-9 * plan.links.network:g} Gbit/s a GPU between nodes)"
     )
-    return _by_stage(plan, title, {name: partial(_context_cell, show) for name, show in rows.items()})
+    columns: dict[str, Callable[[StagePlan], str]] = {name: partial(_context_cell, show) for name, show in rows.items()}
+    columns["exposed communication, ms"] = partial(_by_attention, ContextPlan.exposed_seconds)
+    columns["attention, ms"] = partial(_by_attention, lambda context, layer: context.attention_seconds[layer])
+    return _by_stage(plan, title, columns)
 
 
 def _context_cell(show: Callable[[ContextPlan], str], item: StagePlan) -> str:
     return show(item.context) if item.context else "-"
 
 
-def _by_kind(context: ContextPlan, seconds: Callable[[LayerAttention], float]) -> str:
-    return ", ".join(f"{layer.kind} {1e3 * seconds(layer):.2f}" for layer in context.attention_seconds)
+def _by_attention(seconds: Callable[[ContextPlan, LayerAttention], float], item: StagePlan) -> str:
+    if item.context is None:
+        return "-"
+    names = _names(item.stage.attention)
+    return ", ".join(f"{names[layer]} {1e3 * seconds(item.context, layer):.2f}" for layer in names)
+
+
+def _names(layers: Sequence[LayerAttention]) -> dict[LayerAttention, str]:
+    """A name for each attention of a stage: its kind and, where layers of a kind differ, the options in which they do,
+    or the layers if any of these options is a list."""
+    ids: dict[LayerAttention, list[int]] = {}
+    for index, layer in enumerate(layers):
+        ids.setdefault(layer, []).append(index)
+    names = {}
+    for layer in ids:
+        others = [other.options for other in ids if other.kind == layer.kind]
+        own = {key: value for key, value in layer.options if any(getattr(other, key) != value for other in others)}
+        lists = any(isinstance(getattr(other, key), tuple | list) for other in others for key in own)
+        told = f"in {named_layers(ids[layer])}" if lists else ", ".join(f"{key} {given(own[key])}" for key in own)
+        names[layer] = f"{layer.kind} ({told})" if told else layer.kind
+    return names
 
 
 def _gibibytes(part: str, item: StagePlan) -> str:

@@ -1,6 +1,7 @@
 """Plans of recipes: memory, time, tables."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -109,6 +110,33 @@ def test_moba_layers_of_several_sizes_take_their_own_time():
     mixed = attention_seconds(moba={"block_size": 512, "topk": 3}, overrides={0: {"topk": 12}})
     few, many = (attention_seconds(moba={"block_size": 512, "topk": topk}) for topk in (3, 12))
     assert mixed == [many[0], *few[1:]] != few
+
+
+@pytest.mark.parametrize(
+    ("attention", "names"),
+    [
+        ({"overrides": {0: {"kind": "full"}}}, ["full", "moba"]),
+        (
+            {"overrides": {0: {"block_size": 1024}, 1: {"topk": 5}}, "moba": {"block_size": 512, "topk": 3}},
+            [
+                "moba (block_size 1024, topk 3)",
+                "moba (block_size 512, topk 5)",
+                "moba (block_size 512, topk 3)",
+                "full",
+            ],
+        ),
+        (
+            {"default": "moa", "moa": {"max_length": "128K"}, "overrides": {5: {"alpha": [64] * 16 + [128] * 16}}},
+            ["moa (in layers 0-4, 6-28)", "moa (in layer 5)", "full"],
+        ),
+    ],
+)
+def test_attentions_of_one_kind_are_told_apart(attention, names):
+    text = io.StringIO()
+    print_plan(make_plan(config(parallel={"cp": 8}, attention=attention), 16, 989, 0.4), Console(file=text, width=400))
+    (row,) = (line for line in text.getvalue().splitlines() if line.startswith("│ attention, ms"))
+    cell = row.split("│")[-2]
+    assert [name.strip(" ,") for name in re.split(r"\d+\.\d\d", cell) if name.strip()] == names
 
 
 def test_a_layout_that_does_not_fit_is_refused():
