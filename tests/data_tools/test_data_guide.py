@@ -17,7 +17,7 @@ GUIDE = ROOT / "docs" / "data.md"
 
 
 def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In miniature: the vocabulary is smaller."""
+    """In miniature: the vocabulary of tokenizer and recipe is smaller."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").mkdir()
     for number in range(120):
@@ -25,7 +25,8 @@ def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
     lines = [json.dumps({"text": prose(number, 30 + 40 * number)}) for number in range(60)]
     (tmp_path / "web.jsonl.gz").write_bytes(gzip.compress("\n".join([*lines, "{bad"]).encode()))
     (recipe,) = blocks(GUIDE, "yaml")
-    (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/models", str(ROOT / "configs" / "models")))
+    recipe = recipe.replace("configs/models", str(ROOT / "configs" / "models"))
+    (tmp_path / "recipe.yaml").write_text(recipe.replace("32000", "320"))
 
     guide = [words for block in blocks(GUIDE, "bash") for words in commands(block)]
     assert len(guide) >= 7
@@ -40,6 +41,7 @@ def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "lengths.png").stat().st_size > 1000
 
     config = load_config(tmp_path / "recipe.yaml")
+    assert config.model.vocab_size == 320, "not that of the guide's tokenizer"
     validate(config, world_size=1, check_files=True)
     for stage in resolve_stages(config):
         data = StageData(stage.sources, stage.seq_len, 8, config.seed, {}, config.model.vocab_size, config.data.packing)
