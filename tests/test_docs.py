@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from guide import ROOT, anchors, blocks, check_usage, commands, links
+from guide import ROOT, anchors, blocks, check_usage, commands, links, run
 from test_import_directions import ORDER
 
 from benchmarks import checkpoint_layouts, checkpoint_threads, context_skew_plot, miniatures
@@ -36,6 +36,18 @@ def test_the_recipe_in_the_readme_is_valid_and_can_be_planned(tmp_path: Path) ->
     validate(config, world_size=8)
     plan = make_plan(config, 8, 989.0, 0.4)
     assert len(plan.stages) == 2
+
+
+def test_stages_says_what_its_recipe_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = ROOT / "docs" / "stages.md"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "recipe.yaml").write_text(blocks(guide, "yaml")[0])
+    plans = [words for words in commands(blocks(guide, "bash")[0]) if words[1] == "plan"]
+    needs = [re.findall(r"stage long needs most, (\S+) GiB on each GPU", run(words)) for words in plans]
+    text = " ".join(guide.read_text().split())
+    told = re.findall(r"the stage `long` needs most memory, (\S+) GiB on each GPU, by the second (\S+) GiB", text)
+    assert told == [tuple(gib for (gib,) in needs)]
 
 
 def test_the_attention_alone_runs_as_shown() -> None:
