@@ -27,10 +27,10 @@ class ContextParallelConfig(Section):
     cp: int = Field(1, ge=1, description="ranks that share one sequence; 1: every rank holds whole sequences")
     cp_transport: Literal["auto"] | CPTransport = Field(
         "auto",
-        description="how the ranks exchange queries, keys and values; auto: ulysses inside a node when every rank gets "
-        "whole key/value heads, otherwise the transport with the lowest predicted communication time among those whose "
-        "buffers fit in memory; dispatch, which auto never takes: queries travel to the owners of the blocks that they "
-        "select; all layers must select blocks",
+        description="how the ranks exchange queries, keys and values; auto: ulysses among more than two ranks of a "
+        "node when each gets whole key/value heads and its buffers fit in memory, otherwise the transport with the "
+        "lowest predicted communication time among those whose buffers fit; dispatch, which auto never takes: queries "
+        "travel to the owners of the blocks that they select; all layers must select blocks",
     )
     cp_layout: Literal["auto"] | CPLayout = Field(
         "auto",

@@ -32,10 +32,10 @@ def choose_strategy(
     """The strategy to use, and the reason as lines to print.
 
     Args:
-        transport: a transport, or `auto`: Ulysses inside a node where every rank gets whole key/value heads, otherwise
-            the transport with the least predicted time among those that fit in memory, or, if none fits, a ring with
-            two buffers or all-gather in slices, whichever needs less memory; never dispatch, whose time depends on what
-            queries select.
+        transport: a transport, or `auto`: Ulysses among more than two ranks of a node where every rank gets whole
+            key/value heads and it fits in memory, otherwise the transport with the least predicted time among those
+            that fit, or, if none fits, a ring with two buffers or all-gather in slices, whichever needs less memory;
+            never dispatch, whose time depends on what queries select.
         layout: a layout, or `auto`: zigzag where contiguous shards would be unequal work.
         shape: the attention of one layer.
         ranks: ranks of the context-parallel group.
