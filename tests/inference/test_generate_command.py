@@ -2,10 +2,12 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import sentencepiece
+from guide import ROOT, blocks
 from typer.testing import CliRunner
 
 from moba_train.cli import app
@@ -205,3 +207,13 @@ def test_a_prompt_begins_as_the_documents_of_training_did(project: Path, monkeyp
     assert not [*generate_text(model, tokenizer, "Once", 10, marks=CorpusMarks(bos_id=1), **options)]  # type: ignore[arg-type]  # a dict
     assert read == [[1, *tokenizer.encode("Once")]]
     assert CorpusMarks(bos_id=1).begin(read[0]) == read[0]
+
+
+def test_the_example_in_python_runs_and_agrees_with_the_command(run: Path) -> None:
+    (example,) = blocks(ROOT / "docs" / "decoding.md", "python")
+    found: dict[str, Any] = {}
+    exec(example.replace("runs/quickstart", str(run)).replace('import "', 'The quick"').replace(", 20,", ", 8,"), found)
+    assert found["logits"].shape == (len(found["prompt"]), 320)
+    assert found["logits"][-1].argmax() == found["answer"][0]
+    text = generated(run, "--prompt", "The quick", "--temperature", "0")[0]
+    assert text.strip("\n") == found["tokenizer"].decode(found["prompt"] + found["answer"]).strip("\n")
