@@ -21,7 +21,7 @@ def empty_split(documents: Mapping[str, int], holdout: float, name: str = "docum
     documents  number of documents by prefix, of the corpora of `splits`
     name       what the documents are called
     """
-    if not holdout or all(documents.values()):
+    if not holdout or all(documents.values()) or not any(documents.values()):
         return None
     empty, other = sorted(documents, key=lambda prefix: documents[prefix])
     total = documents[other]

@@ -87,13 +87,15 @@ def train_tokenizer(
 
 
 def _text_bytes(shards: Sequence[Shard], text_key: str, encoding_errors: EncodingErrors) -> int:
-    """Bytes of the text in `shards`, which is read for it where a file is compressed; of plain files, their size."""
-    total = sum(map(shard_bytes, shards))
-    if not any(chunk.path.endswith(SMALLER_ON_DISK) for shard in shards for chunk in shard):
-        return total
-    found = 0
+    """Bytes of the text in `shards`: those with files that are smaller on the disk are read for it, of others the size
+    counts."""
+    smaller = [shard for shard in shards if any(chunk.path.endswith(SMALLER_ON_DISK) for chunk in shard)]
+    total = sum(map(shard_bytes, smaller))
+    found = sum(map(shard_bytes, shards)) - total
+    if not smaller:
+        return found
     with ByteProgress("train-tokenizer: measuring", total) as progress:
-        for shard in shards:
+        for shard in smaller:
             for document in read_documents(shard, text_key, encoding_errors=encoding_errors):
                 found += 0 if isinstance(document, BadRecord) else len(document)
             progress.advance(shard_bytes(shard))

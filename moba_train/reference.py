@@ -29,7 +29,8 @@ Generated from the schema by `python -m moba_train.reference`; do not edit.
 A recipe is a YAML file. `extends: other.yaml` (or a list of files, relative to the recipe) lays it over other files:
 mappings are merged key by key and later values win, lists are replaced. `key.path=value` on the command line wins over
 everything (`optim.lr=1e-4`, `stages.0.tokens=1M`, `attention.overrides.5.topk=4`); it may set one item of a list that
-the recipe leaves out (`optim.betas.1=0.99`): the others are the default's. `moba-train config RECIPE` prints the
+the recipe leaves out (`optim.betas.1=0.99`): the others are the default's. A key that every stage sets itself is
+refused there, as it would change nothing; the message names the stages' keys. `moba-train config RECIPE` prints the
 result, `moba-train plan RECIPE` checks it and says what it costs.
 
 Numbers marked (K, M = 1024) are lengths: `128K` is 131072 tokens. Those marked (K, M, B, T = 1000) are token budgets:

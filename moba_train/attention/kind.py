@@ -233,7 +233,7 @@ class AttentionKind(ABC):
 
     @property
     def prefill_unit(self) -> int:
-        """A long prompt is read in parts of a multiple of so many tokens."""
+        """Tokens of a unit that no two parts of a long prompt share: each part but the last is a multiple of it."""
         return 1
 
     def generation_problem(self) -> str:

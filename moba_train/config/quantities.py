@@ -36,7 +36,7 @@ def parse_number(value: Any, base: int) -> Any:
             raise ValueError(f"given {value!r}, which is not a number; write e.g. 4096, 128K or 1.5B")
         digits = match[1].replace("_", "")
         number = float(digits)
-        if number <= LARGEST_COUNT:  # the fraction of 1e999999 would fill the memory
+        if 0 < number <= LARGEST_COUNT:  # the fraction of 1e999999 would fill the memory
             exact = Fraction(digits) * base ** _POWER[match[2].upper()]
             number = exact.numerator if exact.denominator == 1 else float(exact)
     if isinstance(number, int | float) and number > LARGEST_COUNT:

@@ -70,7 +70,8 @@ def hf_length(rope: RopeConfig, trained: int) -> int:
     """`max_position_embeddings` of a `config.json`, for a model whose last stage was `trained` tokens long.
 
     For yarn the length that it extends the model to, if that is more: transformers 4 takes this number over
-    `original_max_position_embeddings` for the factor, and would rotate a shorter model by other angles.
+    `original_max_position_embeddings` for the factor, and would rotate a model with a smaller one by other angles. One
+    that was trained on longer sequences than that it reads with a larger factor all the same.
     """
     if rope.kind != "yarn" or rope.original_seq_len is None:
         return trained

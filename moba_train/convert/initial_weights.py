@@ -9,7 +9,7 @@ import torch
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
-from moba_train.checkpoint.recipe import checkpoint_folders, saved_recipe, saved_stage, trained_tokenizer
+from moba_train.checkpoint.recipe import checkpoint_folders, run_folder, saved_recipe, saved_stage, trained_tokenizer
 from moba_train.checkpoint.state import load_model, parameter_sizes
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
@@ -105,9 +105,12 @@ def initial_tokenizers(config: RunConfig) -> list[str]:
     if config.init_from is None or _has_begun(config):
         return []
     folder = Path(config.init_from)
-    if is_hf_folder(folder):
-        return [tokenizer_hash(folder / name) for name in TOKENIZERS if (folder / name).is_file()]
-    return [digest] if (digest := trained_tokenizer(find_checkpoint(folder))) else []
+    if not is_hf_folder(folder):
+        checkpoint = find_checkpoint(folder)
+        if digest := trained_tokenizer(checkpoint):
+            return [digest]
+        folder = run_folder(checkpoint)  # of an imported model: its tokenizer lies there
+    return [tokenizer_hash(folder / name) for name in TOKENIZERS if (folder / name).is_file()]
 
 
 def _source_kinds(folder: Path) -> dict[tuple[int, str], Shapes]:

@@ -19,8 +19,8 @@ class CorpusMarks:
     eos_id: int | None = None
 
     @staticmethod
-    def of(info: dict[str, Any]) -> "CorpusMarks":
-        """What a sidecar says."""
+    def from_sidecar(info: dict[str, Any]) -> "CorpusMarks":
+        """By the keys `tokenizer`, `bos_id` and `eos_id` of a sidecar (data/sidecar.py)."""
         bos, eos = (index if type(index) is int else None for index in (info.get("bos_id"), info.get("eos_id")))
         return CorpusMarks(str(info.get("tokenizer")), bos, eos)
 
@@ -41,7 +41,7 @@ def corpus_marks(config: RunConfig, roots: Sequence[Path]) -> CorpusMarks:
         except (OSError, ValueError):
             continue
         if isinstance(info, dict) and "eos_id" in info:
-            return CorpusMarks.of(info)
+            return CorpusMarks.from_sidecar(info)
     return NO_MARKS
 
 

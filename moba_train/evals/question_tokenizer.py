@@ -26,7 +26,7 @@ class QuestionTokenizer:
             raise DataError("data.tokenizer: not set; questions about a text need the tokenizer of the model")
         self._text = load_text_tokenizer(path)
         self._chat = chat
-        self._marks = CorpusMarks.of(info)
+        self._marks = CorpusMarks.from_sidecar(info)
         self.vocab_size = self._text.vocab_size
         self.eos_id = self._text.eos_id
         if self.vocab_size > config.model.vocab_size:
@@ -38,7 +38,7 @@ class QuestionTokenizer:
     @property
     def marks(self) -> frozenset[int]:
         """The tokens at the ends of documents, which are no text."""
-        return frozenset(mark for mark in (self.eos_id, self._marks.bos_id) if mark is not None)
+        return frozenset(mark for mark in (self.eos_id, self._marks.bos_id, self._marks.eos_id) if mark is not None)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` within a prompt."""

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 
+from moba_train.checkpoint.evaluated import Numbers
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.evals.evaluation import EvaluationContext, EvaluationStoppedError
-from moba_train.evals.registry import EVALUATIONS
+from moba_train.evals.registry import EVALUATIONS, enabled_evaluations
 from moba_train.evals.stage import StageEvaluations
 from moba_train.health.watch import Watch
 from moba_train.model.transformer import Transformer
@@ -137,3 +138,9 @@ class RunEvaluations:
         self._batch_began = now
         if any_rank(self._stop.requested or self._checkpoints.wants_to_stop):
             raise EvaluationStoppedError
+
+
+def has_all_numbers(config: RunConfig, stage: Stage, numbers: Numbers | None) -> bool:
+    """Whether `numbers` hold those of every evaluation that is due at the end of `stage`."""
+    asked = enabled_evaluations(config) if stage.evaluate else []
+    return all(evaluation.numbers <= (numbers or {}).keys() for evaluation in asked)

@@ -182,13 +182,14 @@ def _what_was(key: str, config: RunConfig) -> str:
         return "data.packing was"
     if (found := re.fullmatch(r"stages\[(\d+)\]\.(\w+)(.*)", key)) is None:
         return f"{key} was"
-    index, name, rest = int(found[1]), found[2], found[3]
+    index = int(found[1])
+    name, rest = found.groups()[1:]
     if name == "first_step":
         before = "stages[0]" if index == 1 else f"stages[0] to stages[{index - 1}]"
         return f"the number of steps before stages[{index}] (tokens and batch_tokens of {before}) was"
     inherited = {"batch_tokens": "batch_tokens", "train": "data.train"}
     if name in inherited and getattr(config.stages[index], name) is None:
-        return f"{inherited[name]}{rest} was"
+        return f"{inherited[name]}{rest} (or {key}) was"
     return f"{key} was"
 
 

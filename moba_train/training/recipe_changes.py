@@ -40,7 +40,8 @@ def describe_changes(changes: Changes) -> str:
 
 def rate_jump(before: str, config: RunConfig, progress: Progress) -> str | None:
     """What to tell where a run goes on from `progress` with a learning rate that differs by more than a fifth from the
-    last one by the recipe `before`, although both have the same rates and schedules: those span other tokens now.
+    one that the recipe `before` would have gone on with, or had at its end, although both have the same rates and
+    schedules: those span other tokens now.
 
     None where it does not, and where a stage begins a schedule of its own.
     """
@@ -57,7 +58,9 @@ def rate_jump(before: str, config: RunConfig, progress: Progress) -> str | None:
     if ended and stage.schedule is not None:
         return None
     was, now = _rate(old, progress, progress.stage, step=0), _rate(config, progress, next_one, step=1)
-    if was == 0 or 0.8 <= now / was <= 1.2:
+    goes_on = next_one < len(old.stages) and _had_steps(old, progress, next_one)
+    wanted = _rate(old, progress, next_one, step=1) if goes_on else was
+    if wanted == 0 or 0.8 <= now / wanted <= 1.2:
         return None
     own = f"stages[{next_one}].schedule"
     spans = "optim.schedule spans all stages" if stage.schedule is None else f"{own} spans the stage"
@@ -65,6 +68,11 @@ def rate_jump(before: str, config: RunConfig, progress: Progress) -> str | None:
         f"the learning rate was {was:.2e} and goes on with {now:.2e}, because {spans}, with other tokens now; {own} "
         f"and stages[{next_one}].lr give this stage rates of its own"
     )
+
+
+def _had_steps(before: RunConfig, progress: Progress, index: int) -> bool:
+    """Whether stage `index` of the recipe `before` has a step after that of `progress`."""
+    return progress.step < resolve_stages(before, progress.exited_steps)[index].end_step
 
 
 def _rates(config: RunConfig, last: int) -> list[Any]:

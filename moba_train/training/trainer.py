@@ -41,7 +41,7 @@ from moba_train.planning.pipeline import pipeline_layers
 from moba_train.report.plots import draw_plots
 from moba_train.training.checkpoints import RunCheckpoints, checkpoint_bytes
 from moba_train.training.corpora import check_corpora
-from moba_train.training.evaluations import RunEvaluations
+from moba_train.training.evaluations import RunEvaluations, has_all_numbers
 from moba_train.training.recovery import Recovery
 from moba_train.training.reports import RunReports
 from moba_train.training.resumable import trained_kinds
@@ -94,6 +94,8 @@ class Trainer:
         self.stages = resolve_stages(config, self.progress.exited_steps)
         if self.progress.ends_here_now(self.stage):
             self.progress.evaluation_due = True
+            if not has_all_numbers(config, self.stage, self.checkpoints.resumed_numbers):
+                self.checkpoints.resumed_numbers = None
         health = config.health
         self.spikes = SpikeDetector(health.spike.window, health.spike.warn_sigma)
         if self.progress.step:

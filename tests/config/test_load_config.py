@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import shlex
 import string
 from contextlib import suppress
 from pathlib import Path
@@ -443,30 +444,44 @@ def test_an_eps_that_float32_does_not_have_is_refused(load):
         load("optim.eps=1e-50")
 
 
-@pytest.mark.parametrize(
-    ("override", "given"),
-    [
-        ("optim.lr=1e-3", ["stages.0.lr=1e-5", "stages.1.lr=1e-5"]),
-        ("data.train.0.weight=2", ["stages.0.train=[{path: a}]", "stages.1.train=[{path: b}]"]),
-        ("attention.moba.topk=8", ["stages.0.attention.moba.topk=2", "stages.1.attention.moba.topk=3"]),
-        ("attention.default=full", ["stages.0.attention.default=moba", "stages.1.attention.default=moba"]),
-        ("model.rope.theta=1e6", ["stages.0.rope.theta=1e5", "stages.1.rope.theta=1e5"]),
-    ],
-)
-def test_an_override_that_every_stage_hides_is_refused_with_the_one_to_give(load, override, given):
-    assert load(override)
-    assert load(override, given[0]), "another stage uses it"
-    value = override.partition("=")[2]
-    own = given[0].partition("=")[0].removeprefix("stages.0.").split(".")[0]
-    with pytest.raises(ConfigError) as caught:
-        load(override, *given)
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"override '{override}': would change nothing, as every stage sets {own}")
-    assert all(f"stages.{index}.{own}" in problem for index in (0, 1))
-    assert problem.endswith(f"={value}")
+HIDDEN = [
+    ("optim.lr=1e-3", {"lr": 1e-5}),
+    ("micro_batch_size=4", {"micro_batch_size": 2}),
+    ("data.train.0.weight=2", {"train": [{"path": "a"}]}),
+    ("attention.moba.topk=8", {"attention": {"moba": {"topk": 2}}}),
+    ("attention.default=full", {"attention": {"default": "moba"}}),
+    ("attention.overrides.1.topk=3", {"attention": {"overrides": {}}}),
+    ("attention.full_layers=[0, 1]", {"attention": {"full_layers": "none"}}),
+    ("model.rope.theta=1e6", {"rope": {"theta": 1e5}}),
+    ("parallel.cp=1", {"parallel": {"cp": 1}}),
+]
 
 
-def test_an_override_beside_what_every_stage_sets_is_no_hidden_one(load):
-    both = ["stages.0.attention.moba.topk=2", "stages.1.attention.moba.topk=3"]
-    assert load("attention.moba.block_size=64", "attention.full_layers=last:1", *both)
-    assert load("attention={moba: {topk: 9, block_size: 64}}", *both)
+@pytest.mark.parametrize(("override", "given"), HIDDEN)
+def test_an_override_that_every_stage_hides_is_refused_with_the_one_to_give(recipe, write, override, given):
+    stages = [{"name": name, "seq_len": 2048, "tokens": 10**6} for name in ("one", "two")]
+
+    def file(*own):
+        content = {"extends": recipe.name, "stages": [stage | more for stage, more in zip(stages, own, strict=True)]}
+        return write("other.yaml", yaml.safe_dump(content))
+
+    assert load_config(file(given, {}), [override]), "the second stage uses it"
+    path = file(given, given)
+    (problem,) = problems(path, [override])
+    key, _, value = override.partition("=")
+    own = next(iter(given)) + key.removeprefix({"optim.lr": key, "micro_batch_size": key}.get(key, key.split(".")[0]))
+    own = {"data.train.0.weight": "train.0.weight", "model.rope.theta": "rope.theta"}.get(key, own)
+    assert problem.startswith(f"override '{override}': would change nothing, as every stage sets {own} itself; give ")
+    instead = shlex.split(problem.partition("; give ")[2])
+    assert instead == [f"stages.{index}.{own}={value}" for index in (0, 1)]
+    assert load_config(path, instead)
+    assert load_config(path, [override, *instead]), "as where `plan` suggests them for a command"
+
+
+MOBA = "attention: {moba: {topk: 2}}"
+
+
+def test_an_override_beside_what_every_stage_sets_is_no_hidden_one(recipe, write):
+    path = write("other.yaml", f"extends: {recipe.name}\nstages:\n- {{name: a, seq_len: 2K, tokens: 1M, {MOBA}}}\n")
+    assert load_config(path, ["attention.moba.block_size=64", "attention.full_layers=last:1"])
+    assert load_config(path, ["attention={moba: {topk: 9, block_size: 64}}"])

@@ -30,6 +30,10 @@ def test_lengths_count_in_1024_and_budgets_in_1000(text, as_length, as_budget):
     assert budget.validate_python(text) == as_budget
 
 
+def test_zeros_with_any_exponent_are_zero():
+    assert budget.validate_python("0e999999999") == budget.validate_python("0.0e999999999K") == 0
+
+
 @pytest.mark.parametrize("value", ["", "K", "12Q", "-1", "1.5", "0.0001K", "1 2", "nan", 1.5, True, None, [1], -1])
 def test_everything_else_is_refused(value):
     for adapter in (length, budget):

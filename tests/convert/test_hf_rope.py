@@ -31,7 +31,8 @@ def test_a_config_says_what_the_recipe_does(rope: RopeConfig, scaling: dict[str,
 
 @pytest.mark.parametrize(("trained", "written"), [(8192, 32768), (32768, 32768), (65536, 65536)])
 def test_a_yarn_model_has_the_length_that_yarn_extends_it_to(trained: int, written: int) -> None:
-    """transformers 4 divides it by the original length, and takes that for the factor."""
+    """transformers 4 divides it by the original length, and takes that for the factor; in the last case, of longer
+    training, that is another one."""
     rope = RopeConfig(kind="yarn", theta=5e5, factor=4, original_seq_len=8192)
     assert hf_length(rope, trained) == written
     assert hf_length(RopeConfig(theta=5e5), trained) == trained

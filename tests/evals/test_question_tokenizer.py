@@ -61,6 +61,14 @@ def test_needle_questions_begin_as_the_documents_of_the_corpus(
         assert len(question.tokens) == LENGTH
 
 
+def test_the_end_that_the_corpus_was_made_with_is_no_text_either(texts: Path, tmp_path: Path) -> None:
+    """`--eos` may be another token than the tokenizer's."""
+    tokenizer = QuestionTokenizer(
+        recipe(with_sidecar(texts, tmp_path), LENGTH, {}), {"bos_id": 1, "eos_id": 5}, chat=False
+    )
+    assert tokenizer.marks == {BOS, EOS, 5}
+
+
 @pytest.mark.parametrize("task", ["vt", "niah_single_2"])
 def test_ruler_questions_begin_as_the_documents_of_the_corpus(texts: Path, tmp_path: Path, task: str) -> None:
     config = recipe(with_sidecar(texts, tmp_path, bos_id=BOS), LENGTH, {"ruler": {"tasks": [task], "samples": 2}})

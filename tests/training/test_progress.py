@@ -80,7 +80,7 @@ def in_second_stage(step: int = 15) -> Progress:
     [
         ("seed", 7, "seed"),
         ("model.layers", 4, "model.layers"),
-        ("batch_tokens", 200, "batch_tokens"),
+        ("batch_tokens", 200, "batch_tokens (or stages[0].batch_tokens)"),
         ("stages.0.batch_tokens", 200, "stages[0].batch_tokens"),
         (
             "stages.0.tokens",
@@ -88,8 +88,8 @@ def in_second_stage(step: int = 15) -> Progress:
             "the number of steps before stages[1] (tokens and batch_tokens of stages[0])",
         ),
         ("stages.1.seq_len", 100, "stages[1].seq_len"),
-        ("data.train.1.weight", 3, "data.train[1].weight"),
-        ("data.train", [{"path": "a"}], "data.train"),
+        ("data.train.1.weight", 3, "data.train[1].weight (or stages[0].train[1].weight)"),
+        ("data.train", [{"path": "a"}], "data.train (or stages[0].train)"),
         ("data.validation", [{"path": "c"}, {"path": "d"}], "data.validation"),
     ],
 )

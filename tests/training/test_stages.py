@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -284,17 +283,12 @@ def test_the_guide_works(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(DOCUMENT.parents[1])
     (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/", f"{Path.cwd()}/configs/"))
     (tmp_path / "other.yaml").write_text(f"extends: recipe.yaml\n{other_stages}")
-    for name in ("recipe", "other"):
-        planned = guide.run(
-            ["moba-train", "plan", f"{tmp_path}/{name}.yaml", *["--gpus", "64", "--gpu", "h200", "--no-data"]]
-        )
-        if name == "recipe":
-            (said,) = re.findall(r"On 64 H200 its longest stage needs ([\d.]+) GiB on each GPU", DOCUMENT.read_text())
-            assert f"needs most, {said} GiB on each GPU" in planned
+    guide.run(["moba-train", "plan", f"{tmp_path}/other.yaml", *["--gpus", "64", "--gpu", "h200", "--no-data"]])
     lines = [words for block in guide.blocks(DOCUMENT, "bash") for words in guide.commands(block)]
-    assert len(lines) == 4
+    assert len(lines) == 5
     for words in lines:
-        here = [word.replace("runs/my-run", str(undisturbed.run_dir)).replace("2K", "32") for word in words]
+        folders = {"runs/my-run": str(undisturbed.run_dir), "recipe.yaml": f"{tmp_path}/recipe.yaml", "2K": "32"}
+        here = [folders.get(word, word) for word in words]
         guide.run(here)
 
 

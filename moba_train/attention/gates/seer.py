@@ -127,7 +127,7 @@ class SeerKind(DistilledGate):
 
     @property
     def prefill_unit(self) -> int:
-        """Whole blocks: their queries select by their mean."""
+        """The block size: the queries of a block select by their mean."""
         return self.gate_options.block_size
 
     def own_decode_problem(self) -> str:
