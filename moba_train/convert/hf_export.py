@@ -83,5 +83,14 @@ def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
 
 
 def _tensors(reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, by their names in the export. Raises CheckpointError for one that `dtype` has no numbers for."""
     for name in parameter_shapes(model):
-        yield hf_name(name), reader.read(f"model.{name}").to(dtype)
+        value = reader.read(f"model.{name}")
+        found = value.to(dtype)
+        if found.isinf().any() and not value.isinf().any():
+            most = torch.finfo(dtype).max
+            raise CheckpointError(
+                f"--dtype {str(dtype).removeprefix('torch.')}: {name} has values up to {value.abs().max():g}; allowed: "
+                f"at most {most:g}; take bfloat16 or float32"
+            )
+        yield hf_name(name), found

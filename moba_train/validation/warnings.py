@@ -1,9 +1,10 @@
 """What a recipe can do but its author has hardly meant, in words; refused is only what cannot work."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
-from math import prod
 
+from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.quantities import format_count
 from moba_train.config.schema import RunConfig
@@ -38,6 +39,7 @@ def recipe_warnings(config: RunConfig) -> list[str]:
     return [
         *_batch_warnings(config),
         *_evaluation_warnings(config),
+        *_trained_on_warnings(config),
         *_vocabulary_warnings(config),
         *_initial_weight_warnings(config),
         *_initial_tokenizer_warnings(config),
@@ -72,6 +74,24 @@ def _evaluation_warnings(config: RunConfig) -> Iterator[str]:
                     yield f"{evaluation.key}: will not be evaluated in stage {stage.name!r}: {'; '.join(lacking)}"
 
 
+def _trained_on_warnings(config: RunConfig) -> Iterator[str]:
+    """Validation corpora of which documents are trained on, too."""
+    sources = [(key, source) for key, source in recipe_sources(config) if not key.startswith("data.validation")]
+    for index, held_out in enumerate(config.data.validation):
+        same = [key for key, source in sources if source.path == held_out.path and _share_lengths(source, held_out)]
+        if same:
+            yield (
+                f"data.validation[{index}]: the corpus {held_out.path} is trained on as well ({same[0]}), so that its "
+                "loss says nothing about other text; hold out documents (`moba-data tokenize --holdout`)"
+            )
+
+
+def _share_lengths(one: SourceConfig, other: SourceConfig) -> bool:
+    """Whether documents of one length belong to both."""
+    least = max(one.min_length or 0, other.min_length or 0)
+    return least < min(one.below_length or math.inf, other.below_length or math.inf)
+
+
 def _vocabulary_warnings(config: RunConfig) -> Iterator[str]:
     """A vocabulary much larger than the tokenizer's, as of a model file that was made for another tokenizer."""
     model = config.model
@@ -98,7 +118,7 @@ def _initial_weight_warnings(config: RunConfig) -> Iterator[str]:
         left_out = left_out_kinds(config)
     for kind in sorted({kind for _, kind in left_out}):
         layers = sorted(layer for layer, other in left_out if other == kind)
-        numbers = sum(prod(shape) for layer in layers for shape in left_out[layer, kind].values())
+        numbers = sum(math.prod(shape) for layer in layers for shape in left_out[layer, kind].values())
         yield (
             f"init_from: {config.init_from} has {format_count(numbers)} parameters of attention kind {kind!r} in "
             f"{named_layers(layers)}, which no stage of this recipe uses there: they "

@@ -11,6 +11,7 @@ import torch
 from hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens, save_as_checkpoint
 from safetensors.torch import load_file
 
+from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import hash_file
 from moba_train.config.attention import resolve_layers
 from moba_train.convert.hf_config import parse_layer, read_model_config
@@ -193,3 +194,17 @@ def test_bfloat16_halves_the_file(exported: tuple[Path, Path], tmp_path: Path) -
     halves, wholes = load_file(file), tensors(exported[1])
     assert all(torch.equal(halves[name], wholes[name].bfloat16()) for name in wholes)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["vocab_size"] == VOCAB
+
+
+def test_weights_that_a_dtype_cannot_hold_are_refused_by_name(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 would make infinity of them without a word."""
+    read = CheckpointReader.read
+    monkeypatch.setattr(CheckpointReader, "read", lambda reader, name: read(reader, name) + 70_000 * ("embed" in name))
+    saved = open_checkpoint(exported[1].parent / "run")
+    said = r"--dtype float16: embedding\.weight has values up to 7000\d(\.\d+)?; allowed: at most 65504; take bfloat16"
+    with pytest.raises(CheckpointError, match=said):
+        export_to_hf(saved, tmp_path / "half", torch.float16, shard_bytes=2**30)
+    assert not (tmp_path / "half").exists()
+    export_to_hf(saved, tmp_path / "bfloat16", torch.bfloat16, shard_bytes=2**30)

@@ -125,3 +125,19 @@ def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_star
     config = load(data, "evaluation.position_wise.bucket=1K", "stages.1.evaluate=false")
     (warning,) = recipe_warnings(config)
     assert warning.startswith("evaluation.position_wise: will not be evaluated in stage 'short': data.validation has 0")
+
+
+@pytest.mark.parametrize(
+    ("validation", "named"),
+    [
+        ("[{path: other}]", False),
+        ("[{path: corpora/a}]", True),
+        ("[{path: corpora/c, min_length: 64}]", False),
+        ("[{path: corpora/c, min_length: 63}]", True),
+    ],
+)
+def test_a_validation_corpus_that_is_trained_on_is_named(load, validation, named):
+    config = load(f"data.validation={validation}", "stages.1.train=[{path: corpora/c, below_length: 64}]")
+    found = [warning for warning in recipe_warnings(config) if "is trained on as well" in warning]
+    assert len(found) == named
+    assert all(warning.startswith("data.validation[0]: the corpus corpora/") for warning in found)
