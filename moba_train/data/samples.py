@@ -233,6 +233,12 @@ class StageData:
                 )
         return found
 
+    def read_again(self) -> list[tuple[str, int, int]]:
+        """Name, tokens, and tokens that are taken, of each bucket of which more are taken than it has."""
+        taken = (self.samples_per_bucket * self.seq_len).tolist()
+        found = zip(self.buckets, self.streams, taken, strict=True)
+        return [(bucket.name, stream.tokens, tokens) for bucket, stream, tokens in found if tokens > stream.tokens]
+
     def padding_fraction(self, bucket: int) -> float:
         """Fraction of padding in the samples of a length bucket, measured by packing all that the stage takes of it."""
         return self._packers[bucket].padding_fraction(int(self.samples_per_bucket[bucket]))

@@ -11,6 +11,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.convert.initial_weights import initial_tokenizers, left_out_kinds
 from moba_train.data.indexed import corpus_file
+from moba_train.data.samples import StageData
 from moba_train.data.sidecar import read_sidecar
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
 from moba_train.errors import DataError, UserError
@@ -40,6 +41,7 @@ def recipe_warnings(config: RunConfig) -> list[str]:
         *_batch_warnings(config),
         *_evaluation_warnings(config),
         *_trained_on_warnings(config),
+        *_short_validation_warnings(config),
         *_vocabulary_warnings(config),
         *_initial_weight_warnings(config),
         *_initial_tokenizer_warnings(config),
@@ -84,6 +86,22 @@ def _trained_on_warnings(config: RunConfig) -> Iterator[str]:
                 f"data.validation[{index}]: the corpus {held_out.path} is trained on as well ({same[0]}), so that its "
                 "loss says nothing about other text; hold out documents (`moba-data tokenize --holdout`)"
             )
+
+
+def _short_validation_warnings(config: RunConfig) -> Iterator[str]:
+    """Validation corpora with less text than is evaluated, in the first stage for which that is so."""
+    sequences, sources = config.evaluation.sequences, config.data.validation
+    for stage in resolve_stages(config) if sources else ():
+        with suppress(DataError, OSError):  # as above
+            data = StageData(sources, stage.seq_len, sequences, config.seed, {}, config.model.vocab_size)
+            if stage.evaluate and (short := data.read_again()):
+                name, tokens, taken = short[0]
+                yield (
+                    f"evaluation.sequences: given {sequences}, which in stage {stage.name!r} take {taken:,} tokens of "
+                    f"{name}, which has {tokens:,}: text that is evaluated twice makes errors look smaller than they "
+                    "are; hold out more, or lower it"
+                )
+                return
 
 
 def _share_lengths(one: SourceConfig, other: SourceConfig) -> bool:

@@ -104,7 +104,7 @@ def test_weights_of_another_tokenizer_are_named(load, tmp_path, monkeypatch):
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "tokenizer.json").write_bytes(b"one")
     write_corpora(tmp_path, tokenizer="tok.model", tokenizer_sha256=hashlib.sha256(b"one").hexdigest())
-    config = load("init_from=model", "data={train: [{path: corpora/a}], validation: [{path: corpora/b}]}")
+    config = load("init_from=model", "data={train: [{path: corpora/a}, {path: corpora/b}]}")
     assert recipe_warnings(config) == []
     (tmp_path / "model" / "tokenizer.json").write_bytes(b"another")
     (warning,) = recipe_warnings(config)
@@ -123,8 +123,8 @@ def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_star
     write_corpora(tmp_path)
     data = "data={train: [{path: corpora/a}], validation: [{path: corpora/b}]}"
     config = load(data, "evaluation.position_wise.bucket=1K", "stages.1.evaluate=false")
-    (warning,) = recipe_warnings(config)
-    assert warning.startswith("evaluation.position_wise: will not be evaluated in stage 'short': data.validation has 0")
+    (warning,) = [text for text in recipe_warnings(config) if text.startswith("evaluation.position_wise")]
+    assert "position_wise: will not be evaluated in stage 'short': data.validation has 0" in warning
 
 
 @pytest.mark.parametrize(
@@ -141,3 +141,17 @@ def test_a_validation_corpus_that_is_trained_on_is_named(load, validation, named
     found = [warning for warning in recipe_warnings(config) if "is trained on as well" in warning]
     assert len(found) == named
     assert all(warning.startswith("data.validation[0]: the corpus corpora/") for warning in found)
+
+
+@pytest.mark.parametrize(("documents", "warned"), [(7, True), (8, False)])
+def test_a_validation_corpus_shorter_than_what_is_evaluated_is_named_with_its_tokens(
+    load, tmp_path, monkeypatch, documents, warned
+):
+    monkeypatch.chdir(tmp_path)
+    with IndexedDatasetWriter(tmp_path / "v", np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document([1] * 4096)
+    config = load(VALIDATION, "evaluation.sequences=4", "stages.0.evaluate=false")
+    assert [warning.split(": text")[0] for warning in recipe_warnings(config)] == [
+        "evaluation.sequences: given 4, which in stage 'long' take 32,768 tokens of v, which has 28,672"
+    ] * warned
