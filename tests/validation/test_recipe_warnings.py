@@ -7,6 +7,7 @@ import pytest
 from sentencepiece import SentencePieceTrainer
 from typer.testing import CliRunner
 
+from moba_train.checkpoint import manifest, publish
 from moba_train.cli import app
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer
@@ -114,6 +115,21 @@ def test_weights_of_another_tokenizer_are_named(load, tmp_path, monkeypatch):
     )
     (tmp_path / "model" / "tokenizer.model").write_bytes(b"one")
     assert recipe_warnings(config) == []
+
+
+def test_the_tokenizer_of_an_imported_model_lies_in_its_run_folder(load, tmp_path, monkeypatch):
+    """Its checkpoint has no tokenizer's hash, as nothing was trained."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("corpora", "imported/checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+    temporary = publish.make_temporary_folder(tmp_path / "imported" / "checkpoints", 0)
+    manifest.write_json(temporary / manifest.META, {"good": True, "progress": {"step": 0, "stage": 0}})
+    publish.publish(temporary, 0, {manifest.META: manifest.hash_file(temporary / manifest.META)})
+    write_corpora(tmp_path, tokenizer="tok.model", tokenizer_sha256=hashlib.sha256(b"one").hexdigest())
+    config = load("init_from=imported", "data={train: [{path: corpora/a}]}")
+    for content, warned in ((b"one", False), (b"another", True)):
+        (tmp_path / "imported" / "tokenizer.json").write_bytes(content)
+        assert any("another tokenizer" in warning for warning in recipe_warnings(config)) == warned
 
 
 def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_start(load, tmp_path, monkeypatch):
