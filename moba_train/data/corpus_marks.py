@@ -21,8 +21,9 @@ class CorpusMarks:
     @staticmethod
     def from_sidecar(info: dict[str, Any]) -> "CorpusMarks":
         """By the keys `tokenizer`, `bos_id` and `eos_id` of a sidecar (data/sidecar.py)."""
+        tokenizer = info.get("tokenizer")
         bos, eos = (index if type(index) is int else None for index in (info.get("bos_id"), info.get("eos_id")))
-        return CorpusMarks(str(info.get("tokenizer")), bos, eos)
+        return CorpusMarks(tokenizer if isinstance(tokenizer, str) else None, bos, eos)
 
     def begin(self, tokens: list[int]) -> list[int]:
         """`tokens` as a document begins: with `bos_id`, unless they have it already."""

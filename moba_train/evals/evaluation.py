@@ -101,7 +101,8 @@ class Evaluation(ABC):
     name: ClassVar[str]
     """Type of its records in metrics.jsonl, and its key in evaluation.json."""
     data_name: ClassVar[str] = ""
-    """Field of its data in metrics.jsonl where that is not `name`, because one of its numbers is called so."""
+    """Field of its data in metrics.jsonl where that is not `name`, because one of its numbers is called so; it begins
+    with `name`, by which the report finds it."""
     key: ClassVar[str]
     """YAML key that switches it on."""
     numbers: ClassVar[frozenset[str]]

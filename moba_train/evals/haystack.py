@@ -80,7 +80,7 @@ class NaturalText:
         return re.split(r"\s+", self._tokenizer.decode(self.tokens(count, rng)).strip())
 
 
-def noise_tokens(tokenizer: TextTokenizer | QuestionTokenizer, count: int) -> list[int]:
+def noise_tokens(tokenizer: TextTokenizer, count: int) -> list[int]:
     """`count` tokens of RULER's sentences, repeated, a line for each repetition."""
     line = tokenizer.encode(NOISE + "\n")
     return (line * (count // len(line) + 1))[:count]

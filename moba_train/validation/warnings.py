@@ -69,11 +69,13 @@ def _evaluation_warnings(config: RunConfig) -> Iterator[str]:
         )
     if not asked and config.evaluation != EvaluationConfig():
         yield "evaluation: given, but there is nothing to evaluate on; set data.validation, or remove the section"
+    if not all(corpus_file(source.path, "idx").is_file() for source in config.data.validation):
+        return  # `plan --no-data`: the corpora need not exist yet
     for evaluation in enabled_evaluations(config):
         for stage in resolve_stages(config):
-            with suppress(DataError, OSError):  # `plan --no-data`: the corpora need not exist yet
+            with suppress(DataError):  # of a damaged corpus, which is reported elsewhere
                 if stage.evaluate and (lacking := [*evaluation.data_problems(config, stage)]):
-                    yield f"{evaluation.key}: will not be evaluated in stage {stage.name!r}: {'; '.join(lacking)}"
+                    yield f"{evaluation.key}: in stage {stage.name!r}, {'; '.join(lacking)}"
 
 
 def _trained_on_warnings(config: RunConfig) -> Iterator[str]:
@@ -92,7 +94,7 @@ def _short_validation_warnings(config: RunConfig) -> Iterator[str]:
     """Validation corpora with less text than is evaluated, in the first stage for which that is so."""
     sequences, sources = config.evaluation.sequences, config.data.validation
     for stage in resolve_stages(config) if sources else ():
-        with suppress(DataError, OSError):  # as above
+        with suppress(DataError):  # of a corpus that is damaged, or need not exist yet
             data = StageData(sources, stage.seq_len, sequences, config.seed, {}, config.model.vocab_size)
             if stage.evaluate and (short := data.read_again()):
                 name, tokens, taken = short[0]
@@ -146,7 +148,7 @@ def _initial_weight_warnings(config: RunConfig) -> Iterator[str]:
 
 def _initial_tokenizer_warnings(config: RunConfig) -> Iterator[str]:
     """Corpora whose tokenizer is not that of `init_from`. No error: one tokenizer may be written in several ways."""
-    with suppress(UserError, OSError):  # as above
+    with suppress(UserError, OSError):  # `plan --no-data`: neither need exist yet
         trained = initial_tokenizers(config)
         corpora = [*recorded_tokenizers(recipe_sources(config))] if trained else []
         if other := [(key, path, name) for key, path, name, digest in corpora if digest not in trained]:

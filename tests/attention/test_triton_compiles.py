@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -455,3 +456,12 @@ def test_largest_probabilities_of_two_blocks_fit(head_dim, block_size, dtype, tm
     shape = TileShape(seer.tile_rows(block_size), 0, 4, 3)
     constants = {"G": 4, "D": head_dim, "BLOCK": block_size, "M": shape.rows}
     fits(seer._maxima, constants, shape, dtype, 0, tmp_path)
+
+
+def test_lists_whose_last_part_would_end_beyond_int32_are_refused() -> None:
+    """Fewer entries than 2**31, but not so many whole parts: the kernels would count to a negative end."""
+    tokens, group, selected, blocks = 1_056_832, 16, 127, 258
+    chunks, chunk = lists.chunking(tokens, group * selected, blocks)
+    assert tokens * group * selected < 2**31 <= chunks * chunk
+    with pytest.raises(ValueError, match=r"are 2147482624 entries; fewer than 2147483648, up to rounding, allowed"):
+        lists.invert(torch.empty(group, tokens, selected, dtype=torch.int32, device="meta"), 1, blocks)

@@ -125,6 +125,7 @@ def test_evaluations_in_training_are_drawn_as_those_of_the_command(recorded: Pat
     found = json.loads(path.read_text())
     path.unlink()
     fields = {evaluation.name: evaluation.data_name or evaluation.name for evaluation in EVALUATIONS}
+    assert all(field.startswith(name) for name, field in fields.items())
     place = {key: found[key] for key in ("step", "tokens", "stage", "time")}
     events = [{"type": name, "message": "", **place, fields[name]: found[name]} for name in found["tasks"]]
     with (recorded / "metrics.jsonl").open("a") as file:

@@ -117,6 +117,11 @@ def test_weights_of_another_tokenizer_are_named(load, tmp_path, monkeypatch):
     assert recipe_warnings(config) == []
 
 
+def test_nothing_is_said_of_corpora_that_need_not_exist_yet(load):
+    """`plan --no-data`; their loss masks, of which `gradient_reach` tells, do not exist either."""
+    assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K", "evaluation.gradient_reach={}")) == []
+
+
 def test_the_tokenizer_of_an_imported_model_lies_in_its_run_folder(load, tmp_path, monkeypatch):
     """Its checkpoint has no tokenizer's hash, as nothing was trained."""
     monkeypatch.chdir(tmp_path)
@@ -140,7 +145,9 @@ def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_star
     data = "data={train: [{path: corpora/a}], validation: [{path: corpora/b}]}"
     config = load(data, "evaluation.position_wise.bucket=1K", "stages.1.evaluate=false")
     (warning,) = [text for text in recipe_warnings(config) if text.startswith("evaluation.position_wise")]
-    assert "position_wise: will not be evaluated in stage 'short': data.validation has 0" in warning
+    assert warning.startswith(
+        "evaluation.position_wise: in stage 'short', data.validation has 0 samples of 2048 tokens"
+    )
 
 
 @pytest.mark.parametrize(
