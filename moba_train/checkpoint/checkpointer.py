@@ -37,6 +37,7 @@ from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.threads import in_threads, threads_for
 from moba_train.errors import CheckpointError, LaunchError, UserError
 from moba_train.optim.local import local_part
+from moba_train.parallel.page_locked import PageLockedMemory
 from moba_train.parallel.world import broadcast
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class Checkpointer:
         self._copies_issued.set()
         self._ranks = RankGroup(_new_group())
         self._writer = PlannedWriter(self._ranks)
+        self._memory = PageLockedMemory()
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         for place in self._places:
@@ -257,7 +259,7 @@ class Checkpointer:
         """Memory for a copy of `shard`; that of the last save, if its shape and dtype fit."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != shard.shape or buffer.dtype != shard.dtype:
-            buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+            buffer = self._memory.empty_like(shard)
         return buffer
 
     def _write(

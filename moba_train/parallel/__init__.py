@@ -14,7 +14,8 @@ float8_weights  weights that are gathered in FP8, cast once a step
 float8_nvidia   the same by NVIDIA's Transformer Engine
 norms           RMS norms by NVIDIA apex
 activations     what each block keeps for its backward pass, and the compilation of the blocks
-offload         saved tensors in page-locked host memory
+offload         saved tensors in host memory until the backward pass
+page_locked     host memory that GPUs copy to and from while they compute
 gpu_memory      how torch takes memory from a GPU
 fsdp            sharding and mixed precision of the model
 reduction       FSDP's sums of gradients that travel in the compute dtype

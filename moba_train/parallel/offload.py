@@ -4,16 +4,17 @@ Copies run on a stream of their own: out while the next block's forward pass com
 the block after computes. Contents, dtype and strides come back as they were. On a CPU the same code makes plain copies.
 """
 
-import mmap
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+from moba_train.parallel.page_locked import PageLockedMemory
 
 SMALLEST_BYTES = 2**20
 """Smaller tensors stay on a GPU: the start of a copy costs more than they take. On a CPU they travel as well."""
@@ -37,8 +38,7 @@ class HostMemory:
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
         self._sending: deque[tuple[Any, list[Tensor]]] = deque()
         self._last_pass: weakref.ref[_Pass] | None = None
-        self._page_locked: list[Tensor] = []
-        weakref.finalize(self, _unlock, self._page_locked).atexit = False
+        self._memory = PageLockedMemory()
 
     @contextmanager
     def holding_rows(self, rows: int, others: Iterable[Tensor]) -> Iterator[None]:
@@ -66,7 +66,7 @@ class HostMemory:
     def copy_out(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """A buffer that `tensor` is being copied to, and its copy in there."""
         size = buffer_bytes(tensor.nbytes)
-        buffer = self._buffers[size].pop() if self._buffers[size] else self._new_buffer(size)
+        buffer = self._buffers[size].pop() if self._buffers[size] else self._memory.empty(size, self._device)
         copy = buffer[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
         self._copies.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._copies):
@@ -90,21 +90,6 @@ class HostMemory:
     def reuse(self, buffer: Tensor) -> None:
         """Take back a buffer; copies from it that are under way come before those to it, on the same stream."""
         self._buffers[buffer.nbytes].append(buffer)
-
-    def _new_buffer(self, count: int) -> Tensor:
-        """`count` bytes, uint8, page-locked for a GPU.
-
-        Not torch's own page-locked memory, which is rounded up to a power of two: up to twice what is needed.
-        """
-        memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer pages to lock; a fork would copy locked ones
-            with suppress(OSError, AttributeError):
-                memory.madvise(getattr(mmap, advice))
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._device.type == "cuda":
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), count, 0)))
-            self._page_locked.append(buffer)
-        return buffer
 
     def _mark(self) -> Any:
         event = self._streams.Event()
@@ -190,9 +175,3 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     for part in (getattr(tensor, name) for name in names):
         if isinstance(part, Tensor):  # a DTensor's mesh is a part as well
             yield from _plain_parts(part)
-
-
-def _unlock(buffers: list[Tensor]) -> None:
-    for buffer in buffers:
-        torch.cuda.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

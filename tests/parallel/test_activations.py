@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,26 +226,6 @@ def test_buffers_have_few_sizes_and_waste_an_eighth_at_most() -> None:
     assert len(sizes) < 20
     assert all(count <= buffer_bytes(count) <= 1.125 * count for count in counts)
     assert buffer_bytes(2**31) == 2**31
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux with huge pages")
-def test_host_memory_asks_for_huge_pages_and_is_not_copied_by_a_fork() -> None:
-    """Shared memory gets small pages, which take longer to lock; a fork would copy locked private pages at once."""
-    buffer, _copy = HostMemory(CPU).copy_out(torch.zeros(1 << 20))
-    (flags,) = (flags for addresses, flags in _mappings() if buffer.data_ptr() in addresses)
-    assert {"hg", "dc"} <= flags
-    assert "sh" not in flags
-
-
-def _mappings() -> Iterator[tuple[range, set[str]]]:
-    """The addresses of each part of this process's memory, and the kernel's flags of it."""
-    addresses = range(0)
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if first == "VmFlags:":
-            yield addresses, set(rest)
-        elif not first.endswith(":"):
-            addresses = range(*(int(bound, 16) for bound in first.split("-")))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,0 +1,63 @@
+"""Page-locked memory has the size that is asked for, serves copies in both directions, and is given back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moba_train.parallel.page_locked import PageLockedMemory
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux with huge pages")
+def test_memory_asks_for_huge_pages_and_is_not_copied_by_a_fork() -> None:
+    """Shared memory gets small pages, which take longer to lock; a fork would copy locked private pages at once."""
+    buffer = PageLockedMemory().empty(1 << 22, CPU)
+    (flags,) = (flags for addresses, flags in _mappings() if buffer.data_ptr() in addresses)
+    assert {"hg", "dc"} <= flags
+    assert "sh" not in flags
+
+
+def _mappings() -> Iterator[tuple[range, set[str]]]:
+    """The addresses of each part of this process's memory, and the kernel's flags of it."""
+    addresses = range(0)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if first == "VmFlags:":
+            yield addresses, set(rest)
+        elif not first.endswith(":"):
+            addresses = range(*(int(bound, 16) for bound in first.split("-")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7)])
+def test_memory_for_a_copy_has_just_its_bytes_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """torch.distributed.checkpoint copies a tensor whose storage is larger once more before it writes it."""
+    tensor = torch.zeros(shape, dtype=dtype)
+    copy = PageLockedMemory().empty_like(tensor.mT if tensor.ndim == 2 else tensor)
+    assert (copy.dtype, copy.is_contiguous()) == (dtype, True)
+    assert copy.shape == (shape[::-1] if len(shape) == 2 else shape)
+    assert copy.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_copy_outlives_what_allocated_it() -> None:
+    """A save that takes longer than the end of training waits for reads its copies still."""
+    copy = PageLockedMemory().empty_like(torch.zeros(1 << 20)).fill_(3.0)
+    assert torch.all(copy == 3.0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_to_it_while_the_host_goes_on_and_it_is_unlocked_in_the_end() -> None:
+    values = torch.arange(1 << 26, device="cuda")
+    for _ in range(3):  # the same addresses again: locked ones would be refused
+        memory = PageLockedMemory()
+        copy = memory.empty_like(values)
+        assert copy.is_pinned()
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        copy.copy_(values, non_blocking=True)
+        assert not torch.cuda.current_stream().query(), "the host waited for the copy"
+        del memory
+        assert not copy.is_pinned()
+        assert torch.equal(copy, values.cpu())
