@@ -1,7 +1,7 @@
 """Context parallelism between GPUs over NCCL: the checks of the CPU with kernels, longer sequences and random sizes.
 
 python -m pytest -s tests/parallel/context/test_context_gpu.py          # all GPUs, up to 4; -s: seconds of each check
-MOBA_RANKS=4 python -m pytest tests/parallel/context/test_context_gpu.py    # on fewer GPUs: NCCL sees several hosts
+MOBA_RANKS=8 python -m pytest tests/parallel/context/test_context_gpu.py    # on fewer GPUs: NCCL sees several hosts
 MOBA_SOAK=200 python -m pytest tests/parallel/context/test_context_gpu.py -k soak
 
 Strategies of fewer ranks than there are run with MOBA_RANKS=2 and 3: every length of a shard is compiled anew. Two of
@@ -45,14 +45,15 @@ STRATEGIES = {
         ("ring", WORLD),
         ("dispatch", WORLD),
         *([("ulysses", WORLD)] if BIG.heads % WORLD == 0 else []),
-        *([("hierarchical", 2)] if WORLD == 4 else []),
+        *([("hierarchical", WORLD // 2)] if WORLD in (4, 8) else []),
     )
 }
 STRATEGIES["ring in parts, zigzag, 2 ranks"] = CPStrategy(2, "ring", "zigzag", 1)
 if WORLD == 4:
     STRATEGIES["allgather, contiguous, 3 ranks"] = CPStrategy(3, "allgather", "contiguous", 3, slices=4)
     STRATEGIES["ring, zigzag, 4 ranks, 2 buffers"] = CPStrategy(4, "ring", "zigzag", 4, 2)
-    STRATEGIES["ring in parts, zigzag, 4 ranks"] = CPStrategy(4, "ring", "zigzag", 2)
+if WORLD in (4, 8):
+    STRATEGIES[f"ring in parts, zigzag, {WORLD} ranks"] = CPStrategy(WORLD, "ring", "zigzag", WORLD // 2)
 CHECKS: dict[str, Check] = {
     f"{name}, {how}": partial(equal_to_one_device, case, strategy)
     for how, strategy in STRATEGIES.items()
