@@ -5,18 +5,23 @@ torch's own (`pin_memory=True`) is rounded up to a power of two, and its small p
 """
 
 import mmap
+import threading
 import weakref
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+LONGEST_WAIT_S = 10.0
+"""For a GPU to become idle before memory is unlocked: a collective whose other ranks have gone never ends."""
+
 
 class PageLockedMemory:
-    """Allocates such memory; all of it is unlocked when this object goes."""
+    """Allocates such memory; all of it is unlocked when this object goes, or stays until the process ends if the GPU is
+    not idle then."""
 
     def __init__(self) -> None:
-        self._locked: list[Tensor] = []
+        self._locked: list[tuple[Tensor, int]] = []
         weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def empty(self, count: int, device: torch.device) -> Tensor:
@@ -30,7 +35,7 @@ class PageLockedMemory:
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if device.type == "cuda":
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), count, 0)))
-            self._locked.append(buffer)
+            self._locked.append((buffer, torch.cuda.current_device()))
         return buffer
 
     def empty_like(self, tensor: Tensor) -> Tensor:
@@ -38,8 +43,16 @@ class PageLockedMemory:
         return self.empty(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
-def _unlock(buffers: list[Tensor]) -> None:
+def _unlock(buffers: list[tuple[Tensor, int]]) -> None:
+    """By a thread of its own, as the driver waits for all work of the GPU first, and nobody may wait for ever."""
+
+    def work() -> None:
+        for buffer, device in buffers:
+            torch.cuda.set_device(device)  # a new thread's is GPU 0, on which it would create a context
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
     if buffers:
-        torch.cuda.synchronize()
-    for buffer in buffers:
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(LONGEST_WAIT_S)

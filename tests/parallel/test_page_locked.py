@@ -1,11 +1,15 @@
 """Page-locked memory has the size that is asked for, serves copies in both directions, and is given back."""
 
+import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from moba_train.parallel import page_locked
 from moba_train.parallel.page_locked import PageLockedMemory
 
 CPU = torch.device("cpu")
@@ -46,6 +50,35 @@ def test_a_copy_outlives_what_allocated_it() -> None:
     """A save that takes longer than the end of training waits for reads its copies still."""
     copy = PageLockedMemory().empty_like(torch.zeros(1 << 20)).fill_(3.0)
     assert torch.all(copy == 3.0)
+
+
+def test_a_gpu_that_never_becomes_idle_keeps_its_memory_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank whose others have gone must be able to end: what its GPU waits for never comes."""
+    idle, unlocked = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    def unlock(address: int) -> None:
+        calls.append(address)
+        unlocked.set()
+
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=unlock)
+    monkeypatch.setattr(page_locked, "LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: idle.wait(60))
+    memory = PageLockedMemory()
+    address = memory.empty(1 << 20, torch.device("cuda", 3)).data_ptr()
+    del memory
+    gc.collect()
+    assert calls == [3]
+    assert any(address in addresses for addresses, _ in _mappings()), "the driver may write there still"
+    idle.set()
+    assert unlocked.wait(60)
+    assert calls == [3, address]
 
 
 @pytest.mark.gpu
