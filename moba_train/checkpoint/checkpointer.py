@@ -179,7 +179,7 @@ class Checkpointer:
 
     def reserve(self, tensors: dict[str, Tensor]) -> None:
         """Makes the save plan and allocates the memory for the copies of `tensors`, those that will be saved, so that
-        the first `save` does not have to: page-locking takes about a second for every few GB."""
+        the first `save` does not have to: page-locking takes about a second for every five GB."""
         self._buffers = {name: self._buffer(name, local_part(tensor)) for name, tensor in tensors.items()}
         self._writer.plan(tensors, self._buffers)
 

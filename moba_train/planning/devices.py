@@ -104,7 +104,7 @@ def local_gpu() -> Gpu | None:
 
 _HOST_SHARE = 0.8
 """Part of a node's memory that offloaded activations, the optimizer's state and the copies of a save may take together;
-Python and the corpora's pages need the rest, and copies where torch rounds page-locked memory up."""
+Python and the corpora's pages need the rest."""
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 

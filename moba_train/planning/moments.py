@@ -49,8 +49,8 @@ class Memory:
     host_optimizer: int = 0
     """State of the optimizer in host memory, for each GPU; not in `total`."""
     host_copies: int = 0
-    """The copy of weights and optimizer state in host memory from which a checkpoint is written, for each GPU, without
-    what torch rounds page-locked memory up by; not in `total`."""
+    """The copy of weights and optimizer state in host memory from which a checkpoint is written, for each GPU; not in
+    `total`."""
 
     @property
     def total(self) -> int:
