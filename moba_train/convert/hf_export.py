@@ -1,6 +1,7 @@
 """Export of a checkpoint to a Hugging Face folder, a tensor at a time."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from moba_train.convert.new_folder import check_new_folder, new_folder
 from moba_train.convert.safetensors_folder import write_safetensors
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import working_roots
-from moba_train.model.build import build_attention, kind_parameter_sizes
+from moba_train.model.build import build_attention, kind_shapes
 
 
 def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
@@ -60,9 +61,12 @@ def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[
     """Losses of an export: what kinds of the stage would lose, and parameters of kinds that only other stages use."""
     problems = dict.fromkeys(kind.export_problem(config.model) for kind in kinds)
     active = {kind.name for kind in kinds}
-    for name, parameters in kind_parameter_sizes(config).items():
+    left: Counter[str] = Counter()
+    for (_, name), shapes in kind_shapes(config).items():
+        left[name] += len(shapes)
+    for name, tensors in left.items():
         if name not in active:
-            problems[f"kind {name!r} of another stage left {len(parameters)} parameter tensors in the model"] = None
+            problems[f"kind {name!r} of another stage left {tensors} parameter tensors in the model"] = None
     return [problem for problem in problems if problem]
 
 

@@ -77,25 +77,17 @@ def kind_prefix(layer: int, kind: str) -> str:
     return f"blocks.{layer}.attention.{kind}."
 
 
-def kind_parameter_sizes(config: RunConfig) -> dict[str, dict[str, int]]:
-    """Element counts of the parameters that attention kinds add to the model, by kind and parameter name."""
+def kind_elements(config: RunConfig) -> list[tuple[int, int]]:
+    """Elements of the parameters that attention kinds add to each layer, and of those the weights of linear layers."""
     with torch.device("meta"):
-        parameters = kind_parameters(config)
-        if not any(parameters):
-            return {}  # most recipes: `plan` asks hundreds of times, and to build a model of 32 layers takes 0.1 s
-        model = Transformer(config.model, parameters)
-    sizes: dict[str, dict[str, int]] = {}
-    for name, parameter in model.named_parameters():
-        if kind := kind_of_parameter(name):
-            sizes.setdefault(kind, {})[name] = parameter.numel()
-    return sizes
-
-
-def kind_matrix_elements(config: RunConfig) -> int:
-    """Weights of the linear layers that attention kinds add to the model, over all layers."""
-    with torch.device("meta"):
-        modules = [module for layer in kind_parameters(config) for kind in layer.values() for module in kind.modules()]
-    return sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
+        layers = [nn.ModuleList(kinds.values()) for kinds in kind_parameters(config)]
+    return [
+        (
+            sum(parameter.numel() for parameter in layer.parameters()),
+            sum(module.weight.numel() for module in layer.modules() if isinstance(module, nn.Linear)),
+        )
+        for layer in layers
+    ]
 
 
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:

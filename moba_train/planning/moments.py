@@ -97,8 +97,8 @@ def _gradients(stage: Stage, sizes: MeshSizes, weights: Weights) -> _Gradients:
         early=shard if several else 0,
         late=shard if several else 4 * (weights.shard - weights.outer // sizes.shards),
         in_the_end=shard,
-        reduced=weights.gradient * weights.block,
-        in_blocks=weights.block,
+        reduced=weights.gradient * weights.largest_block,
+        in_blocks=weights.largest_block,
         at_the_end=weights.outer,
         gathered=weights.gathered_outer,
     )
@@ -164,7 +164,7 @@ class RankMoments:
         kept = [here - away for here, away in zip(whole, sent, strict=True)]
         travelling = 2 * max(sent)  # a layer's activations on their way, and those of the layer at work
         all_kept = round(work.kept * sum(kept)) + travelling + self._buffers + self._kept_by_loss()
-        held = self._weights.held * sum(layers[layer].weights for layer in work.layers)
+        held = self._weights.held * sum(size for layer, size in self._weights.blocks.items() if layers[layer].weights)
         moments = [self._embedding()]
         if work.part.has_output:
             moments.append(self._loss(all_kept, held))

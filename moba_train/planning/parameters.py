@@ -1,10 +1,11 @@
 """Exact parameter counts of a model, from its shape and its attention kinds."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.model.build import kind_matrix_elements, kind_parameter_sizes
+from moba_train.model.build import kind_elements
 from moba_train.planning.once import once_a_recipe
 
 
@@ -53,15 +54,27 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
 @once_a_recipe
 def count_recipe_parameters(config: RunConfig) -> ParameterCounts:
     """Parameters of the recipe's model, those of the attention kinds of all its stages included."""
-    attention_kinds = sum(size for sizes in kind_parameter_sizes(config).values() for size in sizes.values())
-    return count_parameters(config.model, attention_kinds)
+    return count_parameters(config.model, sum(parameters for parameters, _ in kind_elements(config)))
+
+
+class BlockCounts(NamedTuple):
+    """Numbers of parameters of one block, those of its attention kinds included."""
+
+    parameters: int
+    matrices: int
+    """Those in the weights of linear layers (`optim.spec.block_matrices`)."""
 
 
 @once_a_recipe
-def count_block_matrices(config: RunConfig) -> int:
-    """Weights of all linear layers in the blocks of the recipe's model (`optim.spec.block_matrices`)."""
-    layer = attention_matrices(config.model) + feed_forward_matrices(config.model)
-    return config.model.layers * layer + kind_matrix_elements(config)
+def count_blocks(config: RunConfig) -> tuple[BlockCounts, ...]:
+    """Parameters of each block of the recipe's model, those of the attention kinds of all its stages included."""
+    model = config.model
+    last_norm = model.hidden_size
+    parameters = (count_parameters(model).without_embeddings - last_norm) // model.layers
+    matrices = attention_matrices(model) + feed_forward_matrices(model)
+    return tuple(
+        BlockCounts(parameters + of_kinds, matrices + in_linears) for of_kinds, in_linears in kind_elements(config)
+    )
 
 
 def attention_matrices(model: ModelConfig) -> int:

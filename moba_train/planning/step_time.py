@@ -171,6 +171,7 @@ class _Step:
         last = rank_work(config, stage, sizes, sizes.pp - 1)
         self._blocks = len(last.layers)
         self._weights = rank_weights(config, sizes, element_bytes(config), last)  # of the rank with the output
+        self._in_blocks = sum(self._weights.blocks.values())
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
         stay = sum(layer.weights for layer in activations.layers)
@@ -220,7 +221,7 @@ class _Step:
         of its outermost unit, and what takes longer than the passes of the other blocks."""
         links, blocks = self._machine.links, self._blocks
         shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
-        block, outer = self._weights.block, self._weights.outer
+        block, outer = self._in_blocks / blocks, self._weights.outer
         head = self._weights.ends - outer
         width = element_bytes(self._config)
         gather_s = shards.gather_seconds(gathered_bytes(self._config, width) * block, links)
@@ -240,7 +241,7 @@ class _Step:
     def _weights_traffic(self) -> Traffic:
         """What a rank receives in a round of FSDP."""
         shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
-        in_blocks, ends = self._blocks * self._weights.block, self._weights.ends
+        in_blocks, ends = self._in_blocks, self._weights.ends
         width = element_bytes(self._config)
         gathered = self._gathers * gathered_bytes(self._config, width) * in_blocks + width * ends
         reduced = in_blocks + ends
@@ -249,7 +250,6 @@ class _Step:
 
     def _copies(self) -> float:
         """Seconds of FSDP's copies in the GPU's own memory, and of what it casts to FP8."""
-        in_blocks = self._blocks * self._weights.block
         cast = self._machine.rates.float8_weight_bytes if self._config.precision.linear == "fp8" else 0.0
         gathered = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard
         # Gradients, bf16, into the buffer of their reduction; those that are exchanged are then added up, by compiled
@@ -259,7 +259,7 @@ class _Step:
         if self._weights.exchanged:
             again = 0 if self._config.compile else 8
             reduced += (sent + again) * self._weights.total + (4 - again) * self._weights.shard
-        copied = self._rounds * (self._gathers * gathered + reduced + cast * in_blocks)
+        copied = self._rounds * (self._gathers * gathered + reduced + cast * self._in_blocks)
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
         return copied / self._machine.rates.memory
 

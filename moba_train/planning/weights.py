@@ -1,5 +1,6 @@
 """Weights, gradients and optimizer state of one rank, in numbers and bytes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moba_train.config.mesh import MeshSizes
@@ -7,7 +8,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.copy_engines import GATHER_BUFFERS, REDUCTION_BUFFER
 from moba_train.parallel.fsdp import has_head_unit, is_one_unit
-from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
+from moba_train.planning.parameters import count_blocks, count_recipe_parameters
 from moba_train.planning.pipeline import RankWork
 
 
@@ -24,8 +25,8 @@ class Weights:
     """Parameters of the ends in the rank's tp part."""
     outer: int
     """Those of them in FSDP's outermost unit: without the output projection where that is in a unit of its own."""
-    block: int
-    """Parameters of one block in the rank's tp part."""
+    blocks: Mapping[int, int]
+    """Parameters of each of the rank's blocks in its tp part, by layer."""
     head: int
     """Bytes of the output weight in the compute dtype, gathered over the tp group for the loss."""
     gathered_ends: int
@@ -33,10 +34,11 @@ class Weights:
     gathered_outer: int
     """Bytes of those in FSDP's outermost unit."""
     gathered: int
-    """Bytes of the gathered outermost unit and of two blocks; in a pipeline and as one unit of FSDP, of all the rank's
-    blocks."""
+    """Bytes of the gathered outermost unit and of the two largest blocks; in a pipeline and as one unit of FSDP, of all
+    the rank's blocks."""
     held: int
-    """Bytes of a gathered block that stays between its forward and its backward pass; 0 where all stay in any case."""
+    """Bytes of each parameter of a gathered block that stays between its forward and its backward pass; 0 where all
+    stay in any case."""
     copied: int
     """Bytes of the buffer into which FSDP gathered the last unit of the forward pass. The unit's weights are copied out
     of it, but FSDP frees it only when it gathers the next unit or the forward pass ends, so it is still there in the
@@ -57,14 +59,19 @@ class Weights:
     optimizer: int
     """Bytes of the optimizer's state, on the GPU or its host."""
 
+    @property
+    def largest_block(self) -> int:
+        """Parameters of the largest of `blocks`."""
+        return max(self.blocks.values())
+
 
 def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork) -> Weights:
     """Weights of a rank with this work, `width` bytes an element in the compute dtype."""
     counts = count_recipe_parameters(config)
-    blocks, ends = _numbers(config, work)
-    total = -(-(blocks + ends) // sizes.tp)
+    inner, ends = _numbers(config, work)
+    total = -(-(inner + ends) // sizes.tp)
     ends //= sizes.tp
-    block = counts.without_embeddings // config.model.layers // sizes.tp
+    blocks = {layer: count_blocks(config)[layer].parameters // sizes.tp for layer in work.layers}
     head = width * config.model.vocab_size * config.model.hidden_size if work.part.has_output else 0
     one_unit = is_one_unit(counts.total, sizes)
     head_unit = has_head_unit(config.model.tie_embeddings, sizes) and not one_unit
@@ -72,24 +79,27 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
     gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
     gathered_outer = width * outer if head_unit else gathered_ends
     all_stay = sizes.pp > 1 or one_unit
-    at_once = len(work.layers) if all_stay else min(2, config.model.layers)
-    held = 0 if all_stay else gathered_bytes(config, width) * block
+    by_size = sorted(blocks.values())
+    at_once = sum(by_size if all_stay else by_size[-2:])
+    block_width = gathered_bytes(config, width)
+    held = 0 if all_stay else block_width
     copy_engines = config.parallel.fsdp_copy_engines and sizes.shards > 1
     exchanged = copy_engines or (config.parallel.gradient_transport == "all_to_all" and sizes.shards > 1)
     sent = width if exchanged and sizes.pp == 1 else 4
     gradient = 2 * sent if exchanged and not copy_engines else sent  # what is sent, and what has arrived
-    buffers = GATHER_BUFFERS * gathered_bytes(config, width) * block + REDUCTION_BUFFER
-    copied = width * (counts.output // sizes.tp) if head_unit else 0 if copy_engines else held
+    buffers = GATHER_BUFFERS * block_width * by_size[-1] + REDUCTION_BUFFER
+    last_block = 0 if copy_engines else held * blocks[work.layers[-1]]
+    copied = width * (counts.output // sizes.tp) if head_unit else last_block
     return Weights(
-        shard=-(-(blocks + ends * sizes.tp) // (sizes.shards * sizes.tp)),
+        shard=-(-(inner + ends * sizes.tp) // (sizes.shards * sizes.tp)),
         total=total,
         ends=ends,
         outer=outer,
-        block=block,
+        blocks=blocks,
         head=head,
         gathered_ends=gathered_ends,
         gathered_outer=gathered_outer,
-        gathered=gathered_outer + gathered_bytes(config, width) * at_once * block,
+        gathered=gathered_outer + block_width * at_once,
         held=held,
         copied=copied if sizes.shards > 1 else 0,
         exchanged=exchanged,
@@ -97,26 +107,27 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         gradient=gradient,
         buffers=buffers if copy_engines else 0,
         is_one_unit=one_unit,
-        cast=-(-blocks // (sizes.shards * sizes.tp)) if config.precision.gathers_fp8 else 0,
+        cast=-(-sum(by_size) // sizes.shards) if config.precision.gathers_fp8 else 0,
         optimizer=_optimizer_state(config, sizes, work),
     )
 
 
 def _optimizer_state(config: RunConfig, sizes: MeshSizes, work: RankWork) -> int:
     ranks = sizes.shards * sizes.tp
-    matrices = count_block_matrices(config) * len(work.layers) // config.model.layers
+    matrices = sum(count_blocks(config)[layer].matrices for layer in work.layers)
     others = sum(_numbers(config, work)) - matrices
     return OPTIMIZERS[config.optim.kind].state_bytes(-(-matrices // ranks), -(-others // ranks))
 
 
 def _numbers(config: RunConfig, work: RankWork) -> tuple[int, int]:
-    """Parameters of a pipeline rank's blocks, and of its ends."""
+    """Parameters of a pipeline rank's blocks and last norm, and of its ends."""
     counts = count_recipe_parameters(config)
     part = work.part
     ends = (counts.embedding if part.has_embedding else 0) + (counts.output if part.has_output else 0)
     if part.has_output and not part.has_embedding and not counts.output:
         ends = counts.embedding  # its copy, tied
-    return counts.without_embeddings * len(work.layers) // config.model.layers, ends
+    blocks = sum(count_blocks(config)[layer].parameters for layer in work.layers)
+    return blocks + (config.model.hidden_size if part.has_output else 0), ends
 
 
 def gathered_bytes(config: RunConfig, width: int) -> int:

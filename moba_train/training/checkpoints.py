@@ -30,7 +30,7 @@ from moba_train.model.build import describe_sizes
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
-from moba_train.planning.parameters import count_block_matrices, count_recipe_parameters
+from moba_train.planning.parameters import count_blocks, count_recipe_parameters
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.training.first_start import check_first_start
 from moba_train.training.progress import Progress, data_plan
@@ -365,7 +365,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     if config.checkpoint.every is None:
         return 0
     numbers = count_recipe_parameters(config).total
-    matrices = count_block_matrices(config)
+    matrices = sum(block.matrices for block in count_blocks(config))
     return 4 * numbers + OPTIMIZERS[config.optim.kind].state_bytes(matrices, numbers - matrices)
 
 

@@ -31,6 +31,7 @@ from moba_train.planning.summary import summarize
 ROOT = Path(__file__).parents[2]
 FULL = {"default": "full"}
 LLAMA_8B = 8_030_261_248
+LLAMA_8B_BLOCK = 218_112_000
 LAYERS = 32
 
 
@@ -165,13 +166,13 @@ def test_the_estimate_is_what_an_8b_model_took_in_fp8(row, precision, logits_twi
     results = json.loads((ROOT / "benchmarks/results/training-8b-h200-x2.json").read_text())["results"]
     found = memory("llama3-8b", 2, "8K", FULL, compile=True, batch_tokens="16K", precision=precision)
     cast = found.parameters - memory("llama3-8b", 2, "8K", FULL, compile=True, batch_tokens="16K").parameters
-    assert cast == (6_979_588_096 // 2 if row.endswith("fp8") else 0)  # one byte for each weight of the blocks
+    assert cast == (LAYERS * LLAMA_8B_BLOCK // 2 if row.endswith("fp8") else 0)  # one byte a weight of the blocks
     assert (found.total - cast) / 2**30 == pytest.approx(results[row]["memory_gib"], rel=0.01)
 
 
 def test_weights_that_stay_gathered_take_the_memory_of_all_blocks():
     """In FP8, whose peak is the loss with them and without; those of a pipeline stay in any case."""
-    for pp, more in ((1, 6_979_588_096), (2, 0)):
+    for pp, more in ((1, LAYERS * LLAMA_8B_BLOCK), (2, 0)):
         again, once = (
             memory(
                 "llama3-8b",
@@ -204,12 +205,12 @@ def test_budget_keeps_the_weights_of_the_last_blocks_that_fit_beside_the_activat
     sizes = mesh_sizes(stage.parallel, 2)
     estimate = MemoryEstimate(recipe, stage, sizes)
     everything = [LayerActivations(Kept.ALL)] * 32
-    limit = estimate.reserved(everything) + 7.5 * 2 * 6_979_588_096 / 32
+    limit = estimate.reserved(everything) + 7.5 * 2 * LLAMA_8B_BLOCK
     found = stage_activations(recipe, stage, sizes, limit / FILLED, None)
     assert [layer.weights for layer in found.layers] == [False] * 25 + [True] * 7
     assert found.keeps_everything
     assert "layers 25-31: nothing recomputed, with gathered weights" in found.describe()
-    assert estimate.peak(found.layers).total - estimate.peak(everything).total == 7 * 2 * 6_979_588_096 // 32
+    assert estimate.peak(found.layers).total - estimate.peak(everything).total == 7 * 2 * LLAMA_8B_BLOCK
     for gpu_bytes, stay in ((None, True), (2**30, False)):
         found = stage_activations(recipe, stage, sizes, gpu_bytes, None)
         assert {layer.weights for layer in found.layers} == {stay}
@@ -217,7 +218,7 @@ def test_budget_keeps_the_weights_of_the_last_blocks_that_fit_beside_the_activat
 
 def test_copy_engines_take_the_memory_of_two_gathered_blocks_and_of_gradients():
     """On one GPU nothing travels."""
-    for gpus, more in ((2, 2 * 2 * 6_979_588_096 // 32 + REDUCTION_BUFFER), (1, 0)):
+    for gpus, more in ((2, 2 * 2 * LLAMA_8B_BLOCK + REDUCTION_BUFFER), (1, 0)):
         by_nccl, by_copy_engines = (
             memory("llama3-8b", gpus, "8K", FULL, batch_tokens="16K", parallel={"fsdp_copy_engines": given})
             for given in (False, True)

@@ -13,7 +13,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer
 from moba_train.optim.spec import block_matrices
-from moba_train.planning.parameters import count_block_matrices, count_parameters, count_recipe_parameters
+from moba_train.planning.parameters import count_blocks, count_parameters, count_recipe_parameters
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 
@@ -66,4 +66,5 @@ def test_a_recipe_counts_what_its_attention_kinds_add(load: Callable[..., RunCon
     with torch.device("meta"):
         model = build_model(config)
     assert count_recipe_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
-    assert count_block_matrices(config) == sum(matrix.numel() for matrix in block_matrices(model).values())
+    matrices = sum(matrix.numel() for matrix in block_matrices(model).values())
+    assert sum(block.matrices for block in count_blocks(config)) == matrices
