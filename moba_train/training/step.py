@@ -25,11 +25,6 @@ class StepData:
     waited_s: float
     """Seconds until they were there."""
 
-    @property
-    def padding_fraction(self) -> float:
-        """Share of this rank's tokens that belong to no document."""
-        return sum(batch.padding for batch in self.batches) / sum(batch.layout.total for batch in self.batches)
-
 
 class StepLosses:
     """Mean losses of one optimizer step, over the token weights of all ranks: the sum of its micro-batches' parts."""
@@ -106,13 +101,24 @@ class StepCounts(NamedTuple):
     """1 on a rank that is asked to stop before this step."""
     flops: float
     """Floating-point operations of the step, forward and backward, by the lengths of its documents."""
+    padding: float
+    """Tokens that belong to no document."""
 
     @staticmethod
-    def from_rank(batches: Sequence[Batch], stop: bool, flops: float, computes_loss: bool = True) -> "StepCounts":
-        """The counts of this rank's `batches`; `flops`: this rank's share of the operations."""
+    def from_rank(
+        batches: Sequence[Batch], stop: bool, flops: float, readers: int = 1, computes_loss: bool = True
+    ) -> "StepCounts":
+        """The counts of this rank's `batches`. flops: of these batches, forward and backward; readers: ranks that read
+        the same batches, each of which counts an equal part of their operations and padding."""
         loss_tokens = sum(batch.loss_tokens for batch in batches)
-        weight = sum(batch.loss_weight_sum for batch in batches)
-        return StepCounts(weight, loss_tokens, float(computes_loss and loss_tokens == 0), float(stop), flops)
+        return StepCounts(
+            loss_weight=sum(batch.loss_weight_sum for batch in batches),
+            loss_tokens=loss_tokens,
+            ranks_without_loss=float(computes_loss and loss_tokens == 0),
+            stops=float(stop),
+            flops=flops / readers,
+            padding=sum(batch.padding for batch in batches) / readers,
+        )
 
     def summed_over_ranks(self) -> "StepCounts":
         """The sum of all ranks' counts. Called on all ranks together; never touches the GPU."""
@@ -124,4 +130,5 @@ class StepCounts(NamedTuple):
             "loss_tokens": self.loss_tokens,
             "loss_token_fraction": self.loss_tokens / batch_tokens,
             "ranks_with_zero_loss_tokens": self.ranks_without_loss,
+            "padding_fraction": self.padding / batch_tokens,
         }

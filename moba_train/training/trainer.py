@@ -243,9 +243,10 @@ class Trainer:
         """One optimizer step; False, with nothing done, when any rank is asked to stop."""
         steps_before = self.progress.step
         with self.watch.phase("forward and backward", steps_before):
-            flops = batch_flops(self.config.model, stage, data.batches) * self.data_shard.dp_size / self.world.size
+            flops = batch_flops(self.config.model, stage, data.batches)
+            readers = self.world.size // self.data_shard.dp_size
             stop = self._wants_to_stop()
-            counts = StepCounts.from_rank(data.batches, stop, flops, self.data_shard.computes_loss)
+            counts = StepCounts.from_rank(data.batches, stop, flops, readers, self.data_shard.computes_loss)
             with self.stragglers.meeting():
                 counts = counts.summed_over_ranks()
             if counts.stops:
@@ -315,7 +316,6 @@ class Trainer:
             metrics |= result.further
             metrics |= throughput(self.config.model, stage, self.world, step_s, counts.flops)
             metrics |= self.stragglers.metrics(step)
-            metrics["padding_fraction"] = data.padding_fraction
             self.telemetry.log(step, self.tokens, metrics)
 
     def _result(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> tuple[StepResult, Gradients]:

@@ -117,6 +117,20 @@ def test_lengths_that_three_ranks_cannot_share_evenly_train_the_same(run: Run, r
     assert trailing == pytest.approx(run.records("position_wise")[0]["trailing_loss"], rel=1e-3)
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_padding_is_that_of_the_whole_batch_on_any_ranks(cp: int, run: Run, ranks: Ranks) -> None:
+    run.recipe["data"]["packing"] = "best_fit"
+    del run.recipe["evaluation"], run.recipe["data"]["validation"]
+    run.recipe["stages"] = [{"name": "one", "seq_len": 128, "tokens": 4 * 512}]
+    ranks.train(run, 1)
+    alone = [record["padding_fraction"] for record in run.records()]
+    assert len(set(alone)) > 1
+    shutil.rmtree(run.run_dir)
+    run.recipe["parallel"] = {"cp": cp}
+    ranks.train(run, 4)
+    assert [record["padding_fraction"] for record in run.records()] == alone
+
+
 def test_a_run_goes_on_with_another_cp_and_bitwise_with_the_same(tmp_path: Path, corpora: Path, ranks: Ranks) -> None:
     """Six steps at cp = 2 on two ranks; the last two there again, at cp = 4, and with dp = 2 instead."""
 

@@ -28,7 +28,7 @@ from moba_train.parallel.forward import accumulate_gradients, training_loss
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import World, joined_world
-from moba_train.training.step import StepCounts, StepData, StepLosses
+from moba_train.training.step import StepCounts, StepLosses
 
 VOCAB, SEQ_LEN = 32, 24
 MODEL = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, layers=2, heads=2, kv_heads=1)
@@ -149,18 +149,18 @@ def test_a_step_without_any_loss_token_leaves_zero_gradients() -> None:
 def test_a_step_counts_weights_and_tokens_of_all_its_micro_batches() -> None:
     made = samples()
     made[0].loss_weight[:] = 0.5
-    batches = [collate(made[:1]), replace(collate(made[1:]), padding=0)]
-    counts = StepCounts.from_rank(batches, stop=True, flops=7.0)
-    assert counts == StepCounts(SEQ_LEN / 2 + 1, SEQ_LEN + 1, ranks_without_loss=0, stops=1, flops=7.0)
+    batches = [replace(collate(made[:1]), padding=3), replace(collate(made[1:]), padding=6)]
+    counts = StepCounts.from_rank(batches, stop=True, flops=7.0, readers=2)
+    assert counts == StepCounts(SEQ_LEN / 2 + 1, SEQ_LEN + 1, ranks_without_loss=0, stops=1, flops=3.5, padding=4.5)
     assert counts.metrics(8 * SEQ_LEN) == {
         "loss_tokens": SEQ_LEN + 1,
         "loss_token_fraction": (SEQ_LEN + 1) / (8 * SEQ_LEN),
         "ranks_with_zero_loss_tokens": 0,
+        "padding_fraction": 4.5 / (8 * SEQ_LEN),
     }
     empty = [collate(made[2:])]
     assert StepCounts.from_rank(empty, False, 7.0).ranks_without_loss == 1
     assert StepCounts.from_rank(empty, False, 7.0, computes_loss=False).ranks_without_loss == 0
-    assert StepData(batches[::-1], 0.0, 0.0).padding_fraction == made[0].padding / (4 * SEQ_LEN) > 0
 
 
 def test_auxiliary_losses_of_all_micro_batches_are_added_up() -> None:
