@@ -216,19 +216,24 @@ class Checkpointer:
         self._buffers = {}  # not cleared: a save that takes longer still reads the old dictionary
 
     def _prepare(self, place: Place) -> None:
-        """Makes the folder, unless there is one, and makes sure that every rank sees what rank 0 writes into it."""
+        """Makes the folder, unless there is one, and makes sure that every rank sees what rank 0 writes into it. Where
+        rank 0 cannot write into the first place, that is a warning if there is a fallback."""
 
         def first_folder() -> Path:
             publish.prepare(place.folder)
             return publish.make_temporary_folder(place.folder, 0)
 
+        probe: Path | None = None
         try:
             probe = self._ranks.broadcast_from_rank_0(first_folder)
             self._ranks.on_every_rank(lambda: _check_visible(probe, place))
             self._ranks.broadcast_from_rank_0(lambda: publish.remove(probe))
         except SaveFailedError as error:
-            text = f"{place.folder} cannot be used for checkpoints: {error}; change {place.key}"
-            raise CheckpointError(text) from error
+            text = f"{place.folder} cannot be used for checkpoints: {error}"
+            if probe is not None or place is self._places[-1]:
+                raise CheckpointError(f"{text}; change {place.key}") from error
+            if self._ranks.rank == 0:
+                logger.warning("%s; those that it does not take go to %s", text, self._places[-1].key)
 
     def _stage(
         self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None

@@ -69,8 +69,13 @@ def disk_problem(disk: Disk) -> Problem | None:
         return Problem(f"no disk at {disk.folder}", 1, str(error))
     if free >= disk.needed:
         return None
-    text = f"{free / 2**30:.2f} GiB free, {disk.what} needs {disk.needed / 2**30:.2f} GiB"
+    text = f"{_size(free)} free, {disk.what} needs {_size(disk.needed)}"
     return Problem(f"disk of {disk.folder}", disk.needed / max(1, free), text)
+
+
+def _size(count: int) -> str:
+    """Bytes in GiB, or in MiB where they are less than one GiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def gpu_problems(now: GpuState, before: GpuState) -> list[Problem]:

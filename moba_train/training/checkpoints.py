@@ -57,14 +57,15 @@ class RunCheckpoints:
         world: World,
         check_lock: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the run folder. Raises LaunchError when it cannot be written, or its disk is too small.
+        """Create the run folder. Raises LaunchError when it cannot be written or its disk is too full, and there is no
+        checkpoint.fallback_dir that can take a checkpoint in its place.
 
         `check_lock` raises LaunchError on rank 0 when the run folder is not this run's any more (`RunLock.check`).
         """
         run_dir = Path(config.run_dir)
         keep = config.checkpoint
-        if problem := broadcast(_folder_problem(run_dir, config) if world.is_main else None):
-            raise LaunchError(f"run_dir {run_dir} cannot be used: {problem}")
+        if problem := broadcast(_folders_problem(config) if world.is_main else None):
+            raise LaunchError(problem)
         self.folder, *self._other_folders = checkpoint_folders(config)
         self.saved_step = 0
         """Step of the newest checkpoint, complete or being saved; 0: none."""
@@ -348,15 +349,32 @@ class RunCheckpoints:
         self._checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
 
 
-def _folder_problem(run_dir: Path, config: RunConfig) -> str | None:
-    """Create the folder; why nothing can be saved there, or None."""
+def _folders_problem(config: RunConfig) -> str | None:
+    """Create the run folder; why nothing can be saved there or in checkpoint.fallback_dir, or None. What is wrong with
+    the run folder alone is a warning: its checkpoints go to the fallback."""
+    needed = checkpoint_bytes(config)
+    problem = _folder_problem(Path(config.run_dir), needed)
+    if problem is None:
+        return None
+    fallback = config.checkpoint.fallback_dir
+    text = f"run_dir {config.run_dir} cannot be used: {problem}"
+    if fallback is None:
+        return text
+    if also := _folder_problem(Path(fallback), needed):
+        return f"{text}; nor can checkpoint.fallback_dir {fallback}: {also}"
+    logger.warning("%s; checkpoints that it does not take go to checkpoint.fallback_dir", text)
+    return None
+
+
+def _folder_problem(folder: Path, needed: int) -> str | None:
+    """Create the folder; why it cannot take `needed` bytes, or None."""
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         return str(error)
-    problem = disk_problem(Disk(run_dir, checkpoint_bytes(config)))
+    problem = disk_problem(Disk(folder, needed))
     return problem.text if problem else None
 
 

@@ -78,6 +78,21 @@ def test_the_fallback_takes_saves_while_the_first_folder_does_not(tmp_path: Path
         assert checkpointer.fatal is None
 
 
+def test_a_first_folder_that_cannot_be_used_at_the_start_is_no_end_where_there_is_a_fallback(tmp_path: Path) -> None:
+    first = tmp_path / "run"
+    first.touch()
+    with process_group(tmp_path / "store"):
+        with pytest.raises(CheckpointError, match=r"run cannot be used for checkpoints: .* change run_dir"):
+            Checkpointer(first, Retention(1))
+        with pytest.raises(CheckpointError, match=r"run cannot be used .* change checkpoint\.fallback_dir"):
+            Checkpointer(tmp_path / "first", Retention(1), fallback=fallback_in(first))
+        checkpointer = Checkpointer(first, Retention(2), fallback=fallback_in(tmp_path / "local"))
+        save(checkpointer, 1)
+        first.unlink()
+        save(checkpointer, 2)
+    assert [steps(tmp_path / "local"), steps(first)] == [[1], [2]]
+
+
 def test_a_run_that_takes_the_folder_over_right_after_a_save_loses_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,9 +127,9 @@ def test_a_disk_that_fills_up_is_named_by_one_rank(monkeypatch: pytest.MonkeyPat
     watched = Node([disk])
     try:
         free = 2**29
-        watched.wait_for("0.50 GiB free, one checkpoint needs 1.00 GiB", 0)
+        watched.wait_for("512.00 MiB free, one checkpoint needs 1.00 GiB", 0)
         free = 2**28
-        watched.wait_for("0.25 GiB free", 0)
+        watched.wait_for("256.00 MiB free", 0)
     finally:
         watched.close()
     assert len(watched.reports) == 2

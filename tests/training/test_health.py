@@ -68,7 +68,7 @@ def test_a_full_disk_is_refused_before_training(
     code, printed = train_here(run, capsys)
     assert code == 2
     assert "run_dir" in printed
-    assert "GiB free" in printed
+    assert "0.00 MiB free, one checkpoint needs" in printed
     assert not list(Path(run.run_dir / "checkpoints").glob("step_*"))
 
 

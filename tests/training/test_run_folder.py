@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,36 @@ def test_the_fallback_takes_checkpoints_and_the_run_resumes_from_the_newest_of_b
     assert [record["step"] for record in run.records()] == list(range(1, 13))
     assert steps(run.run_dir / "checkpoints") == ["step_00000010", "step_00000012"]
     assert steps(fallback) == ["step_00000006", "step_00000008"]
+
+
+def test_a_run_starts_again_from_the_fallback_while_its_own_disk_is_full(
+    run: Run, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk takes no new file either; a file in place of the folder stands for that."""
+    local = run.folder / "local"
+    run.recipe["checkpoint"] = {"every": 2, "fallback_dir": str(local)}
+    usage = namedtuple("usage", "total used free")
+    full = [run.run_dir]
+
+    def disk_usage(path: Path) -> tuple[int, int, int]:
+        is_full = any(path.is_relative_to(folder) for folder in full)
+        return usage(2**40, 0, 1000 if is_full else 2**40)
+
+    before_save(monkeypatch, {4: replace_by_file})
+    assert train_here(run, capsys, "--stop-at-step", "6")[0] == 0
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    assert train_here(run, capsys, "--stop-at-step", "8")[0] == 0
+    assert f"run_dir {run.run_dir} cannot be used: 0.00 MiB free" in caplog.text
+    assert "checkpoints that it does not take go to checkpoint.fallback_dir" in caplog.text
+    assert run.records("resume")[-1]["step"] == 6
+    (fallback,) = local.iterdir()
+    assert steps(fallback) == ["step_00000006", "step_00000008"]
+
+    full.append(local)
+    code, printed = train_here(run, capsys)
+    assert code == 2
+    assert f"run_dir {run.run_dir} cannot be used: 0.00 MiB free" in printed
+    assert f"nor can checkpoint.fallback_dir {local}: 0.00 MiB free" in printed
 
 
 def test_failed_saves_in_a_row_are_an_alert_and_end_the_run_if_the_recipe_says_so(
