@@ -87,6 +87,7 @@ class RunCheckpoints:
         be run."""
         self._marks = Marks([])
         self._doubted: list[tuple[int, str]] = []
+        """Step and save id of the marked checkpoints that the present weights go on from."""
         self._config = config
         self._tokenizer = tokenizer_hash(config.data.tokenizer) if config.data.tokenizer else ""
         self._model = model
@@ -205,8 +206,8 @@ class RunCheckpoints:
         return True
 
     def trust_again(self) -> list[int]:
-        """Take back every `doubt`: a step was applied to these weights, and its values were finite. Returns the steps
-        of the checkpoints."""
+        """Take back every `doubt` since the last `load`: a step was applied to these weights, and its values were
+        finite. Returns the steps of the checkpoints."""
         steps = [step for step, _ in self._doubted]
         for step, save_id in self._doubted:
             self._marks.remove(step, save_id)
@@ -237,6 +238,7 @@ class RunCheckpoints:
         unused = unused_parameters(self._config, then, progress)
         reset_parameters(self._model, self._optimizer, unused, self._config.seed)
         load_model_and_optimizer(self._model, self._optimizer, path, unused=unused)
+        self._doubted.clear()  # steps of other weights say nothing about those checkpoints: they stay marked
         new = new_parameters(self._config, then) if then is not None else {}
         self.begun_anew = (
             f"; {describe_sizes(new)} begin anew: the checkpoint does not have them in this shape" if new else ""

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -412,6 +413,22 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(10, 4)]
     assert "step_00000008 is damaged: __0_0.distcp: its SHA-256" in caplog.text
     assert (run.run_dir / "checkpoints" / "set-aside-step_00000008").is_dir()
+
+
+def test_finite_steps_after_a_rollback_say_nothing_about_the_checkpoint_that_it_undid(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 14 has the weights of step 8, so the checkpoint of step 12 stays passed over, also by a later start."""
+    steady(run, "rollback", 14)
+    run.recipe["checkpoint"]["keep_last"] = 20
+    inject(monkeypatch, {13: not_a_number})
+    assert run.train_here() == 0
+    assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(13, 8)]
+    assert not [record for record in run.records("warning") if "is used again" in record["message"]]
+    for step in (13, 14):
+        shutil.rmtree(run.run_dir / "checkpoints" / f"step_{step:08d}")
+    assert run.train_here("--stop-at-step", "9") == 0
+    assert run.records("resume")[-1]["step"] == 8
 
 
 def test_the_checkpoint_to_roll_back_to_is_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
