@@ -1,6 +1,6 @@
 """Generation from text to text: tokenizer, generation, detokenizer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moba_train.data.corpus_marks import NO_MARKS, CorpusMarks
 from moba_train.data.tokenizer import TextTokenizer
@@ -11,7 +11,7 @@ from moba_train.inference.prompt import PrefillProgress
 from moba_train.model.transformer import Transformer
 
 CONTEXT = 32
-"""Tokens before a new one that are decoded with it: more than any character has, and few beside a prompt of 1M."""
+"""Tokens that are decoded for a new one, itself included: few beside a prompt of 1M."""
 
 
 def generate_text(
@@ -60,16 +60,29 @@ def generate_text(
         decode=decode,
         on_prefill=PrefillProgress(len(tokens), say),
     )
-    tail = tokens[-CONTEXT:]
-    shown = tokenizer.decode(tail)
     try:
-        for token in answer:
-            # Decoded with what is before it: a token alone may be part of a character, or lose its leading space.
-            tail.append(token)
-            text = tokenizer.decode(tail)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(shown) :]
-                tail = tail[-CONTEXT:]
-                shown = tokenizer.decode(tail)
+        yield from _added_text(tokenizer, tokens, answer)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _added_text(tokenizer: TextTokenizer, prompt: Sequence[int], answer: Iterable[int]) -> Iterator[str]:
+    """Yield what the tokens of `answer` add to the text of `prompt`, each character as soon as it is complete."""
+    tail = list(prompt)
+    shown = tokenizer.decode(tail)
+    for token in answer:
+        # Decoded with what is before it: a token alone may be part of a character, or lose its leading space.
+        tail.append(token)
+        text = tokenizer.decode(tail)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            continue
+        yield text[len(shown) :]
+        # Behind a cut within a character, a tokenizer.json with byte fallback decodes no character up to the next token
+        # that is not a byte. A later cut may be between two characters.
+        shown = tokenizer.decode(tail[-CONTEXT:])
+        if text.endswith(shown):
+            tail = tail[-CONTEXT:]
+        else:
+            shown = text
+    if rest := tokenizer.decode(tail)[len(shown) :]:
+        yield rest

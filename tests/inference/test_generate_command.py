@@ -15,7 +15,7 @@ from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.data.corpus_marks import CorpusMarks
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.data.tokenizer import load_tokenizer
+from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
 from moba_train.foreign_files import ROOTS
 from moba_train.inference.text import generate_text
 from moba_train.model.build import build_attention, build_model, initialize_weights
@@ -48,6 +48,20 @@ def make_tokenizer(path: Path, vocab_size: int) -> None:
         remove_extra_whitespaces=False,
         minloglevel=2,
     )
+
+
+def make_tokenizer_json(folder: Path) -> Path:
+    """A tokenizer.json with a token for each letter and byte, and the normalizer and decoder of Llama 2."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz.,"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    space = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +185,15 @@ def test_the_tokenizer_is_found_where_the_run_was_made_beside_it_or_as_given(
 
 
 @pytest.mark.parametrize("context", [4, 32])
+@pytest.mark.parametrize("kind", ["sentencepiece", "json"])
 def test_text_is_that_of_all_tokens_decoded_together(
-    project: Path, monkeypatch: pytest.MonkeyPatch, context: int
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, context: int
 ) -> None:
-    """Also of characters of several tokens, and spaces that a token loses where it comes first."""
-    tokenizer = load_tokenizer(project / "data" / "tok.model")
-    answer = tokenizer.encode(" – 你好 fox, 😀 the naïve 漢字 dog" * 3)
+    """Also of characters of several tokens, spaces that a token loses where it comes first, and an end within a
+    character. A tokenizer.json with byte fallback decodes a run of bytes as a whole, or none of its characters."""
+    path = project / "data" / "tok.model" if kind == "sentencepiece" else make_tokenizer_json(tmp_path)
+    tokenizer = load_text_tokenizer(path)
+    answer = tokenizer.encode(" – 你好 fox, 😀 the naïve 漢字 dog, สวัสดีครับนี่คือข้อความ" * 3 + " dog 😀")[:-1]
     monkeypatch.setattr("moba_train.inference.text.generate", lambda *_, **__: iter(answer))
     monkeypatch.setattr("moba_train.inference.text.CONTEXT", context)
     model = Transformer(load_config(project / "recipe.yaml").model)
