@@ -104,6 +104,7 @@ def make_sft_corpus(
                 "vocab_size": tokenizer.vocab_size,
                 "tokenizer": tokenizer_file(tokenizer_path).name,
                 "tokenizer_sha256": sha256,
+                "end_of_turn_id": _single_token(tokenizer, template.end_of_turn),
                 "loss_mask": True,
                 "work": work,
             }
@@ -189,11 +190,15 @@ class _Markers:
 
     def split(self, tokenizer: TextTokenizer) -> dict[str, int]:
         """Number of tokens of each marker that is not a single token."""
-        # Twice, because some tokenizers put a space before every text.
-        counts = {
-            marker: (len(encode(tokenizer, marker)), len(encode(tokenizer, marker * 2))) for marker in self._found
-        }
-        return {marker: once for marker, (once, twice) in sorted(counts.items()) if twice != once + 1}
+        split = (marker for marker in sorted(self._found) if _single_token(tokenizer, marker) is None)
+        return {marker: len(encode(tokenizer, marker)) for marker in split}
+
+
+def _single_token(tokenizer: TextTokenizer, marker: str) -> int | None:
+    """Token id of `marker`, or None where it is several tokens."""
+    # Twice, because some tokenizers put a space before every text.
+    once, twice = encode(tokenizer, marker), encode(tokenizer, marker * 2)
+    return once[-1] if len(twice) == len(once) + 1 else None
 
 
 def _encode_files(

@@ -283,7 +283,7 @@ def generate(
     from moba_train.checkpoint.recipe import saved_training
     from moba_train.checkpoint.trained_model import load_trained
     from moba_train.data.corpus_marks import corpus_marks
-    from moba_train.data.tokenizer import load_text_tokenizer
+    from moba_train.data.tokenizer import ends_of_text, load_text_tokenizer
     from moba_train.inference.prompt import read_prompt
     from moba_train.inference.text import generate_text
     from moba_train.validation.checkpoints import open_for_generation
@@ -299,7 +299,9 @@ def generate(
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"--top-p: given {top_p:g}; allowed: above 0, at most 1")
     saved, roots = open_for_generation(checkpoint, tokenizer, overrides or ())
-    known = load_text_tokenizer(tokenizer or str(saved.config.data.tokenizer), None if tokenizer else roots)
+    tokenizer_path = tokenizer or str(saved.config.data.tokenizer)
+    tokenizer_roots = None if tokenizer else roots
+    known = load_text_tokenizer(tokenizer_path, tokenizer_roots)
     given = prompt if prompt_file is None else read_prompt(prompt_file)
     on_gpu = torch.cuda.is_available()
     model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
@@ -313,6 +315,7 @@ def generate(
         seed=seed,
         decode=decode.value,
         marks=corpus_marks(saved.config, roots),
+        stop_tokens=ends_of_text(tokenizer_path, tokenizer_roots),
         trained_length=saved_training(saved.path).seq_len,
         say=lambda line: typer.echo(line, err=True),
     )

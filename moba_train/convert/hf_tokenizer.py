@@ -6,7 +6,7 @@ sentencepiece models   copied as tokenizer.model, and converted to tokenizer.jso
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,17 @@ from typing import Any
 from moba_train.config.schema import RunConfig
 from moba_train.convert.sentencepiece_json import convert_sentencepiece
 from moba_train.data.corpus_marks import CorpusMarks, corpus_marks
-from moba_train.data.tokenizer import TIKTOKEN, TOKENIZER_CONFIG, Tokenizer, load_tokenizer, tokenizer_file
+from moba_train.data.tokenizer import (
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    TIKTOKEN,
+    TOKENIZER_CONFIG,
+    Tokenizer,
+    load_tokenizer,
+    token_ids,
+    token_texts,
+    tokenizer_file,
+)
 from moba_train.errors import DataError
 from moba_train.foreign_files import TOKENIZER_BYTES, parse_json, read_foreign
 
@@ -22,7 +32,6 @@ TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 UNCONVERTED = "sentencepiece.model"
 """Name of a sentencepiece model without a tokenizer.json; a `SENTENCEPIECE` would be read, with other ids."""
-GENERATION_CONFIG = "generation_config.json"
 _GENERIC_CLASS = "PreTrainedTokenizerFast"
 """Class of transformers that takes tokenizer.json as it is. Those of Llama and Qwen build parts of it anew."""
 _MARKS = ("bos_token", "eos_token", "pad_token")
@@ -30,7 +39,7 @@ _MARKS = ("bos_token", "eos_token", "pad_token")
 _QWEN2_CLASS = "Qwen2Tokenizer"
 _BESIDE_ANY = (
     TOKENIZER_CONFIG,
-    "special_tokens_map.json",
+    SPECIAL_TOKENS_MAP,
     "chat_template.jinja",
     "chat_template.json",
     GENERATION_CONFIG,
@@ -91,7 +100,7 @@ def _without_tokenizer(marks: CorpusMarks) -> TokenizerExport:
         ids={"bos_token_id": marks.bos_id, "eos_token_id": marks.eos_id, "pad_token_id": None},
         warnings=[f"no tokenizer is exported: the recipe has no data.tokenizer{made_with}; {remedy}"],
     )
-    _set_generation_config(export)
+    _set_generation_config(export, marks)
     return export
 
 
@@ -102,7 +111,7 @@ def _export_json(source: Path, marks: CorpusMarks, max_length: int, roots: Seque
     export = TokenizerExport({TOKENIZER_JSON: content} | _read_beside(source, beside, roots))
     try:
         _complete(export, marks, max_length)
-        _set_generation_config(export)
+        _set_generation_config(export, marks)
     except ValueError as error:
         export.warnings.append(f"the tokenizer's files are copied as they are, unchecked: {error}")
     return export
@@ -124,20 +133,24 @@ def _complete(export: TokenizerExport, marks: CorpusMarks, max_length: int) -> N
         if completed["bos_token"] is not None and contents.get("post_processor") is None:
             contents["post_processor"] = _with_bos(completed["bos_token"], marks.bos_id)
             export.set_json(TOKENIZER_JSON, contents)
-    completed = _given(completed | _token_texts(_parse(export.files, "special_tokens_map.json"))) | own
+    completed = _given(completed | token_texts(_parse(export.files, SPECIAL_TOKENS_MAP))) | own
     # A file from its publisher that lacks nothing stays as it is, byte for byte.
-    if {"tokenizer_class", *_token_texts(completed)} - own.keys():
+    if {"tokenizer_class", *token_texts(completed)} - own.keys():
         export.set_json(TOKENIZER_CONFIG, completed)
-    texts = _token_texts(completed)
+    texts = token_texts(completed)
     export.ids = {f"{key}_id": vocabulary.id_of(texts.get(key)) for key in _MARKS}
 
 
-def _set_generation_config(export: TokenizerExport) -> None:
-    """Take over the ids in generation_config.json, which may name several ends of a text, or write the file."""
-    if GENERATION_CONFIG not in export.files:
-        export.set_json(GENERATION_CONFIG, _given(export.ids))
+def _set_generation_config(export: TokenizerExport, marks: CorpusMarks) -> None:
+    """Take over the ids in generation_config.json, which may name several ends of a text, or write the file. An answer
+    also ends with the turn that fine-tuning taught."""
     own = _parse(export.files, GENERATION_CONFIG)
     export.ids |= {key: own[key] for key in export.ids if own.get(key) is not None}
+    ends = token_ids(export.ids.get("eos_token_id"))
+    if added := sorted(marks.ends_of_turns - {*ends}):
+        export.ids["eos_token_id"] = [*ends, *added]
+    if added or GENERATION_CONFIG not in export.files:
+        export.set_json(GENERATION_CONFIG, own | _given(export.ids))
 
 
 def _export_sentencepiece(source: Path, marks: CorpusMarks, max_length: int, roots: Sequence[Path]) -> TokenizerExport:
@@ -169,7 +182,7 @@ def _export_sentencepiece(source: Path, marks: CorpusMarks, max_length: int, roo
     completed = texts | (_given(own) or defaults) | {"tokenizer_class": _GENERIC_CLASS}
     export.set_json(TOKENIZER_CONFIG, completed)
     export.ids = {f"{key}_id": tokens.get(key) for key in _MARKS}
-    _set_generation_config(export)
+    _set_generation_config(export, marks)
     return export
 
 
@@ -254,18 +267,6 @@ def _parse(files: dict[str, bytes], name: str) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise ValueError(f"{name} holds no JSON object")
     return contents
-
-
-def _token_texts(contents: dict[str, Any]) -> dict[str, str]:
-    """Special tokens in tokenizer_config.json or special_tokens_map.json, which give each as text or as an object."""
-
-    def texts() -> Iterator[tuple[str, str]]:
-        for key, value in contents.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                yield key, text
-
-    return dict(texts())
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

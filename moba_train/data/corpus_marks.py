@@ -1,7 +1,7 @@
 """How the documents of a corpus begin and end, as its sidecar says."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,30 @@ from moba_train.foreign_files import read_foreign_json
 
 @dataclass(frozen=True)
 class CorpusMarks:
-    """The tokenizer of a corpus, and the tokens at the ends of its documents; ids are None where there are none."""
+    """The tokenizer of a corpus, and the tokens at the ends of its documents and of the turns of its conversations."""
 
     tokenizer: str | None = None
     bos_id: int | None = None
+    """None: documents begin with their text."""
     eos_id: int | None = None
+    """None: documents end with their text."""
+    ends_of_turns: frozenset[int] = frozenset()
+    """What ends an answer in conversations."""
 
     @staticmethod
     def from_sidecar(info: dict[str, Any]) -> "CorpusMarks":
-        """By the keys `tokenizer`, `bos_id` and `eos_id` of a sidecar (data/sidecar.py)."""
+        """By the keys `tokenizer`, `bos_id`, `eos_id` and `end_of_turn_id` of a sidecar (data/sidecar.py)."""
         tokenizer = info.get("tokenizer")
-        bos, eos = (index if type(index) is int else None for index in (info.get("bos_id"), info.get("eos_id")))
-        return CorpusMarks(tokenizer if isinstance(tokenizer, str) else None, bos, eos)
+        bos, eos, turn = (
+            index if type(index) is int else None for index in map(info.get, ("bos_id", "eos_id", "end_of_turn_id"))
+        )
+        turns = frozenset() if turn is None else frozenset({turn})
+        return CorpusMarks(tokenizer if isinstance(tokenizer, str) else None, bos, eos, turns)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a document or a turn."""
+        return self.ends_of_turns if self.eos_id is None else self.ends_of_turns | {self.eos_id}
 
     def begin(self, tokens: list[int]) -> list[int]:
         """`tokens` as a document begins: with `bos_id`, unless they have it already."""
@@ -34,16 +46,22 @@ NO_MARKS = CorpusMarks()
 
 
 def corpus_marks(config: RunConfig, roots: Sequence[Path]) -> CorpusMarks:
-    """Marks of the run's first corpus that records them; corpora that are not there, or not below one of `roots`, are
-    passed over."""
-    for path in _corpora(config):
+    """Marks of the run's first corpus that records them, with the ends of turns of all its corpora; corpora that are
+    not there, or not below one of `roots`, are passed over."""
+    sidecars = list(_sidecars(config, roots))
+    marks = next((CorpusMarks.from_sidecar(info) for info in sidecars if "eos_id" in info), NO_MARKS)
+    turns = (CorpusMarks.from_sidecar(info).ends_of_turns for info in sidecars)
+    return replace(marks, ends_of_turns=frozenset().union(*turns))
+
+
+def _sidecars(config: RunConfig, roots: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    for path in dict.fromkeys(_corpora(config)):
         try:
             info = read_foreign_json(corpus_file(path, "json"), roots=roots)
         except (OSError, ValueError):
             continue
-        if isinstance(info, dict) and "eos_id" in info:
-            return CorpusMarks.from_sidecar(info)
-    return NO_MARKS
+        if isinstance(info, dict):
+            yield info
 
 
 def _corpora(config: RunConfig) -> Iterable[str]:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import importlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,8 @@ from moba_train.errors import DataError
 from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, read_foreign, read_foreign_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+GENERATION_CONFIG = "generation_config.json"
 TIKTOKEN = "tiktoken:"
 """Prefix of tiktoken encodings, where one is accepted in place of a file."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -22,11 +24,11 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 COMPANIONS = (
     *TOKENIZERS,
     TOKENIZER_CONFIG,
-    "special_tokens_map.json",
+    SPECIAL_TOKENS_MAP,
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
     "vocab.json",
     "merges.txt",
 )
@@ -54,18 +56,50 @@ def tokenizer_hashes(path: str | Path) -> list[str]:
 
 
 def special_tokens(folder: Path, roots: Sequence[Path] | None = None) -> dict[str, str]:
-    """Special tokens such as `eos_token` in the tokenizer_config.json of `folder`, by name; empty without the file.
+    """Special tokens such as `eos_token` of a Hugging Face folder, by name: those in its tokenizer_config.json, else in
+    its special_tokens_map.json; empty without these files.
+
+    Raises DataError when a file cannot be read, or does not lie below one of `roots`.
+    """
+    read = (_read_object(folder / name, roots) for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG))
+    return {key: text for contents in read for key, text in token_texts(contents).items()}
+
+
+def token_texts(contents: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens in tokenizer_config.json or special_tokens_map.json, which give each as text or as an object."""
+
+    def texts() -> Iterator[tuple[str, str]]:
+        for key, value in contents.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                yield key, text
+
+    return dict(texts())
+
+
+def ends_of_text(path: str | Path, roots: Sequence[Path] | None = None) -> list[int]:
+    """Token ids that end a generated text by the generation_config.json beside the tokenizer at `path`; empty without
+    the file.
 
     Raises DataError when the file cannot be read, or does not lie below one of `roots`.
     """
-    file = folder / TOKENIZER_CONFIG
+    return token_ids(_read_object(tokenizer_file(path).with_name(GENERATION_CONFIG), roots).get("eos_token_id"))
+
+
+def token_ids(value: Any) -> list[int]:
+    """Token ids under a key such as `eos_token_id` of a generation_config.json: one, a list, or none."""
+    return [index for index in (value if isinstance(value, list) else [value]) if type(index) is int]
+
+
+def _read_object(file: Path, roots: Sequence[Path] | None) -> dict[str, Any]:
+    """The object in a JSON file; empty without the file. Raises DataError."""
     try:
-        config = read_foreign_json(file, roots=roots) if file.exists() else {}
-        tokens = {key: value for key, value in config.items() if key.endswith("_token")}
-        texts = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
-    except (OSError, ValueError, AttributeError, KeyError) as error:
-        raise DataError(f"{file} is not a readable tokenizer config: {error!r}") from error
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
+        contents = read_foreign_json(file, roots=roots) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    if not isinstance(contents, dict):
+        raise DataError(f"{file} holds no JSON object")
+    return contents
 
 
 class TextTokenizer(Protocol):
@@ -135,7 +169,8 @@ def load_tokenizer(path: str | Path, roots: Sequence[Path] | None = None) -> Tok
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json. The end of a document is the `eos_token` of the tokenizer_config.json in the same folder.
+    """A tokenizer.json. The end of a document is the `eos_token` that the files in the same folder name
+    (`special_tokens`).
 
     Raises DataError when a file cannot be read or does not lie below one of `roots`, or the package tokenizers is not
     installed.

@@ -1,7 +1,7 @@
 """Autoregressive generation: read the prompts, then one token of every sequence at a time through the cache."""
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -47,17 +47,17 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     vocab_size: int | None = None,
-    stop_token: int | None = None,
+    stop_tokens: Collection[int] = (),
     decode: Decode = "full",
     on_prefill: Callable[[int], object] = lambda _tokens: None,
 ) -> Iterator[int]:
-    """Yield up to `max_new_tokens` token ids that continue `prompt`; `stop_token` ends it and is not yielded.
+    """Yield up to `max_new_tokens` token ids that continue `prompt`; one of `stop_tokens` ends it and is not yielded.
 
     A batch of one: the other arguments are those of `Sampling` and `generate_batch`.
     """
     sampling = Sampling(temperature, top_p, seed, vocab_size)
     steps = generate_batch(
-        model, [prompt], max_new_tokens, sampling, stop_token=stop_token, decode=decode, on_prefill=on_prefill
+        model, [prompt], max_new_tokens, sampling, stop_tokens=stop_tokens, decode=decode, on_prefill=on_prefill
     )
     with closing(steps):  # not left to the garbage collector: closing restores the model's engines
         for step in steps:
@@ -71,14 +71,14 @@ def generate_batch(
     max_new_tokens: int,
     sampling: Sampling,
     *,
-    stop_token: int | None = None,
+    stop_tokens: Collection[int] = (),
     decode: Decode = "full",
     on_prefill: Callable[[int], object] = lambda _tokens: None,
     ended: Callable[[int], bool] = lambda _sequence: False,
 ) -> Generator[dict[int, int], None, None]:
     """Yield, for each step, the next token id of every running sequence by the sequence's index in `prompts`.
 
-    A sequence ends after `max_new_tokens`, before its `stop_token`, which is not yielded, or where `ended` says so,
+    A sequence ends after `max_new_tokens`, before one of `stop_tokens`, which is not yielded, or where `ended` says so,
     which is asked by the sequence's index after each of its tokens. Prompts of any lengths are read one by one with
     each layer's own attention, `PREFILL_TOKENS` at a time; `on_prefill` gets the number of tokens that a pass has read.
     New tokens attend as `decode` says. Sequence i draws with seed + i: what it says depends on the others by rounding
@@ -106,7 +106,7 @@ def generate_batch(
         logits = {index: _read(model, plan, index, prompt, on_prefill) for index, prompt in enumerate(prompts)}
         for step in range(max_new_tokens):
             drawn = {index: _sample(logits_V, sampling, generators[index]) for index, logits_V in logits.items()}
-            tokens = {index: token for index, token in drawn.items() if token != stop_token}
+            tokens = {index: token for index, token in drawn.items() if token not in stop_tokens}
             if tokens:
                 yield tokens
             running = {index: token for index, token in tokens.items() if not ended(index)}

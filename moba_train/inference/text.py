@@ -1,6 +1,6 @@
 """Generation from text to text: tokenizer, generation, detokenizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from moba_train.data.corpus_marks import NO_MARKS, CorpusMarks
 from moba_train.data.tokenizer import TextTokenizer
@@ -25,12 +25,14 @@ def generate_text(
     seed: int,
     decode: Decode,
     marks: CorpusMarks = NO_MARKS,
+    stop_tokens: Collection[int] = (),
     trained_length: int | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> Iterator[str]:
     """Yield the text that continues the prompt as its tokens are sampled.
 
-    marks: how the documents of training began; a prompt begins like them
+    marks: how the documents of training began and ended; a prompt begins like them, an answer ends like them
+    stop_tokens: what ends an answer besides, and besides the tokenizer's `eos_id`
     trained_length: longest sequences of training, in tokens; None: not known
     say: hears how far the prompt is read, and before it a warning where prompt and answer may be longer than those
 
@@ -48,6 +50,7 @@ def generate_text(
             f"than the {trained_length:,} tokens that the model was trained with: positions beyond are extrapolated by "
             "the stage's RoPE"
         )
+    ends = {token for token in (tokenizer.eos_id, *marks.ends, *stop_tokens) if token is not None}
     answer = generate(
         model,
         tokens,
@@ -56,7 +59,7 @@ def generate_text(
         top_p=top_p,
         seed=seed,
         vocab_size=tokenizer.vocab_size,
-        stop_token=tokenizer.eos_id,
+        stop_tokens=ends,
         decode=decode,
         on_prefill=PrefillProgress(len(tokens), say),
     )

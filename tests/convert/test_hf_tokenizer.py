@@ -173,6 +173,26 @@ def test_marks_of_the_corpora_and_a_chat_template_are_exported(
     assert list(theirs.apply_chat_template(messages)["input_ids"]) == ours.encode("[user] What is attention?\n")
 
 
+@pytest.mark.parametrize(("own", "ends"), [({}, [2, 9]), ({"eos_token_id": [2, 7], "top_p": 0.9}, [2, 7, 9])])
+def test_answers_of_an_export_end_with_the_turns_of_fine_tuning(
+    own: dict[str, Any],
+    ends: list[int],
+    models: dict[str, Path],
+    tokenizers: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = Path(shutil.copy(tokenizers["bpe"], tmp_path))
+    if own:
+        (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    (tmp_path / "none.json").write_text(json.dumps({"tokenizer": tokenizer.name, "end_of_turn_id": 9}))
+    out, _ = export(models["llama2"], tokenizer, tmp_path, monkeypatch)
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == ends
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == ends
+    assert own.keys() <= generation.keys()
+
+
 @pytest.mark.parametrize("made_with", ["tok.model", "tiktoken:o200k_base"])
 def test_a_run_without_tokenizer_says_so(
     made_with: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -266,6 +266,15 @@ def test_a_marker_that_is_not_one_token_is_named_with_its_tokens(tokenizer: str,
     assert not make_sft_corpus([source], str(tmp_path / "e"), tokenizer, single).split_markers
 
 
+def test_the_token_that_ends_a_turn_is_recorded(tokenizer: str, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
+    chatml = BUILT_IN["chatml"][0]
+    for end, token in (("<|im_end|>", None), ("</s>", load_tokenizer(tokenizer).eos_id)):
+        template = ChatTemplate(chatml.replace("<|im_end|>", end), end)
+        corpora = make_sft_corpus([source], str(tmp_path / f"corpus{token}"), tokenizer, template).corpora
+        assert [(corpus.info or {})["end_of_turn_id"] for corpus in corpora.values()] == [token]
+
+
 def test_a_holdout_splits_conversations_with_their_masks(tokenizer: str, tmp_path: Path) -> None:
     records = [{"messages": [{"role": "user", "content": f"Say {n}"}, MESSAGES[2]]} for n in range(40)]
     source = write_lines(tmp_path / "chat.jsonl", records)

@@ -234,6 +234,17 @@ def test_generated_texts_are_those_of_lm_evals_own_class(run: Path, theirs: Any,
     assert len(shorter[0]) < len(answers[0])
 
 
+def test_an_answer_ends_before_each_stop_token(run: Path, tmp_path: Path) -> None:
+    options = {"until": [], "max_gen_toks": 12}
+    asked = requests("generate_until", (TEXTS[0], options))
+    ours = native(run, 48, tmp_path / "tok")
+    (answer,) = ours.generate_until(asked)
+    stops = ours.tok_encode(answer)[-3:]
+    (shorter,) = native(run, 48, tmp_path / "tok", stop_tokens=stops).generate_until(asked)
+    assert len(shorter) < len(answer)
+    assert answer.startswith(shorter)
+
+
 def test_a_stopped_answer_takes_no_further_steps(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moba_train.inference import generate
 
@@ -396,9 +407,12 @@ def test_a_hugging_face_folder_names_no_code_and_its_chat_template_is_applied(
     )
     own |= {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     opened: list[dict[str, Any]] = []
     scored: list[Any] = []
-    open_ours, ours = tokenizer.open_hf_tokenizer, language_model.NativeLM.loglikelihood
+    stops: list[Any] = []
+    open_ours, ours = tokenizer.open_hf_tokenizer, language_model.NativeLM
+    loglikelihood = ours.loglikelihood
     run_module = importlib.import_module("moba_train.evals.lm_eval.run")
 
     def noted(config: Any, seq_len: int, written: Path, roots: Any) -> Any:
@@ -407,8 +421,11 @@ def test_a_hugging_face_folder_names_no_code_and_its_chat_template_is_applied(
         return found
 
     monkeypatch.setattr(run_module, "open_hf_tokenizer", noted)
+    monkeypatch.setattr(ours, "loglikelihood", lambda lm, asked: (scored.extend(asked), loglikelihood(lm, asked))[1])
     monkeypatch.setattr(
-        language_model.NativeLM, "loglikelihood", lambda lm, asked: (scored.extend(asked), ours(lm, asked))[1]
+        run_module,
+        "NativeLM",
+        lambda *given, **options: (stops.append(options["stop_tokens"]), ours(*given, **options))[1],
     )
     own_task(tmp_path)
     common = ("--tasks", "colours", "--include-path", tmp_path, "--limit", 1, "--attention", "full")
@@ -416,6 +433,7 @@ def test_a_hugging_face_folder_names_no_code_and_its_chat_template_is_applied(
     assert "auto_map" not in opened[0]
     assert opened[0]["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert scored[0].args == ("[The ban is]>", " green.")
+    assert stops == [[2, 7]]
 
 
 def test_every_problem_names_its_option_or_task(

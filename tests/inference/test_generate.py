@@ -94,11 +94,12 @@ def test_tokens_are_drawn_as_often_as_temperature_and_nucleus_say(sampling: Samp
     assert not got[torch.tensor(want) == 0].any()
 
 
-def test_the_stop_token_ends_the_answer_unsaid() -> None:
+def test_the_first_stop_token_ends_the_answer_unsaid() -> None:
     model = model_with([FULL] * 3)
     answer = list(generate(model, prompt(5), 20, temperature=0))
-    stop = answer[6]
-    assert list(generate(model, prompt(5), 20, temperature=0, stop_token=stop)) == answer[: answer.index(stop)]
+    stops = [answer[9], answer[6]]
+    expected = answer[: min(map(answer.index, stops))]
+    assert list(generate(model, prompt(5), 20, temperature=0, stop_tokens=stops)) == expected
 
 
 def test_the_model_is_as_before_after_an_interrupted_generation() -> None:
@@ -149,7 +150,7 @@ def test_a_sequence_that_stops_leaves_the_others_as_they_are() -> None:
     whole = in_a_batch(model, prompts, 20, decode="own")
     stop = whole[1][4]
     cut = [answer[: answer.index(stop)] if stop in answer else answer for answer in whole]
-    assert in_a_batch(model, prompts, 20, decode="own", stop_token=stop) == cut
+    assert in_a_batch(model, prompts, 20, decode="own", stop_tokens=[stop]) == cut
     assert len(cut[1]) < 5 <= max(map(len, cut))
 
 

@@ -226,6 +226,25 @@ def test_a_prompt_begins_as_the_documents_of_training_did(project: Path, monkeyp
     assert CorpusMarks(bos_id=1).begin(read[0]) == read[0]
 
 
+def test_an_answer_ends_with_a_document_or_a_turn_by_tokenizer_generation_config_or_corpora(
+    run: Path, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[set[int]] = []
+    monkeypatch.setattr("moba_train.inference.text.generate", lambda *_, **given: stops.append(given["stop_tokens"]))
+    monkeypatch.setattr("moba_train.inference.text._added_text", lambda *_: [])
+    asked = ("--prompt", "once", "--tokenizer", make_tokenizer_json(tmp_path))
+    generated(run, *asked)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "a"}}')
+    generated(run, *asked)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<unk>"}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    sidecar = project / "corpus.json"
+    sidecar.write_text('{"eos_id": 8, "end_of_turn_id": 9}')
+    generated(run, *asked)
+    sidecar.unlink()
+    assert stops == [set(), {258}, {0, 5, 7, 8, 9}]
+
+
 def test_the_example_in_python_runs_and_agrees_with_the_command(run: Path) -> None:
     (example,) = blocks(ROOT / "docs" / "decoding.md", "python")
     found: dict[str, Any] = {}

@@ -6,7 +6,7 @@ Texts are encoded, cut and joined as by lm-eval's own class for models of transf
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,10 @@ class _Generation:
 class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped where the package is not installed
     """A model on one device, with its present attention.
 
-    tokenizer  of transformers (evals/lm_eval/tokenizer.py)
-    seq_len    longest text that the model reads, answers included; what is longer loses its beginning
-    template   chat template, None where the tokenizer has none
+    tokenizer    of transformers (evals/lm_eval/tokenizer.py)
+    seq_len      longest text that the model reads, answers included; what is longer loses its beginning
+    template     chat template, None where the tokenizer has none
+    stop_tokens  token ids that end an answer, besides the tokenizer's end of a document
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         batch_tokens: int = 32_768,
         decode: Decode = "full",
         template: Template | None = None,
+        stop_tokens: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
@@ -70,6 +72,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         self._batch_tokens = batch_tokens
         self._decode = decode
         self._template = template
+        self._stop_tokens = {token for token in (self.eot_token_id, *stop_tokens) if token is not None}
 
     @property
     def max_length(self) -> int:
@@ -216,7 +219,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
             prompts,
             wanted.max_new_tokens,
             sampling,
-            stop_token=self.eot_token_id,
+            stop_tokens=self._stop_tokens,
             decode=self._decode,
             ended=self._ended(answers, wanted.until),
         )

@@ -17,6 +17,7 @@ from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.quantities import format_count
 from moba_train.data.chat_template import Template
 from moba_train.data.load_template import load_chat_template
+from moba_train.data.tokenizer import ends_of_text
 from moba_train.errors import DataError, UserError
 from moba_train.evals.checkpoint import training_of, write_results
 from moba_train.evals.evaluation import EvaluationResult
@@ -64,6 +65,7 @@ def evaluate_with_lm_eval(
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = open_hf_tokenizer(saved.config, stage.seq_len, Path(folder), roots)
         template = _template(folder) if options.apply_chat_template else None
+        stop_tokens = ends_of_text(folder)
         _set_seeds()
         loaded = load_tasks(options.tasks, options.include_path, tokenizer, lengths)
     model = load_on_this_machine(saved)
@@ -79,6 +81,7 @@ def evaluate_with_lm_eval(
             batch_tokens=options.batch_tokens,
             decode=options.decode,
             template=template,
+            stop_tokens=stop_tokens,
         )
         answered = _evaluate(lm, loaded, options)
         found[name] = _metrics(answered)
