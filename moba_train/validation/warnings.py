@@ -43,6 +43,7 @@ def recipe_warnings(config: RunConfig) -> list[str]:
         *_trained_on_warnings(config),
         *_short_validation_warnings(config),
         *_vocabulary_warnings(config),
+        *_checkpointing_warnings(config),
         *_initial_weight_warnings(config),
         *_initial_tokenizer_warnings(config),
     ]
@@ -129,6 +130,20 @@ def _vocabulary_warnings(config: RunConfig) -> Iterator[str]:
         f"model.vocab_size: given {model.vocab_size}, but the tokenizer has {known} tokens: rows that no token uses "
         f"take {cost} of {total} parameters ({parts}); {change}"
     )
+
+
+def _checkpointing_warnings(config: RunConfig) -> Iterator[str]:
+    """Sizes by which activation checkpointing confuses a block's matrix products (parallel/activations.py)."""
+    policy, model = config.activation_checkpointing, config.model
+    widths = {"hidden_size": model.hidden_size, "heads x head_dim": model.heads * model.head_width}
+    same = [name for name, width in widths.items() if width == model.intermediate_size]
+    if same and policy in ("selective", "budget"):
+        yield (
+            f"model.intermediate_size: given {model.intermediate_size}, as large as {' and '.join(same)}: activation "
+            "checkpointing tells matrix products apart by the sizes of their weights, so that it keeps other results "
+            f"and recomputes more products than planned with activation_checkpointing: {policy}; set it to none or "
+            "full, or choose another intermediate_size; no result of training changes"
+        )
 
 
 def _initial_weight_warnings(config: RunConfig) -> Iterator[str]:

@@ -12,6 +12,7 @@ from thread_ranks import thread_transports
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import Layout, packed_layout
@@ -112,6 +113,28 @@ def test_every_policy_gives_the_same_bits_and_attention_is_not_recomputed(calls:
         assert calls["attention"] == once + (2 * 3 if policy.kept is Kept.INPUT else 0), policy
         assert (calls["sent"] > 0) == policy.on_host
         assert calls["returned"] <= calls["sent"], "each tensor once at most"
+
+
+def test_a_policy_recomputes_the_products_that_it_does_not_keep() -> None:
+    """Counted in the backward pass of two layers, for each of them."""
+    model = model_of("full", "full")
+    counts: list[int] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, _types: Any, arguments: Any = (), options: Any = None) -> Any:
+            counts[-1] += function is torch.ops.aten.mm.default
+            return function(*arguments, **(options or {}))
+
+    tokens = torch.arange(TOKENS)
+    layout = packed_layout([20, TOKENS - 20])
+    for kept in reversed(Kept):
+        set_activations(model, [LayerActivations(kept)] * 2, CPU)
+        loss = model.loss(tokens, tokens, layout, (tokens, tokens, torch.ones(TOKENS))).total
+        counts.append(0)
+        with Products():
+            loss.backward()
+    # No product; those of the feed-forward; those of attention as well.
+    assert [count - counts[0] for count in counts] == [0, 0, 2 * 2, 2 * (2 + 4), 2 * (2 + 4)]
 
 
 def test_compiled_blocks_keep_what_the_policy_names_and_nothing_else(

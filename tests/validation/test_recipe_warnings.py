@@ -47,6 +47,23 @@ def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load):
     assert warning.startswith("stages[1].batch_tokens: given 2,097,152, more than the 2,000,000 tokens of stage 'long'")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "as_large_as"),
+    [
+        ([], None),
+        (["model.intermediate_size=128"], "hidden_size and heads x head_dim"),
+        (["model.intermediate_size=256", "model.head_dim=64"], "heads x head_dim"),
+        (["model.intermediate_size=128", "model.head_dim=64", "activation_checkpointing=selective"], "hidden_size"),
+        (["model.intermediate_size=128", "activation_checkpointing=full"], None),
+    ],
+)
+def test_sizes_by_which_checkpointing_confuses_products_are_named(load, overrides, as_large_as):
+    config = load(*overrides)
+    size = config.model.intermediate_size
+    begin = f"model.intermediate_size: given {size}, as large as {as_large_as}: activation checkpointing"
+    assert [text[: len(begin)] for text in recipe_warnings(config)] == ([begin] if as_large_as else [])
+
+
 def write_corpora(folder, **info):
     """Corpora `a` and `b` of one document, whose sidecars say `info`."""
     for name in ("a", "b"):
