@@ -1,8 +1,10 @@
 """The launchers answer `--help` and refuse wrong arguments before they install or prepare anything."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -212,3 +214,45 @@ def test_a_place_that_takes_no_environment_is_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert f"error: {tmp_path}/file/venv: cannot be written to; MOBA_VENV names another place" in done.stderr
+
+
+CONTROLLER = """#!/bin/sh
+case "$*" in show*) echo host; exit;; esac
+echo "$(basename "$0") $*" >>"{log}"
+[ "$(grep -c "$(basename "$0")" "{log}")" -ge 3 ] || {{ echo "slurm_load_jobs error: Socket timed out" >&2; exit 1; }}
+"""
+"""scancel and scontrol, which succeed when they are called for the third time."""
+
+
+def test_a_job_at_its_time_limit_asks_a_busy_controller_again(tmp_path: Path) -> None:
+    """The ranks are told to stop, and the job is queued again once they have; all of it ends with their code."""
+    log = tmp_path / "log"
+    fakes = {
+        "srun": f'#!/bin/sh\ntouch "{log}"\nfor _ in $(seq 400); do\n'
+        f'    [ "$(grep -c TERM "{log}")" -lt 3 ] || exit 0\n    /bin/sleep 0.05\ndone\nexit 1\n',
+        "scancel": CONTROLLER.format(log=log),
+        "scontrol": CONTROLLER.format(log=log),
+        "sleep": "#!/bin/sh\nexec /bin/sleep 0.05\n",
+        "python": "#!/bin/sh\n",
+    }
+    for name, text in fakes.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "MOBA_PYTHON": str(tmp_path / "python"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "host",
+    }
+    command = ["bash", str(ROOT / "launch" / "slurm.sbatch"), "README.md"]
+    job = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        while not log.exists():
+            assert job.poll() is None
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=30) == 0
+    finally:
+        job.kill()
+    assert log.read_text().splitlines() == ["scancel --signal=TERM 7"] * 3 + ["scontrol requeue 7"] * 3
