@@ -19,22 +19,17 @@ if [ "${1:-}" = --corpus ]; then
     shift 2
 fi
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source launch/corpus.sh
 
 recipe=configs/recipes/mini/$name.yaml
 resolved=$("$PYTHON" -m moba_train.cli config "$recipe" "$@")  # wrong keys are refused before data is prepared
 run=$("$PYTHON" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])' <<<"$resolved")
-select=()
-if [ -z "$corpus" ]; then
-    corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
-    select=(--glob '*.py')
-    for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
-fi
 
 data=runs/mini/data
 ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')
 moba_data=("$PYTHON" -m data_tools)
 moba_train=("$PYTHON" -m moba_train.cli)
-mkdir -p "$data" || refuse "$PWD/$data cannot be made; allowed: a checkout that can be written to"
+choose_corpus "$data"
 [ -e "$data/text.jsonl" ] ||
     "${moba_data[@]}" long-range --input "$corpus" ${select[@]+"${select[@]}"} --output "$data/text.jsonl" \
         --documents 1500 --characters 150000

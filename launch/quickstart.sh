@@ -18,14 +18,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-
-select=()
-if [ -z "$corpus" ]; then
-    # The Python sources of the standard library, without tests, installed packages and character tables: poor training text.
-    corpus=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
-    select=(--glob '*.py')
-    for folder in site-packages test tests encodings pydoc_data 'config-3*'; do select+=(--exclude "$folder"); done
-fi
+source launch/corpus.sh
 
 run=runs/quickstart
 recipe=configs/recipes/quickstart.yaml
@@ -37,7 +30,7 @@ overrides=()
 train=("${moba_train[@]}" train "$recipe" --gpus "$ranks"
     ${overrides[@]+"${overrides[@]}"})
 step() { printf '\n== %s\n' "$*"; }
-mkdir -p "$run/data" || refuse "$PWD/$run cannot be made; allowed: a checkout that can be written to"
+choose_corpus "$run/data"
 
 step "1/7  tokenizer, from $corpus"
 [ -e "$run/data/tokenizer.model" ] ||

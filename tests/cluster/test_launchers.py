@@ -138,6 +138,51 @@ def test_a_miniature_evaluates_the_run_that_it_has_trained(tmp_path: Path) -> No
     assert f"logs {run}/metrics.jsonl" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("launcher", "data"), [("quickstart.sh", "runs/quickstart/data"), ("miniature.sh hybrid-90-10", "runs/mini/data")]
+)
+def test_data_of_another_corpus_is_refused_and_never_used_in_its_place(
+    tmp_path: Path, launcher: str, data: str
+) -> None:
+    """Without --corpus, what is missing is made of the same corpus as the rest."""
+    for name in ("launch", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("one", "two"):
+        (tmp_path / name).touch()
+    log = tmp_path / "log"
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        "*sysconfig*) echo /standard/library;;\n"
+        "*device_count*) echo 1;;\n"
+        f'*data_tools*) echo "$@" >>"{log}"\n'
+        '    while [ "$1" != --output ]; do shift; done\n'
+        '    touch "$2" "$2.idx" "$2-valid.idx";;\n'
+        "esac\n"
+    )
+    python.chmod(0o755)
+
+    def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*f"bash launch/{launcher}".split(), *arguments]
+        environment = {"PATH": os.environ["PATH"], "MOBA_PYTHON": str(python)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+
+    for arguments in (["--corpus", "one"], ["--corpus", "one"], []):
+        assert launch(*arguments).returncode == 0
+        made = log.read_text().splitlines()
+        assert len(made) == len({*made}), "each is made once"
+    done = launch("--corpus", "two")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"error: --corpus: given {tmp_path}/two, but {tmp_path}/{data} is of {tmp_path}/one; omit --corpus"
+    )
+    assert log.read_text().splitlines() == made
+    (tmp_path / data / "tokenizer.model").unlink()
+    assert launch().returncode == 0
+    assert f"train-tokenizer --input {tmp_path}/one " in log.read_text().splitlines()[-1]
+
+
 def test_a_recipe_is_found_from_the_callers_folder_in_a_checkout_with_spaces(tmp_path: Path) -> None:
     """Leading zeros do not make a number octal, and HOME may be missing."""
     repository = tmp_path / "a checkout"
