@@ -19,6 +19,8 @@ from moba_train.model.transformer import Transformer
 
 _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors in old files that are not weights: their values follow from the config."""
+_OUTPUT = hf_name("output.weight")
+_EMBEDDING = hf_name("embedding.weight")
 
 
 @torch.no_grad()
@@ -49,11 +51,19 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
 
 
 def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:
-    """Compare names and shapes of all parameters (ours) with the headers of `files`; raises CheckpointError."""
+    """Compare names and shapes of all parameters (ours) with the headers of `files`, and the embedding of a tied model
+    with its copy, where `files` has one; raises CheckpointError."""
     wanted = {hf_name(name): shape for name, shape in shapes.items()}
     problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
-    # A tied model may come with a copy of its embedding.
-    known = wanted.keys() | ({"lm_head.weight"} if "output.weight" not in shapes else set())
+    known = {*wanted}
+    if "output.weight" not in shapes and _OUTPUT in files.names:  # tied: it may come with a copy of its embedding
+        known.add(_OUTPUT)
+        # Software differs in which of two different ones it takes: transformers 5 the file's, 4 the embedding.
+        if _EMBEDDING in files.names and not torch.equal(files.read(_OUTPUT).float(), files.read(_EMBEDDING).float()):
+            problems.append(
+                f"{_OUTPUT}: differs from {_EMBEDDING}, although tie_word_embeddings is true in config.json; set it to "
+                f"false to keep both, or remove {_OUTPUT}"
+            )
     problems += [
         f"{name}: the model of config.json has no such tensor"
         for name in sorted(files.names - known)

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import FAMILIES, logits, make_hf_model, our_model, random_tokens
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moba_train.convert.hf_config import read_model_config
 from moba_train.convert.hf_weights import load_hf_weights
-from moba_train.convert.safetensors_folder import INDEX
+from moba_train.convert.safetensors_folder import INDEX, SINGLE
 from moba_train.errors import CheckpointError
 from moba_train.model.transformer import Transformer
 
@@ -105,6 +106,24 @@ def test_weights_of_another_model_are_listed(folder: Path) -> None:
         load_hf_weights(Transformer(wrong), folder)
     for problem in ("layers.2.self_attn.q_proj.weight: the model", "mlp.up_proj.weight: has shape [64, 48]"):
         assert problem in str(error.value)
+
+
+def test_a_tied_model_may_come_with_a_copy_of_its_embedding_but_with_no_other_output(tmp_path: Path) -> None:
+    """transformers 5 computes with the other one: our logits would differ without a word."""
+    make_hf_model("smollm2", tmp_path / "parts")
+    weights = {
+        name: value for file in (tmp_path / "parts").glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    (tmp_path / "parts" / "config.json").rename(tmp_path / "config.json")
+    output = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": output}, tmp_path / SINGLE)
+    our_model(tmp_path)
+    output[-1, -1] += 1
+    save_file(weights | {"lm_head.weight": output}, tmp_path / SINGLE)
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight: differs from model\.embed_tokens\.weight.*set it to false"
+    ):
+        our_model(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/tmp/secret.safetensors", "weights.bin", 3])
