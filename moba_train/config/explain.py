@@ -4,8 +4,9 @@ import difflib
 import re
 import reprlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import isclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -121,14 +122,17 @@ def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldI
             yield from walk(inner, f"{path}{item_suffix(field)}.")
 
 
-def explain(error: ValidationError, root: type[Section]) -> list[str]:
-    """The problems pydantic found in a value for `root`, one line each."""
+def explain(error: ValidationError, root: type[Section], names: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """The problems pydantic found in a value for `root`, one line each.
+
+    names  what a path is called where the value comes from, if not as in the recipe
+    """
     # A key that accepts several types yields one error a type: the dict keeps one line for each path.
     problems: dict[str, str] = {}
     found = error.errors(include_url=False)
     for details in found[:MOST_PROBLEMS]:
         path, problem = _explain_one(details, root)
-        problems.setdefault(path, f"{path}: {problem}")
+        problems.setdefault(path, f"{names.get(path, path)}: {problem}")
     more = len(found) - MOST_PROBLEMS
     return [*problems.values(), *([f"... and {more} more problems"] if more > 0 else [])]
 

@@ -26,6 +26,7 @@ _SAME = {
     "kv_heads": "num_key_value_heads",
     "norm_eps": "rms_norm_eps",
     "init_std": "initializer_range",
+    "tie_embeddings": "tie_word_embeddings",
 }
 """Keys with equal values: ours, then the one of config.json."""
 _REFUSED = {
@@ -78,22 +79,15 @@ def read_model_config(folder: Path) -> ModelConfig:
     values.setdefault("norm_eps", 1e-6)  # the default of Hugging Face, not ours
     values |= {
         "head_dim": config.get("head_dim", 128 if model_type == "qwen3" else None),
-        "tie_embeddings": config.get("tie_word_embeddings", False),
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type == "qwen3",
     }
     try:
         return ModelConfig.model_validate(values | {"rope": read_rope(config)})
     except ValidationError as error:
-        raise CheckpointError(f"{path}: {'; '.join(map(_in_their_words, explain(error, ModelConfig)))}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: {'; '.join(explain(error, ModelConfig, _SAME))}") from None
+    except (ArithmeticError, CheckpointError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def _in_their_words(problem: str) -> str:
-    """A problem of the `model` section, with the key of config.json."""
-    key, colon, text = problem.partition(":")
-    return f"{_SAME.get(key, key)}{colon}{text}"
 
 
 def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str) -> dict[str, Any]:
@@ -111,7 +105,6 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
         "head_dim": model.head_width,
         "hidden_act": "silu",
         "attention_bias": False,
-        "tie_word_embeddings": model.tie_embeddings,
         "max_position_embeddings": hf_length(rope, max_length),
         **hf_rope(rope),
         "dtype": dtype,

@@ -2,68 +2,88 @@
 
 from typing import Any
 
+from pydantic import ValidationError
+
+from moba_train.config.explain import explain, given
 from moba_train.config.model import RopeConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.rope import attention_factor
 
-_TURNS = {"yarn": ("beta_fast", "beta_slow"), "llama3": ("high_freq_factor", "low_freq_factor")}
-"""Keys of our `beta_fast` and `beta_slow` in config.json, by rope type."""
+_SECTIONS = ("rope_scaling", "rope_parameters")
+"""Keys of config.json that hold the embedding. transformers 5 writes the second, and goes by the first if both are
+there."""
+_TRAINED = "original_max_position_embeddings"
+_STRETCHED = {"factor": "factor", "original_seq_len": _TRAINED}
+_KEYS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "yarn": _STRETCHED | {"beta_fast": "beta_fast", "beta_slow": "beta_slow"},
+    "llama3": _STRETCHED | {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"},
+}
+"""Keys of our `model.rope`, and those of config.json with the same values, by rope type."""
 
 
 def read_rope(config: dict[str, Any]) -> RopeConfig:
     """Rotary embedding of a `config.json`: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`.
 
-    Raises CheckpointError for a rope type that we do not have; KeyError and ValidationError for unusable values.
+    Raises CheckpointError, naming the key, for an embedding that we do not have and for unusable values.
     """
-    values = {"rope_theta": config.get("rope_theta", 10_000.0)}
-    values |= config.get("rope_scaling") or {}
-    values |= config.get("rope_parameters") or {}
-    rope_type = values.get("rope_type", values.get("type", "default"))
-    theta = values["rope_theta"]
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(f"partial_rotary_factor is {values['partial_rotary_factor']!r}, allowed: 1.0")
-    if rope_type == "default":
-        return RopeConfig(theta=theta)
-    if rope_type in ("linear", *_TURNS) and values["factor"] == 1:
-        return RopeConfig(theta=theta)  # stretches nothing
-    if rope_type == "linear":
-        return RopeConfig(kind="pi", theta=theta, factor=values["factor"])
-    if rope_type not in _TURNS:
-        raise CheckpointError(f"rope_type is {rope_type!r}, allowed: default, linear, {', '.join(_TURNS)}")
-    fast, slow = (values.get(name) for name in _TURNS[rope_type])
-    original = values.get("original_max_position_embeddings", config.get("max_position_embeddings"))
-    rope = RopeConfig(
-        kind=rope_type,
-        theta=theta,
-        factor=values["factor"],
-        original_seq_len=original,
-        beta_fast=fast,
-        **({} if slow is None else {"beta_slow": slow}),
-    )
-    temperature = values.get("attention_factor")
-    if rope_type == "yarn" and temperature is not None and abs(temperature - attention_factor(rope)) > 1e-6:
-        raise CheckpointError(f"attention_factor is {temperature}, allowed: {attention_factor(rope)} or none")
-    for key, allowed in {"mscale": None, "mscale_all_dim": None, "truncate": True}.items():
-        if rope_type == "yarn" and values.get(key, allowed) != allowed:
-            raise CheckpointError(f"{key} is {values[key]!r} in a yarn embedding, allowed: {allowed}")
-    return rope.model_copy(update={"beta_fast": rope.fast_turns})
+    section = next(filter(config.get, _SECTIONS), _SECTIONS[0])
+    own = config.get(section) or {}
+    if not isinstance(own, dict):
+        raise CheckpointError(f"{section} is {given(own)}, allowed: an object, such as {{'rope_type': 'default'}}")
+    rope_type = own.get("rope_type", own.get("type", "default"))
+    if rope_type not in [*_KEYS]:
+        raise CheckpointError(f"{section}.rope_type is {given(rope_type)}, allowed: {', '.join(_KEYS)}")
+    # As transformers 5 does, which prefers this key outside of the section.
+    lengths = (config.get(_TRAINED), own.get(_TRAINED), config.get("max_position_embeddings"))
+    values = own | {_TRAINED: next((length for length in lengths if length is not None), None)}
+    keys = _KEYS[rope_type]
+    for key in ("factor", _TRAINED):
+        if key in keys.values() and values.get(key) is None:
+            raise CheckpointError(f"{section}.{key} is missing; rope_type {rope_type} needs it")
+    try:
+        rope = RopeConfig.model_validate(
+            {
+                "kind": {"default": "none", "linear": "pi"}.get(rope_type, rope_type),
+                "theta": own.get("rope_theta", config.get("rope_theta", 10_000.0)),
+                **{ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None},
+            }
+        )
+    except ValidationError as error:
+        keys = keys | {"theta": "rope_theta"}
+        places = {ours: f"{section}.{theirs}" if theirs in own else theirs for ours, theirs in keys.items()}
+        raise CheckpointError("; ".join(explain(error, RopeConfig, places))) from None
+    _check_fixed_values(section, own, rope)
+    if rope.factor == 1:
+        return RopeConfig(theta=rope.theta)
+    return rope if rope.kind == "pi" else rope.model_copy(update={"beta_fast": rope.fast_turns})
+
+
+def _check_fixed_values(section: str, own: dict[str, Any], rope: RopeConfig) -> None:
+    """Raises CheckpointError for keys that we have no counterpart of, unless they change nothing."""
+    allowed: dict[str, object] = {"partial_rotary_factor": 1.0}
+    if rope.kind == "yarn" and rope.factor != 1:
+        allowed |= {"mscale": None, "mscale_all_dim": None, "truncate": True}
+    for key, value in allowed.items():
+        if own.get(key, value) != value:
+            raise CheckpointError(f"{section}.{key} is {given(own[key])}, allowed: {value}")
+    sharpened = own.get("attention_factor")
+    if rope.kind != "yarn" or sharpened is None:
+        return
+    ours = attention_factor(rope)
+    if not isinstance(sharpened, int | float) or not abs(sharpened - ours) <= 1e-6:
+        raise CheckpointError(f"{section}.attention_factor is {given(sharpened)}, allowed: {ours} or none")
 
 
 def hf_rope(rope: RopeConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of a `config.json`; with yarn, transformers before 5 also goes by `hf_length`."""
-    if rope.kind == "pi":
-        return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": "linear", "factor": rope.factor}}
-    if rope.kind not in _TURNS:
+    if rope.kind in ("none", "abf"):
         return {"rope_theta": rope.theta, "rope_scaling": None}
-    fast, slow = _TURNS[rope.kind]
-    scaling = {
-        "rope_type": rope.kind,
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_seq_len,
-        fast: rope.fast_turns,
-        slow: rope.beta_slow,
-    }
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+    rope_type = "linear" if rope.kind == "pi" else rope.kind
+    values = rope.model_dump() | {"beta_fast": rope.fast_turns}
+    scaling = {theirs: values[ours] for ours, theirs in _KEYS[rope_type].items()}
+    return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope_type} | scaling}
 
 
 def hf_length(rope: RopeConfig, trained: int) -> int:
