@@ -98,6 +98,11 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
     if model.qk_norm and model.qkv_bias:
         raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
     model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    if model_type == "llama" and model.hidden_size % model.heads:
+        raise CheckpointError(
+            f"model.heads: given {model.heads}; allowed in an export as {_ARCHITECTURES[model_type]}: a divisor of "
+            f"model.hidden_size ({model.hidden_size}), because transformers refuses other models of this architecture"
+        )
     return {
         "architectures": [_ARCHITECTURES[model_type]],
         "model_type": model_type,

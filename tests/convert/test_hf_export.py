@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import hash_file
 from moba_train.config.attention import resolve_layers
-from moba_train.convert.hf_config import parse_layer, read_model_config
+from moba_train.config.model import ModelConfig
+from moba_train.convert.hf_config import hf_config, parse_layer, read_model_config
 from moba_train.convert.hf_export import export_to_hf
 from moba_train.convert.hf_import import imported_recipe
 from moba_train.convert.safetensors_folder import INDEX
@@ -145,6 +146,20 @@ def test_a_model_without_moba_entry_says_how_to_get_one(exported: tuple[Path, Pa
     model = with_moba(exported[0])
     with pytest.raises(ValueError, match="moba-to-hf"):
         model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_a_shape_that_transformers_cannot_load_is_refused() -> None:
+    """Its Llama alone wants heads that divide the width, even where config.json gives the width of a head."""
+    from transformers import AutoConfig
+
+    shape = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "layers": 1, "heads": 5, "kv_heads": 5}
+    model = ModelConfig.model_validate(shape | {"head_dim": 8})
+    with pytest.raises(
+        CheckpointError, match=r"model\.heads: given 5; allowed .* a divisor of model\.hidden_size \(48\)"
+    ):
+        hf_config(model, model.rope, 256, "float32")
+    for change in ({"qk_norm": True}, {"qkv_bias": True}, {"heads": 6, "kv_heads": 6}):
+        AutoConfig.for_model(**hf_config(model.model_copy(update=change), model.rope, 256, "float32"))
 
 
 @pytest.mark.parametrize(
