@@ -118,8 +118,8 @@ def _export_json(source: Path, marks: CorpusMarks, max_length: int, roots: Seque
 
 
 def _complete(export: TokenizerExport, marks: CorpusMarks, max_length: int) -> None:
-    """Add what tokenizer_config.json lacks to a tokenizer.json, and set the ids. Raises ValueError when a file does not
-    hold what its name says."""
+    """Add what tokenizer_config.json lacks to a tokenizer.json, let texts begin as the documents of training did, and
+    set the ids. Raises ValueError when a file does not hold what its name says."""
     contents = _parse(export.files, TOKENIZER_JSON)
     vocabulary = _Vocabulary(contents)
     own = _given(_parse(export.files, TOKENIZER_CONFIG))
@@ -130,12 +130,16 @@ def _complete(export: TokenizerExport, marks: CorpusMarks, max_length: int) -> N
     }
     if not own:
         completed |= {"unk_token": vocabulary.unknown, "pad_token": vocabulary.padding} | _defaults(max_length, marks)
-        if completed["bos_token"] is not None and contents.get("post_processor") is None:
-            contents["post_processor"] = _with_bos(completed["bos_token"], marks.bos_id)
-            export.set_json(TOKENIZER_JSON, contents)
     completed = _given(completed | token_texts(_parse(export.files, SPECIAL_TOKENS_MAP))) | own
+    if marks.tokenizer is not None:
+        beginning = _beginning(vocabulary.text_of(marks.bos_id), marks.bos_id)
+        changed = _additions(contents.get("post_processor")) != _additions(beginning)
+        if changed:
+            export.set_json(TOKENIZER_JSON, contents | {"post_processor": beginning})
+        if changed or "add_bos_token" in own:
+            completed["add_bos_token"] = beginning is not None
     # A file from its publisher that lacks nothing stays as it is, byte for byte.
-    if {"tokenizer_class", *token_texts(completed)} - own.keys():
+    if completed != own:
         export.set_json(TOKENIZER_CONFIG, completed)
     texts = token_texts(completed)
     export.ids = {f"{key}_id": vocabulary.id_of(texts.get(key)) for key in _MARKS}
@@ -161,6 +165,8 @@ def _export_sentencepiece(source: Path, marks: CorpusMarks, max_length: int, roo
     own = {
         key: value for key, value in _parse(export.files, TOKENIZER_CONFIG).items() if key not in _KEYS_OF_OTHER_CLASSES
     }
+    if marks.tokenizer is not None and "add_bos_token" in own:
+        own["add_bos_token"] = marks.bos_id is not None
     add_bos = own.get("add_bos_token", marks.bos_id is not None)
     content = read_foreign(source, TOKENIZER_BYTES, roots)
     try:
@@ -174,7 +180,7 @@ def _export_sentencepiece(source: Path, marks: CorpusMarks, max_length: int, roo
     else:
         export.files[SENTENCEPIECE] = content
         if add_bos and "bos_token" in tokens:
-            converted["post_processor"] = _with_bos(texts["bos_token"], tokens["bos_token"])
+            converted["post_processor"] = _beginning(texts["bos_token"], tokens["bos_token"])
         export.set_json(TOKENIZER_JSON, converted)
     # As our tokenizer does it: "</s>" in a text is four characters, not the end of a document. Publishers' templates
     # and texts, however, spell their special tokens.
@@ -209,9 +215,11 @@ def _sentencepiece_tokens(tokenizer: Tokenizer, marks: CorpusMarks) -> dict[str,
     return {key: index for key, index in ids.items() if 0 <= index < processor.vocab_size()}
 
 
-def _with_bos(text: str, index: int | None) -> dict[str, Any]:
-    """The post-processor of a tokenizer.json that puts a token before a text, or before each of two. transformers does
-    not read `add_bos_token` for `_GENERIC_CLASS`."""
+def _beginning(text: str | None, index: int | None) -> dict[str, Any] | None:
+    """The post-processor of a tokenizer.json that puts a token before a text, or before each of two; None for no token.
+    transformers 5 takes it for every class, transformers 4 takes `add_bos_token` for that of Llama."""
+    if text is None:
+        return None
     mark = {"SpecialToken": {"id": text, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
@@ -220,6 +228,17 @@ def _with_bos(text: str, index: int | None) -> dict[str, Any]:
         "pair": [mark, first, mark, second],
         "special_tokens": {text: {"id": text, "ids": [index], "tokens": [text]}},
     }
+
+
+def _additions(post_processor: dict[str, Any] | None) -> list[Any]:
+    """What a post-processor adds to a text, step by step. Raises ValueError when it is not of the package
+    tokenizers."""
+    try:
+        steps = [] if post_processor is None else post_processor.get("processors", [post_processor])
+        # ByteLevel changes offsets alone.
+        return [step.get("single", step) for step in steps if step["type"] != "ByteLevel"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the post_processor of {TOKENIZER_JSON} cannot be read ({error!r})") from error
 
 
 def _class_of(export: TokenizerExport) -> str:

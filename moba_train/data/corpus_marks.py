@@ -15,6 +15,7 @@ class CorpusMarks:
     """The tokenizer of a corpus, and the tokens at the ends of its documents and of the turns of its conversations."""
 
     tokenizer: str | None = None
+    """None: no corpus records how its documents begin and end."""
     bos_id: int | None = None
     """None: documents begin with their text."""
     eos_id: int | None = None

@@ -173,6 +173,46 @@ def test_marks_of_the_corpora_and_a_chat_template_are_exported(
     assert list(theirs.apply_chat_template(messages)["input_ids"]) == ours.encode("[user] What is attention?\n")
 
 
+@pytest.mark.parametrize(("kind", "bos", "text"), [("bpe", 1, "<s>"), ("json", 0, "<|begin|>")])
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize("trained", [True, False, None])
+def test_texts_begin_as_documents_did_whatever_the_tokenizers_files_say(
+    kind: str,
+    bos: int,
+    text: str,
+    published: bool,
+    trained: bool | None,
+    models: dict[str, Path],
+    tokenizers: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """published, trained: whether the files and the corpora begin with `bos`; None: no corpora, the files decide."""
+    tokenizer = Path(shutil.copy(tokenizers[kind], tmp_path))
+    if kind == "json":
+        from tokenizers import Tokenizer, processors
+
+        loaded = Tokenizer.from_file(str(tokenizer))
+        begin = processors.TemplateProcessing(f"{text} $A", special_tokens=[(text, bos)])
+        offsets = processors.ByteLevel(trim_offsets=False)
+        loaded.post_processor = processors.Sequence([offsets, begin]) if published else offsets
+        loaded.save(str(tokenizer))
+    own = {"tokenizer_class": "LlamaTokenizer", "bos_token": text, "eos_token": text, "add_bos_token": published}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    if trained is not None:
+        marks = {"tokenizer": tokenizer.name, "bos_id": bos if trained else None, "eos_id": None}
+        (tmp_path / "none.json").write_text(json.dumps(marks))
+    out, said = export(models["llama2"], tokenizer, tmp_path, monkeypatch)
+    assert "warning" not in said
+    begins = published if trained is None else trained
+    ids = load_text_tokenizer(tokenizer).encode("a text")
+    assert auto_tokenizer(out)("a text").input_ids == [*([bos] if begins else []), *ids]
+    assert json.loads((out / "tokenizer_config.json").read_text())["add_bos_token"] is begins
+    if kind == "json" and begins is published:
+        assert (out / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+        assert (out / "tokenizer_config.json").read_text() == json.dumps(own)
+
+
 @pytest.mark.parametrize(("own", "ends"), [({}, [2, 9]), ({"eos_token_id": [2, 7], "top_p": 0.9}, [2, 7, 9])])
 def test_answers_of_an_export_end_with_the_turns_of_fine_tuning(
     own: dict[str, Any],
