@@ -34,8 +34,8 @@ class WandbSink:
     Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed (wandb_history.py);
     `redone_steps` counts the steps trained again. A spike also adds a row to the table `spikes`, a changed recipe one
     to `recipe_changes`. Alerts of each type are sent at most once per `ALERT_INTERVAL_SECONDS`. `dropped` counts the
-    records that wandb refused or that did not fit into the queue. `wait_s` limits how long `close` waits for wandb, in
-    seconds.
+    records that wandb refused, that did not fit into the queue, or that were still in it when `close` gave up. `wait_s`
+    limits how long `close` waits for wandb, in seconds.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class WandbSink:
             pass
         if self._thread.is_alive():
             logger.warning("wandb did not finish within %g s and is left behind", self._wait_s)
+            with self._queue.mutex:
+                self.dropped += sum(record is not None for record in self._queue.queue)
             _exit_without_waiting()
         if self.dropped:
             logger.warning("wandb missed %d records; metrics.jsonl has them", self.dropped)
