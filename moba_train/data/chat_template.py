@@ -195,7 +195,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.filters["tojson"] = _to_json
         try:
             self._template = environment.from_string(source)
         except (TemplateError, RecursionError, OverflowError, ValueError) as error:
@@ -289,6 +289,17 @@ def _require_names(text: str, tools: Sequence[Any], what: str) -> None:
             raise ValueError(f"a tool in {what} has no name")
         if name not in text:
             raise ValueError(f"the chat template leaves out {what} (no {name!r}); give a template that supports tools")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` with the signature that it has in transformers; Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:

@@ -18,8 +18,10 @@ def load_chat_template(name: str, end_of_turn: str | None = None) -> Template:
     `tokenizer_config.json`). One that is not built in runs in a process of its own.
 
     `end_of_turn` is required with a file; with a folder it defaults to the `eos_token`. Raises DataError when there is
-    no such template, or its end of turn is unknown.
+    no such template, or its end of turn is unknown or empty.
     """
+    if end_of_turn == "":
+        raise DataError("--end-of-turn: given ''; allowed: non-empty text, such as <|im_end|>")
     if name in BUILT_IN:
         source, end = BUILT_IN[name]
         return ChatTemplate(source, end_of_turn or end)

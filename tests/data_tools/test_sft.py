@@ -199,6 +199,19 @@ def test_templates_get_the_tools_of_a_record() -> None:
             load_chat_template(name).segments(*conversation)
 
 
+@pytest.mark.parametrize(
+    "options",
+    ["", "(ensure_ascii=True)", "(indent=2)", "(false, 2)", "(separators=(',', ':'))", "(sort_keys=true)"],
+)
+def test_tojson_takes_the_options_that_it_has_in_transformers(options: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = f"{{{{ tools | tojson{options} }}}}"
+    tools = [{"name": "météo", "arguments": {"b": "<", "a": [1, None]}}]
+    (theirs,), _ = render_jinja_template(conversations=[MESSAGES], tools=tools, chat_template=source)
+    assert ChatTemplate(source, "<e>").render(MESSAGES, tools=tools) == theirs
+
+
 def test_templates_that_leave_out_tools_are_refused() -> None:
     source = "{% for m in messages %}{{ m.content }}<e>{% endfor %}"
     with pytest.raises(ValueError, match="leaves out the list of tools"):
@@ -317,3 +330,11 @@ def test_templates_that_cannot_be_used_are_refused(name: str, said: str, tmp_pat
     (tmp_path / "broken").write_text("{% if %}")
     with pytest.raises(DataError, match=said):
         load_chat_template(str(tmp_path / name), "<e>" if name == "broken" else None)
+
+
+@pytest.mark.parametrize("name", ["chatml", "file"])
+def test_an_empty_end_of_turn_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("{{ messages }}")
+    with pytest.raises(DataError, match="--end-of-turn: given ''; allowed: non-empty text"):
+        load_chat_template(name, "")
