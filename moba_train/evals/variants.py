@@ -6,7 +6,6 @@ from moba_train.attention.full import FullAttention
 from moba_train.config.attention import LayerAttention, resolve_layers
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
-from moba_train.errors import UserError
 
 Layers = tuple[LayerAttention, ...]
 """The attention of every layer, first to last."""
@@ -28,8 +27,8 @@ def with_full(layers: Layers) -> dict[str, Layers]:
 def variants(config: RunConfig, stage: Stage, wanted: Literal["full", "own", "both"]) -> dict[str, Layers]:
     """The attentions that a checkpoint of `stage` is evaluated with, by name.
 
-    `own` is the stage's attention or, where all its layers are full, the recipe's. Raises UserError where only `own` is
-    wanted and all layers of both are full.
+    `own` is the stage's attention or, where all its layers are full, the recipe's; where those are full, too, it is
+    `full`.
     """
     own = stage.attention
     if name_of(own) == "full":
@@ -37,10 +36,5 @@ def variants(config: RunConfig, stage: Stage, wanted: Literal["full", "own", "bo
     found = with_full(own)
     if wanted == "both":
         return found
-    if wanted == "full":
-        return {"full": found["full"]}
-    if name_of(own) == "full":
-        raise UserError(
-            "--attention own: all layers of the checkpoint's stage and of its recipe are full; use --attention full"
-        )
-    return {name_of(own): own}
+    name = name_of(own) if wanted == "own" else "full"
+    return {name: found[name]}

@@ -117,6 +117,12 @@ def test_overrides_change_the_attention_on_the_same_weights(run: Path) -> None:
     assert after["full"] == before["full"]
 
 
+def test_own_attention_of_a_model_with_full_layers_is_full(run: Path) -> None:
+    """As of every plain Hugging Face model, with the default of `lm-eval`."""
+    evaluate(run, "--attention", "own", "attention.default=full")
+    assert newest(run)["attentions"] == {"full": {"full": 2}}
+
+
 def test_an_attention_without_training_is_evaluated_and_never_trained(run: Path, project: Path) -> None:
     """infllm is full attention up to its window, for a model that was trained with anything."""
     memory = ["attention.default=infllm", "attention.infllm.block_size=4", "attention.infllm.topk=1"]
