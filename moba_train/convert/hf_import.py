@@ -1,5 +1,7 @@
 """Import of a Hugging Face folder as a checkpoint, a tensor at a time, with a recipe to extend."""
 
+import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +24,7 @@ from moba_train.convert.hf_names import hf_name
 from moba_train.convert.hf_weights import check_hf_weights, parameter_shapes
 from moba_train.convert.new_folder import new_folder
 from moba_train.convert.safetensors_folder import SafetensorsFolder
-from moba_train.data.tokenizer import TOKENIZERS, copy_tokenizer
+from moba_train.data.tokenizer import TOKENIZERS, copy_tokenizer, load_text_tokenizer
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots
 
@@ -36,7 +38,7 @@ def import_from_hf(folder: Path, output: Path) -> None:
     recipe.yaml, to be extended by a run.
 
     Holds one tensor at a time. Raises CheckpointError when our Transformer does not implement the model, or `output`
-    is not empty or cannot be written.
+    is not empty or cannot be written; DataError when the tokenizer cannot be loaded.
     """
     model = read_model_config(folder)
     shapes = parameter_shapes(model)
@@ -45,6 +47,8 @@ def import_from_hf(folder: Path, output: Path) -> None:
     length = _length(folder)
     layers = read_layers(folder)
     values = _recipe_values(folder, output, model, layers, length)
+    if tokenizer := _tokenizer(folder):
+        load_text_tokenizer(folder / tokenizer, folder_roots(folder))
     with new_folder(output):
         copy_tokenizer(folder, output, folder_roots(folder))
         checkpoints = output / "checkpoints"
@@ -94,9 +98,11 @@ def _recipe_values(
 ) -> dict[str, Any]:
     """What a recipe says about the model of `folder` in `output`, with its tokenizer there, and placeholders for its
     corpora."""
+    # Of ".", too, and with hyphens for what the name of a folder may have and that of a run may not.
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.abspath(output))) or "imported"
     recipe: dict[str, Any] = {
-        "name": output.name,
-        "run_dir": f"runs/{output.name}",
+        "name": name,
+        "run_dir": f"runs/{name}",
         "init_from": str(output),
         "model": model.model_dump(exclude_defaults=True),
         "attention": layers,
@@ -104,9 +110,14 @@ def _recipe_values(
         "batch_tokens": length,
         "stages": [{"name": "imported", "seq_len": length, "tokens": length}],
     }
-    if tokenizers := [name for name in TOKENIZERS if (folder / name).is_file()]:
-        recipe["data"]["tokenizer"] = str(output / tokenizers[0])
+    if tokenizer := _tokenizer(folder):
+        recipe["data"]["tokenizer"] = str(output / tokenizer)
     return recipe
+
+
+def _tokenizer(folder: Path) -> str | None:
+    """Name of the tokenizer's file in `folder`; None: there is none."""
+    return next((name for name in TOKENIZERS if (folder / name).is_file()), None)
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):

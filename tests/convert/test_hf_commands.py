@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hf_models import VOCAB, make_hf_model
 from typer.testing import CliRunner
 
 from moba_train.cli import app
+from moba_train.convert.hf_import import imported_recipe
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
 
@@ -52,6 +54,19 @@ def test_generation_says_what_transformers_says(folder: Path) -> None:
     with torch.no_grad():
         theirs = model.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=stop, pad_token_id=stop)
     assert ours.rstrip("\n") == tokenizer.decode(theirs[0]).replace("<end>", "").rstrip("\n")
+
+
+@pytest.mark.parametrize(("output", "name"), [("my model é", "my-model--"), (".", "work"), ("a/../b", "b")])
+def test_any_folder_s_name_makes_the_name_of_a_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, name: str
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    invoke("convert", "hf-to-moba", str(folder / "hf"), output)
+    recipe = yaml.safe_load(Path(output, "recipe.yaml").read_text())
+    assert (recipe["name"], recipe["run_dir"]) == (name, f"runs/{name}")
+    assert recipe["init_from"] == str(Path(output))
+    assert imported_recipe(folder / "hf", Path("/")).name == "imported"
 
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)])

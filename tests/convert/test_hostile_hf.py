@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from typer.testing import CliRunner
 
 from moba_train.cli import app
@@ -42,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = tmp_path / "hf"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
-    (model / "tokenizer.json").write_text("{}")
+    Tokenizer(BPE()).save(str(model / "tokenizer.json"))
     weights = {hf_name(name): torch.randn(shape) for name, shape in parameter_shapes(read_model_config(model)).items()}
     save_file(weights, model / "model.safetensors")
     return model
@@ -62,6 +64,15 @@ def test_import_neither_copies_nor_reads_what_a_link_leads_to(folder: Path, name
     said = convert("hf-to-moba", folder, folder.parent / "out")
     assert said.startswith("2 error: ")
     assert f"{name}: leads to {folder.parent / 'secret'}, outside of {folder}" in said
+    assert not (folder.parent / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_at_once(folder: Path, name: str) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / name).write_text("{")
+    said = convert("hf-to-moba", folder, folder.parent / "out")
+    assert said.startswith(f"2 error: {folder / name} is not a readable ")
     assert not (folder.parent / "out").exists()
 
 
