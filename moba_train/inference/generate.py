@@ -32,7 +32,7 @@ class Sampling:
 
     def check(self) -> None:
         """Raises ValueError for values out of range."""
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ValueError(f"temperature: {self.temperature} given, at least 0 needed")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: {self.top_p} given, must be above 0 and at most 1")
@@ -145,7 +145,10 @@ def _sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) ->
     logits_V = logits_V[: sampling.vocab_size].float()
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    probabilities, order = (logits_V / sampling.temperature).softmax(-1).sort(descending=True)
+    # The quotients of a small temperature are infinite; the largest logit's must stay a number. Below the smallest
+    # normal number the temperature itself would be 0 in float32, or its reciprocal, which GPUs multiply by, infinite.
+    temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)
+    probabilities, order = ((logits_V - logits_V.max()) / temperature).softmax(-1).sort(descending=True)
     # A token stays while the more likely ones have less than top_p together; the first always does.
     probabilities[probabilities.cumsum(0) - probabilities >= sampling.top_p] = 0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])

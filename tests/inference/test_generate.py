@@ -1,5 +1,6 @@
 """Generation through the cache gives the tokens that one pass over the complete text predicts."""
 
+import math
 from typing import Any
 
 import pytest
@@ -82,8 +83,20 @@ def test_a_tiny_nucleus_is_greedy() -> None:
         (Sampling(top_p=0.7), [0.0, 0.625, 0.0, 0.375]),
         (Sampling(top_p=0.81), [0.158, 0.526, 0.0, 0.316]),
         (Sampling(vocab_size=2), [0.231, 0.769, 0.0, 0.0]),
+        (Sampling(temperature=1e-40), [0.0, 1.0, 0.0, 0.0]),
+        (Sampling(temperature=5e-324), [0.0, 1.0, 0.0, 0.0]),
+        (Sampling(temperature=math.inf), [0.25, 0.25, 0.25, 0.25]),
     ],
-    ids=["as is", "temperature", "two tokens", "three tokens", "vocabulary"],
+    ids=[
+        "as is",
+        "temperature",
+        "two tokens",
+        "three tokens",
+        "vocabulary",
+        "no float32",
+        "float64's least",
+        "infinite",
+    ],
 )
 def test_tokens_are_drawn_as_often_as_temperature_and_nucleus_say(sampling: Sampling, want: list[float]) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -92,6 +105,14 @@ def test_tokens_are_drawn_as_often_as_temperature_and_nucleus_say(sampling: Samp
     got = drawn.bincount(minlength=4) / 4000
     torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=0.03)
     assert not got[torch.tensor(want) == 0].any()
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=-1), Sampling(temperature=math.nan), Sampling(top_p=math.nan)]
+)
+def test_values_out_of_range_are_refused(sampling: Sampling) -> None:
+    with pytest.raises(ValueError, match=r"(temperature|top_p): (-1|nan) given, "):
+        sampling.check()
 
 
 def test_the_first_stop_token_ends_the_answer_unsaid() -> None:
