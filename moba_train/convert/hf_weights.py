@@ -28,7 +28,8 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
     Parameters of attention kinds, which no such model has, keep their values. Each rank reads the bytes of its own
-    shards only, one tensor after the other, without communication.
+    shards only, one tensor after the other, without communication; of a tied model that comes with a copy of its
+    embedding, both in full first, to compare them.
     Raises CheckpointError with every tensor that is missing, superfluous or of another shape.
     """
     state: dict[str, Any] = get_model_state_dict(model)
