@@ -282,8 +282,9 @@ def generate(
 
     from moba_train.checkpoint.recipe import saved_training
     from moba_train.checkpoint.trained_model import load_trained
+    from moba_train.data.control_tokens import ChatTokenizer
     from moba_train.data.corpus_marks import corpus_marks
-    from moba_train.data.tokenizer import ends_of_text, load_text_tokenizer
+    from moba_train.data.tokenizer import ends_of_text, has_chat_template, load_text_tokenizer
     from moba_train.inference.prompt import read_prompt
     from moba_train.inference.text import generate_text
     from moba_train.validation.checkpoints import open_for_generation
@@ -302,6 +303,9 @@ def generate(
     tokenizer_path = tokenizer or str(saved.config.data.tokenizer)
     tokenizer_roots = None if tokenizer else roots
     known = load_text_tokenizer(tokenizer_path, tokenizer_roots)
+    marks = corpus_marks(saved.config, roots)
+    if marks.spelt_out(has_chat_template(tokenizer_path, tokenizer_roots)):
+        known = ChatTokenizer(known)
     given = prompt if prompt_file is None else read_prompt(prompt_file)
     on_gpu = torch.cuda.is_available()
     model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
@@ -314,7 +318,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         decode=decode.value,
-        marks=corpus_marks(saved.config, roots),
+        marks=marks,
         stop_tokens=ends_of_text(tokenizer_path, tokenizer_roots),
         trained_length=saved_training(saved.path).seq_len,
         say=lambda line: typer.echo(line, err=True),

@@ -15,6 +15,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.convert.sentencepiece_json import convert_sentencepiece
 from moba_train.data.corpus_marks import CorpusMarks, corpus_marks
 from moba_train.data.tokenizer import (
+    CHAT_TEMPLATES,
     GENERATION_CONFIG,
     SPECIAL_TOKENS_MAP,
     TIKTOKEN,
@@ -40,8 +41,7 @@ _QWEN2_CLASS = "Qwen2Tokenizer"
 _BESIDE_ANY = (
     TOKENIZER_CONFIG,
     SPECIAL_TOKENS_MAP,
-    "chat_template.jinja",
-    "chat_template.json",
+    *CHAT_TEMPLATES,
     GENERATION_CONFIG,
 )
 """Files that belong to the tokenizer in the same folder, whatever its name."""
@@ -138,6 +138,8 @@ def _complete(export: TokenizerExport, marks: CorpusMarks, max_length: int) -> N
             export.set_json(TOKENIZER_JSON, contents | {"post_processor": beginning})
         if changed or "add_bos_token" in own:
             completed["add_bos_token"] = beginning is not None
+    if marks.conversations and "split_special_tokens" in own:
+        completed["split_special_tokens"] = False
     # A file from its publisher that lacks nothing stays as it is, byte for byte.
     if completed != own:
         export.set_json(TOKENIZER_CONFIG, completed)
@@ -183,9 +185,11 @@ def _export_sentencepiece(source: Path, marks: CorpusMarks, max_length: int, roo
             converted["post_processor"] = _beginning(texts["bos_token"], tokens["bos_token"])
         export.set_json(TOKENIZER_JSON, converted)
     # As our tokenizer does it: "</s>" in a text is four characters, not the end of a document. Publishers' templates
-    # and texts, however, spell their special tokens.
+    # and texts, however, spell their special tokens, and so do conversations.
     defaults = _defaults(max_length, marks) | {"split_special_tokens": True}
     completed = texts | (_given(own) or defaults) | {"tokenizer_class": _GENERIC_CLASS}
+    if marks.spelt_out(not export.files.keys().isdisjoint(CHAT_TEMPLATES)):
+        completed["split_special_tokens"] = False
     export.set_json(TOKENIZER_CONFIG, completed)
     export.ids = {f"{key}_id": tokens.get(key) for key in _MARKS}
     _set_generation_config(export, marks)

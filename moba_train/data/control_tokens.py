@@ -8,6 +8,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from moba_train.data.tokenizer import TextTokenizer, Tokenizer
 
@@ -32,6 +33,31 @@ def decode(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
         found = list(group)
         text += "".join(names[token] for token in found) if control else tokenizer.decode(found)
     return text
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """A tokenizer with the `encode` and `decode` of this module."""
+
+    tokenizer: TextTokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def eos_id(self) -> int | None:
+        """Token id of the end of a document, or None if the tokenizer has none."""
+        return self.tokenizer.eos_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; special tokens that are spelt out in it become these tokens."""
+        return encode(self.tokenizer, text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, with control tokens spelt out."""
+        return decode(self.tokenizer, tokens)
 
 
 @functools.cache

@@ -22,21 +22,29 @@ class CorpusMarks:
     """None: documents end with their text."""
     ends_of_turns: frozenset[int] = frozenset()
     """What ends an answer in conversations."""
+    conversations: bool = False
+    """Whether there are conversations, in whose text chat templates spell out special tokens."""
 
     @staticmethod
     def from_sidecar(info: dict[str, Any]) -> "CorpusMarks":
-        """By the keys `tokenizer`, `bos_id`, `eos_id` and `end_of_turn_id` of a sidecar (data/sidecar.py)."""
+        """From a sidecar (data/sidecar.py): `tokenizer`, `bos_id`, `eos_id`, `end_of_turn_id`, `loss_mask`."""
         tokenizer = info.get("tokenizer")
         bos, eos, turn = (
             index if type(index) is int else None for index in map(info.get, ("bos_id", "eos_id", "end_of_turn_id"))
         )
         turns = frozenset() if turn is None else frozenset({turn})
-        return CorpusMarks(tokenizer if isinstance(tokenizer, str) else None, bos, eos, turns)
+        name = tokenizer if isinstance(tokenizer, str) else None
+        return CorpusMarks(name, bos, eos, turns, info.get("loss_mask") is True)
 
     @property
     def ends(self) -> frozenset[int]:
         """The tokens that end a document or a turn."""
         return self.ends_of_turns if self.eos_id is None else self.ends_of_turns | {self.eos_id}
+
+    def spelt_out(self, template: bool) -> bool:
+        """Whether special tokens that a text spells out are these tokens: in a run with conversations or, where no
+        corpus is known, with a tokenizer that has a chat template."""
+        return self.conversations or (self.tokenizer is None and template)
 
     def begin(self, tokens: list[int]) -> list[int]:
         """`tokens` as a document begins: with `bos_id`, unless they have it already."""
@@ -47,12 +55,13 @@ NO_MARKS = CorpusMarks()
 
 
 def corpus_marks(config: RunConfig, roots: Sequence[Path]) -> CorpusMarks:
-    """Marks of the run's first corpus that records them, with the ends of turns of all its corpora; corpora that are
+    """Marks of the run's first corpus that records them, and of the conversations in all its corpora; corpora that are
     not there, or not below one of `roots`, are passed over."""
     sidecars = list(_sidecars(config, roots))
     marks = next((CorpusMarks.from_sidecar(info) for info in sidecars if "eos_id" in info), NO_MARKS)
-    turns = (CorpusMarks.from_sidecar(info).ends_of_turns for info in sidecars)
-    return replace(marks, ends_of_turns=frozenset().union(*turns))
+    every = [CorpusMarks.from_sidecar(info) for info in sidecars]
+    turns = frozenset[int]().union(*(found.ends_of_turns for found in every))
+    return replace(marks, ends_of_turns=turns, conversations=any(found.conversations for found in every))
 
 
 def _sidecars(config: RunConfig, roots: Sequence[Path]) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,7 @@ from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, read_foreign
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 TIKTOKEN = "tiktoken:"
 """Prefix of tiktoken encodings, where one is accepted in place of a file."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -26,8 +27,7 @@ COMPANIONS = (
     TOKENIZER_CONFIG,
     SPECIAL_TOKENS_MAP,
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *CHAT_TEMPLATES,
     GENERATION_CONFIG,
     "vocab.json",
     "merges.txt",
@@ -75,6 +75,13 @@ def token_texts(contents: Mapping[str, Any]) -> dict[str, str]:
                 yield key, text
 
     return dict(texts())
+
+
+def has_chat_template(path: str | Path, roots: Sequence[Path] | None = None) -> bool:
+    """Whether a chat template lies beside the tokenizer at `path`. Raises DataError as `special_tokens`."""
+    folder = tokenizer_file(path).parent
+    own = any((folder / name).exists() for name in CHAT_TEMPLATES)
+    return own or "chat_template" in _read_object(folder / TOKENIZER_CONFIG, roots)
 
 
 def ends_of_text(path: str | Path, roots: Sequence[Path] | None = None) -> list[int]:

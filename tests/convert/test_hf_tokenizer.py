@@ -12,8 +12,13 @@ import sentencepiece
 from hf_models import make_hf_model, save_as_checkpoint
 from typer.testing import CliRunner
 
+from data_tools.sft import make_sft_corpus
 from moba_train.cli import app
-from moba_train.data.tokenizer import load_text_tokenizer
+from moba_train.convert.sentencepiece_json import convert_sentencepiece
+from moba_train.data.chat_template import BUILT_IN
+from moba_train.data.indexed import IndexedDataset
+from moba_train.data.load_template import load_chat_template
+from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 600
@@ -231,6 +236,30 @@ def test_answers_of_an_export_end_with_the_turns_of_fine_tuning(
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["eos_token_id"] == ends
     assert own.keys() <= generation.keys()
+
+
+@pytest.mark.parametrize("own", [{}, {"split_special_tokens": True}])
+def test_a_chat_template_gives_the_ids_of_fine_tuning(
+    own: dict[str, Any], models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sentencepiece model with tokens for the marks, as docs/sft.md has them made, and of its tokenizer.json."""
+    symbols = ["<|im_start|>", "<|im_end|>"]
+    messages = [{"role": "user", "content": "ba du?"}, {"role": "assistant", "content": " ki. </s>"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+    (tmp_path / "chat_template.jinja").write_text(BUILT_IN["chatml"][0])
+    tokenizer = train_sentencepiece(tmp_path / "tok.model", model_type="bpe", control_symbols=symbols, **LOSSLESS)
+    if own:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+        convert_sentencepiece(load_tokenizer(tokenizer)).save(str(tmp_path / "tokenizer.json"))
+        tokenizer = tmp_path / "tokenizer.json"
+    make_sft_corpus(
+        [str(tmp_path / "chat.jsonl")], str(tmp_path / "none"), str(tokenizer), load_chat_template("chatml")
+    )
+    out, said = export(models["llama2"], tokenizer, tmp_path, monkeypatch)
+    assert "warning" not in said
+    found = list(auto_tokenizer(out).apply_chat_template(messages)["input_ids"])
+    assert found == IndexedDataset(tmp_path / "none").document(0).tolist()
+    assert found.count(load_tokenizer(tmp_path / "tok.model").processor.piece_to_id("<|im_end|>")) == 2
 
 
 @pytest.mark.parametrize("made_with", ["tok.model", "tiktoken:o200k_base"])

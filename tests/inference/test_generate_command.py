@@ -1,5 +1,6 @@
 """`moba-train generate`: prompts from files and stdin, progress while they are read, any folder."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,41 @@ def test_a_prompt_begins_as_the_documents_of_training_did(project: Path, monkeyp
     assert not [*generate_text(model, tokenizer, "Once", 10, marks=CorpusMarks(bos_id=1), **options)]  # type: ignore[arg-type]  # a dict
     assert read == [[1, *tokenizer.encode("Once")]]
     assert CorpusMarks(bos_id=1).begin(read[0]) == read[0]
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "template", "spelt_out"),
+    [
+        ({"loss_mask": True}, False, True),
+        ({"tokenizer": "tok.model", "eos_id": 2}, True, False),
+        (None, True, True),
+        (None, False, False),
+    ],
+    ids=["conversations", "text, and a template", "a template", "neither"],
+)
+def test_special_tokens_of_a_prompt_are_those_of_training(
+    run: Path,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sidecar: dict[str, Any] | None,
+    template: bool,
+    spelt_out: bool,
+) -> None:
+    """In a prompt and an answer: text of pretraining has none, conversations have those that a chat template writes."""
+    read: list[list[int]] = []
+    monkeypatch.setattr(
+        "moba_train.inference.text.generate", lambda _, tokens, *__, **___: read.append(tokens) or iter([1, tokens[-1]])
+    )
+    tokenizer = load_tokenizer(shutil.copy(project / "data" / "tok.model", tmp_path))
+    if template:
+        (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    if sidecar:
+        (project / "corpus.json").write_text(json.dumps(sidecar))
+    shown = generated(run, "--prompt", "</s>quick", "--tokenizer", tmp_path / "tok.model")[0]
+    (project / "corpus.json").unlink(missing_ok=True)
+    assert read == [[2, *tokenizer.encode("quick")] if spelt_out else tokenizer.encode("</s>quick")]
+    assert ("<s>" in shown.removeprefix("</s>quick")) is spelt_out
 
 
 def test_an_answer_ends_with_a_document_or_a_turn_by_tokenizer_generation_config_or_corpora(

@@ -7,14 +7,14 @@ from typing import Any
 
 from moba_train.config.schema import RunConfig
 from moba_train.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
-from moba_train.data.tokenizer import GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
+from moba_train.data.tokenizer import CHAT_TEMPLATES, GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from moba_train.errors import DataError
 from moba_train.foreign_files import parse_json
 
 _CLASS = "PreTrainedTokenizerFast"
 _UNLIMITED = 10**30
 """transformers' own sign for no limit: tasks measure texts before they shorten them."""
-_FILES = (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, "chat_template.jinja", "chat_template.json", GENERATION_CONFIG)
+_FILES = (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, *CHAT_TEMPLATES, GENERATION_CONFIG)
 
 
 def open_hf_tokenizer(config: RunConfig, seq_len: int, folder: Path, roots: Sequence[Path]) -> Any:
