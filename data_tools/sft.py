@@ -18,7 +18,7 @@ from data_tools.documents import BadRecord
 from data_tools.holdout import choose_split
 from data_tools.outputs import already_made, corpus_prefixes, list_skipped, write_errors
 from moba_train.data.chat_template import Conversation, Template, TemplateSegment, texts
-from moba_train.data.control_tokens import encode
+from moba_train.data.control_tokens import decode, encode
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_file, tokenizer_hash
@@ -198,7 +198,8 @@ def _single_token(tokenizer: TextTokenizer, marker: str) -> int | None:
     """Token id of `marker`, or None where it is several tokens."""
     # Twice, because some tokenizers put a space before every text.
     once, twice = encode(tokenizer, marker), encode(tokenizer, marker * 2)
-    return once[-1] if len(twice) == len(once) + 1 else None
+    token = once[-1]
+    return token if twice == [*once, token] and decode(tokenizer, [token]) == marker else None
 
 
 def _encode_files(

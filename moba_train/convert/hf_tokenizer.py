@@ -138,6 +138,8 @@ def _complete(export: TokenizerExport, marks: CorpusMarks, max_length: int) -> N
             export.set_json(TOKENIZER_JSON, contents | {"post_processor": beginning})
         if changed or "add_bos_token" in own:
             completed["add_bos_token"] = beginning is not None
+        if own.get("add_eos_token"):
+            completed["add_eos_token"] = False
     if marks.conversations and "split_special_tokens" in own:
         completed["split_special_tokens"] = False
     # A file from its publisher that lacks nothing stays as it is, byte for byte.
@@ -149,11 +151,11 @@ def _complete(export: TokenizerExport, marks: CorpusMarks, max_length: int) -> N
 
 def _set_generation_config(export: TokenizerExport, marks: CorpusMarks) -> None:
     """Take over the ids in generation_config.json, which may name several ends of a text, or write the file. An answer
-    also ends with the turn that fine-tuning taught."""
+    also ends with what ended the documents of training, and the turns of its conversations."""
     own = _parse(export.files, GENERATION_CONFIG)
     export.ids |= {key: own[key] for key in export.ids if own.get(key) is not None}
     ends = token_ids(export.ids.get("eos_token_id"))
-    if added := sorted(marks.ends_of_turns - {*ends}):
+    if added := sorted(marks.ends - {*ends}):
         export.ids["eos_token_id"] = [*ends, *added]
     if added or GENERATION_CONFIG not in export.files:
         export.set_json(GENERATION_CONFIG, own | _given(export.ids))

@@ -1,6 +1,9 @@
 """The sidecar of a corpus, `PREFIX.json`: how it was made, and what was written.
 
 vocab_size, tokenizer, ...  how it was made, as the program that wrote it says
+bos_id, eos_id              tokens at the beginning and the end of each document, null for none
+end_of_turn_id              token at the end of each turn of a conversation, null if it is several
+loss_mask                   true with masks, which conversations have
 documents, tokens           how many there are
 min_id, max_id              smallest and largest token id
 bin_sha256, idx_sha256      SHA-256 of PREFIX.bin and PREFIX.idx, compared by `moba-data verify`

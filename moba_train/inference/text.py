@@ -11,7 +11,7 @@ from moba_train.inference.prompt import PrefillProgress
 from moba_train.model.transformer import Transformer
 
 CONTEXT = 32
-"""Tokens that are decoded for a new one, itself included: few beside a prompt of 1M."""
+"""Tokens that are decoded for a new one, itself included, once the prompt's end is known: few beside 1M."""
 
 
 def generate_text(
@@ -82,9 +82,9 @@ def _added_text(tokenizer: TextTokenizer, prompt: Sequence[int], answer: Iterabl
         yield text[len(shown) :]
         # Behind a cut within a character, a tokenizer.json with byte fallback decodes no character up to the next token
         # that is not a byte. A later cut may be between two characters.
-        shown = tokenizer.decode(tail[-CONTEXT:])
+        shown = tokenizer.decode(tail[1 - CONTEXT :])
         if text.endswith(shown):
-            tail = tail[-CONTEXT:]
+            tail = tail[1 - CONTEXT :]
         else:
             shown = text
     if rest := tokenizer.decode(tail)[len(shown) :]:

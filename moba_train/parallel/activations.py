@@ -171,7 +171,7 @@ def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
     keeps the sum over its ranks, of which each has a part of the rows, instead of the rank's own summand of all rows.
 
     Products are told apart by the shapes of their weights: under torch.compile a policy does not see which weight it
-    is. An `intermediate_size` equal to `hidden_size` or to the width of all heads confuses them, of which
+    is. An `intermediate_size` equal to `hidden_size` or to the width of all (key/value) heads confuses them, of which
     validation/warnings.py warns.
     """
     sums: Counter[bool] = Counter()

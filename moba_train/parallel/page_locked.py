@@ -45,14 +45,18 @@ class PageLockedMemory:
 
 def _unlock(buffers: list[tuple[Tensor, int]]) -> None:
     """By a thread of its own, as the driver waits for all work of the GPU first, and nobody may wait for ever."""
+    idle = threading.Event()
 
     def work() -> None:
-        for buffer, device in buffers:
+        while buffers:
+            buffer, device = buffers.pop()
             torch.cuda.set_device(device)  # a new thread's is GPU 0, on which it would create a context
             torch.cuda.synchronize()
+            idle.set()
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     if buffers:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        thread.join(LONGEST_WAIT_S)
+        if idle.wait(LONGEST_WAIT_S):
+            thread.join()

@@ -135,7 +135,11 @@ def _vocabulary_warnings(config: RunConfig) -> Iterator[str]:
 def _checkpointing_warnings(config: RunConfig) -> Iterator[str]:
     """Sizes by which activation checkpointing confuses a block's matrix products (parallel/activations.py)."""
     policy, model = config.activation_checkpointing, config.model
-    widths = {"hidden_size": model.hidden_size, "heads x head_dim": model.heads * model.head_width}
+    widths = {
+        "hidden_size": model.hidden_size,
+        "heads x head_dim": model.heads * model.head_width,
+        "kv_heads x head_dim": model.kv_heads * model.head_width,
+    }
     same = [name for name, width in widths.items() if width == model.intermediate_size]
     if same and policy in ("selective", "budget"):
         yield (

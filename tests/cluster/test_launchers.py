@@ -267,16 +267,21 @@ echo "$(basename "$0") $*" >>"{log}"
 [ "$(grep -c "$(basename "$0")" "{log}")" -ge 3 ] || {{ echo "slurm_load_jobs error: Socket timed out" >&2; exit 1; }}
 """
 """scancel and scontrol, which succeed when they are called for the third time."""
+REFUSING = CONTROLLER.replace("-ge 3", "-ge 1000")
 
 
-def test_a_job_at_its_time_limit_asks_a_busy_controller_again(tmp_path: Path) -> None:
-    """The ranks are told to stop, and the job is queued again once they have; all of it ends with their code."""
+@pytest.mark.parametrize(("requeue", "code", "tries"), [(CONTROLLER, 0, 3), (REFUSING, 1, 60)])
+def test_a_job_at_its_time_limit_asks_a_busy_controller_again(
+    tmp_path: Path, requeue: str, code: int, tries: int
+) -> None:
+    """The ranks are told to stop, and the job is queued again once they have; all of it ends with their code, or with 1
+    where it cannot be queued again."""
     log = tmp_path / "log"
     fakes = {
         "srun": f'#!/bin/sh\ntouch "{log}"\nfor _ in $(seq 400); do\n'
         f'    [ "$(grep -c TERM "{log}")" -lt 3 ] || exit 0\n    /bin/sleep 0.05\ndone\nexit 1\n',
         "scancel": CONTROLLER.format(log=log),
-        "scontrol": CONTROLLER.format(log=log),
+        "scontrol": requeue.format(log=log),
         "sleep": "#!/bin/sh\nexec /bin/sleep 0.05\n",
         "python": "#!/bin/sh\n",
     }
@@ -297,7 +302,7 @@ def test_a_job_at_its_time_limit_asks_a_busy_controller_again(tmp_path: Path) ->
             assert job.poll() is None
             time.sleep(0.02)
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=30) == 0
+        assert job.wait(timeout=60) == code
     finally:
         job.kill()
-    assert log.read_text().splitlines() == ["scancel --signal=TERM 7"] * 3 + ["scontrol requeue 7"] * 3
+    assert log.read_text().splitlines() == ["scancel --signal=TERM 7"] * 3 + ["scontrol requeue 7"] * tries

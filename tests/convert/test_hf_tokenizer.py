@@ -218,8 +218,16 @@ def test_texts_begin_as_documents_did_whatever_the_tokenizers_files_say(
         assert (out / "tokenizer_config.json").read_text() == json.dumps(own)
 
 
-@pytest.mark.parametrize(("own", "ends"), [({}, [2, 9]), ({"eos_token_id": [2, 7], "top_p": 0.9}, [2, 7, 9])])
-def test_answers_of_an_export_end_with_the_turns_of_fine_tuning(
+@pytest.mark.parametrize(
+    ("key", "own", "ends"),
+    [
+        ("end_of_turn_id", {}, [2, 9]),
+        ("end_of_turn_id", {"eos_token_id": [2, 7], "top_p": 0.9}, [2, 7, 9]),
+        ("eos_id", {"eos_token_id": [2, 7], "top_p": 0.9}, [2, 7, 9]),
+    ],
+)
+def test_answers_of_an_export_end_as_documents_and_turns_did_in_training(
+    key: str,
     own: dict[str, Any],
     ends: list[int],
     models: dict[str, Path],
@@ -230,7 +238,7 @@ def test_answers_of_an_export_end_with_the_turns_of_fine_tuning(
     tokenizer = Path(shutil.copy(tokenizers["bpe"], tmp_path))
     if own:
         (tmp_path / "generation_config.json").write_text(json.dumps(own))
-    (tmp_path / "none.json").write_text(json.dumps({"tokenizer": tokenizer.name, "end_of_turn_id": 9}))
+    (tmp_path / "none.json").write_text(json.dumps({"tokenizer": tokenizer.name, key: 9}))
     out, _ = export(models["llama2"], tokenizer, tmp_path, monkeypatch)
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == ends
     generation = json.loads((out / "generation_config.json").read_text())

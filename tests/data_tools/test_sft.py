@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.conversations import parse_record
-from data_tools.sft import make_sft_corpus
+from data_tools.sft import _single_token, make_sft_corpus
 from data_tools.show import load_decoder, show_documents
 from moba_train.data.chat_template import BUILT_IN, ChatTemplate, Conversation, Template
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.load_template import load_chat_template
-from moba_train.data.tokenizer import load_tokenizer
+from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
 from moba_train.errors import DataError
 
 MESSAGES = [
@@ -286,6 +286,18 @@ def test_the_token_that_ends_a_turn_is_recorded(tokenizer: str, tmp_path: Path) 
         template = ChatTemplate(chatml.replace("<|im_end|>", end), end)
         corpora = make_sft_corpus([source], str(tmp_path / f"corpus{token}"), tokenizer, template).corpora
         assert [(corpus.info or {})["end_of_turn_id"] for corpus in corpora.values()] == [token]
+
+
+def test_an_end_of_turn_that_is_joined_to_its_neighbour_is_not_one_token(tmp_path: Path) -> None:
+    """`END.` is [END, .] and twice [END, .END, .]: a full stop ends no turn."""
+    from tokenizers import Tokenizer, models
+
+    merges = [("E", "N"), ("EN", "D"), (".", "END")]
+    pieces = ["E", "N", "D", ".", "END", *map("".join, merges)]
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    Tokenizer(models.BPE(vocabulary, merges)).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_text_tokenizer(tmp_path / "tokenizer.json")
+    assert [_single_token(tokenizer, marker) for marker in ("END.", "END")] == [None, vocabulary["END"]]
 
 
 def test_a_holdout_splits_conversations_with_their_masks(tokenizer: str, tmp_path: Path) -> None:

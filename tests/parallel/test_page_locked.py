@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +80,26 @@ def test_a_gpu_that_never_becomes_idle_keeps_its_memory_and_nobody_waits_for_it(
     idle.set()
     assert unlocked.wait(60)
     assert calls == [3, address]
+
+
+def test_memory_of_an_idle_gpu_is_unlocked_however_long_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of it before anyone goes on: the next stage locks its own."""
+    unlocked: list[int] = []
+
+    def unlock(address: int) -> None:
+        time.sleep(0.05)
+        unlocked.append(address)
+
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=unlock)
+    monkeypatch.setattr(page_locked, "LONGEST_WAIT_S", 0.1)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    for name in ("check_error", "current_device", "set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    memory = PageLockedMemory()
+    locked = [memory.empty(1 << 12, torch.device("cuda")).data_ptr() for _ in range(8)]
+    del memory
+    gc.collect()
+    assert sorted(unlocked) == sorted(locked)
 
 
 @pytest.mark.gpu

@@ -53,7 +53,10 @@ def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load):
         ([], None),
         (["model.intermediate_size=128"], "hidden_size and heads x head_dim"),
         (["model.intermediate_size=256", "model.head_dim=64"], "heads x head_dim"),
-        (["model.intermediate_size=128", "model.head_dim=64", "activation_checkpointing=selective"], "hidden_size"),
+        (
+            ["model.intermediate_size=128", "model.head_dim=64", "activation_checkpointing=selective"],
+            "hidden_size and kv_heads x head_dim",
+        ),
         (["model.intermediate_size=128", "activation_checkpointing=full"], None),
     ],
 )
