@@ -48,10 +48,7 @@ SIGNALS_APART_S = 1.0
 def main(arguments: list[str] | None = None) -> int:
     """Train a recipe. Returns the exit code: 0 if training ended or stopped as asked, else that of the UserError."""
     with listening() as stop:
-        code = _run_or_stop(arguments, stop)
-        if code == 0 and stop.requested:
-            report_stopped()
-        return code
+        return _run_or_stop(arguments, stop)
 
 
 def _run_or_stop(arguments: list[str] | None, stop: StopRequest) -> int:
@@ -62,6 +59,7 @@ def _run_or_stop(arguments: list[str] | None, stop: StopRequest) -> int:
         left_by_others = was_waiting(error) and not stop.training and stop.wait(SIGNALS_APART_S)
         if not isinstance(error, StoppedBeforeTrainingError) and not left_by_others:
             raise
+        report_stopped()
         if int(os.environ.get("RANK", 0)) == 0:
             print(BEFORE_TRAINING, flush=True)
         return 0
@@ -108,7 +106,7 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
                 print_recipe_warnings(config)
             _train(config, world, given.stop_at_step, given.from_scratch, stop)
     except UserError as error:
-        stop.ended()
+        stop.failed()
         print_error(error)
         return error.exit_code
     return 0
@@ -134,6 +132,8 @@ def _train(config: RunConfig, world: World, stop_at_step: int | None, from_scrat
         trainer = Trainer(config, world, run_lock, stop_at_step, from_scratch, stop)
         already = trainer.finished
         finished = trainer.run()
+    if stop.requested and not finished:
+        report_stopped()
     if not world.is_main:
         return
     if already:

@@ -13,7 +13,7 @@ start_warnings  what a plan says about the run folder
 restarts        starts that make no progress
 recipe_changes  a recipe that changes when a run resumes
 corpora         whether a resumed run reads the corpora that it was trained and evaluated on
-stop            SIGTERM and Ctrl-C, from the first second
+stop            SIGTERM, SIGHUP and Ctrl-C, from the first second
 stop_time       how long a run needs to stop in order, from what it has measured
 recovery        acts on a loss spike
 throughput      tokens per second, memory, MFU

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, from the first second of the process to its last: requests for an orderly stop.
+"""SIGTERM, SIGHUP and Ctrl-C, from the first second of the process to its last: requests for an orderly stop.
 
 Imports nothing heavy, because it listens while torch is imported. A thread of its own receives the signals, through
 Python's wakeup descriptor: a handler in the main thread would not run while that thread waits inside a collective or
@@ -10,11 +10,14 @@ for torchrun's store. What a signal does depends on the moment:
     afterwards                              the request is noted; all ranks agree on it between the phases of set-up and
                                             before each step, save if a step was made, and end with code 0
     during the last save and afterwards     noted: the save is completed, and the process ends as it would have
+    after another rank has failed           torchrun clears its ranks away, which asks for nothing: a rank that has
+                                            joined ends by the error that it waits for, another one after 10 s
 
 A second Ctrl-C ends the process at once with code 130. Duplicates of the first do not count: where ranks share the
 terminal with torchrun, they receive Ctrl-C from the terminal and once more from torchrun, moments later. torchrun
 itself passes the first Ctrl-C on as SIGINT and a second one as SIGTERM, so under torchrun a SIGTERM after a SIGINT
-counts as the second. A SIGTERM after a SIGTERM never does: schedulers repeat it.
+counts as the second. A SIGTERM after a SIGTERM never does: schedulers repeat it. SIGHUP, which a terminal sends when it
+closes, counts as SIGTERM does, unless the process was started to ignore it, as nohup does.
 """
 
 import atexit
@@ -27,7 +30,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 DUPLICATE_S = 2.0
 """Seconds in which a signal after SIGINT is a duplicate of it: torchrun passes one on within a tenth of a second, on an
@@ -41,20 +44,21 @@ ENDED_BY_INTERRUPT = 128 + signal.SIGINT
 STDERR = 2
 
 LAUNCHER_FOLDER = "MOBA_TRAIN_LAUNCHER_FOLDER"
-"""Environment variable: folder of the launcher, where the first rank of each node leaves the files below."""
+"""Environment variable: folder of this start of the ranks, for the files below."""
 
 STOPPED = "stopped"
-"""File that says that the ranks end as asked: torchrun does not say how they do."""
+"""File by which the first rank of each node says that the run ends because it was asked to: the exit code, 0, does not
+tell this from a run that is complete."""
 
-INTERRUPTED = "interrupted"
-"""File that says that the ranks end at once, because they were asked a second time."""
+LEFT_BEHIND = "left_behind"
+"""File by which the launcher says that a rank has failed, before torchrun sends SIGTERM to the others."""
 
 STOPPED_CODE = "MOBA_TRAIN_STOPPED_CODE"
 """Environment variable: exit code of a run that was stopped as asked, 0 by default. Kubernetes needs another one: it
 takes pods that it has stopped itself and that end with 0 for complete."""
 
 STOP_LIMIT = "stop_limit"
-"""File with the seconds that the ranks may take to stop."""
+"""File by which the first rank of each node gives the seconds that the ranks may take to stop."""
 
 BEFORE_TRAINING = "stopped before training began"
 
@@ -66,14 +70,18 @@ class StoppedBeforeTrainingError(Exception):
 class StopRequest:
     """Whether this process is asked to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopped_code: int = 0) -> None:
+        """`stopped_code`: exit code of a process that is alone and asked to stop before it trains."""
         self.training = False
         """Whether steps are made: what ends the process is no longer part of the set-up."""
         self.takes_s: int | None = None
         """Seconds that an orderly stop takes at most, once known."""
+        self.saves = True
+        """Whether the run saves checkpoints."""
+        self._stopped_code = stopped_code
         self._asked = threading.Event()
         self._joined = False
-        self._silent = False
+        self._failed = False
         self._interrupted: float | None = None
         self._lock = threading.Lock()
 
@@ -91,42 +99,59 @@ class StopRequest:
         with self._lock:
             self._joined = True
 
-    def ended(self) -> None:
+    def failed(self) -> None:
         """An error ends the run: torchrun now sends SIGTERM to all ranks, which asks for nothing."""
         with self._lock:
-            self._silent = True
+            self._failed = True
 
     def receive(self, number: int, now: float) -> int | None:
         """Take the signal `number`, received at `now` (monotonic seconds). The code with which the process must end at
         once, or None."""
         with self._lock:
-            insists = number == signal.SIGINT or "TORCHELASTIC_RUN_ID" in os.environ
+            passed_on = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
+            insists = number == signal.SIGINT or passed_on
             if insists and self._interrupted is not None and now - self._interrupted > DUPLICATE_S:
                 _say("asked again: ending at once; steps since the last checkpoint are lost", of_every_rank=True)
                 return ENDED_BY_INTERRUPT
             if number == signal.SIGINT and self._interrupted is None:
                 self._interrupted = now
+            if number != signal.SIGINT and _left_behind():
+                self._failed = True
             first = not self.requested
-            self._asked.set()
+            if not self._failed:
+                self._asked.set()
             if not self._joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 _say(BEFORE_TRAINING)
-                return 0
+                report_stopped()
+                return self._stopped_code
             if first and not self._joined:
                 timer = threading.Timer(JOINS_WITHIN_S, self._end_unless_joined)
                 timer.daemon = True
                 timer.start()
-            elif first and not self._silent:
-                again = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""
-                within = f", within {self.takes_s} s" if self.takes_s is not None else ""
-                _say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint{within}{again}")
+            elif first and not self._failed:
+                _say(f"{signal.Signals(number).name}: {self._what_follows(number)}")
         return None
+
+    def _what_follows(self, number: int) -> str:
+        if not self.training:
+            return "stopping before training begins"
+        saved = "with a checkpoint" if self.saves else "without a checkpoint, as checkpoint.every is null"
+        within = f", within {self.takes_s} s" if self.takes_s is not None else ""
+        again = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""
+        return f"stopping after this step, {saved}{within}{again}"
 
     def _end_unless_joined(self) -> None:
         with self._lock:
             if not self._joined:
-                _say(BEFORE_TRAINING)
-                report_stopped()
+                if self.requested:
+                    _say(BEFORE_TRAINING)
+                    report_stopped()
                 os._exit(0)
+
+
+def signals_to_handle() -> list[signal.Signals]:
+    """`SIGNALS`, without SIGHUP where this process was started to ignore it, as nohup does."""
+    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
 class _Listener:
@@ -140,7 +165,9 @@ class _Listener:
         self._thread = threading.Thread(target=self._work, name="stop", daemon=True)
         self._thread.start()
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self._before: dict[signal.Signals, Any] = {number: signal.signal(number, self._noted) for number in SIGNALS}
+        self._before: dict[signal.Signals, Any] = {
+            number: signal.signal(number, self._noted) for number in signals_to_handle()
+        }
 
     def close(self) -> None:
         """Give back what was there before."""
@@ -170,17 +197,18 @@ class _Listener:
             if number in SIGNALS and signal.getsignal(number) == self._noted:
                 code = self.request.receive(number, time.monotonic())
                 if code is not None:
-                    _tell_launcher(STOPPED if code == 0 else INTERRUPTED, "")
                     os._exit(code)  # the main thread may be inside a call that never returns
 
 
 _listener: _Listener | None = None
 
 
-def listen() -> StopRequest:
-    """Listen from now on and until the process has ended. Called first thing in a program, in its main thread."""
+def listen(stopped_code: int = 0) -> StopRequest:
+    """Listen from now on and until the process has ended. Called first thing in a program, in its main thread.
+
+    `stopped_code`: exit code of a process that is alone and asked to stop before it trains."""
     global _listener
-    _listener = _Listener(StopRequest())
+    _listener = _Listener(StopRequest(stopped_code))
     os.register_at_fork(after_in_child=_listener.forget_in_child)
     atexit.register(_ignore_signals)  # runs after all other exit functions
     return _listener.request
@@ -202,12 +230,12 @@ def listening() -> Iterator[StopRequest]:
 
 
 def report_stopped() -> None:
-    """Tell the program that has started the ranks, if it wants to know, that the run ends as asked."""
+    """Tell the launcher, if it wants to know, that the run ends because it was asked to."""
     _tell_launcher(STOPPED, "")
 
 
 def allow_to_stop(seconds: float) -> None:
-    """Tell the program that has started the ranks how long they may take to stop before it kills them."""
+    """Tell the launcher, if it wants to know, how long the ranks may take to stop before it kills them."""
     _tell_launcher(STOP_LIMIT, str(seconds))
 
 
@@ -220,6 +248,11 @@ def _tell_launcher(name: str, content: str) -> None:
             os.write(descriptor, content.encode())
             os.close(descriptor)
             os.replace(f"{path}.new", path)
+
+
+def _left_behind() -> bool:
+    """Whether the launcher says that another rank has failed."""
+    return LAUNCHER_FOLDER in os.environ and os.path.exists(os.path.join(os.environ[LAUNCHER_FOLDER], LEFT_BEHIND))
 
 
 def _ignore_signals() -> None:

@@ -76,6 +76,7 @@ class Trainer:
         self.run_dir = Path(config.run_dir)
         self.stop_at_step = stop_at_step
         self.stop = stop or StopRequest()
+        self.stop.saves = config.checkpoint.every is not None
         self.stop_time = StopTime(self.stop, world.timeout.total_seconds())
         self._measured_at: float | None = None
         """When the last step was measured, where the next one begins; None after anything that is not part of one: the

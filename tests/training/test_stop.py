@@ -21,7 +21,15 @@ from moba_train.checkpoint.manifest import read_meta
 from moba_train.train import main
 from moba_train.training.checkpoints import RunCheckpoints
 from moba_train.training.reports import RunReports
-from moba_train.training.stop import DUPLICATE_S, ENDED_BY_INTERRUPT, StopRequest
+from moba_train.training.stop import (
+    DUPLICATE_S,
+    ENDED_BY_INTERRUPT,
+    LAUNCHER_FOLDER,
+    SIGNALS,
+    STOPPED,
+    STOPPED_CODE,
+    StopRequest,
+)
 from moba_train.training.trainer import Trainer
 
 MOMENTS: dict[str, tuple[type | Any, str]] = {
@@ -36,8 +44,10 @@ MOMENTS: dict[str, tuple[type | Any, str]] = {
 
 
 def train_and_wait(recipe: str, moment: str, output: str, wait: Any) -> None:
-    """Train, and at `moment` raise the flag and wait for half a second. What is printed goes to the file `output`."""
+    """Train, and at `moment` raise the flag and wait for half a second. What is printed goes to the file `output`, what
+    the launcher is told into its folder."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ[LAUNCHER_FOLDER] = os.path.dirname(output)
     torch.set_num_threads(1)
     descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -93,6 +103,14 @@ def test_a_signal_ends_the_run_in_order_and_saves_what_was_trained(
     assert found == [step for step in [saved] if step is not None]
     assert not list(folder.glob(".tmp-*"))
     assert ("stopped as asked" in output or "stopped before training began" in output) == (saved != 12)
+    assert (run.folder / STOPPED).exists() == (saved != 12)
+
+
+def test_a_run_without_checkpoints_does_not_promise_one_when_it_stops(run: Run) -> None:
+    run.recipe["checkpoint"]["every"] = None
+    code, output = stopped(run, "the first step", signal.SIGTERM)
+    assert code == 0, output
+    assert "SIGTERM: stopping after this step, without a checkpoint, as checkpoint.every is null\n" in output
 
 
 def after_the_start(seconds: float, number: signal.Signals, command: list[str]) -> tuple[int, str]:
@@ -102,7 +120,7 @@ def after_the_start(seconds: float, number: signal.Signals, command: list[str]) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", STOPPED_CODE: "143"},
     )
     deadline = time.monotonic() + 30
     status = Path(f"/proc/{process.pid}/status")
@@ -125,18 +143,20 @@ def _catches(status: Path, number: signal.Signals) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("number", "seconds", "program"),
+    ("number", "seconds", "program", "code"),
     [
-        (signal.SIGTERM, 0.0, ["moba_train.train"]),
-        (signal.SIGINT, 0.4, ["moba_train.train"]),
-        (signal.SIGINT, 0.0, ["moba_train.cli", "train"]),
+        (signal.SIGTERM, 0.0, ["moba_train.train"], 0),
+        (signal.SIGINT, 0.4, ["moba_train.train"], 0),
+        (signal.SIGINT, 0.0, ["moba_train.cli", "train"], 143),
     ],
 )
 def test_a_signal_while_torch_is_imported_ends_the_process_at_once(
-    run: Run, number: signal.Signals, seconds: float, program: list[str]
+    run: Run, number: signal.Signals, seconds: float, program: list[str], code: int
 ) -> None:
-    code, output = after_the_start(seconds, number, [*program, str(run.write_recipe())])
-    assert (code, output) == (0, "[rank 0] stopped before training began\n")
+    assert after_the_start(seconds, number, [*program, str(run.write_recipe())]) == (
+        code,
+        "[rank 0] stopped before training began\n",
+    )
     assert not run.run_dir.exists()
 
 
@@ -170,6 +190,7 @@ Signals = list[tuple[signal.Signals, float]]
         ([(signal.SIGINT, 0.0), (signal.SIGTERM, 5.0)], False, None),
         ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 5.0), (signal.SIGTERM, 9.0)], True, None),
         ([(signal.SIGTERM, 0.0), (signal.SIGINT, 5.0)], True, None),
+        ([(signal.SIGINT, 0.0), (signal.SIGHUP, 5.0)], True, None),
     ],
 )
 def test_the_second_ctrl_c_ends_at_once_but_not_a_duplicate_of_the_first(
@@ -216,8 +237,8 @@ def test_the_second_ctrl_c_ends_a_process_that_waits_for_ever(tmp_path: Path) ->
 
 
 def test_training_in_this_process_leaves_its_handlers_as_they_were(run: Run) -> None:
-    before: list[Callable[..., Any] | int | None] = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    before: list[Callable[..., Any] | int | None] = [signal.getsignal(each) for each in SIGNALS]
     signal.set_wakeup_fd(-1)  # an event loop of another test may have left one
     assert run.train_here("--stop-at-step", "1") == 0
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(each) for each in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1

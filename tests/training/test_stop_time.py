@@ -127,10 +127,10 @@ def test_an_empty_variable_of_the_launcher_is_as_good_as_none(monkeypatch: pytes
 def test_the_launcher_is_told_several_times_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LAUNCHER_FOLDER, str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert _stop_limit(tmp_path, 30) == 30, "ranks that are not ours get what torchrun gives"
+    assert _stop_limit(30) == 30, "ranks that are not ours get what torchrun gives"
     request = StopRequest()
     times = StopTime(request, timeout_s=600)
-    assert _stop_limit(tmp_path, 30) == UNMEASURED_S
+    assert _stop_limit(30) == UNMEASURED_S
     times.begin_stage()
     times.step_took(400)  # compiles
     times.save_took(60)
@@ -141,7 +141,7 @@ def test_the_launcher_is_told_several_times_what_was_measured(tmp_path: Path, mo
     assert "up to 300 s (a step 145.0 s, a save 60.0 s)" in text
     assert "--signal=B:USR1@300" in text
     assert request.takes_s == 300
-    assert _stop_limit(tmp_path, 30) == 900
+    assert _stop_limit(30) == 900
     times.step_took(144)
     times.save_took(1)
     times.batch_took(20)
@@ -150,13 +150,13 @@ def test_the_launcher_is_told_several_times_what_was_measured(tmp_path: Path, mo
     times.batch_took(200)
     assert "up to 360 s" in (times.news() or "")
     times.begin_stage()
-    assert _stop_limit(tmp_path, 30) == UNMEASURED_S
+    assert _stop_limit(30) == UNMEASURED_S
     times.step_took(1000)  # compiles for another length
     times.step_took(1)
     assert "up to 180 s" in (times.news() or "")
-    assert _stop_limit(tmp_path, 30) == 660, "a run that hangs ends by itself after parallel.timeout"
+    assert _stop_limit(30) == 660, "a run that hangs ends by itself after parallel.timeout"
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    assert _stop_limit(tmp_path, 30) == 7
+    assert _stop_limit(30) == 7
 
 
 def test_a_run_says_how_long_it_takes_to_stop(run: Run) -> None:
