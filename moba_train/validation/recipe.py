@@ -90,13 +90,16 @@ def validate(
 
 
 def _folder_problems(config: RunConfig) -> Iterator[str]:
-    """Files where folders must be. What a rank may write is seen when the run begins."""
+    """Files, and links that lead nowhere, where folders must be. What a rank may write is seen when the run begins."""
     for key, given in (("run_dir", config.run_dir), ("checkpoint.fallback_dir", config.checkpoint.fallback_dir)):
         if given is None:
             continue
-        nearest = next(path for path in (Path(given), *Path(given).absolute().parents) if os.path.exists(path))
-        if not nearest.is_dir():
-            what = "is a file" if nearest == Path(given) else f"lies below the file {nearest}"
+        nearest = next(path for path in (Path(given), *Path(given).absolute().parents) if os.path.lexists(path))
+        if not os.path.isdir(nearest):
+            kind, target = "file", ""
+            if not os.path.exists(nearest):
+                kind, target = "link", f" to {os.readlink(nearest)!r}, which is missing"
+            what = f"is a {kind}{target}" if nearest == Path(given) else f"lies below the {kind} {nearest}{target}"
             yield f"{key}: given {given!r}, which {what}; allowed: a folder, which is made if need be"
 
 

@@ -119,13 +119,16 @@ def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(load, tm
     assert f"model.vocab_size is {config.model.vocab_size}" in found
 
 
-def test_files_in_the_place_of_folders_are_named_with_their_key(load, tmp_path, monkeypatch):
+def test_files_and_dangling_links_in_the_place_of_folders_are_named_with_their_key(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("gone")
     for name in ("a.bin", "a.idx", "b.bin", "b.idx", "file"):
         (tmp_path / name).touch()
     folders = {"run_dir=file": "run_dir: given 'file', which is a file; allowed: a folder"}
     below = f"{tmp_path}/file/deep/down"
     folders[f"checkpoint.fallback_dir={below}"] = f"'{below}', which lies below the file {tmp_path}/file; allowed"
+    folders["run_dir=link"] = "run_dir: given 'link', which is a link to 'gone', which is missing; allowed: a folder"
+    folders["run_dir=link/run"] = f"which lies below the link {tmp_path}/link to 'gone', which is missing; allowed"
     for override, expected in folders.items():
         found = problems(load(override), check_files=True)
         assert any(expected in text for text in found), found
