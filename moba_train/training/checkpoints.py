@@ -216,10 +216,14 @@ class RunCheckpoints:
             self._marks.write(self.folder)
         return steps
 
+    def wait(self) -> None:
+        """Wait until the newest checkpoint is complete or has failed. Called on every rank."""
+        self._checkpointer.wait()
+
     def newest(self, accept: Accept) -> Path:
         """The newest intact checkpoint that is not marked and whose meta `accept` accepts. Raises CheckpointError when
         there is none."""
-        self._checkpointer.wait()  # the newest one may still be being saved
+        self.wait()
         path = newest_intact(self.folder, self._marks.accept(accept), *self._other_folders)
         if path is None:
             raise CheckpointError(f"{self.folder} is empty")

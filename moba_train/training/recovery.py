@@ -177,6 +177,7 @@ class Recovery:
         progress = self._progress
         if self._config.health.spike.reaction != "rollback":
             return ""
+        self._checkpoints.wait()
         folder = self._checkpoints.folder
         good = good_before(progress.step, {*progress.skipped, progress.step}, progress.rollbacks)
         resumable = self._checkpoints.is_resumable

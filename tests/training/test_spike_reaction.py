@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from tiny_run import Run, assert_same_tensors
 from torch import Tensor
 from trainer_ranks import Ranks
 
+from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept
@@ -185,7 +187,15 @@ def test_finite_spikes_that_outlast_the_skips_do_not_end_the_run_as_a_fault_of_t
 def test_the_end_names_the_stage_s_own_keys_and_the_checkpoint_from_before_the_spike(
     rolled_back: Run, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint of step 32 comes two steps after a flagged one; it is what the same command would go on from."""
+    """The checkpoint of step 32 comes two steps after a flagged one; it is what the same command would go on from. It
+    is still being written when the run ends."""
+    write = Checkpointer._write_to
+
+    def write_slowly(checkpointer: Checkpointer, *arguments: Any) -> None:
+        time.sleep(0.5)
+        write(checkpointer, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_write_to", write_slowly)
     rolling_back(run)
     run.recipe["health"]["spike"]["max_rollbacks"] = 1
     run.recipe["stages"][0] |= {"tokens": 40 * 512, "lr": 0.002, "schedule": {"kind": "constant", "warmup_tokens": 600}}
@@ -354,7 +364,9 @@ def test_only_checkpoints_that_are_newer_than_a_good_one_are_to_be_moved(
         SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction="rollback"))),  # type: ignore[arg-type]
         **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-            folder=Path("checkpoints"), is_resumable=lambda meta: meta["progress"]["step"] in resumable
+            wait=lambda: None,
+            folder=Path("checkpoints"),
+            is_resumable=lambda meta: meta["progress"]["step"] in resumable,
         ),
         progress=Progress(step=10),
     )
