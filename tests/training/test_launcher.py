@@ -105,23 +105,24 @@ def test_a_rank_that_fails_asks_the_others_for_nothing_and_leaves_nothing_for_th
     assert "topp" not in output, output
 
 
-def test_a_terminal_that_closes_asks_for_a_stop(tmp_path: Path) -> None:
-    code, output = ended(tmp_path, STOPS, number=signal.SIGHUP)
-    assert code == 143, output
-
-
-def test_nohup_keeps_a_run_from_a_terminal_that_closes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nohup", [[], ["nohup"]], ids=["", "nohup"])
+def test_a_terminal_that_closes_asks_for_a_stop_except_under_nohup(nohup: list[str], tmp_path: Path) -> None:
     command = launch_command(tmp_path, "print('process', os.getpid(), flush=True);" + STOPS)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", STOPPED_CODE: "143"}
     log = tmp_path / "output"
     with log.open("w") as output:
         process = subprocess.Popen(
-            ["nohup", sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environment
+            [*nohup, sys.executable, *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
         )
     wait_for_ranks(process, log)
     for pid in (process.pid, *map(int, re.findall("process ([0-9]+)", log.read_text()))):
         os.kill(pid, signal.SIGHUP)
-    time.sleep(0.5)
-    assert process.poll() is None, log.read_text()
-    process.send_signal(signal.SIGTERM)
+    if nohup:
+        time.sleep(0.5)
+        assert process.poll() is None, log.read_text()
+        process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143, log.read_text()
