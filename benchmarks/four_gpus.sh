@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measures and checks on four GPUs of this machine: training of the 8B model at 8K and 128K, its checkpoints, and context
 # parallelism. All of this has run on H100 or H200, but for the profile with tp_overlap, which has run on two, and the
-# layouts, which have run by four ranks on two. A part that fails or takes too long does not keep the others from running; its name is printed last.
+# layouts, which have run by four ranks on two. A part that fails or takes too long does not keep the others from
+# running; its name is printed last.
 #
 #   bash benchmarks/four_gpus.sh OUTPUT [PART ...]
 #

@@ -131,9 +131,9 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
     signal has ended a rank, None where it did not stop in time. Each start of the ranks has its own folder in `folder`,
     so that nothing counts that an earlier one has left.
 
-    torchrun's own `--shutdown-timeout` (torch 2.13) is read when nothing is measured yet. So the one function that
-    waits for the ranks is replaced. It also waits for the ranks that a failed one leaves behind; that keeps its 30 s,
-    because they wait for the failed one and save nothing.
+    torchrun's own `--shutdown-timeout` (torch 2.13) is read when nothing is measured yet. So the functions that
+    start the ranks and wait for their end are replaced. The latter also waits for the ranks that a failed one leaves
+    behind; that keeps its 30 s, because they wait for the failed one and save nothing.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
 

@@ -1,4 +1,4 @@
-"""How the documents of a corpus begin and end, as its sidecar says."""
+"""How the documents of a corpus begin and end, and the turns of its conversations, as its sidecar says."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -58,8 +58,8 @@ def corpus_marks(config: RunConfig, roots: Sequence[Path]) -> CorpusMarks:
     """Marks of the run's first corpus that records them, and of the conversations in all its corpora; corpora that are
     not there, or not below one of `roots`, are passed over."""
     sidecars = list(_sidecars(config, roots))
-    marks = next((CorpusMarks.from_sidecar(info) for info in sidecars if "eos_id" in info), NO_MARKS)
     every = [CorpusMarks.from_sidecar(info) for info in sidecars]
+    marks = next((found for info, found in zip(sidecars, every, strict=True) if "eos_id" in info), NO_MARKS)
     turns = frozenset[int]().union(*(found.ends_of_turns for found in every))
     return replace(marks, ends_of_turns=turns, conversations=any(found.conversations for found in every))
 

@@ -25,7 +25,8 @@ class PageLockedMemory:
         weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def empty(self, count: int, device: torch.device) -> Tensor:
-        """`count` bytes, uint8, page-locked if `device` is a GPU."""
+        """`count` bytes, uint8, page-locked if `device` is a GPU. Raises OSError where there is no such memory, and
+        torch.cuda.CudaError where it cannot be locked."""
         if count == 0:
             return torch.empty(0, dtype=torch.uint8)
         memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
@@ -39,7 +40,7 @@ class PageLockedMemory:
         return buffer
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Memory for a contiguous copy of `tensor`, with its shape and dtype."""
+        """Memory for a contiguous copy of `tensor`, with its shape and dtype, page-locked as by `empty`."""
         return self.empty(tensor.nbytes, tensor.device).view(tensor.dtype).view(tensor.shape)
 
 

@@ -218,6 +218,24 @@ def test_texts_begin_as_documents_did_whatever_the_tokenizers_files_say(
         assert (out / "tokenizer_config.json").read_text() == json.dumps(own)
 
 
+def test_nothing_is_added_behind_a_text(
+    models: dict[str, Path], tokenizers: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer's files add the end of a document to every text; documents of training only began with a token."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer, mark = Path(shutil.copy(tokenizers["json"], tmp_path)), "<|begin|>"
+    loaded = Tokenizer.from_file(str(tokenizer))
+    loaded.post_processor = processors.TemplateProcessing(f"{mark} $A {mark}", special_tokens=[(mark, 0)])
+    loaded.save(str(tokenizer))
+    own = {"tokenizer_class": "LlamaTokenizer", "bos_token": mark, "add_bos_token": True, "add_eos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "none.json").write_text(json.dumps({"tokenizer": tokenizer.name, "bos_id": 0, "eos_id": None}))
+    out, _ = export(models["llama2"], tokenizer, tmp_path, monkeypatch)
+    assert auto_tokenizer(out)("a text").input_ids == [0, *load_text_tokenizer(tokenizer).encode("a text")]
+    assert json.loads((out / "tokenizer_config.json").read_text())["add_eos_token"] is False
+
+
 @pytest.mark.parametrize(
     ("key", "own", "ends"),
     [
@@ -250,7 +268,9 @@ def test_answers_of_an_export_end_as_documents_and_turns_did_in_training(
 def test_a_chat_template_gives_the_ids_of_fine_tuning(
     own: dict[str, Any], models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a sentencepiece model with tokens for the marks, as docs/sft.md has them made, and of its tokenizer.json."""
+    """A model that was fine-tuned on conversations is prompted with the tokens that it was trained on. The tokenizer is
+    a sentencepiece model with control symbols for the marks of turns, then the tokenizer.json that is made of it, whose
+    config says that such marks in a text are plain text."""
     symbols = ["<|im_start|>", "<|im_end|>"]
     messages = [{"role": "user", "content": "ba du?"}, {"role": "assistant", "content": " ki. </s>"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
