@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -138,49 +139,74 @@ def test_a_miniature_evaluates_the_run_that_it_has_trained(tmp_path: Path) -> No
     assert f"logs {run}/metrics.jsonl" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("launcher", "data"), [("quickstart.sh", "runs/quickstart/data"), ("miniature.sh hybrid-90-10", "runs/mini/data")]
-)
-def test_data_of_another_corpus_is_refused_and_never_used_in_its_place(
-    tmp_path: Path, launcher: str, data: str
-) -> None:
-    """Without --corpus, what is missing is made of the same corpus as the rest."""
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Launches a program of launch/ in a checkout without data, with a Python that writes what it prepares to `log`."""
     for name in ("launch", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("one", "two"):
-        (tmp_path / name).touch()
-    log = tmp_path / "log"
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
-        "*sysconfig*) echo /standard/library;;\n"
+        "*sysconfig*) echo ${LIBRARY:-/library};;\n"
         "*device_count*) echo 1;;\n"
-        f'*data_tools*) echo "$@" >>"{log}"\n'
+        f'*data_tools*) echo "$@" >>"{tmp_path}/log"\n'
         '    while [ "$1" != --output ]; do shift; done\n'
         '    touch "$2" "$2.idx" "$2-valid.idx";;\n'
         "esac\n"
     )
     python.chmod(0o755)
 
-    def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def started(launcher: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         command = [*f"bash launch/{launcher}".split(), *arguments]
-        environment = {"PATH": os.environ["PATH"], "MOBA_PYTHON": str(python)}
+        environment = {"PATH": os.environ["PATH"], "MOBA_PYTHON": str(python), **more}
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
 
+    return started
+
+
+PREPARING = [("quickstart.sh", "runs/quickstart/data"), ("miniature.sh hybrid-90-10", "runs/mini/data")]
+"""Launchers that prepare data, and the folder for it."""
+
+
+@pytest.mark.parametrize(("launcher", "data"), PREPARING)
+def test_data_of_another_corpus_is_refused_and_never_used_in_its_place(
+    launch: Launch, tmp_path: Path, launcher: str, data: str
+) -> None:
+    """Without --corpus, what is missing is made of the same corpus as the rest."""
+    for name in ("one", "two"):
+        (tmp_path / name).touch()
+    log = tmp_path / "log"
     for arguments in (["--corpus", "one"], ["--corpus", "one"], []):
-        assert launch(*arguments).returncode == 0
+        assert launch(launcher, *arguments).returncode == 0
         made = log.read_text().splitlines()
         assert len(made) == len({*made}), "each is made once"
-    done = launch("--corpus", "two")
+    done = launch(launcher, "--corpus", "two")
     assert done.returncode == 2
     assert done.stderr.startswith(
         f"error: --corpus: given {tmp_path}/two, but {tmp_path}/{data} is of {tmp_path}/one; omit --corpus"
     )
     assert log.read_text().splitlines() == made
     (tmp_path / data / "tokenizer.model").unlink()
-    assert launch().returncode == 0
+    assert launch(launcher).returncode == 0
     assert f"train-tokenizer --input {tmp_path}/one " in log.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(("launcher", "data"), PREPARING)
+def test_data_of_the_standard_library_is_completed_from_that_of_the_python_in_use(
+    launch: Launch, tmp_path: Path, launcher: str, data: str
+) -> None:
+    """And of its sources alone, although another Python has made the rest."""
+    assert launch(launcher).returncode == 0
+    (tmp_path / data / "tokenizer.model").unlink()
+    assert launch(launcher, LIBRARY="/other").returncode == 0
+    *_, last = (tmp_path / "log").read_text().splitlines()
+    assert "train-tokenizer --input /other " in last
+    assert "--glob *.py --exclude site-packages " in last
+    assert "is of standard library; omit --corpus" in launch(launcher, "--corpus", "launch").stderr
 
 
 def test_a_recipe_is_found_from_the_callers_folder_in_a_checkout_with_spaces(tmp_path: Path) -> None:
