@@ -206,7 +206,7 @@ def test_data_of_the_standard_library_is_completed_from_that_of_the_python_in_us
     *_, last = (tmp_path / "log").read_text().splitlines()
     assert "train-tokenizer --input /other " in last
     assert "--glob *.py --exclude site-packages " in last
-    assert "is of standard library; omit --corpus" in launch(launcher, "--corpus", "launch").stderr
+    assert "is of the standard library; omit --corpus" in launch(launcher, "--corpus", "launch").stderr
 
 
 def test_a_recipe_is_found_from_the_callers_folder_in_a_checkout_with_spaces(tmp_path: Path) -> None:
