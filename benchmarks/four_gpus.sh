@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Measures and checks on four GPUs of this machine: training of the 8B model at 8K and 128K, its checkpoints, and context
-# parallelism. All of this has run on H100 or H200, but for the profile with tp_overlap, which has run on two, and the
-# layouts, which have run by four ranks on two. A part that fails or takes too long does not keep the others from
+# parallelism. All of this has run on H100 or H200. A part that fails or takes too long does not keep the others from
 # running; its name is printed last.
 #
 #   bash benchmarks/four_gpus.sh OUTPUT [PART ...]
@@ -11,9 +10,9 @@
 #   8k         8B at 8K: FSDP, MoBA, tensor, context and pipeline parallelism, FP8, torchtitan where it is
 #              installed; recomputes what GPUs of 80 GiB cannot keep                                               15
 #   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                   10
-#   profile    where the time of a step with tp 2 and cp 2 goes, without and with tp_overlap                        4
+#   profile    where the time of a step with tp 2 and cp 2 goes, without and with tp_overlap                        2
 #   layouts    8B checkpoints saved in one layout and resumed in the next; one of them (90 GiB) must fit into
-#              $TMPDIR. On a disk that takes a save in 140 s, as one was measured                                  21
+#              $TMPDIR; in memory                                                                                   9
 #   context    transports of context parallelism at 64K, 256K and 1M; an attention sink; a timeline                10
 #   tests      transports against one GPU over NCCL, and 200 steps of changing documents                            4
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/usage.sh"

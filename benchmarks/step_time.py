@@ -161,7 +161,8 @@ LEFT_OUT = {
     (
         "training-8b-8k-tp2-cp2-h200-x4.json",
         "8K:full:none:tp2:cp2:batch4:micro2:parallel.tp_overlap=true",
-    ): "`tp_overlap` makes this step longer, plan has it shorter; not profiled: predicted 32 % shorter",
+    ): "`tp_overlap` makes this step longer, plan has it shorter; the host is late with its many launches: "
+    "predicted 32 % shorter",
     (
         "training-8b-8k-h100-x4.json",
         "8K:full:none:tp2:cp2:batch4:micro2",

@@ -269,7 +269,7 @@ def test_mechanisms_has_what_a_sink_costs_under_dispatch() -> None:
 @pytest.mark.parametrize(
     ("table", "result"),
     [
-        (checkpoint_layouts.table, "checkpoint-layouts-8b-4-ranks-h200-x2"),
+        (checkpoint_layouts.table, "checkpoint-layouts-8b-h200-x4"),
         (checkpoint_threads.table, "checkpoint-threads-cpu"),
         (checkpoint_threads.table, "checkpoint-threads-h200"),
     ],

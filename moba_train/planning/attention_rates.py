@@ -4,11 +4,11 @@ A rate is a kind's operations (`AttentionKind.flops`) over the measured time of 
 heads, bf16, one document, one GPU. A layer's rate is that of the measured rows whose kind, options and head width are
 nearest, between two lengths interpolated over log(tokens), beyond them that of the nearest length.
 
-Sources, in benchmarks/results: `full` from full-attention-h200.json and attention-h200.json (`auto` stands for
-flash-attn-4, which it takes where that is installed), `moba` from attention-h200.json, but of later kernels 512/3 and
-128/8 up to 128K from attention-gradients-gathered-h200-again.json (forward: both passes without the backward pass),
-128K 512/8 from attention-gluon-h200.json and 32K 256/4 from attention-long-blocks-h200.json, all other kinds from
-mechanisms-h200.json, whose times include the rotary embedding and the kind's own matrices. A test compares them.
+Sources, in benchmarks/results: `full` from full-attention-h200.json and attention-h200-877fb6e.json (`auto` stands for
+flash-attn-4, which it takes where that is installed), `moba` from attention-h200-877fb6e.json, but of later kernels
+512/3 and 128/8 up to 128K from attention-gradients-gathered-h200-again.json (forward: both passes without the backward
+pass), 128K 512/8 from attention-gluon-h200.json and 32K 256/4 from attention-long-blocks-h200.json, all other kinds
+from mechanisms-h200.json, whose times include the rotary embedding and the kind's own matrices. A test compares them.
 """
 
 import math

@@ -7,10 +7,12 @@ from kind_checks import Layer, make_layer, run_layer
 from torch import Tensor
 
 from moba_train.attention.blocks.choose import choose_blocks, query_blocks
+from moba_train.attention.blocks.reference import selected_mask
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
 from moba_train.attention.infllm_v2.scores import window_means
 from moba_train.attention.kind import AttentionKind
+from moba_train.attention.masked import masked_attend
 from moba_train.attention.protocol import BackwardState, TokenRange, packed_layout
 from moba_train.config.model import ModelConfig
 
@@ -87,19 +89,22 @@ def test_gradients_are_reproducible(device):
 
 
 @pytest.mark.parametrize("dense_len", [1, 4096])
-def test_decoding_equals_the_reference(dense_len, device):
+def test_decoding_attends_to_the_selected_blocks(dense_len, device):
+    """Against float64 and the same blocks: of two with nearly the same score, another precision takes the other."""
     lengths = [9000, 1, 700, 5000]
+    _, k, v, _ = inputs(lengths, 8, 2, 128, torch.bfloat16, device)
     layout = last_tokens(lengths, device)
+    q = torch.randn(4, 8, 128, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(dense_len=dense_len, topk=20, local_blocks=4), 128)
+    summaries = attention.summarize(k, layout.part(None, None))
     ranges = tuple(TokenRange(stop - length, stop) for length, stop in zip(lengths, layout.edges[1:], strict=True))
-    q = torch.randn(4, 8, 128, device=device, dtype=torch.bfloat16)
-    k, v = (torch.randn(sum(lengths), 2, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
-    results = []
-    for backend in ("auto", "reference"):
-        options = InfLLMV2Attention.Options(dense_len=dense_len, topk=20, local_blocks=4, backend=backend)
-        attention = InfLLMV2Attention(options, 128)
-        summaries = attention.summarize(k, layout.part(None, None))
-        results.append(attention.decode(q, CachedKeys(k, v, ranges, layout, summaries)))
-    torch.testing.assert_close(*results, rtol=2e-2, atol=1e-2)
+    out, lse = attention.decode(q, CachedKeys(k, v, ranges, layout, summaries))
+    selected = attention.select_blocks(q, summaries, layout)
+    assert selected is not None
+    mask = selected_mask(selected, layout, 64)
+    want_out, want_lse = masked_attend(q.double(), k.double(), v.double(), mask, attention.scale, prefix=False)
+    assert error(out, want_out) < 5e-3
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-3)
 
 
 def test_memory_of_a_long_sequence(device):

@@ -40,7 +40,7 @@ def measured() -> Iterator[MeasuredLayer]:
         forward = {"median": both - backward}
         options = {"block_size": block_size, "topk": topk}
         yield timed("moba", options, 128, 1024 * tokens, {"forward_ms": forward, "both_ms": found["both_ms"]})
-    for row in results("attention-h200", "attention-long-blocks-h200", "attention-gluon-h200"):
+    for row in results("attention-h200-877fb6e", "attention-long-blocks-h200", "attention-gluon-h200"):
         if row["heads"] == 32 and row["documents"] == "" and row["routing"] in ("random", "uniform"):
             options = {"block_size": row["block_size"], "topk": row["topk"]}
             yield timed("moba", options, row["head_dim"], row["tokens"], row["columns"]["auto"])

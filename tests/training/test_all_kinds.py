@@ -149,11 +149,12 @@ def test_compiled_and_recomputed_blocks_give_the_same_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2000)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_share_the_sequences_of_all_of_them(tmp_path: Path, corpora: Path) -> None:
     """NCCL, bf16, head width 64 and the kinds' own defaults, so that the kernels of real training run. Documents are
-    longer and shorter than a GPU's share, and longer than what InfLLM-v2 attends to densely."""
+    longer and shorter than a GPU's share, and longer than what InfLLM-v2 attends to densely. On a new machine the first
+    run waits more than four minutes for fla-core's kernels of `kda` alone, which are tuned once."""
     run = mixed(tmp_path / "run", corpora)
     write_corpus(tmp_path / "long", 12, 0, lengths=(3_000, 16_000))
     run.recipe["data"] = {"train": [{"path": str(tmp_path / "long")}]}
@@ -167,7 +168,7 @@ def test_two_gpus_share_the_sequences_of_all_of_them(tmp_path: Path, corpora: Pa
     for parallel in ({}, {"cp": 2}, {"cp": 2}):
         shutil.rmtree(run.run_dir, ignore_errors=True)
         run.recipe["parallel"] = parallel
-        code, output = run.train_on_gpu(parallel.get("cp", 1))
+        code, output = run.train_on_gpu(parallel.get("cp", 1), seconds=900)
         assert code == 0, output
         keys = ("loss", "grad_norm", "loss_tokens")
         curves.append({key: [record[key] for record in run.records()] for key in keys})

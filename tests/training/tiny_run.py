@@ -171,11 +171,11 @@ class Run:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         return [*torchrun, "-m", "moba_train.train", str(self.write_recipe()), *arguments]
 
-    def train_on_gpu(self, ranks: int = 1, *arguments: str) -> tuple[int, str]:
-        """Train to the end on GPUs; returns (exit code, all output)."""
+    def train_on_gpu(self, ranks: int = 1, *arguments: str, seconds: float = 240) -> tuple[int, str]:
+        """Train to the end on GPUs, which may take so many seconds; returns (exit code, all output)."""
         process = self.start_on_gpu(ranks, *arguments)
         try:
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             raise
