@@ -79,7 +79,8 @@ def flagged_steps(curve: Curve, warn_sigma: float) -> dict[int, tuple[float, flo
 
 
 def detection_rate(curves: list[Curve], column: int, sigmas: float, warn_sigma: float) -> float:
-    """The fraction of spikes of `sigmas` sigma in `column` (0 the loss, 1 the gradient norm) that is flagged."""
+    """The fraction of spikes of `sigmas` sigma in `column` (0 the loss, 1 the gradient norm) that is flagged; NaN where
+    all curves are too short for one."""
     injected = found = 0
     for curve in curves:
         spiked = list(curve)
@@ -90,7 +91,7 @@ def detection_rate(curves: list[Curve], column: int, sigmas: float, warn_sigma: 
             spiked[step] = (stage, values[0], values[1])
         found += len(flagged_steps(spiked, warn_sigma).keys() & set(steps))
         injected += len(steps)
-    return found / injected
+    return found / injected if injected else math.nan
 
 
 def _noise(curve: Curve, column: int, step: int) -> float:

@@ -34,7 +34,7 @@ import torch
 from benchmarks import training_rows
 from benchmarks.gpu_clocks import sampled
 from benchmarks.options import need_gpus
-from benchmarks.record import markdown, save, spread
+from benchmarks.record import markdown, provenance, save, spread
 from benchmarks.trainer_run import model_shape, planned_here, run_until, torchrun, trainer_command, write_corpus
 from benchmarks.training_rows import POLICIES, Row, parse_row
 from moba_train.errors import UserError
@@ -218,6 +218,10 @@ def main() -> None:
     except ValueError as error:
         parser.error(f"--rows: {error}")
     need_gpus(parser, arguments.gpus)
+    if arguments.append and (other := _otherwise_measured(arguments)):
+        parser.error(
+            f"--append: {arguments.output} has rows of {other}; allowed: rows measured alike, or another --output"
+        )
     if failed := run(rows, arguments):
         raise SystemExit(f"failed: {' '.join(failed)}")
 
@@ -230,7 +234,7 @@ def run(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
     if arguments.append:
         with contextlib.suppress(FileNotFoundError):
             results = json.loads(arguments.output.read_text())["results"]
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "rows")}
+    settings = _settings(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         needed = max((row.warm + row.steps + 2) * _sequences(row, arguments) * row.seq_len for row in rows)
@@ -246,6 +250,22 @@ def run(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
             save(arguments.output, settings, results)
     print(f"\n{table(results)}", flush=True)
     return [row.name for row in rows if "error" in results.get(row.name, {}) and not row.by_torchtitan]
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {key: value for key, value in vars(arguments).items() if key not in ("output", "rows")}
+
+
+def _otherwise_measured(arguments: argparse.Namespace) -> str:
+    """In what the rows of the result file differ from those to come: a file says it once for all of its rows."""
+    if not arguments.output.exists():
+        return ""
+    found = json.loads(arguments.output.read_text())
+    limits = ("row_seconds", "budget_seconds", "append")
+    settings = {key: value for key, value in _settings(arguments).items() if key not in limits}
+    now = {key: value for key, value in provenance().items() if key in ("commit", "device", "torch")} | settings
+    before = found | found["settings"]
+    return ", ".join(f"{key} {before.get(key)}, not {value}" for key, value in now.items() if before.get(key) != value)
 
 
 if __name__ == "__main__":

@@ -58,10 +58,16 @@ def _progress(history: History, now: float) -> Fact:
     planned = [number(event, "last_step") for event in history.of_type("stage", "resume") if "last_step" in event]
     of = f" / {planned[-1]:,.0f}" if planned and math.isfinite(planned[-1]) else ""
     tokens = f"{format_count(last['tokens'])} tokens"
-    if of and last["step"] >= planned[-1]:
+    if (of and last["step"] >= planned[-1]) or last["step"] == history.exited().get(_name_of_last_stage(history)):
         return Fact("steps, finished", f"{last['step']:,}{of}", tokens)
     newest = max(record["time"] for record in records)
     return Fact("steps so far", f"{last['step']:,}{of}", f"{tokens}; last record {_ago(now - newest)}")
+
+
+def _name_of_last_stage(history: History) -> str:
+    stages = history.recipe.get("stages")
+    last = stages[-1] if isinstance(stages, list) and stages else None
+    return str(last.get("name")) if isinstance(last, dict) else ""
 
 
 def _loss(history: History) -> Fact:
@@ -96,9 +102,12 @@ def _speed(history: History) -> Fact | None:
     rates = _last_stage(history, "tokens_per_s")
     if rates is None:
         return None
-    per_device = _last_stage(history, "tokens_per_s_per_device")
-    devices = round(rates / per_device) if per_device else 1
-    return Fact("tokens/s", format_count(rates), f"{_count(devices, 'device')}, median of the last stage")
+    pairs = [
+        [number(record, name) for name in ("tokens_per_s", "tokens_per_s_per_device")] for record in history.metrics
+    ]
+    devices = [round(rate / per_device) for rate, per_device in pairs if math.isfinite(rate) and per_device > 0]
+    now = _count(devices[-1] if devices else 1, "device")
+    return Fact("tokens/s", format_count(rates), f"{now}, median of the last stage")
 
 
 def _utilisation(history: History) -> Fact | None:

@@ -26,6 +26,8 @@ _MOST_EVALUATIONS = 200
 """Newest evaluation files that are read."""
 _LINE_BYTES = 1 << 24
 """Longest line of metrics.jsonl that is parsed."""
+_YEAR_10000 = 253_402_300_800
+"""In seconds since 1970: the first time that Python cannot show."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class History:
     def of_type(self, *types: str) -> list[Record]:
         """The events of these types."""
         return [event for event in self.events if event["type"] in types]
+
+    def exited(self) -> dict[str, int]:
+        """The step at which each stage ended whose exit criterion was met, by name."""
+        met = (event for event in self.of_type("stage_exit") if str(event.get("message")).startswith("criterion met"))
+        return {event["stage"]: int(event["step"]) for event in met}
 
     def latest(self, name: str) -> list[Result]:
         """The last result of an evaluation in every stage, in the order of the stages."""
@@ -157,7 +164,8 @@ def _sound(record: Record | None) -> Record | None:
         return None
     record.setdefault("stage", "")
     numbers = all(math.isfinite(number(record, name)) for name in ("step", "tokens", "time"))
-    return record if numbers and isinstance(record["stage"], str) else None
+    sound = numbers and 0 <= record["time"] < _YEAR_10000 and isinstance(record["stage"], str)
+    return record if sound else None
 
 
 def _read_recipe(history: History) -> None:

@@ -7,6 +7,8 @@ from moba_train.report.chart import Chart, Shown, text
 from moba_train.report.history import Result
 
 _SCALE = [[0, "#F0496E"], [0.5, "#EBB839"], [1, "#0CD79F"]]
+_NO_SHARES = {"bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "ter", "word_perplexity"}
+"""Metrics of lm-eval of which less is better; they may be below 1, too."""
 _CELL = 34
 """Height of a row, in pixels."""
 
@@ -78,7 +80,7 @@ def lm_eval_charts(runs: Sequence[Shown]) -> list[Chart]:
                 f"{task}, {metric}": [by_task[task][metric] for by_task in scores.values()]
                 for task, values in next(iter(scores.values())).items()
                 for metric, value in values.items()
-                if "_stderr" not in metric and 0 <= value <= 1
+                if "_stderr" not in metric and metric.split(",")[0] not in _NO_SHARES and 0 <= value <= 1
             }
             if shares:
                 names = [text(name) for name in shares]

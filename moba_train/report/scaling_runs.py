@@ -105,11 +105,7 @@ def _config(history: History) -> RunConfig:
 def _exited_steps(history: History, config: RunConfig) -> dict[str, int]:
     """Steps of the stages whose exit criterion was met, by name: they ended before their last possible step."""
     exited: dict[str, int] = {}
-    met = {
-        event["stage"]: int(event["step"])
-        for event in history.of_type("stage_exit")
-        if str(event.get("message", "")).startswith("criterion met")
-    }
+    met = history.exited()
     for index, stage in enumerate(config.stages):
         if stage.name in met:
             exited[stage.name] = met[stage.name] - resolve_stages(config, exited)[index].first_step

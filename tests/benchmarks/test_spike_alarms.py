@@ -1,11 +1,12 @@
 """The detector is quiet on clean curves and sees large spikes, by the program that measures both."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from benchmarks.spike_alarms import detection_rate, flagged_steps, main, synthetic_curve
+from benchmarks.spike_alarms import detection_rate, flagged_steps, main, measure, synthetic_curve
 from moba_train.config.run import SpikeConfig
 
 DEFAULT = SpikeConfig().warn_sigma
@@ -28,6 +29,12 @@ def test_a_larger_spike_is_seen_more_often() -> None:
     assert rates == sorted(rates)
     assert rates[0] < 0.2
     assert rates[-1] > 0.9
+
+
+def test_a_curve_that_is_too_short_for_a_spike_has_no_rate() -> None:
+    found = measure([synthetic_curve("gaussian", 250, 7)])
+    assert found["steps"] == 250
+    assert all(math.isnan(rate) for rates in found["detected_by_sigma"].values() for rate in rates.values())
 
 
 def test_the_program_reads_runs_and_starts_over_at_their_stages(

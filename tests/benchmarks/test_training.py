@@ -140,6 +140,27 @@ def test_rows_are_killed_when_measured_and_saved_one_by_one(
     assert "not run" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"), [([], ""), (["--layers", "16"], "layers None, not 16"), (["--gpus", "1"], "gpus 2, not 1")]
+)
+def test_a_file_takes_rows_that_are_measured_alike(
+    changed: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it says once for all of them with which model, GPUs and sequences they were measured."""
+    monkeypatch.setattr(training, "measure", lambda row, *_: {"wall_s": 0.0, "error": f"none of {row.name}"})
+    monkeypatch.setattr(training, "need_gpus", lambda *_: None)
+    monkeypatch.setattr(training, "write_corpus", lambda *_: None)
+    output = tmp_path / "result.json"
+    given = ["training", "--model", "llama3-8b", "--gpus", "2", "--output", str(output)]
+    for row, more in (("8K:full", []), ("64K:full", ["--append", "--row-seconds", "60", *changed])):
+        monkeypatch.setattr("sys.argv", [*given, "--rows", row, *more])
+        with pytest.raises(SystemExit) as ended:
+            training.main()
+    assert json.loads(output.read_text())["results"].keys() == ({"8K:full"} if told else {"8K:full", "64K:full"})
+    assert (ended.value.code == 2) == bool(told)
+    assert told in capsys.readouterr().err
+
+
 def test_clock_and_power_of_a_rows_gpus_are_those_of_the_measured_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

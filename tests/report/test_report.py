@@ -17,7 +17,8 @@ from moba_train.errors import UserError
 from moba_train.evals.registry import EVALUATIONS
 from moba_train.foreign_files import ROOTS
 from moba_train.report.curves import MOST_POINTS, shown_rows
-from moba_train.report.history import read_history
+from moba_train.report.facts import Fact, facts
+from moba_train.report.history import Result, read_history
 from moba_train.report.page import render, write_report
 from moba_train.report.planned import planned_rates
 from moba_train.report.training_charts import data_mix
@@ -144,6 +145,46 @@ def test_the_tiles(recorded: Path) -> None:
     assert {"training loss", "validation loss", "trailing loss", "tokens/s", "time"} <= values.keys()
 
 
+def tiles(run: Path) -> dict[str, Fact]:
+    return {fact.label: fact for fact in facts(read_history(run), 2e9)}
+
+
+def test_a_run_whose_last_stage_met_its_criterion_is_finished(recorded: Path) -> None:
+    path = recorded / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    stage = records[-1]["stage"]
+    kept = [record for record in records if record["step"] <= 140]
+    met = {"type": "stage_exit", "step": 140, "stage": stage, "tokens": kept[-1]["tokens"], "time": kept[-1]["time"]}
+    for message, label in (("criterion not met", "steps so far"), ("criterion met: ...", "steps, finished")):
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in [*kept, met | {"message": message}]))
+        assert tiles(recorded)[label].value == "140 / 150"
+    (recorded / "config.yaml").write_text("stages: [3]")
+    assert "steps so far" in tiles(recorded)
+
+
+def test_the_devices_are_those_of_the_last_step(recorded: Path, change_records: Change) -> None:
+    """Resumed on eight in place of four in the middle of a stage: never on six."""
+    steps = iter(range(1000))
+
+    def change(record: dict[str, Any]) -> None:
+        if record["type"] == "metrics":
+            devices = 4 if next(steps) < 120 else 8
+            record.update(tokens_per_s=1000.0 * devices, tokens_per_s_per_device=1000.0)
+
+    change_records(recorded, change)
+    assert tiles(recorded)["tokens/s"].detail.startswith("8 devices")
+
+
+def test_lm_eval_shows_shares_of_which_more_is_better(recorded: Path) -> None:
+    scores = {"moba": {"wikitext": {"bits_per_byte,none": 0.81}, "lambada": {"acc,none": 0.41, "acc_stderr,none": 0.1}}}
+    found = Result("lm_eval", 150, "", 0.0, {"scores": scores}, "file.json")
+    history = read_history(recorded)
+    history.results.append(found)
+    page = page_data(render([history], 2e9))
+    (chart,) = [chart for chart in page["charts"] if chart["key"].startswith("lm-eval")]
+    assert chart["traces"][0]["z"] == [[0.41]]
+
+
 @pytest.mark.parametrize("cut", [1, 40, 0.5])
 def test_a_run_that_is_being_written_is_drawn_with_a_notice(recorded: Path, cut: float) -> None:
     path = recorded / "metrics.jsonl"
@@ -161,12 +202,13 @@ def test_damage_is_a_notice(recorded: Path) -> None:
     lines[41] = b'{"type": "metrics", "step": "many"}\n'
     lines[42] = b'{"type": "metrics", "step": 3, "tokens": null, "time": 1}\n'
     lines[43] = b'{"type": "metrics", "step": 3, "tokens": 1' + b"0" * 400 + b', "time": 1}\n'
+    lines[44] = b'{"type": "code", "step": 3, "tokens": 1, "time": 1795856400000}\n'  # milliseconds
     path.write_bytes(b"".join(lines))
     (recorded / "config.yaml").write_text("a: [")
     (recorded / "evaluations" / "step_00000001-64.json").write_text('{"tasks": ["needle"]')
     (recorded / "evaluations" / "step_00000002-64.json").write_text('["needle"]')
     report = write_report([recorded])
-    assert report.notices[0] == "4 lines of metrics.jsonl are damaged and left out"
+    assert report.notices[0] == "5 lines of metrics.jsonl are damaged and left out"
     assert report.notices[1].startswith("config.yaml cannot be read: ")
     assert [notice.split(" cannot")[0] for notice in report.notices[2:]] == [
         "evaluations/step_00000001-64.json",
