@@ -6,7 +6,7 @@
 #   bash benchmarks/four_gpus.sh OUTPUT [PART ...]
 #
 # OUTPUT     folder for result files and logs; not benchmarks/results, where files have the same names
-# PART       default: all of them, in this order; minutes as measured, of what has not run as predicted
+# PART       default: all of them, in this order; minutes as measured
 #   8k         8B at 8K: FSDP, MoBA, tensor, context and pipeline parallelism, FP8, torchtitan where it is
 #              installed; recomputes what GPUs of 80 GiB cannot keep                                               15
 #   128k       8B at 128K over four ranks: full attention, MoBA, FP8, torchtitan                                   10

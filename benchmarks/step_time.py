@@ -156,8 +156,8 @@ LEFT_OUT = {
     (
         "training-8b-h200-x4-again.json",
         "8K:full:none:tp2:cp2:batch4:micro2",
-    ): "two sequences at a time on four GPUs; not profiled: predicted 18 % shorter; on another machine, later, 8 % "
-    "(`training-8b-8k-tp2-cp2-h200-x4.json`)",
+    ): "two sequences at a time on four GPUs; not profiled there: predicted 18 % shorter; on another machine, later, "
+    "8 % (`training-8b-8k-tp2-cp2-h200-x4.json`)",
     (
         "training-8b-8k-tp2-cp2-h200-x4.json",
         "8K:full:none:tp2:cp2:batch4:micro2:parallel.tp_overlap=true",

@@ -133,7 +133,10 @@ def summary(recorder: Recorder, ours: set[str]) -> dict[str, Any]:
 
 def report(ranks: list[dict[str, Any]], row: Row, arguments: argparse.Namespace) -> None:
     """Print the summaries of all ranks, and save them."""
-    waits = step_trace.waits([[Kernel(*kernel) for kernel in one.pop("communication")] for one in ranks])
+    found = [[Kernel(*kernel) for kernel in one.pop("communication")] for one in ranks]
+    # Collectives are compared in their order on all ranks, which those of several groups do not have in common.
+    one_group = len(ranks) in (row.tp, row.cp, row.pp) or row.tp == row.cp == row.pp == 1
+    waits = step_trace.waits(found) if one_group else [{} for _ in ranks]
     for one, waited in zip(ranks, waits, strict=True):
         one["waited_for_last_rank_s"] = {name: seconds / row.steps for name, seconds in waited.items()}
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
@@ -151,8 +154,9 @@ def _table(ranks: list[dict[str, Any]]) -> list[list[str]]:
     rows = [["ms a step", *(f"rank {rank}" for rank in range(len(ranks)))]]
     rows += [[group, *(f"{1000 * one['groups_s'].get(group, 0.0):.1f}" for one in ranks)] for group in groups]
     rows.append(["all", *(f"{1000 * sum(one['groups_s'].values()):.1f}" for one in ranks)])
-    waited = (sum(one["waited_for_last_rank_s"].values()) for one in ranks)
-    rows.append(["collectives waited for the last rank", *(f"{1000 * seconds:.1f}" for seconds in waited)])
+    waited = [sum(one["waited_for_last_rank_s"].values()) for one in ranks]
+    if any(waited):
+        rows.append(["collectives waited for the last rank", *(f"{1000 * seconds:.1f}" for seconds in waited)])
     rows.append(["garbage collection", *(f"{1000 * one['garbage_collection_s']:.1f}" for one in ranks)])
     rows += [[name, *(str(one["allocator_calls"].get(name, 0)) for one in ranks)] for name in _ALLOCATOR]
     rows.append(["steps, s", *(", ".join(f"{s:.2f}" for s in one["step_s"]) for one in ranks)])

@@ -44,6 +44,17 @@ def test_the_report_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "| garbage collection | 250.0 | 250.0 |" in printed
 
 
+def test_ranks_of_several_groups_have_no_common_order_of_collectives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = argparse.Namespace(row="8K:full:tp2:cp2:steps2", output=tmp_path / "result.json")
+    ranks = [_rank(tmp_path, 200.0 + 10 * rank) for rank in range(4)]
+    report(ranks, parse_row(arguments.row, Row()), arguments)
+    found = json.loads(arguments.output.read_text())["results"]["ranks"]
+    assert [rank["waited_for_last_rank_s"] for rank in found] == [{}] * 4
+    assert "waited for the last rank" not in capsys.readouterr().out
+
+
 def test_the_trainer_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_rank.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(Trainer, "_step", Trainer._step)  # what the recorder puts in its place is taken back

@@ -149,7 +149,7 @@ def test_compiled_and_recomputed_blocks_give_the_same_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(2000)
+@pytest.mark.timeout(2800)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_share_the_sequences_of_all_of_them(tmp_path: Path, corpora: Path) -> None:
     """NCCL, bf16, head width 64 and the kinds' own defaults, so that the kernels of real training run. Documents are
