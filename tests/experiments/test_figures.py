@@ -21,6 +21,7 @@ from experiments.registry import FIGURES
 from experiments.run_arm import complete_recipe
 from experiments.scaling import Scaling
 from experiments.trailing import BOTH, Trailing
+from experiments.trained_with import evaluated
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
@@ -265,6 +266,19 @@ def test_trailing_and_what_is_drawn_from_its_arms(tmp_path: Path) -> None:
     file.write_text(json.dumps({**content, "results": {"arms": results[:1]}}))
     alone = page.section(FIGURES["position"], file)
     assert "science-position.svg" not in alone, "one arm has nothing to be compared with"
+
+
+def test_both_runs_of_a_model_do_not_count_as_two_models() -> None:
+    """Models deviate, alike in both of their runs: intervals are those of the mean difference of pairs of models."""
+    results = results_of(Trailing(), dict.fromkeys(("full", "moba"), published.Law(2.0, 0.0)), 0.1)
+    verdicts = FIGURES["trained-with"].find(results).verdicts
+    for verdict, loss, run in zip(verdicts, ["validation"] * 2 + ["trailing"] * 2, ["moba", "full"] * 2, strict=True):
+        values = {(one["name"], one["seed"]): evaluated(one, loss, run) for one in results}
+        pairs = [(f"moba-{size}", f"full-{size}", seed) for size in Trailing.sizes for seed in range(3)]
+        known = comparison.mean_of([values[moba, seed] - values[full, seed] for moba, full, seed in pairs])
+        found = verdict.estimate
+        assert (found.value, found.low, found.high) == pytest.approx((known.value, known.low, known.high))
+        assert found.visible == pytest.approx(known.visible)
 
 
 @pytest.mark.parametrize("figure", TRAINED, ids=lambda figure: figure.name)
