@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -167,10 +168,14 @@ def _report(figure: Figure, work: Work, given: argparse.Namespace, outcome: Outc
     own = set(map(id, work.needed))  # arms of two figures may be equal
     for arm, error in outcome.failed:
         if id(arm) in own:
-            why = str(error).splitlines()[0]
-            print(f"failed: {work.label(arm)}: {why}; the same command runs it again, --arms '{arm.key}' it alone")
+            why = (str(error).strip() or repr(error)).splitlines()[0]
+            again = f"; the same command runs it again, --arms '{arm.key}' it alone"
+            print(f"failed: {work.label(arm)}: {why}{'' if isinstance(error, UserError) else again}")
+    refusals = [work.figure.refusal(arm, results, given.quick) for arm in outcome.left if id(arm) in own]
+    for reason, count in Counter(filter(None, refusals)).items():
+        print(f"left out: {count} arms of {work.figure.name}: {reason}")
     for arm in outcome.left:
-        if id(arm) in own:
+        if id(arm) in own and not work.figure.refusal(arm, results, given.quick):
             alone = f"about {work.seconds(arm, min(given.gpus, 1), 1):.0f} s alone on one device"
             print(f"not finished: {work.label(arm)}, {alone}; {_what_to_do(arm, work, given)}")
     print(f"{len(results)} arms in {_shown(work.output)}")

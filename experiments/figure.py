@@ -73,6 +73,8 @@ class Finding:
     """A table; the first row is its head."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     """Fits and whatever else is worth keeping, as JSON values."""
+    left_out: Sequence[str] = ()
+    """Arms that cannot be compared with the others, and why."""
 
     @property
     def is_begun(self) -> bool:
@@ -115,10 +117,10 @@ class Figure(ABC):
         """Why arms that begin with the weights of `parent` are not worth running; empty: they are."""
         return ""
 
-    def has_refused(self, arm: Arm, results: Sequence[Result], quick: bool) -> bool:
-        """Whether an arm is not worth running, as the results have its parent, and it is refused."""
-        parents = [one for one in results if (one["name"], one["seed"]) == (arm.parent, arm.seed)]
-        return any(self.refuses(parent, quick) for parent in parents)
+    def refusal(self, arm: Arm, results: Sequence[Result], quick: bool) -> str:
+        """Why an arm is not worth running, by the result of its parent; empty: it is, or its parent has no result."""
+        parents = (one for one in results if (one["name"], one["seed"]) == (arm.parent, arm.seed))
+        return next((self.refuses(parent, quick) for parent in parents), "")
 
     def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:  # noqa: B027  # optional, not abstract
         """Make corpora of the figure's own in `folder`, which arms may name. Called before any arm runs; what an

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.plotting import STYLE, stamp
 from benchmarks.record import insert_tables, markdown
-from experiments.figure import Figure, Result, key_of
+from experiments.figure import Figure, Finding, Result, key_of
 from experiments.results import read_results
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,7 @@ def section(figure: Figure, path: Path) -> str:
     where = f"../experiments/results/{path.name}"
     if finding.is_begun:
         parts += [f"![{figure.title}](science-{figure.name}.svg)", markdown(finding.rows)]
-    parts += [f"- {verdict}" for verdict in finding.verdicts]
+    parts += [f"- {line}" for line in _sentences(finding)]
     if not finding.verdicts and not figure.found:
         parts.append("The arms that are finished do not suffice for a verdict.")
     if figure.found:
@@ -73,7 +73,7 @@ def overview(figures: Mapping[str, Figure]) -> str:
         trained = figures[figure.source] if figure.source else figure
         results = read_results(result_file(figure))
         arms = [arm for seed in trained.seeds for arm in trained.arms(seed, quick=False)]
-        arms = [arm for arm in arms if not trained.has_refused(arm, results, quick=False)]
+        arms = [arm for arm in arms if not trained.refusal(arm, results, quick=False)]
         keys = {key_of(result) for result in results}
         finished = sum(arm.key in keys for arm in arms)
         rows.append([figure.title, f"{finished} of {len(arms)}", figure.result or "none"])
@@ -109,4 +109,9 @@ def draw(figure: Figure, source: Path, plot: Path) -> None:
 def summary_lines(figure: Figure, results: list[Result]) -> list[str]:
     """What a program prints last: the table and a line for each verdict."""
     finding = figure.find(results)
-    return [markdown(finding.rows), *map(str, finding.verdicts)]
+    return [markdown(finding.rows), *_sentences(finding)]
+
+
+def _sentences(finding: Finding) -> list[str]:
+    """Verdicts, behind what they leave out."""
+    return [*(f"Left out: {one}." for one in finding.left_out), *map(str, finding.verdicts)]

@@ -176,8 +176,6 @@ def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any], data_roots:
     stages: dict[str, dict[str, Any]] = {record["stage"]: {} for record in steps}
     for record in evaluations:
         stages.setdefault(record["stage"], {})[record["type"]] = _kept(record)
-    width = max(1, -(-len(steps) // CURVE_POINTS))
-    parts = [steps[first : first + width] for first in range(0, len(steps), width)]
     where = provenance()
     return {
         "name": arm.name,
@@ -191,8 +189,8 @@ def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any], data_roots:
         "documents": run.documents,
         "tokens_per_s": round(statistics.median(record["tokens_per_s"] for record in steps[len(steps) // 2 :])),
         "last_step": steps[-1]["step"],
-        "losses": [[part[-1]["step"], _mean(part, "loss")] for part in parts],
-        "gradient_norms": [[part[-1]["step"], max(record["grad_norm"] for record in part)] for part in parts],
+        "losses": _losses(steps),
+        "gradient_norms": [[part[-1]["step"], max(record["grad_norm"] for record in part)] for part in _parts(steps)],
         "stages": stages,
         "history": [_numbers(record) for record in evaluations],
         "spikes": [_spike(record) for record in records if record["type"] == "spike"],
@@ -200,6 +198,24 @@ def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any], data_roots:
         "switches": list(_switches(steps)),
         "evaluations": dict(evaluated),
     }
+
+
+def losses_of(folder: Path) -> list[list[float]]:
+    """The curve `losses` that a result keeps of the run in `folder`, which tells it from other runs of its arm; empty
+    where there is none."""
+    file = folder / "metrics.jsonl"
+    records = read_records(file) if file.is_file() else []
+    return _losses([record for record in records if record["type"] == "metrics"])
+
+
+def _losses(steps: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    return [[part[-1]["step"], _mean(part, "loss")] for part in _parts(steps)]
+
+
+def _parts(steps: Sequence[Mapping[str, Any]]) -> list[Sequence[Mapping[str, Any]]]:
+    """Equal parts of the steps, a point of a curve each."""
+    width = max(1, -(-len(steps) // CURVE_POINTS))
+    return [steps[first : first + width] for first in range(0, len(steps), width)]
 
 
 def _switches(steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -76,7 +76,7 @@ def run_arms(
                     print(f"{label(arm)}: {error}", flush=True)
                 elif error is not None:
                     outcome.failed.append((arm, error))
-                    print(f"{label(arm)}: failed: {error}", flush=True)
+                    print(f"{label(arm)}: failed: {str(error).strip() or repr(error)}", flush=True)
                 else:
                     outcome.finished.append(arm)
     outcome.left.extend(waiting)

@@ -22,11 +22,11 @@ from experiments.third_cliff_findings import (
     BAR,
     base_rows,
     base_verdict,
-    check_first_losses,
     draw_fine_tuned,
     fine_tuned_rows,
     recall_loss,
     verdicts,
+    with_equal_starts,
 )
 from moba_train.data.indexed import corpus_file
 
@@ -153,14 +153,14 @@ class ThirdCliff(Figure):
     def find(self, results: Sequence[Result]) -> Finding:
         """Losses of all variants and masks, and the four claims."""
         bases = [result for result in results if result["name"] == BASE]
-        tuned = [result for result in results if result["name"] != BASE]
-        check_first_losses(tuned)
+        tuned, left_out = with_equal_starts([result for result in results if result["name"] != BASE])
         numbers = {"bases": [base_verdict(base) for base in bases]}
-        return Finding(list(verdicts(tuned)), [*fine_tuned_rows(tuned), *base_rows(bases)], numbers)
+        return Finding(list(verdicts(tuned)), [*fine_tuned_rows(tuned), *base_rows(bases)], numbers, left_out)
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """Loss by mask; gradient norm of the context by layer; its mass by distance in the last layer."""
-        draw_fine_tuned([result for result in results if result["name"] != BASE], canvas)
+        tuned, _ = with_equal_starts([result for result in results if result["name"] != BASE])
+        draw_fine_tuned(tuned, canvas)
 
 
 class ThirdCliffSmallerBlocks(ThirdCliff):

@@ -48,19 +48,24 @@ def first_loss(result: Result) -> float:
     return float(next(entry["eval_loss"] for entry in result["history"] if entry["evaluation"] == "validation_loss"))
 
 
-def check_first_losses(tuned: Sequence[Result]) -> None:
-    """Variants with the same layers and seed begin with the same loss, whatever their mask: they have the same weights.
+def with_equal_starts(tuned: Sequence[Result]) -> tuple[list[Result], list[str]]:
+    """The variants that began with the weights that most began with, and sentences about those that did not.
 
-    Raises ValueError where they have not.
+    Variants with the same layers and seed begin with the same loss, whatever their mask, as their weights are the same.
     """
-    found: dict[tuple[str, int], Result] = {}
+    kept = []
+    left_out = []
     for result in tuned:
-        other = found.setdefault((_layers(result), result["seed"]), result)
-        if abs(first_loss(result) - first_loss(other)) > SAME:
-            raise ValueError(
-                f"{result['name']} and {other['name']} of seed {result['seed']} began with losses of "
-                f"{first_loss(result):.4f} and {first_loss(other):.4f}: not with the same weights"
+        alike = [one for one in tuned if (_layers(one), one["seed"]) == (_layers(result), result["seed"])]
+        others = [one for one in alike if abs(first_loss(one) - first_loss(result)) > SAME]
+        if 2 * len(others) < len(alike):
+            kept.append(result)
+        else:
+            left_out.append(
+                f"{result['name']} of seed {result['seed']} began with a loss of {first_loss(result):.4f}, "
+                f"{others[0]['name']} with {first_loss(others[0]):.4f}: not with the same weights"
             )
+    return kept, left_out
 
 
 def as_attention(result: Result, attention: str) -> float:

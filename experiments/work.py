@@ -1,17 +1,18 @@
 """What a call has to do for a figure: the arms that its result file lacks, and how one of them is run."""
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.corpus import Corpus
 from experiments.estimate import Estimates
-from experiments.figure import Arm, Figure
+from experiments.figure import Arm, Figure, Result, key_of
 from experiments.results import add_result, held, read_results
-from experiments.run_arm import run_arm
+from experiments.run_arm import losses_of, run_arm
 from moba_train.errors import UserError
+from moba_train.evals.results import finite
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Work:
     """Those to run, each behind the one whose weights it needs."""
     impossible: list[tuple[Arm, str]]
     """Arms that are left out, and why."""
+    weights: set[str]
+    """Keys of arms with which others may begin: their weights are on this machine, and are those of their results."""
     held: int
     """How many the result file has already."""
     estimates: Estimates
@@ -55,19 +58,23 @@ class Work:
         done = held(output, _settings(figure, corpus, quick), arms)
         results = read_results(output)
         missing = [arm for arm in asked_for(arms, patterns) if arm.key not in done]
-        wanted = [arm for arm in missing if not figure.has_refused(arm, results, quick)]
-        needed = _with_parents([arm for arm in wanted if not arm.problem(sharing)], arms, runs)
+        wanted = [arm for arm in missing if not figure.refusal(arm, results, quick)]
+        weights = {key_of(one) for one in results if key_of(one) in _parents(arms) and _has_weights(runs, one)}
+        needed = _with_parents([arm for arm in wanted if not arm.problem(sharing)], arms, weights)
         impossible = [(arm, problem) for arm in wanted if (problem := arm.problem(sharing))]
-        return Work(figure, corpus, runs, output, quick, arms, needed, impossible, len(done), estimates)
+        return Work(figure, corpus, runs, output, quick, arms, needed, impossible, weights, len(done), estimates)
 
     def run(self, arm: Arm, devices: Sequence[int], sharing: int) -> None:
-        """Run an arm and add its result to the file. Raises UserError where its parent's weights are not worth it."""
-        if arm.parent is not None:
-            self._check_parent(_parent(arm, self.arms))
-        parents = {f"{one.parent}-seed{one.seed}" for one in self.arms if one.parent}
-        result = run_arm(arm, self.corpus, self.runs, devices, arm.key in parents, sharing)
+        """Run an arm and add its result to the file. Raises UserError where the file holds the arm with other weights
+        than those that others would begin with now."""
+        is_parent = arm.key in _parents(self.arms)
+        result = run_arm(arm, self.corpus, self.runs, devices, is_parent, sharing)
+        if is_parent:
+            self._check_weights(arm, result)
+        _finished_mark(self.runs, arm.key).touch()  # before the result: a call that ends between them leaves no result
         add_result(self.output, _settings(self.figure, self.corpus, self.quick), result)
-        _finished_mark(self.runs, arm).touch()  # last: arms that need its weights also need its result
+        if is_parent and not self.figure.refuses(result, self.quick):
+            self.weights.add(arm.key)
         self.estimates.add(result)
         print(
             f"{self.label(arm)}: ended after {result['seconds']:.0f} s, {result['tokens_per_s']:,} tokens/s", flush=True
@@ -83,17 +90,22 @@ class Work:
         return self.seconds(arm, gpus, 1) + max((self.seconds(one, gpus, 1) for one in children), default=0.0)
 
     def is_ready(self, arm: Arm) -> bool:
-        """Whether the weights that an arm needs are on this machine."""
-        return arm.parent is None or _finished_mark(self.runs, _parent(arm, self.arms)).exists()
+        """Whether an arm can begin with the weights that it needs."""
+        return arm.parent is None or _parent(arm, self.arms).key in self.weights
 
     def label(self, arm: Arm) -> str:
         """The arm among those of all figures."""
         return f"{self.figure.name}/{arm.key}"
 
-    def _check_parent(self, parent: Arm) -> None:
-        found = (one for one in read_results(self.output) if (one["name"], one["seed"]) == (parent.name, parent.seed))
-        if reason := self.figure.refuses(next(found), self.quick):
-            raise UserError(reason)
+    def _check_weights(self, arm: Arm, result: Result) -> None:
+        """Raises UserError where the file holds another result of this arm."""
+        held = [one for one in read_results(self.output) if key_of(one) == arm.key]
+        if held and held[0]["losses"] != finite(result["losses"]):
+            raise UserError(
+                f"trained again for its weights, it has other losses than its result in {self.output}, so these are "
+                f"other weights, and no arm begins with them; copy the folder {self.runs / arm.key} from the machine "
+                "where the result was made, or give another --output to begin a new file"
+            )
 
 
 def _settings(figure: Figure, corpus: Corpus, quick: bool) -> dict[str, Any]:
@@ -121,17 +133,29 @@ def _parent(arm: Arm, arms: Sequence[Arm]) -> Arm:
     return next(other for other in arms if (other.name, other.seed) == (arm.parent, arm.seed))
 
 
-def _finished_mark(runs: Path, arm: Arm) -> Path:
+def _parents(arms: Iterable[Arm]) -> set[str]:
+    """Keys of the arms whose weights others need."""
+    return {f"{arm.parent}-seed{arm.seed}" for arm in arms if arm.parent is not None}
+
+
+def _finished_mark(runs: Path, key: str) -> Path:
     """A file of the run folder, which is made anew with every attempt."""
-    return runs / arm.key / "arm-finished"
+    return runs / key / "arm-finished"
 
 
-def _with_parents(wanted: Sequence[Arm], arms: Sequence[Arm], runs: Path) -> list[Arm]:
-    """These arms behind those whose weights they need and which are not on this machine."""
+def _has_weights(runs: Path, result: Result) -> bool:
+    """Whether the run folder of the result's arm has that run to its end, and not an attempt, or the run of another
+    result file."""
+    key = key_of(result)
+    return _finished_mark(runs, key).exists() and finite(losses_of(runs / key)) == result["losses"]
+
+
+def _with_parents(wanted: Sequence[Arm], arms: Sequence[Arm], weights: Container[str]) -> list[Arm]:
+    """These arms behind those whose weights they need and which are not among `weights`."""
     needed: dict[str, Arm] = {}
     for arm in wanted:
         line = [arm]
-        while line[0].parent is not None and not _finished_mark(runs, parent := _parent(line[0], arms)).exists():
+        while line[0].parent is not None and (parent := _parent(line[0], arms)).key not in weights:
             line.insert(0, parent)
         needed |= {one.key: one for one in line if one.key not in needed}
     return list(needed.values())
