@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -153,12 +154,12 @@ def _work(figure: Figure, given: argparse.Namespace, estimates: Estimates) -> Wo
 
 
 def _corpus(figure: Figure, given: argparse.Namespace, runs: Path) -> Corpus:
-    """The corpus, with what the figure adds."""
-    added = runs / "corpora"
-    corpus = quick_corpus(runs / "quick-corpus", added) if given.quick else open_corpus(given.corpus, added)
+    """The corpus, with what the figure adds; that is kept apart for each corpus, as it may have its text."""
+    corpus = quick_corpus(runs / "quick-corpus") if given.quick else open_corpus(given.corpus)
+    added = runs / "corpora" / corpus.identity()["train"]
     added.mkdir(parents=True, exist_ok=True)
     figure.prepare(corpus, added, given.quick)
-    return corpus
+    return replace(corpus, added=added)
 
 
 def _report(figure: Figure, work: Work, given: argparse.Namespace, outcome: Outcome) -> None:

@@ -54,7 +54,7 @@ class Corpus:
         }
 
 
-def open_corpus(folder: Path, added: Path | None = None) -> Corpus:
+def open_corpus(folder: Path) -> Corpus:
     """The corpus that `moba-data corpus` wrote to `folder`. Raises DataError where a part or its vocabulary is not
     there."""
     sizes = set()
@@ -66,14 +66,14 @@ def open_corpus(folder: Path, added: Path | None = None) -> Corpus:
     if len(sizes) > 1:
         raise DataError(f"{folder}: train and valid have different vocabularies: {', '.join(map(str, sorted(sizes)))}")
     tokenizer = folder / "tokenizer.model"
-    return Corpus(folder, sizes.pop(), tokenizer if tokenizer.is_file() else None, added)
+    return Corpus(folder, sizes.pop(), tokenizer if tokenizer.is_file() else None)
 
 
-def quick_corpus(folder: Path, added: Path | None = None) -> Corpus:
+def quick_corpus(folder: Path) -> Corpus:
     """Bytes of Python sources, made in `folder` unless they are there."""
     if not corpus_file(folder / "train", "idx").exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder, QUICK_TOKENS)
     tokenizer = folder / "tokenizer.json"
     write_byte_tokenizer(tokenizer)
-    return Corpus(folder, BYTES, tokenizer, added)
+    return Corpus(folder, BYTES, tokenizer)

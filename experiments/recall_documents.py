@@ -110,15 +110,15 @@ def thinned(answers: Mask, values: int, share: float, rng: np.random.Generator) 
 
 
 def write_documents(prefix: Path, tokens: Tokens, mask: Mask | None, vocab_size: int) -> None:
-    """Write a corpus, with a loss mask unless that is None."""
+    """Write a corpus, with a loss mask unless that is None; the mask first, so that what has its tokens is complete."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    with IndexedDatasetWriter(prefix, dtype_for(vocab_size)) as corpus:
-        for document in tokens:
-            corpus.add_document(document)
     if mask is not None:
         with IndexedDatasetWriter(mask_prefix(str(prefix)), np.uint8) as masks:
             for document in mask:
                 masks.add_document(document)
+    with IndexedDatasetWriter(prefix, dtype_for(vocab_size)) as corpus:
+        for document in tokens:
+            corpus.add_document(document)
 
 
 def _facts(sizes: Recall, count: int, versions: int, rng: np.random.Generator) -> tuple[Tokens, Tokens]:

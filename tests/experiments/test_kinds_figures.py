@@ -12,7 +12,8 @@ import pytest
 from finished_arms import finished_arm
 
 from benchmarks.python_sources import BYTES
-from experiments import corpus, page, run_arm
+from experiments import __main__ as program
+from experiments import corpus, needles, page, run_arm
 from experiments.__main__ import main
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.comparison import mean_of, t_quantile
@@ -23,7 +24,7 @@ from experiments.needle_documents import needle_document
 from experiments.readings import Losses, trailing_by_sequence, trailing_loss, validation_by_sequence, validation_loss
 from experiments.registry import FIGURES
 from experiments.versions import insertion_costs
-from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.training import trainer
 
@@ -187,6 +188,22 @@ def test_documents_ask_for_every_number_that_they_hide(tmp_path: Path) -> None:
             assert read.count(f"\n{question} {answer}") == 1
             assert read.index(line) < read.index(question)
         assert length <= len(document) <= max(length, 500 + 250 * wanted)
+
+
+def test_a_corpus_has_documents_with_hidden_numbers_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(needles, "SEQ_LEN", 1024)
+    monkeypatch.setattr(needles, "TOKENS", 1 << 14)
+    monkeypatch.setattr(program, "open_corpus", lambda folder: Corpus(folder, BYTES, Path("tokenizer.json")))
+    write_byte_tokenizer(Path("tokenizer.json"))
+    for letter in "ab":
+        for part in ("train", "valid"):
+            with IndexedDatasetWriter(f"{letter}/{part}", np.uint16) as writer:
+                writer.add_document(np.full(1024, ord(letter)))
+        arguments = ["--corpus", letter, "--runs", "runs", "--output", f"{letter}.json", "--arms", "none-at-all"]
+        assert main(["needles", "--gpus", "0", *arguments]) == 0
+    made = [IndexedDataset(file.with_suffix("")) for file in Path("runs").rglob("needles-1024.idx")]
+    assert len({one.fingerprint.name for one in made}) == 2
 
 
 def test_the_taste_of_heads_is_the_divergence_of_their_distances() -> None:

@@ -12,14 +12,16 @@ import pytest
 from finished_arms import finished_arm
 
 from experiments import __main__ as program
-from experiments import estimate, page, work
+from experiments import estimate, page, recall_documents, work
 from experiments.corpus import Corpus, quick_corpus
 from experiments.figure import Figure, Result
 from experiments.hybrid import Hybrid, armed_scores
 from experiments.recall_documents import ASK, STATE, Recall, fine_tuning_documents, pretraining_documents, thinned
 from experiments.run_arm import run_arm
 from experiments.short_first import EQUAL_FLOPS, SHORT, ShortFirst, flops_per_token
-from experiments.third_cliff import ThirdCliff
+from experiments.third_cliff import VALIDATION, ThirdCliff
+from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.loss_mask import LossWeights
 
 SIZES = Recall(length=120, facts=4, values=3, filler_ids=10, key_ids=16, value_ids=50)
 Run = Callable[[Figure, Sequence[str]], list[Result]]
@@ -87,6 +89,25 @@ def test_a_thinner_mask_keeps_whole_answers() -> None:
     one = thinned(answers, SIZES.values, 0.003, rng)
     assert one.sum(1).tolist() == [3] * 5
     assert not (one & ~answers).any()
+
+
+def test_a_call_that_is_interrupted_while_it_writes_documents_is_completed_by_the_next(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(IndexedDatasetWriter):
+        """Ends the call once the first of the last corpus' two parts is written."""
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            if VALIDATION in self.prefix:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recall_documents, "IndexedDatasetWriter", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ThirdCliff().prepare(corpus, tmp_path, quick=True)
+    ThirdCliff().prepare(corpus, tmp_path, quick=True)
+    assert LossWeights(IndexedDataset(tmp_path / VALIDATION), "token").mask is not None
 
 
 def test_the_detector_is_armed_where_the_attention_changes(run: Run) -> None:
