@@ -112,18 +112,21 @@ class Versions(Figure):
     def find(self, results: Sequence[Result]) -> Finding:
         """For each version and size its best rate, spikes over all rates; then what insertion costs."""
         rows = [["", "loss, best rate", *ABOVE, "rate", "full in place", "spikes", "largest gradient norm"]]
+        groups = _by_kind_and_size(_trained_arms(results))
         for size, kind in product(_sizes(results), KINDS):
-            own = [one for one in _trained_arms(results) if (_size(one), _kind(one)) == (size, kind)]
-            if not own:
+            own = groups.get((kind, size))
+            if own is None:
                 continue
-            best = min(own, key=validation_loss)
-            full = [one for one in _trained_arms(results) if (_size(one), _kind(one)) == (size, "full")]
+            best = _at_best_rate(own)
+            full = groups.get(("full", size))
             spikes = sum(len(result["spikes"]) for result in own)
             norm = max(norm for result in own for _, norm in result["gradient_norms"])
-            change = full_in_place(best)
-            cells = [f"x{_rate(best):g}", "–" if change is None else f"{change:+.4f}"]
+            changes = [change for one in best if (change := full_in_place(one)) is not None]
+            cells = [f"x{_rate(best[0]):g}", f"{statistics.mean(changes):+.4f}" if changes else "–"]
             cells += [f"{spikes} in {len(own)} arms", f"{norm:.2f}"]
-            rows.append([f"{LABELS[kind]}, {size}", f"{validation_loss(best):.4f}", *_above_full(best, full), *cells])
+            above_full = _above_full(best, _at_best_rate(full) if full else [])
+            loss = statistics.mean(map(validation_loss, best))
+            rows.append([f"{LABELS[kind]}, {size}", f"{loss:.4f}", *above_full, *cells])
         costs = insertion_costs(results)
         if costs:
             rows.append(["**inserted into full**", "**cost at once**", "**after training on**", *[""] * 5])
@@ -224,19 +227,29 @@ def insertion_costs(results: Sequence[Result]) -> dict[str, tuple[float, float, 
     }
 
 
-def _above_full(best: Result, full: Sequence[Result]) -> list[str]:
-    """How far a version's best rate is above that of full attention, of the same size."""
-    two = [best, min(full, key=validation_loss)] if full else [best]
-    cells = [Cell(_kind(one), f"seed {one['seed']}", validation_loss(one), validation_by_sequence(one)) for one in two]
-    return above(cells, _kind(best), "full")
+def _above_full(best: Sequence[Result], full: Sequence[Result]) -> list[str]:
+    """How far a version at its best rate is above full attention at its own, of the same size."""
+    cells = [
+        Cell(_kind(one), f"seed {one['seed']}", validation_loss(one), validation_by_sequence(one))
+        for one in [*best, *full]
+    ]
+    return above(cells, _kind(best[0]), "full")
 
 
-def _best_rates(trained: Sequence[Result]) -> list[Result]:
-    """The arm with the lowest validation loss, of whichever rate, for each version, size and seed."""
-    groups: dict[tuple[str, str, int], list[Result]] = {}
-    for result in trained:
-        groups.setdefault((_kind(result), _size(result), result["seed"]), []).append(result)
-    return [min(group, key=validation_loss) for group in groups.values()]
+def _by_kind_and_size(trained: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for one in trained:
+        groups.setdefault((_kind(one), _size(one)), []).append(one)
+    return groups
+
+
+def _at_best_rate(own: Sequence[Result]) -> list[Result]:
+    """Those arms of a version and size, all seeds, whose rate has the lowest validation loss, mean over seeds; a rate
+    that lacks seeds is not among the choices, as seeds differ."""
+    by_rate: dict[float, list[Result]] = {}
+    for one in own:
+        by_rate.setdefault(_rate(one), []).append(one)
+    return min(by_rate.values(), key=lambda arms: (-len(arms), statistics.mean(map(validation_loss, arms))))
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
@@ -245,7 +258,7 @@ def _verdicts(results: Sequence[Result]) -> list[Verdict]:
     Only two versions are compared at a time: how much the others scatter from size to size says nothing of these two.
     """
     trained = _trained_arms(results)
-    best = _best_rates(trained)
+    best = [one for own in _by_kind_and_size(trained).values() for one in _at_best_rate(own)]
     validation = [
         Cell(_kind(one), _size_and_seed(one), validation_loss(one), validation_by_sequence(one)) for one in best
     ]
