@@ -49,17 +49,19 @@ def section(figure: Figure, path: Path) -> str:
         parts.append("The arms that are finished do not suffice for a verdict.")
     if figure.found:
         parts.append("\n".join(["**Found.**", "", *(f"- {statement}" for statement in figure.found)]))
-    parts.append(f"[Result file]({where}), {_arms(figure, content)}: `{content['command']}`")
+    parts.append(f"[Result file]({where}), {_arms(content)}; last call: `{content['command']}`")
     return "\n\n".join(parts)
 
 
-def _arms(figure: Figure, content: dict[str, Any]) -> str:
+def _arms(content: dict[str, Any]) -> str:
     results: list[Result] = content["results"]["arms"]
-    devices = ", ".join(sorted({str(result["device"]) for result in results}))
+    arms = f"{len(results)} arms on {', '.join(sorted({str(result['device']) for result in results}))}"
+    if all({"train", "validation"} <= result["recipe"].get("data", {}).keys() for result in results):
+        return f"{arms}, documents of their own"
     tokens = content["settings"]["corpus"]["training_tokens"]
     most = max(result["tokens"] for result in results)
     read = f", which the longest arm reads {most / tokens:.1f} times"
-    return f"{len(results)} arms on {devices}, corpus of {tokens / 1e6:.0f}M tokens{read if most > tokens else ''}"
+    return f"{arms}, corpus of {tokens / 1e6:.0f}M tokens{read if most > tokens else ''}"
 
 
 OVERVIEW = "<!-- all figures -->"

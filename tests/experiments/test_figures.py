@@ -154,6 +154,7 @@ def result(figure: Scaling | Trailing, attention: str, size: str, seed: int, los
         "seed": seed,
         "tokens": tokens,
         "device": "a GPU",
+        "recipe": {},
         "compute": {"6ND": compute, "real": compute * (1.5 if attention == "full" else 1.1)},
         "stages": {
             "train": {
@@ -259,13 +260,18 @@ def test_trailing_and_what_is_drawn_from_its_arms(tmp_path: Path) -> None:
         text = page.section(FIGURES[name], file)
         assert all(str(verdict) in text for verdict in FIGURES[name].find(results).verdicts)
         assert f"science-{name}.svg" in text
-        assert "which the longest arm reads 2.9 times" in text
+        assert "corpus of 100M tokens, which the longest arm reads 2.9 times" in text
+        assert text.endswith("; last call: `python -m experiments trailing`")
     again = tmp_path / "again.svg"
     page.draw(FIGURES["position"], file, again)
     assert again.read_bytes() == (tmp_path / "position.svg").read_bytes()
     file.write_text(json.dumps({**content, "results": {"arms": results[:1]}}))
     alone = page.section(FIGURES["position"], file)
     assert "science-position.svg" not in alone, "one arm has nothing to be compared with"
+    own = results[0] | {"recipe": {"data": {"train": [], "validation": []}}}
+    file.write_text(json.dumps({**content, "results": {"arms": [own]}}))
+    without_the_corpus = page.section(FIGURES["position"], file)
+    assert "1 arms on a GPU, documents of their own; last call" in without_the_corpus
 
 
 def test_both_runs_of_a_model_do_not_count_as_two_models() -> None:
