@@ -172,13 +172,15 @@ def _report(figure: Figure, work: Work, given: argparse.Namespace, outcome: Outc
             why = (str(error).strip() or repr(error)).splitlines()[0]
             again = f"; the same command runs it again, --arms '{arm.key}' it alone"
             print(f"failed: {work.label(arm)}: {why}{'' if isinstance(error, UserError) else again}")
+    failed = {(arm.name, arm.seed) for arm, _ in outcome.failed if id(arm) in own}
     refusals = [work.figure.refusal(arm, results, given.quick) for arm in outcome.left if id(arm) in own]
     for reason, count in Counter(filter(None, refusals)).items():
         print(f"left out: {count} arms of {work.figure.name}: {reason}")
     for arm in outcome.left:
         if id(arm) in own and not work.figure.refusal(arm, results, given.quick):
             alone = f"about {work.seconds(arm, min(given.gpus, 1), 1):.0f} s alone on one device"
-            print(f"not finished: {work.label(arm)}, {alone}; {_what_to_do(arm, work, given)}")
+            orphan = f"it needs the weights of {arm.parent}" if (arm.parent, arm.seed) in failed else ""
+            print(f"not finished: {work.label(arm)}, {alone}; {orphan or _what_to_do(arm, work, given)}")
     print(f"{len(results)} arms in {_shown(work.output)}")
 
 

@@ -107,7 +107,10 @@ def test_no_arm_begins_with_weights_that_are_not_those_of_the_result(
         assert call("a.json", "none-10", runs="elsewhere") == 1
     assert runs.ran[2:] == ["base", "base"]
     assert held("a.json") == ["base", "none-1"]
-    (said,) = {line for line in capsys.readouterr().out.splitlines() if line.startswith("failed: ")}
+    printed = capsys.readouterr().out.splitlines()
+    (child,) = {line for line in printed if line.startswith("not finished: ")}
+    assert child.endswith("; it needs the weights of base")
+    (said,) = {line for line in printed if line.startswith("failed: ")}
     assert said == (
         "failed: third-cliff/base-seed0: trained again for its weights, it has other losses than its result in a.json, "
         "so these are other weights, and no arm begins with them; copy the folder "
