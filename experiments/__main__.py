@@ -225,7 +225,8 @@ def _headline(figure: Figure) -> str:
         return f"{name}{figure.title} (the arms of {figure.source})"
     arms = [arm for seed in figure.seeds for arm in figure.arms(seed, quick=False)]
     minutes = sum(map(modelled_seconds, arms)) / 60
-    cost = f"{len(arms)} arms with {len(figure.seeds)} seeds, about {minutes:.0f} GPU minutes"
+    seeds = f"{len(figure.seeds)} seed{'s' * (len(figure.seeds) != 1)}"
+    cost = f"{len(arms)} arms with {seeds}, about {minutes:.0f} GPU minutes"
     return f"{name}{figure.title} ({cost})"
 
 
