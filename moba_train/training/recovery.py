@@ -245,8 +245,8 @@ class Recovery:
             ) from error
         self._optimizer.zero_grad()
         saved = self._checkpoints.load(path)
+        self._detector.load_state_dict(saved.spike_detector)
         if saved.stage == stage.index:
-            self._detector.load_state_dict(saved.spike_detector)
             progress.boundary.recent = saved.boundary.recent  # a comparison that was reported stays made
         else:
             self._detector.rebaseline()

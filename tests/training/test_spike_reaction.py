@@ -330,7 +330,7 @@ def test_a_rollback_over_the_begin_of_a_stage_counts_the_tokens_of_both(run: Run
         config,
         model=None,  # type: ignore[arg-type]
         optimizer=SimpleNamespace(zero_grad=lambda: None),  # type: ignore[arg-type]
-        detector=SimpleNamespace(rebaseline=lambda: None),  # type: ignore[arg-type]
+        detector=SimpleNamespace(load_state_dict=lambda _: None, rebaseline=lambda: None),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
             newest=lambda _accept: Path("step_00000004"), load=lambda _path: Progress(step=4, stage=1), begun_anew=""
         ),
@@ -340,6 +340,20 @@ def test_a_rollback_over_the_begin_of_a_stage_counts_the_tokens_of_both(run: Run
     recovery._roll_back(resolve_stages(config, progress.exited_steps)[2], TrainingError)
     (text,) = said
     assert f"the 3 steps since then are undone, and the {1024 + 2 * 2048} tokens of their batches" in text
+
+
+def test_a_flagged_step_that_a_rollback_undid_is_forgotten_in_the_next_stage_too(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 7 is the first of its stage and goes back to step 4 of the stage before."""
+    steady(run, "rollback", warn_sigma=100)
+    (stage,) = run.recipe["stages"]
+    run.recipe["stages"] = [stage | {"name": "a", "tokens": 6 * 512}, stage | {"name": "b", "tokens": 26 * 512}]
+    run.recipe["checkpoint"]["keep_last"] = 10
+    inject(monkeypatch, {7: overflow, 31: overflow})
+    assert run.train_here() == 0
+    assert [(record["step_from"], record["step_to"]) for record in run.records("rollback")] == [(7, 4), (31, 28)]
+    assert read_meta(run.run_dir / "checkpoints" / "step_00000007")["good"]
 
 
 @pytest.mark.parametrize(
