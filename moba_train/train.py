@@ -130,13 +130,13 @@ def _train(config: RunConfig, world: World, stop_at_step: int | None, from_scrat
         raise StoppedBeforeTrainingError
     with run_folder_lock(Path(config.run_dir), world) as run_lock:
         trainer = Trainer(config, world, run_lock, stop_at_step, from_scratch, stop)
-        already = trainer.finished
+        step_before = trainer.progress.step
         finished = trainer.run()
     if stop.requested and not finished:
         report_stopped()
     if not world.is_main:
         return
-    if already:
+    if finished and trainer.progress.step == step_before:
         print(describe_finished(trainer.progress, trainer.stages, Path(config.run_dir)), flush=True)
     elif not finished:
         step = trainer.progress.step

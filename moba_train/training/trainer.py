@@ -210,8 +210,7 @@ class Trainer:
                 if not self._step(stage, step_data):
                     return False
                 self.stop_time.step_took(time.perf_counter() - step_data.began)
-                every = self.config.checkpoint.every
-                if every is not None and self.progress.step % every == 0:
+                if self._is_saved(self.progress.step):
                     self._save()
                 exits = self._evaluate()
                 self._report_last_save()
@@ -339,6 +338,11 @@ class Trainer:
         if second.is_finite:
             self.recovery.record_transient(transient_fault(first.numbers, second.numbers, evidence), stage)
         return second, gradients
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is due, as it always is after the last step of the run."""
+        every = self.config.checkpoint.every
+        return every is not None and (step % every == 0 or step == self.stages[-1].end_step)
 
     def _is_logged(self, step: int) -> bool:
         """Whether the metrics of `step` are recorded, as those of a stage's last step always are."""

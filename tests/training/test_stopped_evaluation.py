@@ -14,6 +14,7 @@ import torch
 from tiny_run import Run, assert_same_tensors
 from trainer_ranks import Ranks
 
+from moba_train.checkpoint.evaluated import Evaluated
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.evals import validation_loss
 from moba_train.evals.evaluation import EvaluationStoppedError
@@ -58,13 +59,13 @@ def crash(*_arguments: Any, **_named: Any) -> None:
     raise CrashedError
 
 
-def crash_at_second_batch(step_of: Callable[[], int]) -> Callable[..., Any]:
-    """`token_losses` that fails in the second batch of the evaluation at `EVALUATED`."""
+def crash_at_second_batch(step_of: Callable[[], int], at: int = EVALUATED) -> Callable[..., Any]:
+    """`token_losses` that fails in the second batch of the evaluation at this step."""
     token_losses = validation_loss.token_losses
     batches = iter([True])
 
     def loss(*arguments: Any) -> Any:
-        if step_of() == EVALUATED and not next(batches, False):
+        if step_of() == at and not next(batches, False):
             raise CrashedError
         return token_losses(*arguments)
 
@@ -82,6 +83,41 @@ def test_a_checkpoint_comes_before_the_evaluation_of_its_step(tmp_path: Path, co
     saving = next(index for index, line in enumerate(lines) if "saving the checkpoint of step 3" in line)
     evaluated = next(index for index, line in enumerate(lines) if '"validation_loss"' in line)
     assert saving < evaluated
+
+
+def test_the_last_checkpoint_comes_before_the_last_evaluation_too(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last step, 11, is no multiple of checkpoint.every. It is saved once."""
+    run.recipe["stages"][1]["tokens"] = 5 * 512
+    with monkeypatch.context() as patched:
+        patched.setattr(validation_loss, "token_losses", crash_at_second_batch(current_step(run), at=11))
+        with pytest.raises(CrashedError):
+            run.train_here()
+    assert run.newest_checkpoint.name == "step_00000011"
+    assert run.train_here() == 0
+    saving = [record["step"] for record in run.records("checkpoint") if "checkpoint_stall_s" in record]
+    assert saving == [4, 8, 11]
+    (loss,) = [record["eval_loss"] for record in run.records("validation_loss") if record["step"] == 11]
+    numbers = Evaluated.read(run.run_dir / "checkpoints").numbers(read_meta(run.newest_checkpoint))
+    assert numbers == {"eval_loss": loss}
+    capsys.readouterr()
+    monkeypatch.setattr(RunEvaluations, "_between_batches", crash)
+    assert run.train_here() == 0
+    assert "already finished" in capsys.readouterr().out
+
+
+def test_a_finished_run_says_so_where_the_numbers_of_its_last_checkpoint_end_it(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoint was saved before the evaluation that met the criterion."""
+    until = {"metric": "eval_loss", "at_most": 100, "max_tokens": 12 * 512}
+    run.recipe["stages"] = [run.recipe["stages"][0] | {"tokens": 4 * 512, "until": until}]
+    run.recipe["evaluation"]["every"] = 4
+    assert run.train_here() == 0
+    assert "already finished" not in capsys.readouterr().out
+    assert run.train_here() == 0
+    assert "already finished: all 4 steps" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
