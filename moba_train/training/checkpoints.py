@@ -69,6 +69,10 @@ class RunCheckpoints:
         self.folder, *self._other_folders = checkpoint_folders(config)
         self.saved_step = 0
         """Step of the newest checkpoint, complete or being saved; 0: none."""
+        self.resumed_step = 0
+        """Step of the checkpoint from which the run resumes; 0: none."""
+        self._resumed_folder = self.folder
+        """The folder that holds it."""
         self.resumed_recipe: str | None = None
         """The recipe that the checkpoint was saved with from which the run resumes."""
         self.loaded_weights: str | None = None
@@ -133,7 +137,8 @@ class RunCheckpoints:
     def _start_from(self, path: Path | None, from_scratch: bool) -> Progress:
         if path is not None:
             progress = self.load(path)
-            self.saved_step = progress.step
+            self.saved_step = self.resumed_step = progress.step
+            self._resumed_folder = path.parent
             meta = read_meta(path)
             self._saved_id = meta.get("save_id", "")
             self.resumed_recipe = meta.get("config")
@@ -219,6 +224,15 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Wait until the newest checkpoint is complete or has failed. Called on every rank."""
         self._checkpointer.wait()
+
+    def last_finite(self) -> tuple[int, Path] | None:
+        """Step and folder of the last checkpoint that this start has saved without values that are not finite, else of
+        the one from which it resumed; None where there is neither. Waits for the running save. Called on all ranks
+        together, which get rank 0's answer."""
+        self.wait()
+        resumed = (self.resumed_step, self._resumed_folder) if self.resumed_step else None
+        saved = [(save.step, save.folder) for save in self._checkpointer.saves if not save.not_finite]
+        return broadcast(saved[-1] if saved else resumed)
 
     def newest(self, accept: Accept) -> Path:
         """The newest intact checkpoint that is not marked and whose meta `accept` accepts. Raises CheckpointError when

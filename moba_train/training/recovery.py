@@ -73,11 +73,12 @@ class Recovery:
             )
 
     def _last_checkpoint(self) -> str:
-        """Where the run goes on from when it is started again."""
-        saved = self._checkpoints.saved_step
-        if not saved:
+        """Which checkpoint the run has; called on all ranks together."""
+        last = self._checkpoints.last_finite()
+        if last is None:
             return f"there is no checkpoint yet (checkpoint.every is {self._config.checkpoint.every})"
-        return f"the last checkpoint is step {saved} in {self._checkpoints.folder}"
+        step, folder = last
+        return f"the last checkpoint is step {step} in {folder}"
 
     def act_on(
         self,
@@ -132,7 +133,7 @@ class Recovery:
         text = text.removeprefix(f"step {step}: ")
         try:
             if stops:
-                raise end(self._account(stage, text, fault, doubt, show))
+                raise end(self._account(stage, text, fault, doubt, show, fatal=report.level == "fatal"))
             self._carry_out(reaction.action, stage, end)
         except TrainingError as error:
             if report.level == "fatal" and self._checkpoints.restarts is not None:
@@ -140,12 +141,12 @@ class Recovery:
             raise
         return reaction.action
 
-    def _account(self, stage: Stage, text: str, fault: str, doubt: str, show: str) -> str:
+    def _account(self, stage: Stage, text: str, fault: str, doubt: str, show: str, fatal: bool) -> str:
         """Message of a run that ends at the current step: what happened, what is kept, and what to try."""
         checkpoints = self._checkpoints
         config = self._config
-        if checkpoints.saved_step:
-            goes_on = doubt or "the same command goes on from the newest that is intact and finite"
+        if (last := checkpoints.last_finite()) is not None:
+            goes_on = self._goes_on(last[0], doubt, fatal)
             kept = f"{self._last_checkpoint()}; {goes_on}{self._from_before()}"
         else:
             kept = f"metrics and dumps in {config.run_dir}; {self._last_checkpoint()}, so the same command begins anew"
@@ -170,6 +171,17 @@ class Recovery:
                 *(f"  {label + ':':<9}{line}" for label, line in lines if line),
             ]
         )
+
+    def _goes_on(self, last: int, doubt: str, fatal: bool) -> str:
+        """What the next start does with the checkpoint of step `last`, the last one that is finite."""
+        if doubt and last == self._checkpoints.saved_step:
+            return doubt
+        if fatal and last == self._checkpoints.resumed_step and self._config.checkpoint.every is not None:
+            return (
+                "this start resumed from it and has saved nothing newer, so that the same command passes over it and "
+                "takes an older one, if there is one"
+            )
+        return "the same command goes on from the newest that is intact and finite"
 
     def _from_before(self) -> str:
         """Which checkpoint a rollback would take where the same command goes on from a later one, as the end of a

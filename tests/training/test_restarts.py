@@ -120,11 +120,16 @@ def test_a_run_that_gets_nowhere_ends_with_an_account_of_its_starts(
     run.recipe["health"]["max_restarts_without_progress"] = 3
     inject(monkeypatch, {10: not_a_number})
     froms = []
+    passed_over = []
     for _ in range(4):
         assert run.train_here() == ReproducibleFaultError.exit_code
+        said = capsys.readouterr().err
+        assert "the last checkpoint is step 8 in" in said
+        assert ("the same command goes on from the newest" in said) != ("the same command passes over it" in said)
+        passed_over.append("the same command passes over it" in said)
         froms.append(resumed_from(run) if run.records("resume") else 0)
     assert froms == [0, 8, 4, 8], "the second one of step 8 is another checkpoint: it gets its chance"
-    capsys.readouterr()
+    assert passed_over == [False, True, False, True], "what the next start does is what was said"
     assert run.train_here() == 2
     said = capsys.readouterr().err
     assert "3 starts in a row have saved no usable checkpoint newer than that of step 8" in said

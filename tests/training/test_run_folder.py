@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from faults import inject, not_a_number
 from forked import forked
 from test_health import train_here
 from tiny_run import Run
@@ -152,6 +153,21 @@ def test_the_fallback_takes_checkpoints_and_the_run_resumes_from_the_newest_of_b
     assert [record["step"] for record in run.records()] == list(range(1, 13))
     assert steps(run.run_dir / "checkpoints") == ["step_00000010", "step_00000012"]
     assert steps(fallback) == ["step_00000006", "step_00000008"]
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_the_end_of_a_run_names_the_last_checkpoint_that_was_saved_and_where_it_is(
+    fallback: bool, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save of step 4 fails in the run folder; step 6 is not finite."""
+    local = run.folder / "local"
+    run.recipe["checkpoint"] = {"every": 2} | ({"fallback_dir": str(local)} if fallback else {})
+    before_save(monkeypatch, {4: replace_by_file})
+    inject(monkeypatch, {6: not_a_number})
+    code, printed = train_here(run, capsys)
+    assert code == ReproducibleFaultError.exit_code
+    folder = next(local.iterdir()) if fallback else run.run_dir / "checkpoints"
+    assert f"the last checkpoint is step {4 if fallback else 2} in {folder}; the same command goes on" in printed
 
 
 def test_a_run_starts_again_from_the_fallback_while_its_own_disk_is_full(
