@@ -6,7 +6,7 @@ from annotated_types import MinLen
 from pydantic import Field, model_validator
 
 from moba_train.config.base import Section
-from moba_train.config.quantities import MOST_SAMPLES, TokenBudget
+from moba_train.config.quantities import TokenBudget
 
 CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring", "dispatch"]
 """How the ranks of a context-parallel group exchange queries, keys and values (parallel/context/transport)."""
@@ -270,9 +270,7 @@ class TelemetryConfig(Section):
 class SpikeConfig(Section):
     """Spikes of loss and gradient norm: one-sided robust z-score over a trailing window. See docs/run-health.md."""
 
-    window: int = Field(
-        128, ge=8, le=MOST_SAMPLES, description="number of unflagged values that the score looks back on"
-    )
+    window: int = Field(128, ge=8, le=10_000, description="number of unflagged values that the score looks back on")
     warn_sigma: float = Field(6.0, gt=0, description="robust standard deviations above the median that flag a step")
     reaction: Literal["log", "skip_step", "rollback"] = Field(
         "log",

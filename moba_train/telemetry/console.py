@@ -76,7 +76,7 @@ class ConsoleSink:
         return Text(f"{mark} {event} at step {record['step']}: {message}", style=style)
 
     def _time_left(self, step: int, now: float) -> str | None:
-        if self._last is not None and step > self._last[0]:
+        if self._last is not None and step > self._last[0] and now > self._last[1]:
             pace = (now - self._last[1]) / (step - self._last[0])
             old = self._seconds_per_step
             self._seconds_per_step = pace if old is None else 0.9 * old + 0.1 * pace

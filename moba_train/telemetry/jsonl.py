@@ -51,11 +51,14 @@ class JsonlSink:
         self._descriptor: int | None = None
         self._pending: deque[bytes] = deque()
         self._lost = 0
+        self._closed = False
         self._torn = False  # the file ends within a line
         with contextlib.suppress(OSError):  # the first record tries again, and reports it
             self._open()
 
     def write(self, record: dict[str, Any]) -> None:
+        if self._closed:
+            return  # an alert of a thread that ends later; the descriptor may be another file's by now
         self._pending.append(to_json(record).encode() + b"\n")
         self._write_pending()
 
@@ -65,8 +68,10 @@ class JsonlSink:
             if self._descriptor is not None:
                 os.fsync(self._descriptor)  # some network file systems report a full disk only here
         finally:
+            self._closed = True
             if self._descriptor is not None:
                 os.close(self._descriptor)
+                self._descriptor = None
 
     def _open(self) -> None:
         discard_after(self._path, self._resumed_step, self._repeated)

@@ -52,18 +52,25 @@ class WandbHistory:
         self.sent = _read(path)
         self._before = dict(self.sent.last)
         self._reported = self.sent.redone
+        self._counted: int | None = None
+        """Step up to which the steps of this start are counted as new or redone; None before its first record."""
 
     def row(self, record: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """The row to draw for a record with these values: the values and their axes, or {} if already drawn."""
         sent = self.sent
         record_type = record["type"]
         step = record["step"]
+        is_metrics = record_type == "metrics"
+        if self._counted is None:
+            self._counted = step - is_metrics
+        trained = step - self._counted if is_metrics else 0
+        self._counted += trained
         if step < sent.step or step <= self._before.get(record_type, -1):
-            sent.redone += record_type == "metrics"
+            sent.redone += trained
             return {}
         if not values:
             return {}
-        if record_type == "metrics" and sent.redone > self._reported:
+        if is_metrics and sent.redone > self._reported:
             self._reported = sent.redone
             values = values | {"redone_steps": sent.redone}
         sent.step = step

@@ -139,6 +139,9 @@ class RunCheckpoints:
             progress = self.load(path)
             self.saved_step = self.resumed_step = progress.step
             self._resumed_folder = path.parent
+            if from_scratch and self._is_main:
+                text = "--from-scratch changes nothing: the run goes on from %s; %s"
+                logger.warning(text, path, "to begin at step 0, move its checkpoints away")
             meta = read_meta(path)
             self._saved_id = meta.get("save_id", "")
             self.resumed_recipe = meta.get("config")

@@ -1,6 +1,7 @@
 """The evaluations of a run as its trainer sees them: when they run, what stops them, whether they end the stage."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,7 +51,9 @@ class RunEvaluations:
         watch: Watch,
         stop: StopRequest,
         stop_time: StopTime,
+        is_recorded: Callable[..., bool],
     ) -> None:
+        """`is_recorded`: see `RunReports`."""
         self._config = config
         self._world = world
         self._progress = progress
@@ -59,6 +62,7 @@ class RunEvaluations:
         self._watch = watch
         self._stop = stop
         self._stop_time = stop_time
+        self._is_recorded = is_recorded
 
     def begin_stage(self, stage: Stage, model: Transformer, data_shard: DataShard) -> None:
         """Prepare the evaluations and the exit criterion of a stage that begins or goes on.
@@ -96,10 +100,9 @@ class RunEvaluations:
             return False
         numbers = self._checkpoints.resumed_numbers
         self._checkpoints.resumed_numbers = None
-        known = numbers is not None
         if numbers is None:
             numbers = self._evaluate(tokens)
-        exits = self._judge_exit(numbers, tokens, report=not known)
+        exits = self._judge_exit(numbers, tokens)
         progress.evaluation_due = False
         self._checkpoints.evaluated(progress.step, numbers)
         return exits
@@ -116,14 +119,15 @@ class RunEvaluations:
                 numbers |= self._evaluations.run_others(step, tokens)
         return numbers
 
-    def _judge_exit(self, numbers: dict[str, float], tokens: int, report: bool) -> bool:
-        """Whether the stage ends here because the evaluations' numbers meet its exit criterion; `report` it."""
+    def _judge_exit(self, numbers: dict[str, float], tokens: int) -> bool:
+        """Whether the stage ends here because the evaluations' numbers meet its exit criterion. Reports it, unless an
+        earlier start has done so here, with the same criterion."""
         progress = self._progress
         progress.trailing_loss = numbers.get("trailing_loss", progress.trailing_loss)
         verdict = self._exit.judge(progress.step, numbers)
         if verdict is None:
             return False
-        if report:
+        if not self._is_recorded(STAGE_EXIT, self._stage, step=progress.step, message=verdict.message):
             self._telemetry.event(progress.step, tokens, STAGE_EXIT, verdict.message)
         if verdict.met:
             progress.exited_steps[self._stage.name] = progress.step - self._stage.first_step

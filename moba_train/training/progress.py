@@ -32,6 +32,8 @@ class Progress:
     """Index of the current stage."""
     stage_end: int = 0
     """Step at which the current stage was to end, as of the last checkpoint; 0 in those of earlier versions."""
+    stage_planned_end: int = 0
+    """Step at which the `tokens` of the current stage were to be consumed, likewise; with `until` it may end later."""
     starts: dict[str, int] = field(default_factory=dict)
     """Tokens that were consumed before the current stage began, by stream (`StageData.stream_names`)."""
     run_id: str = ""
@@ -65,9 +67,10 @@ class Progress:
     """SHA-256 of the tokenizer (the function `tokenizer_hash`), as of the last checkpoint."""
 
     def ends_here_now(self, stage: Stage) -> bool:
-        """Whether the current stage ends at `step` by the present recipe, and did not by that of the checkpoint: what
-        is due at the end of a stage has not been evaluated then."""
-        return self.step == stage.end_step and self.stage_end not in (0, stage.end_step)
+        """Whether the current stage ends, or may end by its criterion, at `step` by the present recipe, and did not by
+        that of the checkpoint: what is due at the end of a stage has not been evaluated then."""
+        ends = (stage.end_step, self.stage_end), (stage.planned_end_step, self.stage_planned_end)
+        return any(self.step == now and before not in (0, now) for now, before in ends)
 
     def to_meta(self) -> dict[str, Any]:
         """All fields as JSON values."""

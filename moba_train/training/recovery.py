@@ -2,6 +2,7 @@
 faults of the machine, and ends the run where there are too many."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import Tensor
@@ -117,7 +118,7 @@ class Recovery:
             facts |= dump.gate
             if dump.path is not None:
                 facts["dump"] = str(dump.path)
-                show = f"`moba-train inspect-spike {run_dir} --step {step}` shows {dump.path}"
+                show = f"`moba-train inspect-spike {quote(str(run_dir))} --step {step}` shows {dump.path}"
             if report.level == "fatal":  # the step was run twice
                 fault, documents = reproducible_fault(dump.ranks)
                 self._telemetry.event(step, tokens, "fault", fault, fault="reproducible", documents=documents)

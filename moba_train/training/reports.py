@@ -60,7 +60,8 @@ class RunReports:
             repeated = EVALUATION_RECORDS if again else ()
             self.telemetry = make_telemetry(config, run_dir, progress.run_id, resumed_step, last_step, repeated)
             history = read_since(run_dir / "metrics.jsonl", progress.step)
-            self._recorded = [record for record in history if record["step"] == progress.step]
+            here = (record for record in history if record["step"] == progress.step)
+            self._recorded = [record for record in here if record["type"] not in repeated]
         stage = stages[progress.stage]
         self.telemetry.stage = stage.name
         machine = describe_machine(world.device, world.size, world.ranks_per_node)
@@ -112,19 +113,19 @@ class RunReports:
         """Report that `stage` begins, unless an earlier start has done so at this step, in the same words; `last_step`:
         last step of the run, as far as that is known."""
         facts = {"message": stage.describe(), **_stage_facts(stage, last_step)}
-        if not self._is_recorded(STAGE, stage, step=self._progress.step, **facts):
+        if not self.is_recorded(STAGE, stage, step=self._progress.step, **facts):
             self.event(STAGE, **facts)
 
     def boundary(self, stage: Stage, losses: tuple[float, float] | None) -> None:
         """Report the mean losses before and after the beginning of `stage`, where they are known, unless an
         earlier start has done so."""
-        if losses is None or self._is_recorded(BOUNDARY, stage):
+        if losses is None or self.is_recorded(BOUNDARY, stage):
             return
         before, after = losses
         text = f"loss {before:.4f} before stage {stage.name}, {after:.4f} at its beginning: {after - before:+.4f}"
         self.event(BOUNDARY, text, loss_before=before, loss_after=after, loss_step=after - before)
 
-    def _is_recorded(self, event_type: str, stage: Stage, **fields: Any) -> bool:
+    def is_recorded(self, event_type: str, stage: Stage, **fields: Any) -> bool:
         """Whether an earlier start recorded such an event of `stage` at the step from which the run resumed."""
         wanted = {"type": event_type, "stage": stage.name, **fields}
         return any(wanted.items() <= record.items() for record in self._recorded)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from moba_train.checkpoint.files import UnreadableError
@@ -109,8 +110,9 @@ class Restarts:
                 f"(health.max_restarts_without_progress: {most}):",
                 *earlier,
                 *lines,
-                "Find the cause first: the output of those starts, `moba-train inspect-spike "
-                f"{self._path.parent}`, a lower learning rate (optim.lr, or lr of a stage that has its own), another "
+                "Find the cause first: the output of those starts, "
+                f"`moba-train inspect-spike {quote(str(self._path.parent))}`, "
+                "a lower learning rate (optim.lr, or lr of a stage that has its own), another "
                 "health.spike.reaction, fewer steps between checkpoints (checkpoint.every). Then delete "
                 f"{self._path} or raise the key, and run the same command again. Checkpoints that are passed over are "
                 f"named in {self._path.parent / 'checkpoints' / MARKS}; delete it to use them again",

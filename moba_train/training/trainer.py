@@ -119,6 +119,7 @@ class Trainer:
             watch=self.watch,
             stop=self.stop,
             stop_time=self.stop_time,
+            is_recorded=self.reports.is_recorded,
         )
         self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
         self.recovery = Recovery(
@@ -345,8 +346,10 @@ class Trainer:
         return every is not None and (step % every == 0 or step == self.stages[-1].end_step)
 
     def _is_logged(self, step: int) -> bool:
-        """Whether the metrics of `step` are recorded, as those of a stage's last step always are."""
-        return step % self.config.telemetry.log_every == 0 or step in {stage.end_step for stage in self.stages}
+        """Whether the metrics of `step` are recorded. Those of a stage's last step are, except where its criterion ends
+        it after its `tokens` are consumed and before its `max_tokens` are."""
+        ends = {end for stage in self.stages for end in (stage.planned_end_step, stage.end_step)}
+        return step % self.config.telemetry.log_every == 0 or step in ends
 
     def _begin(self, stage: Stage) -> StageData:
         """Switch to `stage`, at its beginning or where the run was stopped. Returns its data."""
@@ -408,6 +411,7 @@ class Trainer:
             began = time.perf_counter()
             self.progress.spike_detector = self.spikes.state_dict()
             self.progress.stage_end = self.stage.end_step
+            self.progress.stage_planned_end = self.stage.planned_end_step
             facts: dict[str, object] = {"stage": self.stage.name, "good": self.spikes.is_calm(step)}
             if (eval_loss := self.evaluations.numbers_at(step).get("eval_loss")) is not None:
                 facts["eval_loss"] = eval_loss

@@ -92,6 +92,16 @@ def test_a_file_that_cannot_be_opened_at_the_start_costs_no_record(tmp_path: Pat
     assert steps_of(path) == [1, 2, 3, 4]
 
 
+def test_a_late_record_goes_into_no_other_file(tmp_path: Path) -> None:
+    """The file that is opened next gets the descriptor of the one that was closed."""
+    sink = JsonlSink(tmp_path / "metrics.jsonl", None)
+    sink.close()
+    other = tmp_path / "other"
+    with other.open("wb"):
+        sink.write({"type": "alert", "step": 1})
+    assert other.read_bytes() == (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
 def test_what_does_not_fit_into_memory_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -155,6 +155,8 @@ def test_console_shows_the_time_left() -> None:
     for step, time in ((10, 1000.0), (20, 1020.0)):
         sink.write({"type": "metrics", "time": time, "step": step, "stage": "short"})
     assert output.getvalue().splitlines()[-1].endswith("left 0:02:40")
+    sink.write({"type": "metrics", "time": 20.0, "step": 21, "stage": "short"})  # the clock was set back
+    assert output.getvalue().splitlines()[-1].endswith("left 0:02:38")
 
 
 def test_tensorboard_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

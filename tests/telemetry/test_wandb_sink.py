@@ -146,6 +146,22 @@ def test_steps_trained_again_are_told_in_the_next_row_of_metrics(tmp_path: Path)
     assert "redone_steps" not in row("metrics", 6), "it was told before the restart"
 
 
+def test_steps_trained_again_are_counted_also_where_few_have_a_record(tmp_path: Path) -> None:
+    """The run resumes from step 40 and records each tenth step."""
+    path = tmp_path / "history.json"
+
+    def row(record_type: str, step: int) -> dict[str, Any]:
+        return history.row({"type": record_type, "step": step, "tokens": 10 * step}, {"value": 1.0})
+
+    history = WandbHistory(path)
+    assert all(row("metrics", step) for step in range(10, 101, 10))
+    history.save()
+    history = WandbHistory(path)
+    assert not row("resume", 40)
+    assert not any(row("metrics", step) for step in range(50, 101, 10))
+    assert row("metrics", 110)["redone_steps"] == 60
+
+
 def test_a_damaged_history_costs_no_more_than_itself(tmp_path, monkeypatch, caplog) -> None:
     """An empty file is what a power cut may leave."""
     run = FakeRun()

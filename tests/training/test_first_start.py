@@ -24,7 +24,10 @@ def _move_checkpoints(run: Run) -> None:
 
 
 def test_lost_checkpoints_are_refused_unless_from_scratch(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert run.train_here("--stop-at-step", "5") == 0
     _move_checkpoints(run)
@@ -46,8 +49,10 @@ def test_lost_checkpoints_are_refused_unless_from_scratch(
     assert run.train_here("--stop-at-step", "4") == 0, "a restart before the first save needs the flag no more"
     assert [record["step"] for record in run.records()] == [1, 2, 3, 4]
     assert metrics.with_suffix(".discarded.jsonl").read_bytes().startswith(before)
+    assert "--from-scratch" not in caplog.text
     assert run.train_here("--from-scratch", "--stop-at-step", "5") == 0, "torchrun gives the flag at every restart"
     assert run.records("resume")[0]["step"] == 4
+    assert f"--from-scratch changes nothing: the run goes on from {run.run_dir}" in caplog.text
 
 
 def test_without_metrics_the_pointer_to_the_newest_checkpoint_tells(

@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moba_train.checkpoint.manifest import JSON_BYTES
+from moba_train.config.run import SpikeConfig
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
+from moba_train.health.spike import SpikeDetector
+from moba_train.strict_json import to_json
 from moba_train.training.progress import Progress, check_resumable, check_tokenizer, data_plan
 
 values = st.recursive(
@@ -34,6 +38,13 @@ def test_a_record_of_an_older_version_is_read_with_its_old_names() -> None:
     old = now.to_meta()
     old["gated_steps"] = old.pop("exited_steps")
     assert Progress.from_meta(old, stages=2) == now
+
+
+def test_the_longest_window_of_the_spike_detector_fits_into_a_checkpoint() -> None:
+    (longest,) = (bound.le for bound in SpikeConfig.model_fields["window"].metadata if hasattr(bound, "le"))
+    detector = SpikeDetector(longest, warn_sigma=6.0)
+    detector.load_state_dict(detector.state_dict() | dict.fromkeys(("loss", "grad_norm"), [1 / 3] * longest))
+    assert len(to_json(Progress(spike_detector=detector.state_dict()).to_meta())) < JSON_BYTES / 2
 
 
 def test_the_key_at_fault_is_named() -> None:

@@ -152,6 +152,40 @@ def test_a_stage_that_is_shortened_to_where_it_was_saved_is_evaluated_at_its_end
     assert {record["step"] for record in run.records("validation_loss")} >= {*ends}
 
 
+def test_a_stage_whose_tokens_now_end_where_it_was_saved_is_judged_by_its_criterion_there(run: Run) -> None:
+    until = {"metric": "eval_loss", "at_most": 100.0, "max_tokens": 20 * 512}
+    run.recipe["stages"] = [run.recipe["stages"][0] | {"tokens": 8 * 512, "until": until}]
+    run.recipe["evaluation"]["every"] = 1000
+    assert run.train_here("--stop-at-step", "4") == 0
+    run.recipe["stages"][0]["tokens"] = 4 * 512
+    for _ in range(2):
+        assert run.train_here() == 0
+        assert [record["step"] for record in run.records("stage_exit")] == [4]
+        assert run.records()[-1]["step"] == 4
+
+
+def test_a_stage_that_a_changed_criterion_ends_where_it_was_saved_says_so(run: Run) -> None:
+    """The numbers that were found there are compared with the new bound, and each verdict is recorded once."""
+    until = {"metric": "eval_loss", "at_most": 0.0, "max_tokens": 20 * 512}
+    run.recipe["stages"] = [run.recipe["stages"][0] | {"tokens": 4 * 512, "until": until}]
+    run.recipe["evaluation"]["every"] = 4
+    assert run.train_here("--stop-at-step", "4") == 0
+    until["at_most"] = 100.0
+    for _ in range(2):
+        assert run.train_here() == 0
+    said = [(record["step"], record["message"].partition(":")[0]) for record in run.records("stage_exit")]
+    assert said == [(4, "criterion not met"), (4, "criterion met")]
+    assert len(run.records("validation_loss")) == 1
+
+
+def test_the_step_at_which_a_criterion_first_ends_a_stage_has_its_metrics(run: Run) -> None:
+    until = {"metric": "eval_loss", "at_most": 100.0, "max_tokens": 20 * 512}
+    run.recipe["stages"] = [run.recipe["stages"][0] | {"tokens": 3 * 512, "until": until}]
+    run.recipe["telemetry"]["log_every"] = 5
+    assert run.train_here() == 0
+    assert [record["step"] for record in run.records()] == [3]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

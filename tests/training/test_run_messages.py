@@ -98,11 +98,12 @@ def test_an_error_before_the_first_checkpoint_says_what_is_kept_and_what_to_try(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.recipe["telemetry"]["console"] = True
+    run.recipe["run_dir"] = str(run.folder / "my run")
     inject(monkeypatch, {1: not_a_number})
     assert run.train_here() == 65
     printed = capsys.readouterr()
     dump = run.run_dir / "spikes" / "step_00000001.json"
-    command = f"`moba-train inspect-spike {run.run_dir} --step 1` shows {dump}"
+    command = f"`moba-train inspect-spike '{run.run_dir}' --step 1` shows {dump}"
     assert printed.err.splitlines()[0].startswith("error: step 1 of stage short: loss nan, gradient norm ")
     assert "there is no checkpoint yet (checkpoint.every is 4), so the same command begins anew" in printed.err
     assert "model.init_std (0.02 now)" in printed.err
