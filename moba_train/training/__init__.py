@@ -7,7 +7,7 @@ reports         what a run reports about itself besides metrics
 stage_exit      the exit criterion of a stage
 progress        what a checkpoint stores besides tensors
 checkpoints     save, resume and roll back
-first_start     whether a run that finds no checkpoint may begin at step 0
+first_start     checkpoints that a run has had and that are not found
 resumable       whether a recipe that has changed can go on with a checkpoint's tensors
 start_warnings  what a plan says about the run folder
 restarts        starts that make no progress

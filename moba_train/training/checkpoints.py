@@ -32,7 +32,7 @@ from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
 from moba_train.planning.parameters import count_blocks, count_recipe_parameters
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.training.first_start import check_first_start
+from moba_train.training.first_start import check_first_start, warn_of_lost_checkpoint
 from moba_train.training.progress import Progress, data_plan
 from moba_train.training.restarts import Restarts, choose_checkpoint
 from moba_train.training.resumable import new_parameters, recipe_then, resumed_progress, unused_parameters
@@ -139,6 +139,9 @@ class RunCheckpoints:
             progress = self.load(path)
             self.saved_step = self.resumed_step = progress.step
             self._resumed_folder = path.parent
+            if self._is_main:
+                folders = [self.folder, *self._other_folders]
+                warn_of_lost_checkpoint(Path(self._config.run_dir), folders, progress.step)
             if from_scratch and self._is_main:
                 text = "--from-scratch changes nothing: the run goes on from %s; %s"
                 logger.warning(text, path, "to begin at step 0, move its checkpoints away")

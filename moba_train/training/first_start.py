@@ -1,12 +1,17 @@
-"""Whether a run that finds no checkpoint may begin at step 0."""
+"""Checkpoints that a run has had and that are not found: whether it may begin at step 0, or go on from an older one."""
 
 import contextlib
+import logging
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from moba_train.checkpoint.publish import LATEST
 from moba_train.errors import CheckpointError
 from moba_train.parallel.world import broadcast
 from moba_train.telemetry.jsonl import read_backward
+
+logger = logging.getLogger(__name__)
 
 
 def check_first_start(run_dir: Path, from_scratch: bool) -> None:
@@ -27,6 +32,29 @@ def check_first_start(run_dir: Path, from_scratch: bool) -> None:
             "again at step 0; the metrics so far then move to metrics.discarded.jsonl"
         )
     (checkpoints / LATEST).unlink(missing_ok=True)  # else a restart before the first save would be refused
+
+
+def warn_of_lost_checkpoint(run_dir: Path, folders: Sequence[Path], step: int) -> None:
+    """Warn where the run's history tells of a newer checkpoint than that of `step`, from which the run resumes, and
+    none of the folders holds it, nor what was set aside of it. To be called on one rank, before the history is cut."""
+    had = _newest_in_history(run_dir)
+    if had <= step or any(path for folder in folders for path in folder.glob(f"*step_{had:08d}*")):
+        return
+    text = "The checkpoint of step %d was complete and is not found in %s: the run goes on from step %d. %s"
+    hint = "Was it moved away? Was run_dir, on which the folder in checkpoint.fallback_dir depends?"
+    logger.warning(text, had, " or ".join(map(str, folders)), step, hint)
+
+
+def _newest_in_history(run_dir: Path) -> int:
+    """Step of the last checkpoint that the history says was complete or resumed from; 0 where it names none."""
+    with contextlib.suppress(OSError):
+        for record in read_backward(run_dir / "metrics.jsonl"):
+            if record["type"] == "resume":
+                return int(record["step"])
+            saved = re.match(r"the checkpoint of step (\d+) is complete", str(record.get("message")))
+            if saved is not None:
+                return int(saved[1])
+    return 0
 
 
 def _evidence_of_checkpoint(run_dir: Path) -> str | None:

@@ -170,6 +170,23 @@ def test_the_end_of_a_run_names_the_last_checkpoint_that_was_saved_and_where_it_
     assert f"the last checkpoint is step {4 if fallback else 2} in {folder}; the same command goes on" in printed
 
 
+def test_a_moved_run_folder_that_loses_a_newer_checkpoint_in_the_fallback_says_so(
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.recipe["checkpoint"] = {"every": 2, "fallback_dir": str(run.folder / "local")}
+    before_save(monkeypatch, {4: replace_by_file})
+    assert run.train_here("--stop-at-step", "5") == 0
+    (run.run_dir / "checkpoints").unlink()
+    (run.run_dir / "away").rename(run.run_dir / "checkpoints")
+    assert run.train_here("--stop-at-step", "5") == 0
+    assert "is not found" not in caplog.text
+    run.recipe["run_dir"] = str(run.run_dir.rename(run.folder / "moved"))
+    for _ in range(2):
+        assert run.train_here("--stop-at-step", "3") == 0
+    assert caplog.text.count("The checkpoint of step 5 was complete and is not found in ") == 1
+    assert "the run goes on from step 2" in caplog.text
+
+
 def test_a_run_starts_again_from_the_fallback_while_its_own_disk_is_full(
     run: Run, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
