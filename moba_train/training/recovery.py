@@ -179,8 +179,8 @@ class Recovery:
             return doubt
         if fatal and last == self._checkpoints.resumed_step and self._config.checkpoint.every is not None:
             return (
-                "this start resumed from it and has saved nothing newer, so that the same command passes over it and "
-                "takes an older one, if there is one"
+                "this start resumed from it and has saved no newer one to go on from, so that the same command passes "
+                "over it and takes an older one, if there is one"
             )
         return "the same command goes on from the newest that is intact and finite"
 
