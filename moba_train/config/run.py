@@ -91,7 +91,7 @@ class ParallelConfig(ContextParallelConfig):
         False,
         description="transfers of tensor parallelism in parts, each hidden behind the matrix products of the part "
         "before, by torch.compile and symmetric memory: needs compile: true, and GPUs that reach each other's memory; "
-        "made steps longer the one time that it was measured with cp above 1",
+        "made steps longer where it was measured with cp above 1",
     )
     reshard_after_forward: bool | Literal["budget"] = Field(
         True,
@@ -270,6 +270,7 @@ class TelemetryConfig(Section):
 class SpikeConfig(Section):
     """Spikes of loss and gradient norm: one-sided robust z-score over a trailing window. See docs/run-health.md."""
 
+    # Every checkpoint's meta holds the values, and is refused above 8 MiB.
     window: int = Field(128, ge=8, le=10_000, description="number of unflagged values that the score looks back on")
     warn_sigma: float = Field(6.0, gt=0, description="robust standard deviations above the median that flag a step")
     reaction: Literal["log", "skip_step", "rollback"] = Field(

@@ -102,9 +102,7 @@ def _speed(history: History) -> Fact | None:
     rates = _last_stage(history, "tokens_per_s")
     if rates is None:
         return None
-    pairs = [
-        [number(record, name) for name in ("tokens_per_s", "tokens_per_s_per_device")] for record in history.metrics
-    ]
+    pairs = zip(history.column("tokens_per_s"), history.column("tokens_per_s_per_device"), strict=True)
     devices = [round(rate / per_device) for rate, per_device in pairs if math.isfinite(rate) and per_device > 0]
     now = _count(devices[-1] if devices else 1, "device")
     return Fact("tokens/s", format_count(rates), f"{now}, median of the last stage")

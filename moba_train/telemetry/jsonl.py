@@ -38,7 +38,7 @@ class JsonlSink:
 
     While the file cannot be written (disk full, folder read-only), records are kept in memory, `MOST_PENDING` at most.
     `write` then raises DelayedError, and the next one that succeeds writes all of them first, in order; `close` tries
-    once more. No record is ever written behind a half of another one.
+    once more, and later records are dropped. No record is ever written behind a half of another one.
 
     A run that resumes from `resumed_step` finds the file cut before the first record of a later step, or of that step
     if its type is among `repeated` (`discard_after`); at a fresh start it is None, and the file is empty.

@@ -53,7 +53,8 @@ class RunEvaluations:
         stop_time: StopTime,
         is_recorded: Callable[..., bool],
     ) -> None:
-        """`is_recorded`: see `RunReports`."""
+        """`is_recorded(type, stage, **fields)`: whether an earlier start recorded such an event at the step from which
+        the run resumed."""
         self._config = config
         self._world = world
         self._progress = progress

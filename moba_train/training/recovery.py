@@ -69,13 +69,11 @@ class Recovery:
         self._telemetry.event(step, tokens, "fault", text, fault="transient", ranks=fault.ranks, hosts=fault.hosts)
         self._telemetry.alert(f"a transient fault at step {step}", text, "fault")
         if ends:
-            raise SuspectNodeError(
-                f"step {step} of stage {stage.name}: {text}. The step was not applied; {self._last_checkpoint()}"
-            )
+            kept = self._named(self._checkpoints.last_finite())
+            raise SuspectNodeError(f"step {step} of stage {stage.name}: {text}. The step was not applied; {kept}")
 
-    def _last_checkpoint(self) -> str:
-        """Which checkpoint the run has; called on all ranks together."""
-        last = self._checkpoints.last_finite()
+    def _named(self, last: tuple[int, Path] | None) -> str:
+        """Says which checkpoint the run has, by its step and folder."""
         if last is None:
             return f"there is no checkpoint yet (checkpoint.every is {self._config.checkpoint.every})"
         step, folder = last
@@ -146,11 +144,11 @@ class Recovery:
         """Message of a run that ends at the current step: what happened, what is kept, and what to try."""
         checkpoints = self._checkpoints
         config = self._config
-        if (last := checkpoints.last_finite()) is not None:
-            goes_on = self._goes_on(last[0], doubt, fatal)
-            kept = f"{self._last_checkpoint()}; {goes_on}{self._from_before()}"
+        last = checkpoints.last_finite()
+        if last is not None:
+            kept = f"{self._named(last)}; {self._goes_on(last[0], doubt, fatal)}{self._from_before()}"
         else:
-            kept = f"metrics and dumps in {config.run_dir}; {self._last_checkpoint()}, so the same command begins anew"
+            kept = f"metrics and dumps in {config.run_dir}; {self._named(last)}, so the same command begins anew"
         if self._applied[1]:
             given = config.stages[stage.index]
             rate = "optim.lr" if given.lr is None else f"stages[{stage.index}].lr"
@@ -186,11 +184,10 @@ class Recovery:
 
     def _from_before(self) -> str:
         """Which checkpoint a rollback would take where the same command goes on from a later one, as the end of a
-        sentence."""
+        sentence. Called when no save is running."""
         progress = self._progress
         if self._config.health.spike.reaction != "rollback":
             return ""
-        self._checkpoints.wait()
         folder = self._checkpoints.folder
         good = good_before(progress.step, {*progress.skipped, progress.step}, progress.rollbacks)
         resumable = self._checkpoints.is_resumable
