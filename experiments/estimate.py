@@ -26,8 +26,7 @@ from experiments.figure import Arm, Result
 from experiments.multi_process import service_runs
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.planning.flops import real_flops
-from moba_train.planning.parameters import count_recipe_parameters
+from moba_train.memory.flops import count_recipe_parameters, real_flops
 
 START_S = 45.0
 """Start, compilation and evaluation at the end."""

@@ -24,7 +24,7 @@ from experiments.readings import (
 )
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
-from moba_train.planning.flops import real_flops
+from moba_train.memory.flops import real_flops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

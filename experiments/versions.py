@@ -60,7 +60,7 @@ class Versions(Figure):
         "Models of 4M, 10M and 25M parameters at 8K, blocks of 512, 3 of 16, with 60M, 100M and 90M tokens: 4 to "
         "14 for a parameter, because 45 arms shall cost hours and not days. Peak learning rates of half, once and "
         "four times that of the other figures; an arm whose loss is no longer finite ends and has no row. v1 with "
-        "`merge: softmax` is v2, bit for bit (`tests/attention/test_moba_v1.py`), and not trained again. *Full in "
+        "`merge: softmax` is v2, bit for bit (`tests/mechanisms/test_moba_v1.py`), and not trained again. *Full in "
         "place* is the same weights evaluated with full attention in all layers; v0.5's second sublayer then has "
         "no place, so that it is another model. *Inserted*: the full model of 10M at the middle rate goes on with "
         "each version for 8M tokens, without anything else new; the cost is the validation loss before "

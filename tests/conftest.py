@@ -7,13 +7,14 @@ before the first test module does.
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from forked import GARBAGE_SEARCHES
 from hypothesis import settings
 
 from moba_train.foreign_files import ROOTS
+from tests.forked import GARBAGE_SEARCHES
 
 # HYPOTHESIS_PROFILE=deep: for a night, not for every change.
 settings.register_profile("default", deadline=None)
@@ -24,6 +25,10 @@ os.environ.setdefault(ROOTS, "/")  # the corpora of tests lie in temporary folde
 
 if TYPE_CHECKING:
     import torch
+
+    from moba_train.parallel.world import World
+    from tests.run.tiny_run import Run
+    from tests.run.trainer_ranks import Ranks
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,6 +55,65 @@ def device() -> "torch.device":
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two corpora to train on, and one to validate with."""
+    from tests.run.tiny_run import write_corpus
+
+    folder = tmp_path_factory.mktemp("corpora")
+    for index, name in enumerate(("one", "two", "valid")):
+        write_corpus(folder / name, 60, index)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, corpora: Path) -> "Run":
+    """A tiny run in a folder of its own."""
+    from tests.run.tiny_run import Run
+
+    return Run(tmp_path, corpora)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: "Ranks") -> "Run":
+    """One undisturbed run on two ranks, to compare others with. Not to be changed."""
+    from tests.run.tiny_run import Run
+
+    undisturbed = Run(tmp_path_factory.mktemp("finished"), corpora)
+    undisturbed.recipe["telemetry"]["plots"] = True
+    ranks.train(undisturbed, 2)
+    return undisturbed
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator["Ranks"]:
+    """Processes that all tests share, on the CPU."""
+    from tests.run.trainer_ranks import Ranks
+
+    processes = Ranks()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer and a corpus, for evaluations that ask questions."""
+    from tests.evals import questions
+
+    folder = tmp_path_factory.mktemp("texts")
+    questions.write_data(folder)
+    return folder
+
+
+@pytest.fixture
+def alone() -> Iterator["World"]:
+    """One rank."""
+    from moba_train.parallel.world import joined_world
+
+    with joined_world() as world:
+        yield world
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,8 +36,8 @@ from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.threads import in_threads, threads_for
 from moba_train.errors import CheckpointError, LaunchError, UserError
-from moba_train.optim.local import local_part
-from moba_train.parallel.page_locked import PageLockedMemory
+from moba_train.optim.gradients import local_part
+from moba_train.parallel.offload import PageLockedMemory
 from moba_train.parallel.world import broadcast
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
 from moba_train.parallel.float8 import plain
 
 

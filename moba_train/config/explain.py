@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from moba_train.config.base import Section
-from moba_train.config.quantities import Length, TokenBudget
+from moba_train.config.base import Length, Section, TokenBudget
 
 # The validator that reads the suffixes marks the two units.
 _UNITS = {get_args(Length)[1]: "(K, M = 1024)", get_args(TokenBudget)[1]: "(K, M, B, T = 1000)"}

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moba_train.config.base import Section
-from moba_train.config.quantities import TokenBudget
+from moba_train.config.base import Section, TokenBudget
 
 OptimizerKind = Literal["adamw", "muon"]
 """Names of the optimizers in `optim.registry`."""

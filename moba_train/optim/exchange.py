@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
 
 
 class _Region(NamedTuple):

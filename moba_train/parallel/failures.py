@@ -17,8 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moba_train.errors import CommunicationError, UserError
-from moba_train.number_ranges import named_ranks
+from moba_train.errors import CommunicationError, UserError, named_ranks
 
 GRACE_S = 5.0
 """How long a rank that gives up waits for the reports of others: ranks that wait for the same one give up within

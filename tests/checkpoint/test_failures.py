@@ -16,9 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_ranks import own_device, process_group, run_ranks
-from forked import forked
-from test_publish import failing_reads, flip_byte, steps
 
 from moba_train.checkpoint import checkpointer as checkpointer_module
 from moba_train.checkpoint import load, manifest, publish
@@ -27,6 +24,9 @@ from moba_train.checkpoint.load import load_checkpoint, newest_intact
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
 from moba_train.parallel.world import gather_over_ranks
+from tests.checkpoint.checkpoint_ranks import own_device, process_group, run_ranks
+from tests.checkpoint.test_publish import failing_reads, flip_byte, steps
+from tests.forked import forked
 
 
 class Logged(logging.Handler):

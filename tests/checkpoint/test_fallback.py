@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import process_group, run_ranks
-from test_publish import steps
 
 from moba_train.checkpoint import checkpointer as module
 from moba_train.checkpoint.checkpointer import Checkpointer, Place
@@ -18,6 +16,8 @@ from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.marks import Marks
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError, LaunchError
+from tests.checkpoint.checkpoint_ranks import process_group, run_ranks
+from tests.checkpoint.test_publish import steps
 
 
 def fallback_in(folder: Path) -> Place:

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_ranks import process_group, run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from moba_train.checkpoint.planned import PlannedWriter
 from moba_train.checkpoint.rank_group import RankGroup, SaveFailedError
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
+from tests.checkpoint.checkpoint_ranks import process_group, run_ranks
 
 
 def tensors(rows: int) -> dict[str, Tensor]:

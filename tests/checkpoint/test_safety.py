@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import process_group
 from hypothesis import given
 from hypothesis import strategies as st
-from test_publish import publish_step
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -30,6 +28,8 @@ from moba_train.checkpoint.index import read_index
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
+from tests.checkpoint.checkpoint_ranks import process_group
+from tests.checkpoint.test_publish import publish_step
 
 
 class Malicious:

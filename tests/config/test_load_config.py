@@ -18,7 +18,7 @@ from moba_train.config.load import RECIPE_BYTES, apply_overrides, deep_merge, du
 from moba_train.config.run import ParallelConfig
 from moba_train.config.stages import resolve_stages, used_kinds
 from moba_train.errors import ConfigError
-from moba_train.validation.recipe import validate
+from moba_train.resolve.recipe import validate
 
 ROOT = Path(__file__).parents[2]
 FUZZ = settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=150)

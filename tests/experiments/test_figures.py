@@ -25,8 +25,8 @@ from experiments.trained_with import evaluated
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.planning.parameters import count_recipe_parameters
-from moba_train.validation.recipe import validate
+from moba_train.memory.flops import count_recipe_parameters
+from moba_train.resolve.recipe import validate
 
 TRAINED = [figure for figure in FIGURES.values() if not figure.source]
 DAY = 1e15 * 86400
