@@ -94,7 +94,8 @@ def test_the_contents_list_every_program_and_some_document_cites_every_result() 
     assert [name for name in PROGRAMS if f"`{name}`" not in contents] == []
     assert [path.name for path in RESULTS if path.name not in contents] == []
     root = FOLDER.parent
-    documents = "".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
+    pages = (root / "README.md", *(root / "docs").glob("*.md"), *(root / "experiments").glob("*.md"))
+    documents = "".join(path.read_text() for path in pages)
     assert [path.name for path in (*RESULTS, *FIGURES) if path.name not in documents] == []
 
 
