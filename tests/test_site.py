@@ -94,7 +94,7 @@ def test_every_document_is_a_page_in_the_navigation(site: Path, pages: dict[Path
     linked = {target for page, _, target, _ in internal(pages) if page == site / "index.html"}
     for document in documents:
         assert site / "docs" / document.stem / "index.html" in linked, document.name
-    others = ("CHANGELOG", "benchmarks", "experiments", "experiments/REPORT")
+    others = ("CHANGELOG", "benchmarks", "benchmarks/LOG", "benchmarks/RESULTS", "experiments", "experiments/REPORT")
     assert {site / page / "index.html" for page in others} <= linked
 
 
