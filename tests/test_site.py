@@ -95,7 +95,8 @@ def test_every_document_is_a_page_in_the_navigation(site: Path, pages: dict[Path
     linked = {target for page, _, target, _ in internal(pages) if page == site / "index.html"}
     for document in documents:
         assert site / "docs" / document.stem / "index.html" in linked, document.name
-    assert {site / "benchmarks" / "index.html", site / "CHANGELOG" / "index.html"} <= linked
+    others = ("CHANGELOG", "benchmarks", "benchmarks/LOG", "benchmarks/RESULTS", "experiments", "experiments/REPORT")
+    assert {site / page / "index.html" for page in others} <= linked
 
 
 def test_result_files_can_be_read_on_the_site(site: Path) -> None:
@@ -123,7 +124,7 @@ def test_nothing_is_loaded_from_another_host(site: Path, pages: dict[Path, Html]
 
 
 def test_a_broken_page_stops_the_build(tmp_path: Path) -> None:
-    for name in (".ci", "docs", "benchmarks"):
+    for name in (".ci", "docs", "benchmarks", "experiments"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)

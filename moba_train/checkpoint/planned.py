@@ -2,7 +2,8 @@
 
 The save plan says which rank writes which part of which tensor. For a thousand tensors it takes most of a second of
 Python, more with more ranks, and meanwhile the training thread of the same process hardly gets a turn. So one save plan
-serves all saves of the same tensors, and a save is little more than writing (docs/performance-log.md).
+serves all saves of the same tensors, and a save is little more than writing
+(benchmarks/results/checkpoint-python-cpu.json).
 """
 
 import math

@@ -1,7 +1,7 @@
 """Copies of rows in words of 16 bytes.
 
 torch copies a tensor with strided rows element by element: on an H200 at 1.7 TB/s in bfloat16. As 16-byte elements, the
-same bytes are copied at 4.2 TB/s, the memory's rate (measured once, see docs/performance-log.md).
+same bytes are copied at 4.2 TB/s, the memory's rate (measured once, see benchmarks/LOG.md).
 
 The layout of a packed sequence over ranks: which rank holds which tokens. Needs no process group and no device.
 
