@@ -67,7 +67,9 @@ def test_help_of_the_job_script_is_found_from_another_folder() -> None:
         ("multinode.sh", ["a.yaml"], {}, "RECIPE: a.yaml is neither in "),
         ("slurm.sbatch", ["a.yaml"], {}, "not in a job of Slurm; usage: sbatch --nodes N"),
         ("slurm.sbatch", [], {"SLURM_JOB_ID": "1"}, "no recipe; usage: sbatch --nodes N"),
+        ("multinode.sh", ["quickstart"], {"MOBA_PYTHON": "/none/python"}, "MOBA_PYTHON: given '/none/python'"),
         ("slurm.sbatch", ["a.yaml"], {"SLURM_JOB_ID": "1"}, "RECIPE: a.yaml is not in "),
+        ("slurm.sbatch", ["quickstart"], {"SLURM_JOB_ID": "1", "REQUEUES": "some"}, "REQUEUES: given 'some'"),
         (
             "slurm.sbatch",
             ["README.md"],
