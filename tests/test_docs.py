@@ -1,5 +1,5 @@
-"""README, CHANGELOG, docs/*.md and the packages' lists of their files are true: links, commands and keys exist, tables
-hold the numbers of the result files."""
+"""The pages of the root, docs/*.md and the packages' lists of their files are true: links, commands and keys exist,
+tables hold the numbers of the result files."""
 
 import ast
 import json
@@ -23,7 +23,7 @@ from moba_train.validation.recipe import validate
 
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = [path.parent for name in ("moba_train", "data_tools") for path in sorted((ROOT / name).rglob("__init__.py"))]
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 

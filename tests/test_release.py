@@ -1,6 +1,8 @@
-"""The wheel: it is complete, and trains the miniature in an environment that has nothing but it and its dependencies."""
+"""A release: its versions agree, and its wheel is complete and trains the miniature in an environment with nothing but
+it and its dependencies."""
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -10,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from guide import ROOT, blocks, commands
 
 from moba_train import __version__
@@ -46,6 +49,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source / "dist"
 
 
+def test_package_changelog_and_citation_have_one_version() -> None:
+    unreleased, newest, *_ = re.findall("^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert unreleased == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(__version__)} - (\d{{4}}-\d\d-\d\d|not tagged yet)", newest)
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+
+
 def test_wheel_and_sdist_have_all_modules_recipes_and_licences(built: Path) -> None:
     modules = {path.relative_to(ROOT).as_posix() for name in FOLDERS[:2] for path in (ROOT / name).rglob("*.py")}
     recipes = {f"moba_train/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")}
@@ -73,10 +83,9 @@ def test_a_wheel_alone_runs_the_quick_start_of_the_guide(built: Path, tmp_path: 
     done([*pip, *map(str, built.glob("*.whl"))], tmp_path)
 
     folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    shutil.copytree(
-        ROOT / "docs", folder / "corpus", ignore=lambda _, names: [n for n in names if not n.endswith(".md")]
-    )
+    (folder / "corpus").mkdir(parents=True)
+    for page in (ROOT / "docs").rglob("*.md"):
+        shutil.copy(page, folder / "corpus")
     found = done(
         [str(programs / "python"), "-c", "import moba_train, data_tools; print(moba_train, data_tools)"], folder
     )
