@@ -1,7 +1,7 @@
 """The pages of the docs site: hooks that MkDocs calls. Pages keep their paths of the repository, so that links in
 README and docs lead to the same places on the site as on GitHub:
 
-    README.md, CHANGELOG.md, docs/*.md, benchmarks/*.md, experiments/*.md     pages
+    README.md, PROJECT, docs/*.md, benchmarks/*.md, experiments/*.md     pages
     docs/*.ipynb                               pages, with the outputs that the notebook holds
     every other file that a page links to      copied; a folder becomes a page that lists its files
 
@@ -22,19 +22,20 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 MEASURED = ("benchmarks", "experiments")
 """Folders whose pages say what was measured."""
+PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]
 LINK = re.compile(r"(?<=\]\()[\w./-]+")
 TERMINAL_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 GUIDES = re.compile(r"^## Guides, in reading order$(.*?)^## ", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Set the navigation: README, the guides that it lists, what was measured, the changes."""
+    """Set the navigation: README, the guides that it lists, what was measured, the project."""
     guides = GUIDES.search((ROOT / "README.md").read_text())
     if guides is None:
         raise PluginError("README.md: the section 'Guides, in reading order', which orders the site, is missing")
     pages = [_page_name(link) for link in LINK.findall(guides[1]) if link.startswith("docs/")]
     measured = [_path(page) for folder in MEASURED for page in _documents(folder, "*.md")]
-    config.nav = [{"Overview": "README.md"}, {"Guides": pages}, {"Measured": measured}, {"Changes": "CHANGELOG.md"}]
+    config.nav = [{"Overview": "README.md"}, {"Guides": pages}, {"Measured": measured}, {"Project": PROJECT}]
     return config
 
 
@@ -42,7 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs/ by the pages and all that these link to."""
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    pages = [ROOT / name for name in ("README.md", *PROJECT)]
     pages += [page for folder in ("docs", *MEASURED) for page in _documents(folder, "*.md")]
     for path in pages:
         files.append(_from_repository(path, config))

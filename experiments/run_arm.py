@@ -163,7 +163,7 @@ def _program(command: Sequence[str]) -> str:
 def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any], data_roots: Sequence[Path]) -> Result:
     """What is kept of a finished run, whose corpora are below `data_roots`: enough to draw and to judge it, and small.
 
-    `parameters` without embeddings, `compute` in PFLOP/s-days by 6ND and by real FLOPs (tools/report/scaling_runs.py), median
+    `parameters` without embeddings, `compute` in PFLOP/s-days by 6ND and by real FLOPs (scaling_runs.py), median
     `tokens_per_s`; `losses` and `gradient_norms`, the mean and the maximum of equal parts of the steps; by stage, the
     last evaluation of each name with all its data (`stages`), and the numbers of every evaluation (`history`);
     `spikes` and `boundaries` as they were logged; `switches`, loss and gradient norm of every step around a switch of

@@ -33,8 +33,10 @@ done
 recipe=$1
 if [ -e "$recipe" ]; then  # relative to the caller's folder; all other paths are relative to the repository's
     [[ $recipe == /* ]] || recipe=$PWD/$recipe
-elif [[ $recipe != -* && ! -e $(dirname "${BASH_SOURCE[0]}")/../$recipe ]]; then
-    refuse "RECIPE: $recipe is neither in $PWD nor in the repository's folder"
+elif [[ $recipe != -* ]]; then
+    repository=$(dirname "${BASH_SOURCE[0]}")/..
+    [ -e "$repository/$recipe" ] || [ -e "$repository/configs/recipes/$recipe.yaml" ] ||
+        refuse "RECIPE: $recipe is neither in $PWD nor in the repository's folder, nor the name of a packaged recipe"
 fi
 shift
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -67,7 +67,7 @@ def _run_or_stop(arguments: list[str] | None, stop: StopRequest) -> int:
 
 def _run(arguments: list[str] | None, stop: StopRequest) -> int:
     parser = _Parser(prog="python -m moba_train.train", description=__doc__)
-    parser.add_argument("recipe", help="YAML recipe")
+    parser.add_argument("recipe", help="YAML recipe, or the name of a packaged one")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the recipe's")
     parser.add_argument(
         "--stop-at-step",

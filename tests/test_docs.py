@@ -1,5 +1,5 @@
-"""README, CHANGELOG and the pages of docs, benchmarks and experiments are true: links, commands and keys exist, tables
-hold the numbers of the result files."""
+"""The pages of the root, docs, benchmarks and experiments are true: links, commands and keys exist, tables hold the
+numbers of the result files."""
 
 import ast
 import json
@@ -23,8 +23,8 @@ from tests.test_import_directions import ORDER
 
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-FOLDERS = ("docs", "benchmarks", "experiments")
-DOCUMENTS = [README, ROOT / "CHANGELOG.md", *(page for name in FOLDERS for page in sorted((ROOT / name).glob("*.md")))]
+FOLDERS = (".", "docs", "benchmarks", "experiments")
+DOCUMENTS = [page for name in FOLDERS for page in sorted((ROOT / name).glob("*.md"))]
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 

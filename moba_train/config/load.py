@@ -3,9 +3,11 @@
 From YAML files and `key.path=value` overrides to a checked `RunConfig`, and back.
 
 A recipe may say `extends: other.yaml` (or a list): those files, found relative to it, are laid under it in order.
-Mappings are merged key by key and later values win; lists and plain values are replaced.
+Mappings are merged key by key and later values win; lists and plain values are replaced. A name for which there is no
+file, such as `quickstart`, is that of a packaged recipe.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Collection, Sequence
@@ -99,6 +101,9 @@ MOST_FILES = 64
 MOST_VALUES = 100_000
 """Keys and values of a YAML document, those behind an alias counted each time."""
 
+PACKAGED = Path(__file__).parents[1].resolve() / "configs"
+"""Recipes and models that travel in the wheel. In a checkout it is a link to configs/."""
+
 _YAML_HINTS = {
     "'\\t'": "indent with spaces, not with tabs",
     "mapping values": "a value that contains a colon and a space needs quotes",
@@ -109,13 +114,26 @@ _YAML_HINTS = {
 """What usually causes a syntax error, by a part of PyYAML's message."""
 
 
+def packaged_recipes() -> dict[str, Path]:
+    """Packaged recipes, then packaged models, by name: the path below configs/recipes or configs/models, without
+    `.yaml`."""
+    folders = (PACKAGED / "recipes", PACKAGED / "models")
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): path
+        for folder in folders
+        for path in sorted(folder.rglob("*.yaml"))
+    }
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe in the YAML file `path`, with `overrides` such as `stages.0.tokens=1M` applied last.
+
+    If there is no such file, `path` may be the name of a packaged recipe.
 
     Raises ConfigError with every problem: unreadable files, YAML errors, unknown keys, values of the wrong type, and
     overrides that change nothing because every stage sets the key itself. Combinations of keys are left to `validate`.
     """
-    raw = _read_recipe(Path(path), (), [])
+    raw = _read_recipe(str(path), Path(), (), [])
     problems = apply_overrides(raw, overrides)
     try:
         config = RunConfig.model_validate(raw)
@@ -270,12 +288,16 @@ def _left_out(keys: Sequence[int | str], inner: int | str) -> dict[Any, Any] | l
     return list(default)
 
 
-def _read_recipe(path: Path, chain: tuple[Path, ...], extended: list[Path]) -> dict[Any, Any]:
-    """The mapping in `path` with everything it extends.
+def _read_recipe(name: str, folder: Path, chain: tuple[Path, ...], extended: list[Path]) -> dict[Any, Any]:
+    """The mapping in the file `name`, relative to `folder`, or else in the packaged recipe `name`, with everything it
+    extends.
 
     chain     the files that led here
     extended  every file that was read for this recipe, in order; this one is added
     """
+    path = folder / name
+    if not os.path.exists(path):
+        path = packaged_recipes().get(name, path)
     if chain:
         extended.append(path)
     if len(extended) > MOST_FILES:
@@ -303,7 +325,7 @@ def _read_recipe(path: Path, chain: tuple[Path, ...], extended: list[Path]) -> d
         raise ConfigError([f"{path}: extends: given {given(parents)}; allowed: a relative path or a list of them"])
     merged: dict[Any, Any] = {}
     for parent in parents:
-        merged = deep_merge(merged, _read_recipe(path.parent / parent, (*chain, resolved), extended))
+        merged = deep_merge(merged, _read_recipe(parent, path.parent, (*chain, resolved), extended))
     return deep_merge(merged, raw)
 
 
@@ -315,7 +337,8 @@ def _why_unread(path: Path, error: OSError | ValueError) -> str:
         return reason
     if "=" in path.name:
         return f"{reason}; the recipe comes first, key.path=value after it"
-    return reason if path.is_absolute() else f"{reason} (from {Path.cwd()})"
+    where = "" if path.is_absolute() else f" (from {Path.cwd()})"
+    return f"{reason}{where}; packaged recipes and models: {', '.join(packaged_recipes())}"
 
 
 def _read_text(path: Path, chain: tuple[Path, ...]) -> bytes:

@@ -1,1 +1,1 @@
-"""Health of a run: loss spikes and the reaction to them, faults of the machine, ranks that stall, ranks that are slow."""
+"""Health of a run: loss spikes and the reaction to them, faults of the machine, ranks that stall or are slow."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from moba_train.config.base import Section
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.stages import Stage
 
@@ -41,6 +42,8 @@ class OptimizerSpec:
     the parameter; 0: a single number whatever the parameter's size."""
     matrix_state: Mapping[str, int]
     """The state tensors, as in `state`, of each of the `block_matrices`."""
+    Options: type[Section] | None = None
+    """Its section of the recipe, `optim.NAME`; None: it has no keys of its own."""
 
     def state_bytes(self, matrices: int, others: int) -> int:
         """Bytes of optimizer state for so many numbers in `block_matrices` and in all other parameters."""

@@ -1,1 +1,1 @@
-"""Metrics and events of a run, and the sinks that receive them: JSONL always; console, wandb and TensorBoard by choice."""
+"""Metrics and events of a run, and the sinks that receive them: JSONL always, others by choice."""

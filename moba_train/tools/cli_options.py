@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from moba_train.errors import UserError, print_error
 
-Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of the run")]
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a packaged recipe")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="values that win over the recipe's")
 ]

@@ -67,7 +67,9 @@ def test_help_of_the_job_script_is_found_from_another_folder() -> None:
         ("multinode.sh", ["a.yaml"], {}, "RECIPE: a.yaml is neither in "),
         ("slurm.sbatch", ["a.yaml"], {}, "not in a job of Slurm; usage: sbatch --nodes N"),
         ("slurm.sbatch", [], {"SLURM_JOB_ID": "1"}, "no recipe; usage: sbatch --nodes N"),
+        ("multinode.sh", ["quickstart"], {"MOBA_PYTHON": "/none/python"}, "MOBA_PYTHON: given '/none/python'"),
         ("slurm.sbatch", ["a.yaml"], {"SLURM_JOB_ID": "1"}, "RECIPE: a.yaml is not in "),
+        ("slurm.sbatch", ["quickstart"], {"SLURM_JOB_ID": "1", "REQUEUES": "some"}, "REQUEUES: given 'some'"),
         (
             "slurm.sbatch",
             ["README.md"],
@@ -94,6 +96,7 @@ def test_help_of_the_job_script_is_found_from_another_folder() -> None:
             "MOBA_PYTHON: given './old'; allowed: a Python of 3.11",
         ),
         ("multinode.sh", ["a.yaml"], {"NODE_RANK": "1"}, "NODE_RANK: given 1; allowed: 0 to NODES - 1, which is 0"),
+        ("../.ci/run", ["lint", "type"], {}, "given 'type'; allowed: lint types generated site tests"),
         ("smollm2.sh", ["tune"], {}, "given 'tune'; allowed: prepare, train, finish, retrieval, signal, gates"),
     ],
 )
