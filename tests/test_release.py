@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from guide import ROOT, blocks, commands
 
 from moba_train import __version__
+from tests.guide import ROOT, blocks, commands
 
 FOLDERS = ("moba_train", "data_tools", "configs")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from guide import ROOT, anchors, links
 
 from benchmarks.python_sources import BYTES
 from experiments import comparison, estimate, fits, page, published
@@ -29,6 +28,7 @@ from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.memory.flops import count_recipe_parameters
 from moba_train.resolve.recipe import validate
+from tests.guide import ROOT, anchors, links
 
 TRAINED = [figure for figure in FIGURES.values() if not figure.source]
 DAY = 1e15 * 86400

@@ -41,10 +41,10 @@ sys.exit(train.main())
 IMPATIENT = """
 import sys
 from torch.distributed.elastic.multiprocessing.api import PContext
-from moba_train import launch
+from moba_train.tools import launcher
 close = PContext.close
 PContext.close = lambda self, sig=None, timeout=30: close(self, sig, timeout / 30)
-sys.exit(launch.main(sys.argv[1:]))
+sys.exit(launcher.main(sys.argv[1:]))
 """
 """A launcher whose seconds are 30 times as short: torchrun's 30 s are one."""
 

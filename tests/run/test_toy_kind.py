@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from moba_train.attention import registry
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
-from moba_train.config import attention as attention_config
 from moba_train.config.base import Section
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
@@ -88,9 +87,8 @@ def train_with_toy(*command: str) -> int:
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> Iterator[None]:
-    registry.register(ToyKind)
-    yield
-    del registry.KINDS["toy"], attention_config._KIND_OPTIONS["toy"]
+    with registry.KINDS.registered("toy", ToyKind):
+        yield
 
 
 @pytest.fixture(scope="module")
