@@ -1,6 +1,6 @@
-"""Whether what other packages have, and this one can do without, can be imported.
+"""Versions, GPUs and optional packages of this machine.
 
-Versions, GPUs and optional packages of this machine. A package is probed by importing the features that we use.
+A package is probed by importing the features that we use.
 """
 
 import importlib.metadata
@@ -17,8 +17,8 @@ from moba_train import __version__
 
 
 def import_problem(features: Iterable[tuple[str, str]]) -> str:
-    """Why one of these (module, attribute) pairs cannot be imported, on one line with the kind of error; empty when all
-    can. Every module is imported, and every attribute looked up."""
+    """Reason why one of these (module, attribute) pairs cannot be imported, on one line with the kind of error; empty
+    when all can. Every module is imported, and every attribute looked up."""
     for module, attribute in features:
         try:
             getattr(import_module(module), attribute)
@@ -34,7 +34,7 @@ class OptionalPackage:
     name: str
     """Name of the distribution, as pip knows it."""
     gives: str
-    """What it adds, and to what."""
+    """The gain, and the feature that has it."""
     features: tuple[tuple[str, str], ...]
     """The (module, attribute) pairs that we use."""
     install: str

@@ -58,7 +58,7 @@ class UserError(Exception):
     """Tells a scheduler what to do; the codes other than 2 are those of the BSD header sysexits.h."""
 
     said_elsewhere: bool | None = None
-    """Whether another rank reports this error, so that this one need not; None: the ranks had not joined yet."""
+    """True if another rank reports this error, so that this one need not; None: the ranks had not joined yet."""
 
 
 class ConfigError(UserError):
@@ -188,7 +188,7 @@ def quiet_torchrun() -> None:
 
 
 def _says_more(record: logging.LogRecord) -> bool:
-    """Whether the line of torchrun's log tells something that the ranks have not printed."""
+    """True if the line of torchrun's log tells something that the ranks have not printed."""
     text = record.getMessage()
     told = any(text.startswith(f"failed (exitcode: {code})") for code in OWN_CODES)
     return not told and " closing signal " not in text

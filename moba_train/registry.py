@@ -90,7 +90,7 @@ def _of_the_checkout(group: str) -> list[EntryPoint]:
 
 
 def _left_out(entry: EntryPoint) -> bool:
-    """Whether the entry is of a folder of ours that this copy of the package does not have."""
+    """True if the entry is of a folder of ours that this copy of the package does not have."""
     if not entry.module.startswith(_OURS):
         return False
     folder = ".".join(entry.module.split(".")[:2])

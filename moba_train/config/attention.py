@@ -1,4 +1,4 @@
-"""Which attention each layer uses, in YAML.
+"""The attention of each layer, in YAML.
 
     attention:
       default: moba                 # any registered kind

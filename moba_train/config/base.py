@@ -80,7 +80,7 @@ class OpenSection(Section):
 
     members: ClassVar[Registry[Any]]
     defaults_stand: ClassVar[bool] = False
-    """Whether a member that is not named has the defaults of its options; else it has none, and null is allowed."""
+    """True: a member that is not named has the defaults of its options; False: it has none, and null is allowed."""
 
     @classmethod
     def fields(cls) -> dict[str, FieldInfo]:
@@ -203,7 +203,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _json_schema(minimum: int) -> WithJsonSchema:
-    """What an editor should accept: a whole number, or text with a suffix."""
+    """Schema of what an editor should accept: a whole number, or text with a suffix."""
     text = {"type": "string", "pattern": r"^\s*[0-9][0-9_]*(\.[0-9]+)?([eE]\+?[0-9]+)?\s*[KMBTkmbt]?\s*$"}
     return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": minimum}, text]})
 

@@ -1,4 +1,4 @@
-"""Where the tokens come from."""
+"""Sources of the tokens."""
 
 from typing import Literal
 

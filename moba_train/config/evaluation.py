@@ -27,7 +27,7 @@ class PositionWiseConfig(Section):
 
 
 class AnswersConfig(Section):
-    """What evaluations share that ask questions about a long text."""
+    """Keys of evaluations that ask questions about a long text."""
 
     lengths: list[Length] | None = Field(
         None,
@@ -56,7 +56,7 @@ class AnswersConfig(Section):
 
 
 class HiddenNeedles(AnswersConfig):
-    """Where sentences with a number each are hidden in a long text."""
+    """Keys of evaluations that hide sentences with a number each in a long text."""
 
     depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
         [0, 25, 50, 75, 100],

@@ -59,7 +59,7 @@ def did_you_mean(key: str, known: Sequence[str]) -> str:
 
 
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a value of this type may be, e.g. `integer >= 1` or `none | abf | pi`."""
+    """Description of the values of this type, e.g. `integer >= 1` or `none | abf | pi`."""
     origin, args = get_origin(annotation), get_args(annotation)
     filled = "non-empty " if any(getattr(item, "min_length", None) for item in metadata) else ""
     if origin is Annotated:
@@ -81,7 +81,7 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What a key accepts."""
+    """Description of the values that a key accepts."""
     return describe(field.annotation, field.metadata)
 
 

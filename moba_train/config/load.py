@@ -62,14 +62,14 @@ def _path(override: str) -> str:
 
 
 def _hides(config: RunConfig, index: int, own: str, given: Sequence[str]) -> bool:
-    """Whether the stage's file sets the key `own`, and no override does."""
+    """True if the stage's file sets the key `own`, and no override does."""
     key = f"stages.{index}.{own}"
     on_purpose = any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for path in given)
     return not on_purpose and _sets(config.stages[index], own)
 
 
 def _own_key(key: str) -> str | None:
-    """What `key` of a recipe is called in a stage; None for one that stages do not have."""
+    """Name that `key` of a recipe has in a stage; None for one that stages do not have."""
     for ours, theirs in {**_MERGED, **_REPLACED}.items():
         if key == ours or key.startswith(f"{ours}."):
             return theirs + key.removeprefix(ours)
@@ -77,7 +77,7 @@ def _own_key(key: str) -> str | None:
 
 
 def _sets(stage: StageConfig, key: str) -> bool:
-    """Whether the stage gives a value in the place of `key`."""
+    """True if the stage gives a value that replaces `key`."""
     first, *rest = key.split(".")
     value = stage.dump_given().get(first)
     if [first, *rest[:1]] == ["attention", "overrides"]:  # a stage's replace the recipe's
@@ -111,7 +111,7 @@ _YAML_HINTS = {
     "end of stream": "a quote or bracket before it is not closed",
     "<stream end>": "a quote or bracket before it is not closed",
 }
-"""What usually causes a syntax error, by a part of PyYAML's message."""
+"""Usual causes of a syntax error, by a part of PyYAML's message."""
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -267,7 +267,7 @@ def _assign(raw: Any, keys: list[int | str], value: Any) -> None:
 
 
 def _left_out(keys: Sequence[int | str], inner: int | str) -> dict[Any, Any] | list[Any]:
-    """What the value at `keys`, which the recipe leaves out, is before its part `inner` is set: a mapping, or the
+    """Value at `keys`, which the recipe leaves out, before its part `inner` is set: a mapping, or the
     default of a list. Raises TypeError for a list whose other items are not known."""
     section: type[Section] | None = RunConfig
     field: FieldInfo | None = None
@@ -342,7 +342,7 @@ def _why_unread(path: Path, error: OSError | ValueError) -> str:
 
 
 def _read_text(path: Path, chain: tuple[Path, ...]) -> bytes:
-    """What is in `path`. The user names the recipe itself, which may be a pipe, but not what it extends."""
+    """Text of the file `path`. The user names the recipe itself, which may be a pipe, but not what it extends."""
     if chain:
         return read_foreign(path, RECIPE_BYTES)
     with path.open("rb") as stream:

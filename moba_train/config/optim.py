@@ -9,7 +9,7 @@ from moba_train.config.explain import did_you_mean
 from moba_train.registry import OPTIMIZERS
 
 AdamWImplementation = Literal["torch", "apex", "transformer_engine", "deepspeed_cpu"]
-"""What can compute AdamW's update: torch, or a package's kernel in `optim.adamw`."""
+"""Implementations of AdamW's update: torch, or a package's kernel in `optim.adamw`."""
 
 MuonScale = Literal["match_rms_adamw", "original"]
 """Factor of Muon's update of a matrix; the names are those of torch.optim.Muon."""

@@ -1,18 +1,13 @@
-"""What AdamW by kernels of other packages has in common: torch's state, this rank's shards, one step count for each
-parameter.
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with weight decay on matrices only, by one of four kernels.
 
-AdamW by the multi-tensor kernels of NVIDIA's packages: one launch for many parameters.
+All keep the same state, so a run may go on with another one. `KernelAdamW` has what kernels of other packages
+share: torch's state, this rank's shards, one step count for each parameter.
 
-Both kernels have the same arguments. They are those of the packages' `FusedAdam`.
-
-AdamW in host memory: the moments live there, and DeepSpeed's vectorized CPU kernel makes the update.
-
-Of a step's tensors only gradients and weights travel, in pieces through page-locked buffers: while the host updates one
-piece, the next one comes down and the last one goes up. The weights on the GPU stay the only ones, so nothing can
-become stale when a checkpoint is loaded. The moments never travel, so they are in ordinary memory.
-
-AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with weight decay on matrices only, by one of several
-implementations. All keep the same state, so a run may go on with another one.
+- NVIDIA's packages: multi-tensor kernels, one launch for many parameters, with the arguments of their `FusedAdam`.
+- DeepSpeed: the moments live in host memory, and a vectorized CPU kernel makes the update. Of a step's tensors only
+  gradients and weights travel, in pieces through page-locked buffers: while the host updates one piece, the next one
+  comes down and the last one goes up. The weights on the GPU stay the only ones, so nothing can become stale when a
+  checkpoint is loaded. The moments never travel, so they are in ordinary memory.
 """
 
 import shutil
@@ -52,7 +47,7 @@ class KernelAdamW(Optimizer):
     """
 
     state_device: torch.device | None = None
-    """Where the moments are kept; None: beside the parameters."""
+    """Device of the moments; None: that of the parameters."""
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimConfig) -> None:
         super().__init__(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps})
@@ -60,7 +55,7 @@ class KernelAdamW(Optimizer):
     @classmethod
     @abstractmethod
     def problem(cls, device: str) -> str:
-        """Why it cannot run on `device`, "cuda" or "cpu", in words for an error message; empty when it can."""
+        """Reason why it cannot run on `device`, "cuda" or "cpu", in words for an error message; empty when it can."""
 
     @abstractmethod
     def update(self, shards: Sequence[Shards], step: int, group: dict[str, Any]) -> None:
@@ -121,7 +116,7 @@ class _FusedAdamW(KernelAdamW):
 
     @classmethod
     def problem(cls, device: str) -> str:
-        """Why it cannot run on `device`: no GPU, or a package that cannot be imported; empty when it can."""
+        """Reason why it cannot run on `device`: no GPU, or a package that cannot be imported; empty when it can."""
         if device != "cuda":
             return f"the run trains on {device}, a GPU needed"
         reason = import_problem((module, "__name__") for module in cls.modules[:-1])
@@ -178,8 +173,8 @@ class HostAdamW(KernelAdamW):
 
     @classmethod
     def problem(cls, device: str) -> str:
-        """Why it cannot run: DeepSpeed is not installed; empty when it is. Whether its kernel can be compiled shows
-        when the optimizer is made."""
+        """Reason why it cannot run: DeepSpeed is not installed; empty when it is. Whether its kernel can be compiled
+        shows when the optimizer is made."""
         if find_spec("deepspeed") is None:
             return "the package deepspeed is not installed (pip install deepspeed ninja)"
         return ""
@@ -307,7 +302,7 @@ IMPLEMENTATIONS: dict[AdamWImplementation, type[KernelAdamW]] = {
 
 
 def implementation_problem(config: OptimConfig, device: str | None) -> str:
-    """Why `optim.implementation` cannot run on `device` ("cuda", "cpu"; None: not known); empty when it can."""
+    """Reason why `optim.implementation` cannot run on `device` ("cuda", "cpu"; None: not known); empty when it can."""
     if config.implementation == "torch" or device is None:
         return ""
     return IMPLEMENTATIONS[config.implementation].problem(device)

@@ -126,7 +126,7 @@ class Gradients:
 
 
 def _copies(gradient: Tensor) -> int:
-    """How many ranks hold a copy of each number of `gradient`."""
+    """Number of ranks that hold a copy of each number of `gradient`."""
     if not isinstance(gradient, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)

@@ -117,7 +117,7 @@ class Muon(Optimizer):
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
-    """What a matrix is sent and orthogonalized in."""
+    """Dtype in which a matrix is sent and orthogonalized."""
     return torch.bfloat16 if tensor.device.type == "cuda" else tensor.dtype
 
 

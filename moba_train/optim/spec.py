@@ -1,10 +1,9 @@
-"""What an optimizer must say about itself to be registered (`optim.registry`).
+"""Parts of optimization that know no single optimizer: the specification by which one is registered (registry.py), the
+learning rate, and the parameters that a stage trains.
 
-Learning rate as a pure function of the tokens consumed, so that resuming needs no scheduler state.
-
-Which parameters a stage trains: glob patterns on parameter names, such as `blocks.*.attention.*`.
-
-A frozen parameter gets no gradient, and so no optimizer step, no change of its optimizer state and no weight decay.
+The learning rate is a pure function of the tokens consumed, so that resuming needs no scheduler state. A stage names
+its parameters by glob patterns, such as `blocks.*.attention.*`. A frozen parameter gets no gradient, and so no
+optimizer step, no change of its optimizer state and no weight decay.
 """
 
 import math
@@ -97,7 +96,7 @@ def stage_learning_rate(stages: Sequence[Stage], index: int, run_schedule: Sched
 
 
 def is_trainable(name: str, patterns: Sequence[str]) -> bool:
-    """Whether the parameter `name` matches any of `patterns`; `*` matches any text, dots included."""
+    """True if the parameter `name` matches any of `patterns`; `*` matches any text, dots included."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -167,7 +167,7 @@ class HostMemory:
 
 
 class _Pass:
-    """What one forward pass of a block has sent, and where it is."""
+    """The tensors that one forward pass of a block has sent, and where they are."""
 
     def __init__(self, memory: HostMemory, before: "_Pass | None") -> None:
         self.memory = memory

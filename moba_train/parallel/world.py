@@ -1,14 +1,12 @@
-"""How torch's allocator takes memory from a GPU.
+"""This process among all ranks: rank, device, default process group, and small collectives on host values.
 
-A key-value store for each restart attempt of torchrun, so that ranks do not read what dead ranks left behind.
+torchrun describes the world in environment variables; without them it has one rank, this process.
+
+Each restart attempt of torchrun has its own key-value store, so that ranks do not read what dead ranks left behind.
 
 torchrun (2.11 to 2.13) hands the same store to every attempt, and process groups read the addresses of their ranks from
 it. A restarted rank that is faster than another reads the address of the other's dead predecessor and fails, in every
 attempt again. TORCHELASTIC_RESTART_COUNT does not identify the attempt: it may differ between nodes.
-
-This process among all ranks: rank, device, default process group, and small collectives on host values.
-
-torchrun describes the world in environment variables; without them it has one rank, this process.
 """
 
 import os
@@ -142,7 +140,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes logs."""
+        """True on rank 0, the one that writes logs."""
         return self.rank == 0
 
 
@@ -259,7 +257,7 @@ def gather_over_ranks(value: T) -> list[T]:
 
 
 def any_rank(value: bool) -> bool:
-    """Whether `value` is true on any rank. Called on all ranks together, and never touches the GPU."""
+    """True if `value` is true on any rank. Called on all ranks together, and never touches the GPU."""
     return sum_over_ranks([float(value)])[0] > 0
 
 
