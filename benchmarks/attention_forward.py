@@ -31,7 +31,7 @@ KERNELS = ("attend_history", "attend_own", "attend", "combine_out")
 
 def run(case: Case, repeats: int) -> dict[str, Any]:
     """Check and time one row by both paths."""
-    from moba_train.attention.blocks.triton.call import BlockCall  # needs Triton
+    from moba_train.attention.kernels.common.call import BlockCall  # needs Triton
 
     row = Row(case)
     layout = row.layout()
@@ -69,7 +69,7 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
 
 def _by(path: str, call: Callable[[], Any]) -> Any:
     """The result of a call by one of the paths."""
-    from moba_train.attention.blocks.triton.call import BlockCall  # needs Triton
+    from moba_train.attention.kernels.common.call import BlockCall  # needs Triton
 
     with patch.object(BlockCall, "warp_specialised", path == "gluon"):
         return call()

@@ -79,8 +79,8 @@ def _paths(case: Case) -> tuple[str, ...]:
 
 def _by(path: str, call: Callable[[], Any]) -> Any:
     """The result of a call, its gradients by one of the paths."""
-    from moba_train.attention.blocks.triton.call import BlockCall  # needs Triton
-    from moba_train.attention.blocks.triton.one_pass import OnePass  # needs Gluon
+    from moba_train.attention.kernels.common.call import BlockCall  # needs Triton
+    from moba_train.attention.kernels.hopper.blocks_256_to_4096_gradients import OnePass  # needs Gluon
 
     rounded = property(lambda launches: launches.dq.dtype) if path == "rounded" else OnePass.dq_dtype
     with (

@@ -1,4 +1,4 @@
-"""Times tile shapes of the attention kernels, to fill the table in moba_train/attention/blocks/triton/tiles.py.
+"""Times tile shapes of the attention kernels, to fill the table in moba_train/attention/kernels/common/tiles.py.
 
     python -m benchmarks.attention_tiles --row 128K:4096/12
     python -m benchmarks.attention_tiles --row 64K:128/8 --kernel short_backward --shapes 32x128x8x3 64x128x8x3
@@ -56,8 +56,8 @@ def sweep(arguments: argparse.Namespace) -> None:
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources
 
-    from moba_train.attention.blocks.triton import call as kernels
-    from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, tile_shapes
+    from moba_train.attention.kernels.common import call as block_call
+    from moba_train.attention.kernels.common.tiles import TileShape, TileShapes, tile_shapes
 
     assert set(CANDIDATES) == {field.name for field in fields(TileShapes)}
     for name in arguments.row:
@@ -68,11 +68,11 @@ def sweep(arguments: argparse.Namespace) -> None:
             if getattr(usual, kernel) is None:
                 continue
             call = run[kernel in FORWARD]
-            kernels.tile_shapes = tile_shapes
+            block_call.tile_shapes = tile_shapes
             want = call()
             for text in arguments.shapes or CANDIDATES[kernel].split():
                 case = replace(usual, **{kernel: TileShape(*map(int, text.split("x")))})
-                kernels.tile_shapes = lambda *_sizes, case=case: case
+                block_call.tile_shapes = lambda *_sizes, case=case: case
                 label = f"{name} {kernel} {text}"
                 try:
                     different = errors(call(), want)
@@ -83,7 +83,7 @@ def sweep(arguments: argparse.Namespace) -> None:
                 times: dict[str, Any] = kernel_times(call)
                 split = " ".join(f"{key} {time:.2f}" for key, time in list(times.items())[:4])
                 print(f"{label}: {ms:.2f} ms ({split}), different by {different}", flush=True)
-        kernels.tile_shapes = tile_shapes
+        block_call.tile_shapes = tile_shapes
         del row, run
         torch.cuda.empty_cache()
 

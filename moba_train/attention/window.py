@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.masked import Mask, accumulation_dtype, masked_attend, masked_attend_backward
+from moba_train.attention.kernels.common.reference import (
+    Mask,
+    accumulation_dtype,
+    masked_attend,
+    masked_attend_backward,
+)
+from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.merge import merge, nothing_seen
 from moba_train.attention.protocol import (
     BackwardState,
@@ -24,7 +30,6 @@ from moba_train.attention.protocol import (
     TokenRanges,
     joined_ranges,
 )
-from moba_train.attention.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
 
 _LEAST_TILE = 128
 """Queries of a masked call at least: it is given as many keys as the window and these queries have."""

@@ -21,13 +21,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.choose import choose_blocks, query_blocks
-from moba_train.attention.blocks.geometry import block_edges
-from moba_train.attention.blocks.statistics import Choice, key_share, routing_statistics
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.geometry import block_edges, query_blocks
+from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
+from moba_train.attention.kernels.common.selection import Choice, choose_blocks, key_share, routing_statistics
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
-from moba_train.attention.masked import accumulation_dtype, query_chunks
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.protocol import Layout, joined_ranges

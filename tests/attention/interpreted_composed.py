@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moba_train.attention.blocks import composed
+from moba_train.attention.kernels import composed
 from tests.attention.kernel_checks import (
     assert_results,
     build,

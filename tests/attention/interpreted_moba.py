@@ -5,12 +5,12 @@ from itertools import product
 import pytest
 import torch
 
-from moba_train.attention.blocks import reference
-from moba_train.attention.blocks.geometry import block_bound
-from moba_train.attention.blocks.triton import attention, call, long_blocks, packed, short_blocks
-from moba_train.attention.blocks.triton.tiles import tile_shapes, work_ranges
+from moba_train.attention.kernels.common import call, reference
+from moba_train.attention.kernels.common.geometry import block_bound
+from moba_train.attention.kernels.common.tiles import tile_shapes, work_ranges
+from moba_train.attention.kernels.triton import backend, blocks_from_144_dkdv, blocks_from_144_forward, blocks_to_128
+from moba_train.attention.moba import gate_kernels
 from moba_train.attention.moba.gate import pool_keys
-from moba_train.attention.moba.triton import select
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange
 from tests.attention.kernel_checks import (
     PACKED,
@@ -87,7 +87,7 @@ def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates()
 )
 def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, gates, monkeypatch):
     """Random gates; and gates whose best blocks all share a bucket, which are found in a second pass."""
-    monkeypatch.setattr(select, "_CHUNK", 16)
+    monkeypatch.setattr(gate_kernels, "_CHUNK", 16)
     layout = layout_of([64 * 100, 64 * 20], "cpu")
     ours, reference = (build(kind, 64, block_size=64, topk=count + 1) for kind in ("triton", "reference"))
     own = slice(6390, 6400)  # the last rows of the first document, and the second document
@@ -116,8 +116,8 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size):
 
 @pytest.mark.parametrize("block_size", [64, 192])
 def test_lists_of_several_splits_are_summed(block_size, monkeypatch):
-    monkeypatch.setattr(short_blocks, "_SPLIT", 64)
-    monkeypatch.setattr(packed, "_SPLIT", 64)
+    monkeypatch.setattr(blocks_to_128, "_SPLIT", 64)
+    monkeypatch.setattr(blocks_from_144_dkdv, "_SPLIT", 64)
     tensors, layout = inputs([300, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([300, 70], "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
     got, selection = run(ours, tensors, layout)
@@ -139,7 +139,7 @@ def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeyp
         seen.append(len(parts))
         return parts
 
-    for launches in (long_blocks, short_blocks):
+    for launches in (blocks_from_144_forward, blocks_to_128):
         monkeypatch.setattr(launches, "work_ranges", record)
     monkeypatch.setattr(call.BlockCall, "limit", limit)
     got, _ = run(ours, tensors, layout, selection)
@@ -161,11 +161,11 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(long, monkeypatch):
     some_HTN = torch.where((luck_HTN < 0.9) | (torch.arange(8) < 4).view(-1, 1), torch.arange(127), 127)
     selected = some_HTN.sort(-1).values.to(torch.int32)
     selected = torch.where(selected == 127, -1, selected)
-    selection = selected, *attention.block_lists(selected, layout, 1, block_size)
+    selection = selected, *backend.block_lists(selected, layout, 1, block_size)
     options = {"block_size": block_size, "scale": 0.125}
-    out, lse = attention.attend(q, k, v, layout, selection, **options)
+    out, lse = backend.attend(q, k, v, layout, selection, **options)
     state = BackwardState(dout, q, k, v, out, lse)
-    got = [out, lse, *attention.attend_backward(state, layout, selection, **options)]
+    got = [out, lse, *backend.attend_backward(state, layout, selection, **options)]
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     out, lse = reference.attend(q, k, v, layout, selection, **options)
     state = BackwardState(dout, q, k, v, out, lse)

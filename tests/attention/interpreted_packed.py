@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moba_train.attention.blocks.triton import call, one_pass, packed
-from moba_train.attention.blocks.triton.lists import BlockLists
-from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
+from moba_train.attention.kernels.common import call
+from moba_train.attention.kernels.common.lists import BlockLists
+from moba_train.attention.kernels.common.tiles import TileShape, tile_shapes, work_ranges
+from moba_train.attention.kernels.hopper import blocks_256_to_4096_gradients
+from moba_train.attention.kernels.triton import blocks_from_144_dkdv
 from moba_train.attention.protocol import BackwardState
 from tests.attention import one_pass_model
 from tests.attention.kernel_checks import PACKED, assert_results, build, exact, inputs, layout_of, list_bounds, run
@@ -34,7 +36,9 @@ def test_packed_rows_give_the_same_gradients(lengths, heads, kv_heads, head_dim,
     ours = build("triton", head_dim, **options)
     shape = TileShape(32, 64, 4, 2)
     monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_own=shape))
-    monkeypatch.setattr(packed, "work_ranges", lambda lists, kv, most: work_ranges(lists, kv, min(limit, most)))
+    monkeypatch.setattr(
+        blocks_from_144_dkdv, "work_ranges", lambda lists, kv, most: work_ranges(lists, kv, min(limit, most))
+    )
     got, selection = run(ours, tensors, layout)
     want = exact(tensors, layout, selection[0], options["block_size"], ours.scale)
     assert_results(got, want, 2e-6 if dtype == torch.float32 else 1e-3)
@@ -55,7 +59,7 @@ def test_lists_are_packed_in_order_and_filled_up():
     blocks = sizes.tables.blocks
     lists = BlockLists.from_tensors(entries, starts, selected, 2, blocks)
     stats = torch.randn(399, 4, 2)
-    work = packed.PackedDkdv(sizes, dout, stats, lists)
+    work = blocks_from_144_dkdv.PackedDkdv(sizes, dout, stats, lists)
     (whole,) = work_ranges(lists, 2, 10**9)
     room = work.room([whole])
     (table,) = work.tables([whole])
@@ -86,11 +90,10 @@ def test_lists_are_packed_in_order_and_filled_up():
 )
 def test_launches_of_one_pass_add_up(heads, kv_heads, options, own, keys, monkeypatch):
     """Packed rows, places, turns and sums; the two kernels' arithmetic is PyTorch's here."""
-    shape = replace(tile_shapes(64, 4096), dkdv=TileShape(one_pass.ROWS, keys, 8, 3))
+    shape = replace(tile_shapes(64, 4096), dkdv=TileShape(64, keys, 8, 3))
     monkeypatch.setattr(call, "tile_shapes", lambda d, b: shape)
-    monkeypatch.setattr(one_pass, "KEYS", keys)
     one_pass_model.use(monkeypatch, own=own)
-    monkeypatch.setattr("moba_train.attention.blocks.triton.one_pass._SHORT_SPLIT", 128)
+    monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", 128)
     lengths = [600, 1, 70]
     q, k, v, dout = tensors = inputs(lengths, heads, kv_heads, 64, torch.float32, "cpu")
     layout, ours = layout_of(lengths, "cpu"), build("triton", 64, **options)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.reference import selected_mask
-from moba_train.attention.masked import masked_attend, masked_attend_backward
+from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward, selected_mask
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, TokenRanges, packed_layout
@@ -118,7 +117,7 @@ def list_bounds(lists) -> tuple[Tensor, Tensor]:
 
 def check_lists(selected: Tensor, entries: Tensor, starts: Tensor, kv_heads: int, blocks: int) -> None:
     """Every list holds, in ascending order, exactly the entries that selected its block."""
-    from moba_train.attention.blocks.triton.lists import BlockLists  # needs Triton
+    from moba_train.attention.kernels.common.lists import BlockLists  # needs Triton
 
     group = selected.shape[0] // kv_heads
     begin, end = list_bounds(BlockLists.from_tensors(entries, starts, selected, kv_heads, blocks))

@@ -10,7 +10,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from moba_train.attention.blocks import available
+from moba_train.attention.kernels import table
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _thread = threading.local()
@@ -47,5 +47,5 @@ def kernels_not_run() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", launch)
-        patch.setattr(available, "interpreted", lambda: True)
+        patch.setattr(table, "interpreted", lambda: True)
         yield

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.triton import one_pass
+from moba_train.attention.kernels.hopper import blocks_256_to_4096_gradients
 
 
 class Launcher:
@@ -81,7 +81,7 @@ def gradients_own(
 
 def use(monkeypatch: Any, *, own: bool) -> None:
     """Long blocks take one pass, with the functions here in place of its kernels; `own`: for the own blocks, too."""
-    monkeypatch.setattr(one_pass, "gradients_history", Launcher(gradients_history))
-    monkeypatch.setattr(one_pass, "gradients_own", Launcher(gradients_own))
-    monkeypatch.setattr(one_pass.OnePass, "own_in_one_pass", lambda self: own)
-    monkeypatch.setattr("moba_train.attention.blocks.triton.call.BlockCall.one_pass", True)
+    monkeypatch.setattr(blocks_256_to_4096_gradients, "gradients_history", Launcher(gradients_history))
+    monkeypatch.setattr(blocks_256_to_4096_gradients, "gradients_own", Launcher(gradients_own))
+    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "own_in_one_pass", lambda self: own)
+    monkeypatch.setattr("moba_train.attention.kernels.common.call.BlockCall.one_pass", True)

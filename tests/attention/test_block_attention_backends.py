@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moba_train.attention.blocks import available, backends, composed, reference
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.backends import pick_backend
+from moba_train.attention.kernels import block_attention, composed, table
+from moba_train.attention.kernels.block_attention import BlockAttention, pick_backend
+from moba_train.attention.kernels.common import reference
 from moba_train.attention.moba import gate
 from moba_train.attention.moba.moba_local import pick_selector
 from moba_train.attention.protocol import BackwardState
@@ -20,12 +20,12 @@ KEY = "attention.moba.backend"
 
 @pytest.fixture(autouse=True)
 def a_gpu_with_triton_and_flash(monkeypatch):
-    monkeypatch.setattr(available, "has_triton", lambda: True)
-    monkeypatch.setattr(backends, "_triton", lambda: "triton")
+    monkeypatch.setattr(table, "has_triton", lambda: True)
+    monkeypatch.setattr(block_attention, "_triton", lambda: "triton")
     monkeypatch.setattr("moba_train.attention.moba.moba_local._triton", lambda: "triton")
     monkeypatch.setattr(composed, "refuses", lambda *call: "")
     monkeypatch.setattr(composed, "kernel_name", lambda *call: "some kernel")
-    backends._picked.cache_clear()
+    block_attention._picked.cache_clear()
 
 
 def q(head_dim=128, dtype=torch.bfloat16) -> SimpleNamespace:
@@ -68,9 +68,9 @@ def test_auto_warns_when_only_plain_pytorch_is_left_and_names_every_reason(monke
 
 def test_a_measured_rule_prefers_flash_for_long_blocks_and_many_rows(monkeypatch, caplog):
     assert pick(block_size=4096) == "triton"
-    monkeypatch.setattr(backends, "_COMPOSED_PAYS_FROM", {"some kernel": 2048, "another kernel": 64})
+    monkeypatch.setattr(block_attention, "_COMPOSED_PAYS_FROM", {"some kernel": 2048, "another kernel": 64})
     assert pick(block_size=4096) == "triton"
-    monkeypatch.setattr(backends, "_COMPOSED_ROWS", 128)
+    monkeypatch.setattr(block_attention, "_COMPOSED_ROWS", 128)
     assert pick(block_size=1024) == "triton"
     with caplog.at_level(logging.INFO):
         assert pick(block_size=2048) is composed
@@ -78,12 +78,12 @@ def test_a_measured_rule_prefers_flash_for_long_blocks_and_many_rows(monkeypatch
 
 
 def test_a_shard_of_queries_needs_fewer_rows_for_flash_than_a_whole_sequence(monkeypatch):
-    monkeypatch.setattr(backends, "_COMPOSED_PAYS_FROM", {"some kernel": 2048})
-    monkeypatch.setattr(backends, "_COMPOSED_ROWS_OF_A_SHARD", 128)
+    monkeypatch.setattr(block_attention, "_COMPOSED_PAYS_FROM", {"some kernel": 2048})
+    monkeypatch.setattr(block_attention, "_COMPOSED_ROWS_OF_A_SHARD", 128)
     shard = packed([256], "cpu").part(((64, 128),), None)
     assert pick_backend("auto", KEY, q(), shard, block_size=2048, selected=2) is composed
     assert pick(block_size=2048) == "triton"
-    monkeypatch.setattr(backends, "_COMPOSED_ROWS_OF_A_SHARD", 129)
+    monkeypatch.setattr(block_attention, "_COMPOSED_ROWS_OF_A_SHARD", 129)
     assert pick_backend("auto", KEY, q(), shard, block_size=2048, selected=2) == "triton"
 
 
@@ -128,7 +128,7 @@ def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_key
         picked.append(arguments[3])
         return pick_backend(*arguments, **options)
 
-    monkeypatch.setattr("moba_train.attention.blocks.attention.pick_backend", watched)
+    monkeypatch.setattr("moba_train.attention.kernels.block_attention.pick_backend", watched)
     layout = packed([12], "cpu")
     part = layout.part(None, ((0, 8),))
     blocks = BlockAttention(4, 0.25, "reference", KEY)

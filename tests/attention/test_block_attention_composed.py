@@ -5,8 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moba_train.attention import varlen
-from moba_train.attention.blocks import composed
+from moba_train.attention.kernels import composed, varlen
 from moba_train.attention.moba import moba_attention
 from moba_train.attention.protocol import Layout
 from tests.attention.helpers import make_qkv

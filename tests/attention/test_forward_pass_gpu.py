@@ -24,11 +24,11 @@ def kernels_in_gluon(monkeypatch):
     """A test that does not launch them fails."""
     if torch.cuda.get_device_capability() != (9, 0) or not triton.__version__.startswith("3.6."):
         pytest.skip("needs a Hopper GPU and Triton 3.6")
-    from moba_train.attention.blocks.triton import forward_launches  # needs Gluon
+    from moba_train.attention.kernels.hopper import blocks_from_512_forward  # needs Gluon
 
     launched = []
-    plain = forward_launches.own
-    monkeypatch.setattr(forward_launches, "own", lambda *given: [launched.append(True), plain(*given)])
+    plain = blocks_from_512_forward.own
+    monkeypatch.setattr(blocks_from_512_forward, "own", lambda *given: [launched.append(True), plain(*given)])
     yield
     assert launched
 
@@ -56,7 +56,7 @@ CASES = {
 @pytest.mark.parametrize("topk", [2, 8])
 def test_blocks_of_one_tile_of_keys(topk, monkeypatch):
     """Not the default: benchmarks.attention_forward compares both paths."""
-    from moba_train.attention.blocks.triton.call import BlockCall
+    from moba_train.attention.kernels.common.call import BlockCall
 
     monkeypatch.setattr(BlockCall, "warp_specialised", True)
     lengths, options = [3001, 127, 0, 128, 900], {"block_size": 128, "topk": topk}

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moba_train.attention.blocks.triton import launch as launches
-from moba_train.attention.blocks.triton.launch import launch, replayed
+from moba_train.attention.kernels.common import launch as launches
+from moba_train.attention.kernels.common.launch import launch, replayed
 from moba_train.attention.protocol import Layout, packed_layout
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from moba_train.attention.blocks.geometry import block_bound  # noqa: E402
+from moba_train.attention.kernels.common.geometry import block_bound  # noqa: E402
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
 from moba_train.attention.protocol import BackwardState, Layout  # noqa: E402

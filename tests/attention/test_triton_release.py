@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 triton = pytest.importorskip("triton")
 
-from moba_train.attention.blocks.triton import call  # noqa: E402
-from moba_train.attention.blocks.triton.call import BlockCall  # noqa: E402
+from moba_train.attention.kernels.common import call  # noqa: E402
+from moba_train.attention.kernels.common.call import BlockCall  # noqa: E402
 from moba_train.attention.protocol import packed_layout  # noqa: E402
 
 

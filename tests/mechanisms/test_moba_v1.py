@@ -110,7 +110,7 @@ def test_the_layer_is_the_loops_on_rotated_queries_and_keys(merge):
 @merges
 def test_parts_of_the_work_leave_no_trace(merge, monkeypatch):
     """Ranges of a few tokens, one key/value head at a time."""
-    from moba_train.attention.blocks import composed
+    from moba_train.attention.kernels import composed
 
     tensors = [x.detach() for x in make_qkv(37, 6, 3, 8)]
     attention = attention_of({**SMALL, "merge": merge, "backend": "composed"})
@@ -230,7 +230,7 @@ def test_exported_to_transformers_it_attends_as_it_was_trained():
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 4), (128, 8, 2), (80, 4, 2)])
 def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(merge, head_dim, heads, kv_heads, monkeypatch):
     """`auto` takes the composition; all at once and, with `entries_at_once`, in many parts."""
-    from moba_train.attention.blocks import composed
+    from moba_train.attention.kernels import composed
 
     lengths = [700, 0, 1, 1500, 300]
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_runs_on
+from moba_train.attention.kernels.table import triton_runs_on
 from moba_train.attention.protocol import Layout, TokenRange, packed_layout
 
 

@@ -9,9 +9,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
+from moba_train.attention.kernels.common.reference import Mask, masked_attend, masked_attend_backward
+from moba_train.attention.kernels.varlen import Cpu, FlashAttention4, PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.protocol import BackwardState, Gradients, Layout
-from moba_train.attention.varlen import Cpu, FlashAttention4, PackagedFlash2, Segments, TorchFlash, VarlenKernel
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
+from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.shard import Shard

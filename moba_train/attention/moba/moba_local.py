@@ -6,13 +6,13 @@ from typing import Annotated, Literal, Protocol, cast
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.available import triton_refuses
-from moba_train.attention.blocks.by_unit import BlocksByUnit
-from moba_train.attention.blocks.dense_or_sparse import DenseOrSparse
-from moba_train.attention.blocks.geometry import block_bound
-from moba_train.attention.blocks.statistics import Choice, key_share, selection_statistics
+from moba_train.attention.block_sparse import DenseOrSparse
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.by_unit import BlocksByUnit
+from moba_train.attention.kernels.common.geometry import block_bound
+from moba_train.attention.kernels.common.selection import Choice, key_share, selection_statistics
+from moba_train.attention.kernels.table import triton_refuses
 from moba_train.attention.moba import gate
 from moba_train.attention.protocol import Layout, Selection
 from moba_train.attention.statistics import Statistics
@@ -20,7 +20,7 @@ from moba_train.config.base import Length, Section
 
 
 class Selector(Protocol):
-    """The functions that gate.py and triton/ both provide."""
+    """The functions that gate.py and gate_kernels.py both provide."""
 
     def pool_keys(self, k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
         """Mean of the given keys in each block, [blocks, K, D]."""
@@ -51,9 +51,9 @@ def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, co
 
 def _triton() -> Selector:
     """The kernels, imported at the first use."""
-    from moba_train.attention.moba import triton
+    from moba_train.attention.moba import gate_kernels
 
-    return cast(Selector, triton)
+    return cast(Selector, gate_kernels)
 
 
 def _current_name(backend: object) -> object:

@@ -15,9 +15,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
-from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.shard import Shard, ShardCall

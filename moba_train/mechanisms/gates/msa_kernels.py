@@ -26,11 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.geometry import block_edges
-from moba_train.attention.blocks.triton.lists import BlockLists, invert
-from moba_train.attention.blocks.triton.softmax import LOG2_E
-from moba_train.attention.blocks.triton.tile_tables import cut_lists, tile_of_program
-from moba_train.attention.blocks.triton.tiles import TileShape
+from moba_train.attention.kernels.common.geometry import block_edges
+from moba_train.attention.kernels.common.lists import BlockLists, invert
+from moba_train.attention.kernels.common.softmax import LOG2_E
+from moba_train.attention.kernels.common.tiles import TileShape, cut_lists, tile_of_program
 from moba_train.attention.protocol import Layout
 from moba_train.mechanisms.gates.grid import block_grid, causal_chunks
 

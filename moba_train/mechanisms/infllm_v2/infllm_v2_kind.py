@@ -23,14 +23,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
-from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks, query_blocks
-from moba_train.attention.blocks.dense_or_sparse import DenseOrSparse
-from moba_train.attention.blocks.geometry import block_bound
-from moba_train.attention.blocks.spans import KeySpans, LocalBlocks, with_local_blocks
-from moba_train.attention.blocks.statistics import Choice, key_share, selection_statistics
+from moba_train.attention.block_sparse import DenseOrSparse
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.geometry import (
+    KeySpans,
+    LocalBlocks,
+    QueryBlocks,
+    block_bound,
+    query_blocks,
+    with_local_blocks,
+)
+from moba_train.attention.kernels.common.selection import Choice, choose_blocks, key_share, selection_statistics
+from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
 from moba_train.attention.kind import AttentionKind, StageContext
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.moba.moba_local import pick_selector

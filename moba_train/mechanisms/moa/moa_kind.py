@@ -17,13 +17,13 @@ import torch
 from pydantic import Field, Strict, model_validator
 from torch import Tensor, nn
 
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
-from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
-from moba_train.attention.blocks.statistics import key_share
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.kernels.common.reference import accumulation_dtype
+from moba_train.attention.kernels.common.selection import key_share
+from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
-from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
 from moba_train.attention.statistics import KEY_SHARE, SOFTMAX, Statistics, joined
 from moba_train.config.base import Length, Section

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_limits, triton_runs_on
-from moba_train.attention.blocks.choose import QueryBlocks
-from moba_train.attention.blocks.triton.best import HIGHEST, enter, found_ids, no_blocks, store_ids
-from moba_train.attention.blocks.triton.softmax import LOG2_E
-from moba_train.attention.blocks.triton.tiles import TileShape
+from moba_train.attention.kernels.common.geometry import QueryBlocks
+from moba_train.attention.kernels.common.softmax import LOG2_E
+from moba_train.attention.kernels.common.tiles import TileShape
+from moba_train.attention.kernels.table import triton_limits, triton_runs_on
+from moba_train.attention.kernels.triton.highest_scores import HIGHEST, enter, found_ids, no_blocks, store_ids
 
 
 def able(q_nHD: Tensor, count: int) -> bool:

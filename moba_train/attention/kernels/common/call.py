@@ -1,0 +1,288 @@
+"""The sizes of one call of the kernels, and the launches that its passes share."""
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moba_train.attention.kernels.common import softmax
+from moba_train.attention.kernels.common.geometry import KeySpans
+from moba_train.attention.kernels.common.launch import ceil_div, launch
+from moba_train.attention.kernels.common.lists import BlockLists, BlockTables, block_tables
+from moba_train.attention.kernels.common.tiles import TileShape, TileShapes, TileTable, WorkRange, tile_shapes
+from moba_train.attention.protocol import Layout
+
+_LOG2_E = 1.4426950408889634
+_COMBINE_ROWS = 32
+_PREPARE_ROWS = 32
+_SUMMED_KEYS = 16
+_ONE_PASS = (256, 512, 1024, 2048, 4096)
+"""Keys of blocks whose gradients were measured to be faster in one pass."""
+_GLUON_TRITON = "3.6"
+"""Release of Triton that the kernels in Gluon are written for; Gluon changes from release to release."""
+_HEAD_DIMS = (128,)
+"""Head widths that the kernels in Gluon were measured with."""
+_GATHERED: tuple[int, ...] = (128,)
+"""Keys of blocks whose gradients one pass over gathered rows was measured to make faster: those of one tile of keys."""
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """Tensors as kernels need them, tables, tile shapes; the launches that both passes share."""
+
+    q_THD: Tensor
+    k_SKD: Tensor
+    v_SKD: Tensor
+    selected_HTC: Tensor
+    layout: Layout
+    tables: BlockTables
+    shapes: TileShapes
+    block_size: int
+    scale: float
+    spans: KeySpans | None = None
+    """What queries attend to in place of their own block; None: the own block."""
+
+    @classmethod
+    def from_tensors(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        selected_HTC: Tensor,
+        block_size: int,
+        scale: float,
+        spans: KeySpans | None = None,
+    ) -> "BlockCall":
+        """Copies tensors whose heads do not lie side by side; builds the tables once for a layout."""
+        tables = block_tables(layout, block_size)
+        shapes = tile_shapes(q.shape[-1], block_size)
+        q, k, v = (heads_side_by_side(x) for x in (q, k, v))
+        return cls(q, k, v, selected_HTC, layout, tables, shapes, block_size, scale, spans)
+
+    @property
+    def selected(self) -> int:
+        """Selected blocks of a query, C."""
+        return self.selected_HTC.shape[2]
+
+    @property
+    def partial(self) -> bool:
+        """Whether k and v are a part of the sequence's keys."""
+        return self.layout.k_ranges is not None
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether one pass makes all gradients of these blocks (one_pass.py)."""
+        return self.block_size in _ONE_PASS and self.selected > 0 and not self.partial and self._suits_gluon
+
+    @property
+    def gathered(self) -> bool:
+        """Whether one pass makes all gradients of these blocks and gathers its rows (gathered_pass.py)."""
+        return self.block_size in _GATHERED and self.selected > 0 and not self.partial and self._suits_gluon
+
+    @property
+    def warp_specialised(self) -> bool:
+        """Whether kernels whose warps have roles attend to these blocks (forward_pass.py): from 512 keys on; 512, 1024
+        and 4096 were measured to be faster so (benchmarks/results/attention-forward-h200.json)."""
+        return (
+            self.block_size >= 512
+            and self.block_size % self.shapes.forward.keys == 0
+            and not self.partial
+            and self._suits_gluon
+        )
+
+    @property
+    def _suits_gluon(self) -> bool:
+        """Whether the GPU, dtype, head width and the release of Triton are those that the kernels in Gluon are for.
+
+        Asked last: where the release alone is another one, there is a warning.
+        """
+        return (
+            self.q_THD.is_cuda
+            and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
+            and self.q_THD.dtype in (torch.bfloat16, torch.float16)
+            and self.head_dim in _HEAD_DIMS
+            and _suits_release(triton.__version__)
+        )
+
+    @property
+    def limit(self) -> int:
+        """Partial results in memory at once, at most: two for every query and head."""
+        return 2 * self.tokens * self.heads
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a block, at most."""
+        return min(self.block_size, self.layout.max_seqlen)
+
+    @property
+    def tokens(self) -> int:
+        return self.q_THD.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.q_THD.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q_THD.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_SKD.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def scale_log2(self) -> float:
+        """`scale` for scores in units of log 2."""
+        return self.scale * _LOG2_E
+
+    def sizes(self, shape: TileShape) -> dict[str, Any]:
+        """Compile-time sizes of a kernel over tiles of this shape."""
+        tile = {"M": shape.rows, "N": shape.keys, "num_warps": shape.warps, "num_stages": shape.stages}
+        return {"G": self.group, "D": self.head_dim, **tile}
+
+    def like_q(self) -> Tensor:
+        """Uninitialised, contiguous, with q's shape and dtype."""
+        return torch.empty(self.q_THD.shape, dtype=self.q_THD.dtype, device=self.q_THD.device)
+
+    def like_k(self) -> Tensor:
+        """Uninitialised, contiguous, with k's shape and dtype."""
+        return torch.empty(self.k_SKD.shape, dtype=self.k_SKD.dtype, device=self.k_SKD.device)
+
+    def descriptors(self, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """K and V for bulk copies of [keys, D]; what lies past the end reads as zero."""
+        return self.descriptor(self.k_SKD, keys), self.descriptor(self.v_SKD, keys)
+
+    def descriptor(self, x: Tensor, many: int) -> TensorDescriptor:
+        """[tokens, heads, D] for bulk copies of `many` tokens of one head."""
+        return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [token_stride(x), 1], [many, self.head_dim])
+
+    def in_lists(self, lists: BlockLists, table: TileTable) -> tuple[Any, ...]:
+        """The arguments by which a kernel over the tiles of some lists finds its rows and its block."""
+        return lists.entries, *table.arguments, self.tables.bounds, table.lists, self.tables.blocks
+
+    def own_tiles(self, shape: TileShape) -> int:
+        """Row tiles of a block's own rows, at most."""
+        return ceil_div(self.longest * self.group, shape.rows)
+
+    def buffer(self, parts: list[WorkRange]) -> Tensor:
+        """Room for the partial results of any of these work ranges: [entries, D]."""
+        entries = max(part.heads * part.entries for part in parts)
+        return torch.empty(entries, self.head_dim, dtype=self.q_THD.dtype, device=self.q_THD.device)
+
+    def stats(self, dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor) -> Tensor:
+        """float32 [T, H, 2]: what `softmax.prepare` computes of each row; dout contiguous."""
+        many = self.tokens * self.heads
+        stats_TH2 = torch.empty(self.tokens, self.heads, 2, dtype=torch.float32, device=self.q_THD.device)
+        launch(
+            softmax.prepare,
+            (ceil_div(many, _PREPARE_ROWS),),
+            dout_THD,
+            out_THD.contiguous(),
+            lse_HT.contiguous(),
+            stats_TH2,
+            many,
+            self.tokens,
+            self.heads,
+            D=self.head_dim,
+            M=_PREPARE_ROWS,
+        )
+        return stats_TH2
+
+    def combine(self, kernel: Any, work: WorkRange, *tensors: Tensor, place: Tensor | None = None) -> None:
+        """Join the partial results of a work range into the tensors that hold the own blocks' part.
+
+        Partial results are in the order of the entries, or in the order of `place` (int32, of each entry).
+        """
+        row_entries = self.group * self.selected
+        first = work.first_entry // row_entries
+        tokens = work.entries // row_entries
+        launch(
+            kernel,
+            (ceil_div(tokens * self.group, _COMBINE_ROWS), work.heads),
+            *tensors,
+            self.selected_HTC if place is None else place,
+            self.selected_HTC,
+            self.tables.bounds,
+            self.tokens,
+            first,
+            first + tokens,
+            work.kv_heads.start,
+            self.heads,
+            PARTIAL=self.partial,
+            PLACED=place is not None,
+            G=self.group,
+            C=self.selected,
+            D=self.head_dim,
+            M=_COMBINE_ROWS,
+        )
+
+    def add_splits(
+        self,
+        table: TileTable,
+        first_kv_head: int,
+        sums: tuple[Tensor, Tensor],
+        parts: tuple[Tensor, Tensor],
+        keys: int,
+        own: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Write dk and dv of a work range to `sums` [S, K, D], from the `parts` of its splits [splits * keys, D].
+
+        With the `own` blocks' dk and dv [S, some K, D], of every list; without, of lists of several splits.
+        """
+        launch(
+            softmax.sum_splits,
+            (table.lists, ceil_div(self.longest, _SUMMED_KEYS)),
+            *sums,
+            *(own or sums),
+            *parts,
+            table.first_split,
+            table.splits,
+            self.tables.bounds,
+            self.tables.blocks,
+            first_kv_head,
+            sums[0].shape[1],
+            own[0].shape[1] if own else 0,
+            ADD=own is not None,
+            D=self.head_dim,
+            N=keys,
+            KEYS=_SUMMED_KEYS,
+        )
+
+
+@cache
+def _suits_release(triton_release: str) -> bool:
+    """Whether the kernels in Gluon are for this release of Triton; where not, warns, once in a process."""
+    if triton_release.startswith(f"{_GLUON_TRITON}."):
+        return True
+    sizes = ", ".join(map(str, sorted((*_GATHERED, *_ONE_PASS))))
+    warnings.warn(
+        f"Triton {triton_release} is installed, but the fastest kernels of this GPU need {_GLUON_TRITON}: attention to "
+        f"blocks takes slower ones for the gradients with blocks of {sizes} keys and for the forward pass with blocks "
+        f"of 512 keys and more; install a release of torch that comes with Triton {_GLUON_TRITON}",
+        stacklevel=2,
+    )
+    return False
+
+
+def token_stride(x: Tensor) -> int:
+    """Elements from a row of x to the next; those of a row lie side by side."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1:].numel()
+
+
+def heads_side_by_side(x: Tensor) -> Tensor:
+    """[tokens, heads, D] with the heads of a token contiguous and tokens 16 bytes aligned, as bulk copies need it."""
+    side_by_side = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    aligned = token_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    if side_by_side and aligned:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

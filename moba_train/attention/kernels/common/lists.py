@@ -1,0 +1,325 @@
+"""For each block and key/value head, the rows that selected it: a stable counting sort of the entries by block.
+
+Entry `(t * G + g) * C + j` is the j-th selected block of head g of the group at token t. Entries are cut into chunks.
+Each chunk counts how often it names each block (integer atomics: the sums do not depend on their order); after a prefix
+sum over (key/value head, block, chunk), in two launches, each chunk puts its entries in place, in order. So a list
+ascends, its part that comes from a range of chunks (a range of queries) is one slice, and nothing depends on timing.
+
+Block tables: which block each token is in, and where each block lies. Computed on the device, once per layout.
+
+Queries and keys may each be a part of the sequence (a shard, made of token ranges). A block is consecutive tokens, so
+its given rows are consecutive; where it also lies in one range, its rows and its tokens differ by one number.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moba_train.attention.kernels.common.geometry import block_bound, first_blocks
+from moba_train.attention.kernels.common.launch import ceil_div, launch
+from moba_train.attention.protocol import Layout, TokenRanges
+
+_TILE = 64
+"""Entries ranked at once, by one warp; ranking compares each with each."""
+_SCANNED = 32
+"""Chunks and blocks whose counts are summed at once."""
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The inverse of a selection: the rows of each block."""
+
+    entries: Tensor
+    """int32 [K * T * G * C]: the entries of list 0, list 1, ...; list `kv_head * blocks + block`. Unused at the end."""
+    starts: Tensor
+    """int [lists * chunks + 1]: where list l's entries from chunk c begin, at index l * chunks + c."""
+    chunks: int
+    chunk: int
+    """Entries per chunk."""
+    lists: int
+
+    @classmethod
+    def from_tensors(
+        cls, entries: Tensor, starts: Tensor, selected_HTC: Tensor, kv_heads: int, blocks: int
+    ) -> "BlockLists":
+        """From what `invert` returned for this selection."""
+        heads, tokens, selected = selected_HTC.shape
+        lists = kv_heads * blocks
+        return cls(entries, starts, *chunking(tokens, heads // kv_heads * selected, lists), lists)
+
+
+def chunking(tokens: int, row_entries: int, lists: int) -> tuple[int, int]:
+    """(chunks, entries per chunk) of one key/value head; a chunk is whole tokens, `row_entries` = G * C entries each.
+
+    Up to 256 chunks per head keep all multiprocessors busy; `starts` stays below 64 MiB even for very many lists.
+    """
+    wanted = max(1, min(256, tokens * row_entries // 1024, 2**24 // max(lists, 1)))
+    chunk_tokens = max(1, ceil_div(tokens, wanted))
+    return max(1, ceil_div(tokens, chunk_tokens)), chunk_tokens * row_entries
+
+
+def empty_inverse(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised (entries, starts) for selected blocks of this shape, int32 [H, T, C]."""
+    heads, tokens, selected = selected_HTC.shape
+    if selected == 0 or tokens == 0:
+        return selected_HTC.new_empty(0), selected_HTC.new_empty(1)
+    lists = kv_heads * blocks
+    chunks, _ = chunking(tokens, heads // kv_heads * selected, lists)
+    place = torch.int32 if selected_HTC.numel() < 2**31 else torch.int64
+    return selected_HTC.new_empty(selected_HTC.numel()), selected_HTC.new_empty(lists * chunks + 1, dtype=place)
+
+
+def invert(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """The (entries, starts) of `BlockLists` for selected blocks: int32 [H, T, C], -1 = none."""
+    heads, tokens, selected = selected_HTC.shape
+    group = heads // kv_heads
+    lists = kv_heads * blocks
+    if selected == 0 or tokens == 0:
+        entries, starts = empty_inverse(selected_HTC, kv_heads, blocks)
+        return entries, starts.zero_()
+    chunks, chunk = chunking(tokens, group * selected, lists)
+    if chunks * chunk >= 2**31:  # the kernels count to the end of the last chunk in int32
+        raise ValueError(
+            f"{selected} selected blocks for each of {tokens} tokens and {group} query heads of a key/value head are "
+            f"{tokens * group * selected} entries; fewer than {2**31}, up to rounding, allowed: select fewer blocks "
+            "(topk), or set parallel.cp"
+        )
+    entries, starts = empty_inverse(selected_HTC, kv_heads, blocks)
+    device = selected_HTC.device
+    # Chunk by chunk for `_count` and `_place`, so that a chunk's counters share cache lines; `starts` is list by list.
+    counts_KCN = torch.empty(kv_heads, chunks, blocks, dtype=torch.int32, device=device)
+    cursor_KCN = torch.empty_like(counts_KCN, dtype=starts.dtype)
+    totals = torch.empty(lists, dtype=torch.int32, device=device)
+    by_chunk, by_block = (chunks, kv_heads), (ceil_div(blocks, _SCANNED), kv_heads)
+    sizes = {"G": group, "C": selected, "TILE": _TILE, "num_warps": 1}
+    tile = {"CHUNKS": _SCANNED, "BLOCKS": _SCANNED}
+    launch(_count, by_chunk, selected_HTC, counts_KCN, tokens, blocks, chunk, **sizes)
+    launch(_sum_chunks, by_block, counts_KCN, totals, blocks, chunks, **tile)
+    launch(_find_starts, by_block, counts_KCN, totals, cursor_KCN, starts, blocks, chunks, **tile)
+    launch(_place, by_chunk, selected_HTC, cursor_KCN, entries, tokens, blocks, chunk, **sizes)
+    return entries, starts
+
+
+@triton.jit
+def _selected_block(selected, entry, stop, kv_head, tokens, G: tl.constexpr, C: tl.constexpr):
+    """The selected blocks of these entries; -1 for none, and from `stop` on."""
+    row, j = entry // C, entry % C
+    token, head = row // G, kv_head * G + row % G
+    at = (head.to(tl.int64) * tokens + token) * C + j
+    return tl.load(selected + at, mask=(entry < stop) & (token < tokens), other=-1)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "chunk"])
+def _count(selected, counts, tokens, blocks, chunk, G: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
+    which, kv_head = tl.program_id(0), tl.program_id(1)
+    mine = counts + (kv_head.to(tl.int64) * tl.num_programs(0) + which) * blocks
+    for first in range(0, blocks, 1024):
+        block = first + tl.arange(0, 1024)
+        tl.store(mine + block, tl.zeros([1024], tl.int32), mask=block < blocks)
+    tl.debug_barrier()  # all counters are zero before any is raised
+    start = which * chunk
+    for first in range(start, start + chunk, TILE):
+        block = _selected_block(selected, first + tl.arange(0, TILE), start + chunk, kv_head, tokens, G, C)
+        tl.atomic_add(mine + block, 1, mask=block >= 0, sem="relaxed")
+
+
+@triton.jit
+def _counts_of(counts, kv_head, first, block, blocks, chunks, CHUNKS: tl.constexpr):
+    """(counts [chunks, blocks] of a tile, the tile's chunks, where it exists)."""
+    chunk = first + tl.arange(0, CHUNKS)
+    exists = (chunk < chunks)[:, None] & (block < blocks)[None, :]
+    at = (kv_head * chunks + chunk).to(tl.int64)[:, None] * blocks + block[None, :]
+    return tl.load(counts + at, mask=exists, other=0), at, chunk, exists
+
+
+@triton.jit(do_not_specialize=["blocks", "chunks"])
+def _sum_chunks(counts, totals, blocks, chunks, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr):
+    """totals [key/value heads, blocks]: entries of each list."""
+    kv_head = tl.program_id(1)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    total = tl.zeros([BLOCKS], tl.int32)
+    for first in range(0, chunks, CHUNKS):
+        count, _, _, _ = _counts_of(counts, kv_head, first, block, blocks, chunks, CHUNKS)
+        total += tl.sum(count, 0)
+    tl.store(totals + kv_head * blocks + block, total, mask=block < blocks)
+
+
+@triton.jit(do_not_specialize=["blocks", "chunks"])
+def _find_starts(counts, totals, cursors, starts, blocks, chunks, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Where each list's entries from each chunk begin: starts [lists, chunks] and one past the last; cursors alike, but
+    [key/value heads, chunks, blocks]."""
+    kv_head = tl.program_id(1)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    first_list = kv_head * blocks + tl.program_id(0) * BLOCKS
+    begin = tl.zeros([BLOCKS], starts.dtype.element_ty)
+    for first in range(0, first_list, 1024):
+        which = first + tl.arange(0, 1024)
+        begin += tl.sum(tl.load(totals + which, mask=which < first_list, other=0).to(starts.dtype.element_ty))
+    total = tl.load(totals + kv_head * blocks + block, mask=block < blocks, other=0).to(starts.dtype.element_ty)
+    begin += tl.cumsum(total, 0) - total
+    for first in range(0, chunks, CHUNKS):
+        count, at, chunk, exists = _counts_of(counts, kv_head, first, block, blocks, chunks, CHUNKS)
+        count = count.to(starts.dtype.element_ty)
+        start = begin[None, :] + tl.cumsum(count, 0) - count
+        tl.store(cursors + at, start, mask=exists)
+        which = (kv_head * blocks + block).to(tl.int64)[None, :] * chunks + chunk[:, None]
+        tl.store(starts + which, start, mask=exists)
+        begin += tl.sum(count, 0)
+    lists = tl.num_programs(1) * blocks
+    is_last = kv_head * blocks + block == lists - 1
+    tl.store(starts + lists.to(tl.int64) * chunks + block * 0, begin, mask=is_last & (block < blocks))
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "chunk"])
+def _place(selected, cursors, entries, tokens, blocks, chunk, G: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
+    which, kv_head = tl.program_id(0), tl.program_id(1)
+    mine = cursors + (kv_head.to(tl.int64) * tl.num_programs(0) + which) * blocks
+    i = tl.arange(0, TILE)
+    start = which * chunk
+    for first in range(start, start + chunk, TILE):
+        entry = first + i
+        block = _selected_block(selected, entry, start + chunk, kv_head, tokens, G, C)
+        same = (block[:, None] == block[None, :]).to(tl.int32)
+        rank = tl.sum(tl.where(i[None, :] < i[:, None], same, 0), 1)
+        count = tl.sum(same, 1)
+        used = block >= 0
+        # Past the first-level cache: the cursors change from tile to tile.
+        cursor = tl.load(mine + block, mask=used, other=0, cache_modifier=".cg")
+        tl.store(entries + cursor.to(tl.int64) + rank, entry, mask=used)
+        tl.debug_barrier()  # every cursor is read before any moves on
+        tl.store(mine + block, cursor + count, mask=used & (rank == count - 1))
+        tl.debug_barrier()
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """The documents and blocks of a layout, as kernels read them."""
+
+    blocks: int
+    """Upper bound of the number of blocks, known on the host."""
+    own_T: Tensor
+    """int32 [T]: each token's block."""
+    first_T: Tensor
+    """int32 [T]: the first block of each token's document."""
+    bounds: Tensor
+    """int32 [blocks, 6]: first row of q, one past the last, token minus row; then these three for the rows of k. First
+    and last are equal for blocks without given rows and for ids that name no block."""
+
+
+def block_tables(layout: Layout, block_size: int) -> BlockTables:
+    """The tables of a layout; kept with it."""
+    return layout.cached(("block tables", block_size), lambda: _build(layout, block_size))
+
+
+def _build(layout: Layout, block_size: int) -> BlockTables:
+    blocks = block_bound(layout, block_size)
+    tokens = layout.total
+    device = layout.cu_seqlens.device
+    documents = layout.cu_seqlens.numel() - 1
+    first = first_blocks(layout.cu_seqlens, block_size).to(torch.int32)
+    own_T, first_T = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
+    bounds = torch.empty(blocks, 6, dtype=torch.int32, device=device)
+    steps = documents.bit_length()
+    size = 256
+    if tokens:
+        launch(
+            _token_tables,
+            (ceil_div(tokens, size),),
+            layout.cu_seqlens,
+            first,
+            own_T,
+            first_T,
+            tokens,
+            documents,
+            block_size,
+            steps,
+            SIZE=size,
+        )
+    if blocks:
+        launch(
+            _block_bounds,
+            (ceil_div(blocks, size),),
+            layout.cu_seqlens,
+            first,
+            bounds,
+            blocks,
+            documents,
+            block_size,
+            steps,
+            SIZE=size,
+        )
+    if layout.q_ranges is not None:
+        own_T, first_T = own_T[layout.q_tokens], first_T[layout.q_tokens]
+        bounds[:, :3] = _rows_of(bounds[:, :2].clone(), layout.q_ranges)
+    if layout.k_ranges is not None:
+        bounds[:, 3:] = _rows_of(bounds[:, 3:5].clone(), layout.k_ranges)
+    return BlockTables(blocks, own_T, first_T, bounds)
+
+
+def _rows_of(tokens_N2: Tensor, ranges: TokenRanges) -> Tensor:
+    """[blocks, 3] for a part made of `ranges`, from each block's first token and one past its last."""
+    rows_N2 = torch.zeros_like(tokens_N2)
+    token_N = tokens_N2[:, 1].clone()
+    for start, stop in reversed(ranges):
+        rows_N2 += (tokens_N2 - start).clamp(0, stop - start)
+        here = (tokens_N2[:, 0] < stop) & (tokens_N2[:, 1] > start)
+        token_N = torch.where(here, tokens_N2[:, 0].clamp(min=start), token_N)
+    return torch.cat([rows_N2, (token_N - rows_N2[:, 0])[:, None]], 1)
+
+
+@triton.jit
+def _document_of(edges, x, documents, steps):
+    """Largest i < documents with edges[i] <= x, so that empty documents own nothing (edges ascend, edges[0] = 0)."""
+    low = tl.zeros_like(x)
+    high = low + documents
+    for _ in range(steps):
+        middle = (low + high) // 2
+        inside = middle > low
+        below = tl.load(edges + middle, mask=inside, other=0) <= x
+        high = tl.where(inside & (below == 0), middle, high)
+        low = tl.where(inside & below, middle, low)
+    return low
+
+
+@triton.jit(do_not_specialize=["tokens", "documents", "steps"])
+def _token_tables(cu_seqlens, first, own, first_of, tokens, documents, block_size, steps, SIZE: tl.constexpr):
+    token = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    ok = token < tokens
+    document = _document_of(cu_seqlens, token, documents, steps)
+    first_block = tl.load(first + document, mask=ok, other=0)
+    position = token - tl.load(cu_seqlens + document, mask=ok, other=0)
+    tl.store(own + token, first_block + position // block_size, mask=ok)
+    tl.store(first_of + token, first_block, mask=ok)
+
+
+@triton.jit(do_not_specialize=["blocks", "documents", "steps"])
+def _block_bounds(cu_seqlens, first, bounds, blocks, documents, block_size, steps, SIZE: tl.constexpr):
+    block = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    ok = block < blocks
+    document = _document_of(first, block, documents, steps)
+    stop = tl.load(cu_seqlens + document + 1, mask=ok, other=0)
+    begin = tl.load(cu_seqlens + document, mask=ok, other=0)
+    begin += (block - tl.load(first + document, mask=ok, other=0)) * block_size
+    begin = tl.minimum(begin, stop)
+    stop = tl.minimum(begin + block_size, stop)
+    for part in tl.static_range(2):
+        tl.store(bounds + block * 6 + part * 3, begin, mask=ok)
+        tl.store(bounds + block * 6 + part * 3 + 1, stop, mask=ok)
+        tl.store(bounds + block * 6 + part * 3 + 2, tl.zeros_like(block), mask=ok)
+
+
+@triton.jit
+def query_rows(bounds, block):
+    """(first row of q, one past the last, token minus row) of a block."""
+    at = bounds + block * 6
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def key_rows(bounds, block):
+    """(first row of k, one past the last, token minus row) of a block."""
+    at = bounds + block * 6 + 3
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)

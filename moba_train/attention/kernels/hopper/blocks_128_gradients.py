@@ -1,0 +1,203 @@
+"""All gradients of the lists of blocks of one tile of keys, in one pass over gathered rows (key_tile.py): one kernel.
+
+Four warps gather a tile of rows of q and dout, with what the backward pass needs of each, while two warpgroups multiply
+the tile before. So rows are not packed beforehand (history_pass.py), nothing but dq is held in memory, and a row's dq
+goes to the place of its entry. For longer blocks, of which each tile of keys would gather the rows anew, packing is
+faster (benchmarks/LOG.md).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from moba_train.attention.kernels.common import softmax
+from moba_train.attention.kernels.common.launch import launch
+from moba_train.attention.kernels.common.tiles import TileTable, WorkRange, work_ranges
+from moba_train.attention.kernels.hopper import descriptor
+from moba_train.attention.kernels.hopper.blocks_256_to_4096_gradients import OnePass
+from moba_train.attention.kernels.hopper.gradients_key_tile import copy_keys, multiply, rooms, store_parts
+from moba_train.attention.kernels.triton.blocks_from_144_dkdv import SplitSums
+
+_WARPS = gl.constexpr(4)
+_ROWS = gl.constexpr(16)
+"""Rows whose addresses are in registers at a time, of which the warps that gather have 24."""
+
+
+@gluon.jit
+def _gather(
+    rows, strides, entries, left, shift, descriptors, column, first_key, place_room, room, bars, tiles,
+    G: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """The keys, then tile after tile of rows, as soon as there is room.
+
+    `rows`: q, dout and stats of token 0 and the group's first head, and `strides` from token to token; `entries`: the
+    `left` entries of these rows and those behind them; `shift`: from an entry to the place of its dq. `place_room`:
+    where `multiply` finds the places.
+
+    Rows past the end are zeros, and so are their gradients, with place 0, which nobody reads.
+    """
+    q, dout, stats = rows
+    q_stride, heads = strides
+    k_desc, v_desc = descriptors
+    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
+    ready, free, keys_ready = bars
+    stages: gl.constexpr = q_room.type.shape[0]
+    M: gl.constexpr = q_room.type.shape[1]
+    D: gl.constexpr = q_room.type.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
+    i_M = gl.arange(0, M, flat)
+    i_R = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    copy_keys(k_desc, v_desc, room, keys_ready, first_key, column)
+    for i in range(tiles):
+        stage = i % stages
+        mbarrier.wait(free.index(stage), (i // stages & 1) ^ 1)
+        ok = i_M < left
+        entry = gl.load(entries + i_M, mask=ok, other=0)
+        place_room.index(stage).store(gl.where(ok, entry + shift, 0))
+        stat = stats + (entry // C // G).to(gl.int64) * heads * 2 + entry // C % G * 2
+        async_copy.async_copy_global_to_shared(lse_room.index(stage), stat, mask=ok)
+        async_copy.async_copy_global_to_shared(delta_room.index(stage), stat + 1, mask=ok)
+        for part in gl.static_range(M // _ROWS):
+            ok = part * _ROWS + i_R < left
+            row = gl.load(entries + part * _ROWS + i_R, mask=ok, other=0) // C
+            from_q = q + ((row // G).to(gl.int64) * q_stride + row % G * D)[:, None] + columns[None, :]
+            to_q = q_room.index(stage).slice(part * _ROWS, _ROWS)
+            async_copy.async_copy_global_to_shared(to_q, from_q, mask=ok[:, None])
+            from_dout = dout + ((row // G).to(gl.int64) * heads + row % G)[:, None] * D + columns[None, :]
+            to_dout = dout_room.index(stage).slice(part * _ROWS, _ROWS)
+            async_copy.async_copy_global_to_shared(to_dout, from_dout, mask=ok[:, None])
+        async_copy.commit_group()
+        entries += M
+        left -= M
+        async_copy.wait_group(0)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(ready.index(stage))
+
+
+@gluon.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "split", "first_entry", "head_entries"])
+def gradients_gathered(
+    q,
+    dout,
+    stats,
+    k_desc,
+    v_desc,
+    part_dq,
+    part_dk,
+    part_dv,
+    entries,
+    list_of_split,
+    first_split,
+    last_tile,
+    begin,
+    end,
+    bounds,
+    lists,
+    blocks,
+    heads,
+    first_kv_head,
+    split,
+    first_entry,
+    head_entries,
+    stride_t,
+    scale,
+    G: gl.constexpr,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """float32 dk and dv of a block's keys from a split of the rows of its list, to their place in part_dk and part_dv
+    [splits, N, D]; the rows' dq from these keys, to part_dq [1 + entries, D]."""
+    pid = gl.program_id(0)
+    which = gl.load(list_of_split + pid)
+    exists = which < lists
+    which = gl.minimum(which, lists - 1)
+    part, block = which // blocks, which % blocks
+    first_key = gl.load(bounds + block * 6 + 3)
+    before = (pid - gl.load(first_split + which)) * split
+    first = gl.load(last_tile + which - 1, mask=which > 0, other=0) + before
+    last = gl.minimum(first + split, gl.load(last_tile + which))
+    # Leaving early would leave the warps behind that copy.
+    tiles = gl.where(exists, gl.maximum(last - first, 0), 0)
+    position = gl.load(begin + which) + before * M
+    kv_head = first_kv_head + part
+    rows = (q + kv_head * G * D, dout + kv_head * G * D, stats + kv_head * G * 2)
+    room, bars = rooms(k_desc, M, STAGES, 1)
+    place_room = gl.allocate_shared_memory(gl.int32, [STAGES, M], gl.NVMMASharedLayout(0, 32, 1))
+    dk_ND, dv_ND = gl.warp_specialize(
+        [
+            (
+                multiply,
+                (part_dq, place_room, room, bars, 0, 0, tiles, tiles, 0, 0, 0, 0, 1, scale, N, D, False, True),
+            ),
+            (
+                _gather,
+                (rows, (stride_t, heads), entries + position, gl.load(end + which) - position,
+                 part * head_entries - first_entry + 1, (k_desc, v_desc), kv_head * D, first_key, place_room, room,
+                 bars, tiles, G, C),
+            ),
+        ],
+        [_WARPS],
+        [24],
+    )  # fmt: skip
+    store_parts(part_dk, part_dv, dk_ND, dv_ND, scale, pid.to(gl.int64), exists)
+
+
+@dataclass(frozen=True)
+class GatheredPass(OnePass):
+    """The launches of one call whose rows are gathered (`BlockCall.gathered`), to blocks of one tile of keys: only the
+    rows' dq takes memory."""
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, K, D]; dq too is written."""
+        return self.summed(self.work_ranges(), self.own(slice(0, self.call.kv_heads)), self.gathered)
+
+    def work_ranges(self) -> list[WorkRange]:
+        """Work ranges whose dq is at most twice the size of q, as the partial results of the forward pass."""
+        return list(work_ranges(self.lists, self.call.kv_heads, self.call.limit))
+
+    def gathered(self, work: WorkRange, table: TileTable) -> SplitSums:
+        """dk and dv of the rows of a work range, split by split; their dq is added."""
+        call, keys = self.call, self.call.shapes.dkdv.keys
+        part_dq = self.dq.new_empty(1 + work.heads * work.entries, call.head_dim)
+        part_dk, part_dv = (self.stats.new_empty(table.split_bound * keys, call.head_dim) for _ in range(2))
+        launch(
+            gradients_gathered,
+            (table.split_bound,),
+            call.q_THD,
+            self.dout,
+            self.stats,
+            *(descriptor(x, keys) for x in (call.k_SKD, call.v_SKD)),
+            part_dq,
+            part_dk,
+            part_dv,
+            self.lists.entries,
+            table.list_of_split,
+            table.first_split,
+            table.last_tile,
+            table.begin,
+            table.end,
+            call.tables.bounds,
+            table.lists,
+            call.tables.blocks,
+            call.heads,
+            work.kv_heads.start,
+            self.split_tiles,
+            work.first_entry,
+            work.entries,
+            call.q_THD.stride(0),
+            call.scale,
+            G=call.group,
+            C=call.selected,
+            **self.sizes,
+        )
+        call.combine(softmax.combine_dq, work, self.dq, part_dq[1:])
+        return SplitSums(table, part_dk, part_dv)

@@ -1,0 +1,196 @@
+"""dq of long blocks: a second pass over the forward's row tiles.
+
+3 matrix products per pair of row and key; each tile writes its part of dq to its entry's place. dk and dv have a pass
+of their own (4 products, packed.py): two products more than one pass with atomics would need.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moba_train.attention.kernels.common.call import BlockCall
+from moba_train.attention.kernels.common.launch import launch
+from moba_train.attention.kernels.common.lists import key_rows, query_rows
+from moba_train.attention.kernels.common.softmax import LOG2_E, load_rows
+from moba_train.attention.kernels.common.tiles import tile_of_program
+from moba_train.attention.kernels.triton.spans import SpanCall
+
+
+@triton.jit
+def _dq_tile(
+    q_MD,
+    dout_MD,
+    lse_M,
+    delta_M,
+    last_M,
+    k_desc,
+    v_desc,
+    start,
+    length,
+    column,
+    scale,
+    OWN: tl.constexpr,
+    EVEN: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """dq [M, D] of one tile from the rows start .. start + length of k; OWN: a row sees no keys after `last_M`."""
+    dq_MD = tl.zeros([M, D], tl.float32)
+    for j in tl.range(0, length, N):
+        k_ND = k_desc.load([start + j, column])
+        v_ND = v_desc.load([start + j, column])
+        s = tl.dot(q_MD, k_ND.T)
+        p = tl.math.exp2(s * (scale * LOG2_E) - lse_M[:, None])
+        if OWN:
+            p = tl.where((start + j + tl.arange(0, N))[None, :] <= last_M[:, None], p, 0.0)
+        elif not EVEN:
+            p = tl.where((j + tl.arange(0, N) < length)[None, :], p, 0.0)
+        dp = tl.dot(dout_MD, v_ND.T)
+        ds = p * (dp - delta_M[:, None])
+        dq_MD = tl.dot(ds.to(q_MD.dtype), k_ND, dq_MD)
+    return dq_MD * scale
+
+
+@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_entry", "head_entries"])
+def dq_history(
+    q,
+    dout,
+    stats,
+    k_desc,
+    v_desc,
+    partial_dq,
+    entries,
+    list_of_tile,
+    last_tile,
+    begin,
+    end,
+    bounds,
+    lists,
+    blocks,
+    heads,
+    first_kv_head,
+    first_entry,
+    head_entries,
+    stride_t,
+    scale,
+    PARTIAL: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One row tile of one list: each entry's part of dq, to its place in the work range's buffer."""
+    which, first, stop = tile_of_program(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, M)
+    if which >= lists:
+        return
+    part, block = which // blocks, which % blocks
+    kv_head = first_kv_head + part
+    start, stop_key, _ = key_rows(bounds, block)
+    if start >= stop_key:
+        return
+    length = stop_key - start if PARTIAL else BLOCK
+    position = first.to(tl.int64) + tl.arange(0, M)
+    ok = position < stop
+    entry = tl.load(entries + position, mask=ok, other=0)
+    row = entry // C
+    token = row // G
+    q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, token, kv_head * G + row % G, heads, ok, stride_t, D)
+    dq_MD = _dq_tile(
+        q_MD,
+        dout_MD,
+        lse_M,
+        delta_M,
+        None,
+        k_desc,
+        v_desc,
+        start,
+        length,
+        kv_head * D,
+        scale,
+        OWN=False,
+        EVEN=BLOCK % N == 0 and not PARTIAL,
+        D=D,
+        M=M,
+        N=N,
+    )
+    place = part.to(tl.int64) * head_entries + (entry - first_entry)
+    tl.store(partial_dq + place[:, None] * D + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def dq_own(
+    q,
+    dout,
+    stats,
+    k_desc,
+    v_desc,
+    dq,
+    bounds,
+    tiles,
+    stride_t,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One row tile of one block's own rows, causal: dq [T, H, D]."""
+    pid, kv_head = tl.program_id(0), tl.program_id(1)
+    block, tile = pid // tiles, tiles - 1 - pid % tiles
+    first, end, shift = query_rows(bounds, block)
+    start, stop, key_shift = key_rows(bounds, block)
+    if first + tile * M // G >= end:
+        return
+    row = tile * M + tl.arange(0, M)
+    at_M = first + row // G
+    ok = at_M < end
+    heads = tl.num_programs(1) * G
+    head = kv_head * G + row % G
+    q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, at_M, head, heads, ok, stride_t, D)
+    shift -= key_shift
+    dq_MD = _dq_tile(
+        q_MD,
+        dout_MD,
+        lse_M,
+        delta_M,
+        tl.minimum(at_M + shift, stop - 1),
+        k_desc,
+        v_desc,
+        start,
+        tl.minimum(stop - start, first + (tile * M + M - 1) // G + 1 + shift - start),
+        kv_head * D,
+        scale,
+        OWN=True,
+        EVEN=False,
+        D=D,
+        M=M,
+        N=N,
+    )
+    place = (at_M.to(tl.int64) * heads + head) * D
+    tl.store(dq + place[:, None] + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
+
+
+def own_dq(call: BlockCall, dout: Tensor, stats: Tensor, dq: Tensor) -> None:
+    """Write to dq [T, H, D] the part of the own blocks, or of the spans in their place."""
+    if call.spans is not None:
+        SpanCall(call, call.spans).dq(dout, stats, dq)
+        return
+    shape = call.shapes.dq
+    tiles = call.own_tiles(shape)
+    launch(
+        dq_own,
+        (call.tables.blocks * tiles, call.kv_heads),
+        call.q_THD,
+        dout,
+        stats,
+        *call.descriptors(shape.keys),
+        dq,
+        call.tables.bounds,
+        tiles,
+        call.q_THD.stride(0),
+        call.scale,
+        **call.sizes(shape),
+    )

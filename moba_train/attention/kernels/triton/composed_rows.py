@@ -1,0 +1,186 @@
+"""The rows that selected each block, list after list, for a varlen kernel to attend to (composed.py).
+
+Lists are padded to whole tiles by rows of zeros, so that tables of tiles (tiles.py) say where each begins. In the
+backward pass such rows have lse = inf: probability 0.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moba_train.attention.kernels.common import softmax
+from moba_train.attention.kernels.common.call import BlockCall
+from moba_train.attention.kernels.common.lists import BlockLists
+from moba_train.attention.kernels.common.tiles import TileTable, WorkRange, tile_of_program, tile_tables, work_ranges
+from moba_train.attention.kernels.composed_rows import keys_end_to_end
+from moba_train.attention.kernels.varlen import Segments
+
+_TILE = 64
+_WARPS = 4
+
+
+@dataclass(frozen=True)
+class GatheredPart:
+    """The entries of a work range: lists of some key/value heads, from all queries or from a range of them."""
+
+    call: BlockCall
+    work: WorkRange
+    row_E: Tensor
+    """int32 [E]: the query row (token x heads + head) of every gathered one; -1 for padding."""
+    place: Tensor
+    """int32 [kv heads, entries]: place of each entry among the gathered rows; undefined for entries without a block."""
+    segments: Segments
+
+    def gather(self, x_rows: Tensor) -> Tensor:
+        """[rows, D] -> [E, 1, D]."""
+        x_ED = x_rows.new_empty(self.row_E.numel(), x_rows.shape[1])
+        _gather[(self.row_E.numel() // _TILE,)](
+            x_rows.contiguous(), self.row_E, x_ED, D=x_rows.shape[1], M=_TILE, num_warps=_WARPS
+        )
+        return x_ED.unsqueeze(1)
+
+    def gather_lse(self, lse_rows: Tensor) -> Tensor:
+        """[rows] -> [1, E]."""
+        return lse_rows[self.row_E.clamp(min=0)].masked_fill_(self.row_E < 0, torch.inf).unsqueeze(0)
+
+    def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
+        """Join the own blocks' results with those of the lists, by online softmax: out in place, lse written."""
+        tensors = out_THD, lse_HT, own_lse_HT, part_ED, part_E.contiguous()
+        self.call.combine(softmax.combine_out, self.work, *tensors, place=self.place)
+
+    def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
+        """Add the lists' parts of dq to the own blocks', in place, rounded once."""
+        self.call.combine(softmax.combine_dq, self.work, dq_THD, part_ED, place=self.place)
+
+    def by_entry(self, x_HTC: Tensor) -> Tensor:
+        """[H, T, C] -> [E]; 0 for padding."""
+        heads, tokens = self._rows
+        place_thC = self._place_by_slot()
+        x_E = x_HTC.new_zeros(self.row_E.numel() + 1)
+        x_E.scatter_(0, place_thC.flatten(), x_HTC[heads, tokens].transpose(0, 1).flatten())
+        return x_E[:-1]
+
+    def add_lse(self, lse_HT: Tensor, part_E: Tensor) -> None:
+        """Add the lists' keys to the log-sum-exp of their queries, in place."""
+        heads, tokens = self._rows
+        found_ht = torch.nn.functional.pad(part_E, (0, 1), value=-torch.inf)[self._place_by_slot()].logsumexp(-1).T
+        lse_HT[heads, tokens] = torch.logaddexp(lse_HT[heads, tokens], found_ht)
+
+    @property
+    def _rows(self) -> tuple[slice, slice]:
+        """The query heads and the tokens of the work range."""
+        group, entries = self.call.group, self.call.group * self.call.selected
+        kv_heads, first = self.work.kv_heads, self.work.first_entry // entries
+        return slice(kv_heads.start * group, kv_heads.stop * group), slice(first, first + self.work.entries // entries)
+
+    def _place_by_slot(self) -> Tensor:
+        """int64 [t, h, C]: place of each slot's entry among the gathered rows; their number for slots without a
+        block."""
+        heads, tokens = self._rows
+        place_ktGC = self.place.view(len(self.place), -1, self.call.group, self.call.selected)
+        place_thC = place_ktGC.transpose(0, 1).flatten(1, 2).long()
+        selected_thC = self.call.selected_HTC[heads, tokens].transpose(0, 1)
+        return torch.where(selected_thC < 0, self.row_E.numel(), place_thC)
+
+
+def gathered_parts(
+    call: BlockCall, lists: BlockLists, limit: int, most_lists: int, edges: Tensor, longest: int
+) -> Iterator[tuple[slice, Iterator[GatheredPart]]]:
+    """(key/value heads, their parts), of at most about `limit` entries and `most_lists` lists each. Waits for the GPU
+    once, for the longest lists.
+
+    `edges` int32 [blocks + 1]: where blocks begin; `longest`: keys of a block at most.
+    """
+    per_head = lists.entries.numel() // call.kv_heads
+    cut = list(work_ranges(lists, call.kv_heads, min(limit, most_lists // call.tables.blocks * per_head)))
+    tables = tile_tables(lists, cut, call.kv_heads, _TILE)
+    tiles = [table.splits[: table.lists].max() for table in tables]
+    most_rows = (torch.stack(tiles) * _TILE).tolist()
+    together = zip(cut, tables, most_rows, strict=True)
+    for _, mine in groupby(together, key=lambda one: one[0].kv_heads.start):
+        several = list(mine)
+        first = several[0][0]
+        keys = keys_end_to_end(edges, first.heads, call.k_SKD.shape[0])
+        yield (
+            first.kv_heads,
+            (
+                _part(call, lists, work, table, Segments(_rows(table), keys, most, longest, causal=False))
+                for work, table, most in several
+            ),
+        )
+
+
+def _rows(table: TileTable) -> Tensor:
+    """int32 [lists + 1]: where each list begins."""
+    return torch.nn.functional.pad(table.last_tile[: table.lists] * _TILE, (1, 0))
+
+
+def _part(call: BlockCall, lists: BlockLists, work: WorkRange, table: TileTable, segments: Segments) -> GatheredPart:
+    row_E = torch.empty(table.bound * _TILE, dtype=torch.int32, device=lists.entries.device)
+    place = torch.empty(work.heads, work.entries, dtype=torch.int32, device=row_E.device)
+    _place_rows[(table.bound,)](
+        row_E,
+        place,
+        lists.entries,
+        *table.arguments,
+        table.lists,
+        call.tables.blocks,
+        call.heads,
+        work.kv_heads.start,
+        work.first_entry,
+        work.entries,
+        G=call.group,
+        C=call.selected,
+        M=_TILE,
+        num_warps=1,
+    )
+    return GatheredPart(call, work, row_E, place, segments)
+
+
+@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_entry", "head_entries"])
+def _place_rows(
+    row_of,
+    place,
+    entries,
+    list_of_tile,
+    last_tile,
+    begin,
+    end,
+    lists,
+    blocks,
+    heads,
+    first_kv_head,
+    first_entry,
+    head_entries,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    M: tl.constexpr,
+):
+    """One tile of one list: the rows it gathers, and where its entries stand."""
+    tile = tl.program_id(0)
+    which, first, stop = tile_of_program(tile, list_of_tile, last_tile, begin, end, lists, M)
+    i = tl.arange(0, M)
+    at = tile * M + i
+    position = first.to(tl.int64) + i
+    ok = (position < stop) & (which < lists)
+    entry = tl.load(entries + position, mask=ok, other=0)
+    row = entry // C
+    part = which // blocks
+    head = (first_kv_head + part) * G + row % G
+    tl.store(row_of + at, tl.where(ok, row // G * heads + head, -1))
+    tl.store(place + part.to(tl.int64) * head_entries + (entry - first_entry), at, mask=ok)
+
+
+@triton.jit
+def _gather(x, row_of, gathered, D: tl.constexpr, M: tl.constexpr):
+    """Rows of x [rows, D] to a tile of gathered [E, D]; zeros for those of number -1."""
+    at = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    row = tl.load(row_of + at)
+    column = tl.arange(0, D)[None, :]
+    x_MD = tl.load(x + row.to(tl.int64)[:, None] * D + column, mask=(row >= 0)[:, None], other=0.0)
+    tl.store(gathered + at[:, None] * D + column, x_MD)

@@ -1,0 +1,185 @@
+"""The blocks with the highest scores (../choose.py), in one pass over the scores.
+
+A program holds some rows of scores as sortable integers. The lowest one to be chosen of a row is found bit by bit, by
+counting how many are at least as high: 32 counts, however many are wanted. What is above it, and the first ones that
+equal it, go to their places by a prefix sum, so ids ascend without a sort.
+
+The best blocks of every query, found chunk by chunk: exact, whatever the scores, for up to 128 blocks.
+
+A tile of queries walks the blocks in chunks and keeps, in registers, the C best so far in slots. A slot is an int64
+that orders by score, then by lower block id; so all are distinct, and of equal scores the lower block id wins. What
+enters is put in its place one by one: few do, once the first chunks have filled the slots.
+
+Shape suffixes: M queries of a tile, N blocks of a chunk, S slots (C or more, a power of 2).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moba_train.attention.kernels.table import triton_runs_on
+
+_SCORES = 4096
+"""Scores of a program: 32 for each thread."""
+MOST = 2**15
+"""Scores of a row at most."""
+
+
+def able(scores_HtN: Tensor) -> bool:
+    """Whether the kernel takes scores like these."""
+    return scores_HtN.dtype == torch.float32 and scores_HtN.shape[-1] <= MOST and triton_runs_on(scores_HtN)
+
+
+def choose_blocks(scores_HtN: Tensor, own_t: Tensor, first_t: Tensor, count: int, *, first: int, local: int) -> Tensor:
+    """int32 [H, t, `count`], as `choose.choose_blocks` has it; `count` <= N."""
+    heads, queries, blocks = scores_HtN.shape
+    chosen_HtC = torch.empty(heads, queries, count, dtype=torch.int32, device=scores_HtN.device)
+    if chosen_HtC.numel() == 0:
+        return chosen_HtC
+    width = max(16, triton.next_power_of_2(blocks))
+    rows = max(1, _SCORES // width)
+    _choose[(triton.cdiv(queries, rows), heads)](
+        scores_HtN.contiguous(),
+        own_t.int(),
+        first_t.int(),
+        chosen_HtC,
+        queries,
+        blocks,
+        first,
+        local,
+        count,
+        SLOTS=triton.next_power_of_2(count),
+        M=rows,
+        N=width,
+        num_warps=4 if width <= 4096 else 16,
+    )
+    return chosen_HtC
+
+
+@triton.jit(do_not_specialize=["queries", "blocks", "forced_first", "forced_local", "count"])
+def _choose(
+    scores,
+    own,
+    first,
+    chosen,
+    queries,
+    blocks,
+    forced_first,
+    forced_local,
+    count,
+    SLOTS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    LOWEST_KEY: tl.constexpr = -0x80000000
+    query_M = tl.program_id(0) * M + tl.arange(0, M)
+    ok_M = query_M < queries
+    row_M = tl.program_id(1).to(tl.int64) * queries + query_M
+    block_N = tl.arange(0, N)
+    own_M1 = tl.load(own + query_M, mask=ok_M, other=0)[:, None]
+    first_M1 = tl.load(first + query_M, mask=ok_M, other=0)[:, None]
+    history = (block_N[None, :] >= first_M1) & (block_N[None, :] < own_M1)
+    at_MN = row_M[:, None] * blocks + block_N[None, :]
+    score = tl.load(scores + at_MN, mask=history & (block_N < blocks)[None, :], other=float("-inf"))
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0 equals 0
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    forced = (block_N[None, :] < first_M1 + forced_first) | (block_N[None, :] > own_M1 - forced_local)
+    key = tl.where(score == float("-inf"), LOWEST_KEY, key)
+    key = tl.where(history & forced, 0x7FFFFFFF, key)
+
+    # The highest number that `count` keys reach: its sign first, then bit by bit.
+    reach_M = tl.sum((key >= 0).to(tl.int32), 1)
+    bar_M = tl.where(reach_M >= count, 0, LOWEST_KEY)
+    for bit in tl.range(0, 31):
+        higher_M = bar_M + (1 << (30 - bit))
+        reach_M = tl.sum((key >= higher_M[:, None]).to(tl.int32), 1)
+        bar_M = tl.where(reach_M >= count, higher_M, bar_M)
+
+    above = key > bar_M[:, None]
+    equal = (key == bar_M[:, None]) & (key != LOWEST_KEY)
+    missing_M = count - tl.sum(above.to(tl.int32), 1)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= missing_M[:, None]))
+    place = tl.cumsum(taken.to(tl.int32), 1) - 1
+    out_M1 = chosen + row_M[:, None] * count
+    tl.store(out_M1 + place, tl.broadcast_to(block_N[None, :], (M, N)), mask=taken & ok_M[:, None])
+    many_M = tl.sum(taken.to(tl.int32), 1)
+    slot_S = tl.arange(0, SLOTS)
+    unused = (slot_S[None, :] >= many_M[:, None]) & (slot_S < count)[None, :] & ok_M[:, None]
+    tl.store(out_M1 + slot_S[None, :], tl.full([M, SLOTS], -1, tl.int32), mask=unused)
+
+
+HIGHEST = tl.constexpr(3.4028234663852886e38)
+"""The largest finite score: of a candidate that is not forced, whose score is infinity."""
+_NOT_TAKEN = tl.constexpr(-0x7FFFFFFFFFFF0000)
+
+
+@triton.jit
+def _sortable(score, block):
+    """int64 that orders by score, then by lower block id."""
+    bits = score.to(tl.int32, bitcast=True)
+    monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (monotone.to(tl.int64) << 32) | (0x7FFFFFFF - block).to(tl.int64)
+
+
+@triton.jit
+def _score_of(key):
+    monotone = (key >> 32).to(tl.int32)
+    bits = monotone ^ ((monotone >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def no_blocks(M: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr):
+    """(slots [M, S], their least [M], the score that enters them [M]) before the first chunk."""
+    slot = tl.arange(0, SLOTS)
+    empty = slot.to(tl.int64) - 0x7FFFFFFFFFFFFF00  # distinct, and below every score
+    # Slots that are not used are full from the start, so that nothing ever enters them.
+    best_MS = tl.where(slot < C, empty, 0x7FFFFFFFFFFFFF00 + slot.to(tl.int64))[None, :] + tl.zeros(
+        [M, SLOTS], tl.int64
+    )
+    return best_MS, tl.min(best_MS, 1), tl.full([M], float("-inf"), tl.float32)
+
+
+@triton.jit
+def enter(score_MN, block_N, best_MS, worst_M, bar_M):
+    """`no_blocks`' three after one more chunk. Scores are not NaN; -inf is no candidate."""
+    top_M = tl.max(score_MN, 1)
+    more = tl.max(((top_M >= bar_M) & (top_M > float("-inf"))).to(tl.int32), 0)
+    while more > 0:
+        winner_M = tl.min(tl.where(score_MN == top_M[:, None], block_N[None, :], 0x7FFFFFFF), 1)
+        key_M = _sortable(top_M, winner_M)
+        enters_M = (key_M > worst_M) & (top_M > float("-inf"))
+        best_MS = tl.where(enters_M[:, None] & (best_MS == worst_M[:, None]), key_M[:, None], best_MS)
+        worst_M = tl.min(best_MS, 1)
+        bar_M = tl.where(worst_M > _NOT_TAKEN, _score_of(worst_M), float("-inf"))
+        # What did not enter is below the bar, and so is all the rest of its row in this chunk.
+        score_MN = tl.where(block_N[None, :] == winner_M[:, None], float("-inf"), score_MN)
+        score_MN = tl.where(enters_M[:, None], score_MN, float("-inf"))
+        top_M = tl.max(score_MN, 1)
+        more = tl.max(((top_M >= bar_M) & (top_M > float("-inf"))).to(tl.int32), 0)
+    return best_MS, worst_M, bar_M
+
+
+@triton.jit
+def found_ids(best_MS, C: tl.constexpr, SLOTS: tl.constexpr):
+    """The blocks in the slots, int32 [M, S]; 0x7FFFFFFF for none."""
+    taken = (best_MS > _NOT_TAKEN) & (tl.arange(0, SLOTS) < C)[None, :]
+    return tl.where(taken, 0x7FFFFFFF - (best_MS & 0x7FFFFFFF).to(tl.int32), 0x7FFFFFFF)
+
+
+@triton.jit
+def store_ids(
+    selected, id_MS, token, ok, tokens, head, GROUP: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr
+):
+    """To selected [heads, T, C], ascending, -1 behind; an absent id is 0x7FFFFFFF. GROUP: for all heads of a group."""
+    slot = tl.arange(0, SLOTS)
+    id_MS = tl.sort(id_MS, 1)
+    id_MS = tl.where(id_MS == 0x7FFFFFFF, -1, id_MS)
+    place = token.to(tl.int64)[:, None] * C + slot[None, :]
+    mask = ok[:, None] & (slot < C)[None, :]
+    if GROUP:
+        for g in range(0, G):
+            tl.store(selected + (head * G + g).to(tl.int64) * tokens * C + place, id_MS, mask=mask)
+    else:
+        tl.store(selected + head.to(tl.int64) * tokens * C + place, id_MS, mask=mask)
