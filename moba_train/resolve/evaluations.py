@@ -9,8 +9,7 @@ from contextlib import suppress
 from moba_train.config.attention import merge_attention, resolve_layers
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.explain import did_you_mean
-from moba_train.config.run import UntilConfig
-from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.config.schema import RunConfig, StageConfig, UntilConfig
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import DataError

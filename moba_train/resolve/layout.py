@@ -8,7 +8,7 @@ from math import gcd
 from typing import get_args
 
 from moba_train.config.mesh import MeshSizes, allowed_divisors
-from moba_train.config.run import CPLayout
+from moba_train.config.parallel import CPLayout
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.parallel.context.layout import SequenceLayout
