@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import save
-from moba_train.config.run import SpikeConfig
+from moba_train.config.health import SpikeConfig
 from moba_train.health.spike import SpikeDetector
 from moba_train.telemetry.jsonl import read_records
 

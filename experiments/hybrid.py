@@ -15,7 +15,7 @@ from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import COLOURS
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 from experiments.readings import bucket_middles, loss_by_position, position_wise
-from moba_train.config.run import SpikeConfig
+from moba_train.config.health import SpikeConfig
 from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
 
 if TYPE_CHECKING:

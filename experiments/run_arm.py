@@ -19,7 +19,7 @@ from experiments.estimate import config_of
 from experiments.figure import Arm, Result
 from experiments.multi_process import service_runs
 from experiments.stop import run_to_end
-from moba_train.config.run import SpikeConfig
+from moba_train.config.health import SpikeConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.evals.registry import EVALUATIONS
 from moba_train.foreign_files import ROOTS

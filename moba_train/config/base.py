@@ -152,6 +152,9 @@ LARGEST_COUNT = 2**53
 """Largest whole number of a recipe, nine thousand trillions: up to here float64, in which suffixes are read and corpora
 are blended, holds every one. Beyond 2**63 they overflow in numpy and torch."""
 
+LONGEST_WAIT_S = 365 * 86400
+"""Largest number of seconds that anything waits for; some orders of magnitude more overflow in Python's clocks."""
+
 MOST_SAMPLES = 1_000_000
 """Largest number of samples of an evaluation, and of steps that a spike is compared with."""
 

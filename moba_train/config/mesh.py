@@ -3,7 +3,7 @@
 from math import isqrt, prod
 from typing import NamedTuple
 
-from moba_train.config.run import ParallelConfig
+from moba_train.config.parallel import ParallelConfig
 from moba_train.errors import ConfigError
 
 

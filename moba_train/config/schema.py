@@ -7,20 +7,49 @@ from pydantic import Field
 
 from moba_train.config.attention import AttentionConfig
 from moba_train.config.base import Length, Section, TokenBudget
+from moba_train.config.checkpoint import CheckpointConfig
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
+from moba_train.config.health import HealthConfig
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import MOST_RATE, OptimConfig, ScheduleConfig
-from moba_train.config.run import (
-    CheckpointConfig,
-    ContextParallelConfig,
-    HealthConfig,
-    MemoryConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    TelemetryConfig,
-    UntilConfig,
-)
+from moba_train.config.parallel import ContextParallelConfig, ParallelConfig
+from moba_train.config.precision import MemoryConfig, PrecisionConfig
+from moba_train.config.telemetry import TelemetryConfig
+
+
+class TrailingLossRecovered(Section):
+    """The trailing loss with the stage's own attention is no more than `tolerance` above its reference."""
+
+    tolerance: float = Field(ge=0, description="nats per token")
+    reference: Literal["full", "before"] = Field(
+        "full",
+        description="full: full attention on the same weights, at the same time; before: the trailing loss at the end "
+        "of the stage before, which must have the same seq_len",
+    )
+
+
+class UntilConfig(Section):
+    """A stage's exit criterion: the stage goes on beyond its `tokens` until the criterion is met, but never beyond
+    `max_tokens`. The criterion is either `trailing_loss_recovered`, or a bound on `metric`. It is judged once `tokens`
+    are consumed and then at every evaluation that gives its numbers."""
+
+    trailing_loss_recovered: TrailingLossRecovered | None = Field(None, description="null: `metric` decides")
+    metric: str | None = Field(
+        None, description="a number of an evaluation, such as eval_loss or trailing_gap; see docs/stages.md"
+    )
+    at_most: float | None = Field(None, description="met when `metric` is not above this")
+    at_least: float | None = Field(None, description="met when `metric` is not below this")
+    max_tokens: TokenBudget = Field(ge=1, description="the stage ends here at the latest; more than `tokens`")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the evaluations' numbers that the criterion reads."""
+        if self.trailing_loss_recovered is None:
+            return (self.metric,) if self.metric is not None else ()
+        if self.trailing_loss_recovered.reference == "full":
+            return ("trailing_loss", "trailing_loss_full")
+        return ("trailing_loss",)
 
 
 class StageConfig(Section):

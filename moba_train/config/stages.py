@@ -9,8 +9,8 @@ from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import RopeConfig
 from moba_train.config.optim import ScheduleConfig
-from moba_train.config.run import ContextParallelConfig, ParallelConfig, UntilConfig
-from moba_train.config.schema import RunConfig
+from moba_train.config.parallel import ContextParallelConfig, ParallelConfig
+from moba_train.config.schema import RunConfig, UntilConfig
 
 
 @dataclass(frozen=True)

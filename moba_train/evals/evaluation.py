@@ -23,7 +23,9 @@ import torch
 from moba_train.attention.full import FullAttention
 from moba_train.config.attention import LayerAttention, resolve_layers
 from moba_train.config.base import Section
+from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
+from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
@@ -74,6 +76,38 @@ def never_stops() -> None:
 def untracked(items: Sequence[int], what: str) -> Iterable[int]:
     """The items, without showing progress."""
     return items
+
+
+@dataclass(frozen=True)
+class EvaluationSetting:
+    """The parts of a run that an evaluation of one of its stages may know, in addition to its own options.
+
+    `resolve.run.ResolvedRun.evaluation_setting` makes it. It is known before any rank exists: an evaluation is
+    constructed from it, and its options are checked against it.
+    """
+
+    stage: Stage
+    model: ModelConfig
+    seed: int
+    """Seed of the run; evaluations with samples of their own may have another one among their options."""
+    validation: tuple[SourceConfig, ...]
+    """Sources of held-out text, `data.validation`; none: there is none."""
+    tokenizer: str | None
+    """Path of `data.tokenizer`; None: the recipe names none."""
+    every: int
+    """Optimizer steps between evaluations that have no `every` of their own."""
+    sequences: int
+    """Validation sequences, `evaluation.sequences`."""
+    trained_length: int
+    """Tokens of the longest sequences that the weights are trained on by the end of the stage."""
+    longest_length: int
+    """Tokens of the longest sequences of any stage of the recipe."""
+    recipe_attention: Layers
+    """Attention of every layer by the recipe's own `attention`, over which a stage may lay another one."""
+    tp: int
+    """Ranks that share each layer's heads."""
+    pp: int
+    """Ranks of a pipeline, which hold different layers."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from moba_train.config.run import NodeConfig
+from moba_train.config.health import NodeConfig
 from moba_train.errors import BrokenNodeError
 from moba_train.health.gpu import Gpu, GpuState, find_gpu
 from moba_train.parallel.world import World

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moba_train.checkpoint.publish import Accept, is_good, saved_step
-from moba_train.config.run import SpikeConfig
+from moba_train.config.health import SpikeConfig
 from moba_train.health.spike import SpikeReport
 
 BUDGET_STEPS = 1000

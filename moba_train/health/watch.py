@@ -32,7 +32,7 @@ from torch._C import _distributed_c10d as c10d
 
 from moba_train.attention.observer import AttentionTimer
 from moba_train.attention.operators import OperatorEngine
-from moba_train.config.run import WatchConfig
+from moba_train.config.health import WatchConfig
 from moba_train.parallel.context import comm
 from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World, flight_records, values_of_ranks

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.run import ParallelConfig
+from moba_train.config.parallel import ParallelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.memory.flops import attention_matrices, feed_forward_matrices, layer_flops, repeated_flops

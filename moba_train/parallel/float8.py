@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moba_train.config.run import PrecisionConfig
+from moba_train.config.precision import PrecisionConfig
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model, kind_of_parameter
 from moba_train.model.transformer import Transformer

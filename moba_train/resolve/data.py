@@ -13,8 +13,7 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
-from moba_train.evals.registry import enabled_evaluations
-from moba_train.resolve.stage_exit import exit_data_problems
+from moba_train.resolve.evaluations import exit_data_problems, sample_problems
 
 
 def length_problems(config: RunConfig) -> Iterator[str]:
@@ -42,20 +41,9 @@ def file_problems(config: RunConfig, resolvable: bool = True) -> Iterator[str]:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
     yield from tokenizer_problems(config)
     if resolvable and not corpora:
-        yield from exit_data_problems(config)
-        yield from _sample_problems(config)
-
-
-def _sample_problems(config: RunConfig) -> Iterator[str]:
-    """Samples of evaluations that cannot be made, in any stage: at its first evaluation they would end the run."""
-    for evaluation in enabled_evaluations(config):
-        for stage in resolve_stages(config):
-            try:
-                if stage.evaluate:
-                    evaluation.check_samples(config, stage)
-            except DataError as error:
-                yield f"{error} (stage {stage.name!r})"
-                break
+        stages = resolve_stages(config)
+        yield from exit_data_problems(config, stages)
+        yield from sample_problems(config, stages)
 
 
 def _corpus_problems(config: RunConfig) -> Iterator[str]:

@@ -8,12 +8,12 @@ from math import gcd
 from typing import get_args
 
 from moba_train.config.mesh import MeshSizes, allowed_divisors
-from moba_train.config.run import CPLayout
+from moba_train.config.parallel import CPLayout
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.evals.registry import enabled_evaluations
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.pipeline.model import number_of_parts
+from moba_train.resolve.evaluations import evaluated_sequences, pipeline_evaluation_problems
 
 
 def pipeline_problems(config: RunConfig) -> Iterator[str]:
@@ -41,7 +41,7 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
             f"activation_offload: given true with parallel.pp {parallel.pp}, whose ranks keep activations of several "
             "micro-batches on the GPU; set it to false"
         )
-    yield from _evaluation_problems(config)
+    yield from pipeline_evaluation_problems(config)
 
 
 def _layer_problems(config: RunConfig) -> Iterator[str]:
@@ -61,13 +61,6 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
         yield f"{given}, {parts} parts; allowed with {parallel.pp_schedule}: pp = {parallel.pp} parts"
     if sum(parallel.pp_layers) != layers:
         yield f"{given}, {sum(parallel.pp_layers)} layers in all; model.layers is {layers}"
-
-
-def _evaluation_problems(config: RunConfig) -> Iterator[str]:
-    later = "which a pipeline cannot do; `moba-train eval` can, on the checkpoints"
-    for evaluation in enabled_evaluations(config):
-        if (problem := evaluation.pipeline_problem(config)) is not None:
-            yield f"{problem[0]} with parallel.pp {config.parallel.pp}, {later}; {problem[1]}"
 
 
 def micro_batch_problems(config: RunConfig, stage: Stage, mesh: MeshSizes) -> Iterator[str]:
@@ -121,8 +114,8 @@ def row_problems(config: RunConfig) -> Iterator[str]:
         cp = stage.parallel.cp
         layout = stage.parallel.cp_layout
         passes = {f"seq_len {stage.seq_len} x micro_batch_size {stage.micro_batch_size}": stage.micro_batch_size}
-        for evaluation in enabled_evaluations(config) if stage.evaluate else ():
-            passes[f"seq_len {stage.seq_len} ({evaluation.key})"] = evaluation.sequences_per_pass(stage)
+        for key, sequences in evaluated_sequences(config, stage).items():
+            passes[f"seq_len {stage.seq_len} ({key})"] = sequences
         for text, sequences in passes.items():
             tokens = stage.seq_len * sequences
             # `auto` may choose either, by the memory that is free

@@ -18,7 +18,6 @@ from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import Stage, merge_parallel, merge_rope, resolve_stages
 from moba_train.errors import ConfigError, number_ranges
-from moba_train.evals.registry import enabled_evaluations
 from moba_train.hf.initial_weights import initial_problems
 from moba_train.memory.devices import Gpu
 from moba_train.model.build import build_attention, build_model, kind_of_parameter
@@ -31,8 +30,8 @@ from moba_train.parallel.links import linked_group
 from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import file_problems, length_problems
+from moba_train.resolve.evaluations import evaluation_problems, exit_problems
 from moba_train.resolve.layout import micro_batch_problems, pipeline_problems, row_problems, tensor_problems
-from moba_train.resolve.stage_exit import exit_problems
 from moba_train.strict_json import NAMED_NUMBERS
 
 
@@ -119,8 +118,8 @@ def validate(
     ]
     if not problems:  # a stage is resolved from sound parts only
         problems += [*_context_problems(config, ranks_per_node, device), *row_problems(config)]
-        problems += [problem for evaluation in enabled_evaluations(config) for problem in evaluation.problems(config)]
-        problems += [*exit_problems(config), *trainable_problems(config)]
+        problems += evaluation_problems(config)
+        problems += [*exit_problems(config, resolve_stages(config)), *trainable_problems(config)]
         problems += [] if allow_idle else exclude_problems(config)
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems

@@ -6,7 +6,6 @@ from contextlib import suppress
 
 from moba_train.config.base import format_count
 from moba_train.config.data import SourceConfig
-from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import corpus_file
@@ -14,11 +13,11 @@ from moba_train.data.samples import StageData
 from moba_train.data.sidecar import read_sidecar
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
 from moba_train.errors import DataError, UserError, named_layers
-from moba_train.evals.registry import enabled_evaluations
 from moba_train.hf.initial_weights import initial_tokenizers, left_out_kinds
 from moba_train.memory.flops import count_recipe_parameters
 from moba_train.model.build import Shapes
 from moba_train.resolve.data import recipe_sources, recorded_tokenizers
+from moba_train.resolve.evaluations import evaluation_warnings
 
 ROW_MULTIPLE = 128
 """Rows of the embedding are a multiple of this in most models, because matrix products are faster then."""
@@ -38,7 +37,7 @@ def recipe_warnings(config: RunConfig) -> list[str]:
     """Sentences about a validated recipe, each with the keys to change; none where nothing is conspicuous."""
     return [
         *_batch_warnings(config),
-        *_evaluation_warnings(config),
+        *evaluation_warnings(config, resolve_stages(config)),
         *_trained_on_warnings(config),
         *_short_validation_warnings(config),
         *_vocabulary_warnings(config),
@@ -57,25 +56,6 @@ def _batch_warnings(config: RunConfig) -> Iterator[str]:
                 f"{key}: given {stage.batch_tokens:,}, more than the {given.tokens:,} tokens of stage {stage.name!r}: "
                 f"its one step trains on {stage.batch_tokens:,}; lower it, or raise stages[{stage.index}].tokens"
             )
-
-
-def _evaluation_warnings(config: RunConfig) -> Iterator[str]:
-    """Evaluations that are configured but never run in training. No error: `moba-train eval` runs them afterwards."""
-    asked = ", ".join(evaluation.key for evaluation in enabled_evaluations(config))
-    if asked and not any(stage.evaluate for stage in config.stages):
-        yield (
-            f"{asked}: given, but no stage evaluates, as stages[i].evaluate is false in all of them: the run has no "
-            "evaluation; set it to true in a stage, or use `moba-train eval` afterwards"
-        )
-    if not asked and config.evaluation != EvaluationConfig():
-        yield "evaluation: given, but there is nothing to evaluate on; set data.validation, or remove the section"
-    if not all(corpus_file(source.path, "idx").is_file() for source in config.data.validation):
-        return  # `plan --no-data`: the corpora need not exist yet
-    for evaluation in enabled_evaluations(config):
-        for stage in resolve_stages(config):
-            with suppress(DataError):  # of a damaged corpus, which is reported elsewhere
-                if stage.evaluate and (lacking := [*evaluation.data_problems(config, stage)]):
-                    yield f"{evaluation.key}: in stage {stage.name!r}, {'; '.join(lacking)}"
 
 
 def _trained_on_warnings(config: RunConfig) -> Iterator[str]:

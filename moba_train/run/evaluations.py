@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from moba_train.checkpoint.evaluated import Numbers
-from moba_train.config.run import UntilConfig
-from moba_train.config.schema import RunConfig
+from moba_train.config.schema import RunConfig, UntilConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import CheckpointError
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationStoppedError, name_of, with_full

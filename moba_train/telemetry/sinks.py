@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moba_train import __version__
-from moba_train.config.run import TelemetryConfig
+from moba_train.config.telemetry import TelemetryConfig
 from moba_train.errors import UserError
 from moba_train.registry import TELEMETRY_SINKS
 from moba_train.telemetry.jsonl import JsonlSink

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moba_train.config.run import WandbConfig
+from moba_train.config.telemetry import WandbConfig
 from moba_train.telemetry.telemetry import SinkRun, numbers
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from moba_train.checkpoint.recipe import SavedRun, Training, overridden_kinds, r
 from moba_train.checkpoint.state import load_model
 from moba_train.checkpoint.trained_model import load_trained
 from moba_train.config.mesh import MeshSizes, allowed_divisors
-from moba_train.config.run import ParallelConfig
+from moba_train.config.parallel import ParallelConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import DataError, UserError
 from moba_train.evals.evaluation import (

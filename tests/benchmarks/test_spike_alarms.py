@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.spike_alarms import detection_rate, flagged_steps, main, measure, synthetic_curve
-from moba_train.config.run import SpikeConfig
+from moba_train.config.health import SpikeConfig
 
 DEFAULT = SpikeConfig().warn_sigma
 

@@ -23,7 +23,6 @@ from moba_train.config.load import (
     packaged_recipes,
     parse_yaml,
 )
-from moba_train.config.run import ParallelConfig
 from moba_train.config.stages import resolve_stages, used_kinds
 from moba_train.errors import ConfigError
 from moba_train.resolve.recipe import validate
@@ -434,12 +433,6 @@ def test_every_model_shape_loads_into_a_recipe(write, recipe, path):
     top = write("top.yaml", f"extends: [recipe.yaml, {path.resolve()}]")
     assert set(yaml.safe_load(path.read_text())) <= {"model", "extends"}
     assert load_config(top).model.layers >= 1
-
-
-def test_a_removed_key_that_checkpoints_have_does_no_harm_where_it_was_not_used() -> None:
-    assert ParallelConfig.model_validate({"fsdp_max_ctas": None, "tp": 2}) == ParallelConfig(tp=2)
-    with pytest.raises(ValueError, match="fsdp_max_ctas"):
-        ParallelConfig.model_validate({"fsdp_max_ctas": 8})
 
 
 @pytest.mark.parametrize("value", ["!!bool maybe", "!!timestamp foo", "!!int ''", "!!float ''", "!!int '-'"])

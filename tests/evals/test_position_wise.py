@@ -14,7 +14,7 @@ from moba_train.attention.protocol import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
-from moba_train.config.run import CPLayout
+from moba_train.config.parallel import CPLayout
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.batch import Batch

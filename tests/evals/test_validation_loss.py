@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moba_train.config.data import SourceConfig
-from moba_train.config.run import CPLayout
+from moba_train.config.parallel import CPLayout
 from moba_train.data.batch import Batch
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import StageData

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moba_train.config.run import NodeConfig
+from moba_train.config.health import NodeConfig
 from moba_train.health import node
 from moba_train.health.gpu import GpuState
 from moba_train.health.node import FORGOTTEN_S, Disk, KnownProblems, NodeWatch, Problem, disk_problem, gpu_problems

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moba_train.config.run import SpikeConfig
+from moba_train.config.health import SpikeConfig
 from moba_train.health.reaction import BUDGET_STEPS, good_before, react
 from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector, SpikeReport
 

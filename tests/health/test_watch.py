@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moba_train.config.run import WatchConfig
+from moba_train.config.health import WatchConfig
 from moba_train.health.watch import BEFORE_TIMEOUT, PhaseTimes, Watch
 from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World

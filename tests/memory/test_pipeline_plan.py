@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from moba_train.config.mesh import mesh_sizes
-from moba_train.config.run import ParallelConfig
+from moba_train.config.parallel import ParallelConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.memory.activations import FILLED, stage_activations
 from moba_train.memory.memory import MemoryEstimate, element_bytes

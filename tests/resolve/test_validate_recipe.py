@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from moba_train.config.load import dump_config, load_config
-from moba_train.config.run import CPTransport
+from moba_train.config.parallel import CPTransport
 from moba_train.resolve.recipe import validate
 from tests.resolve.refusals import assert_refused, problems
 

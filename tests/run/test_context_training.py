@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moba_train.config.run import CPLayout
+from moba_train.config.parallel import CPLayout
 from moba_train.data.batch import collate
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import Sample

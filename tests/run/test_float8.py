@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
-from moba_train.config.run import PrecisionConfig
+from moba_train.config.precision import PrecisionConfig
 from moba_train.errors import ConfigError
 from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer

@@ -13,7 +13,7 @@ from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
-from moba_train.config.run import CPTransport
+from moba_train.config.parallel import CPTransport
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moba_train.checkpoint.manifest import JSON_BYTES
-from moba_train.config.run import SpikeConfig
+from moba_train.config.health import SpikeConfig
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
 from moba_train.health.spike import SpikeDetector

@@ -14,8 +14,8 @@ import sentencepiece
 import yaml
 from typer.testing import CliRunner
 
+from moba_train.config.health import HealthConfig, SpikeConfig
 from moba_train.config.load import load_config
-from moba_train.config.run import HealthConfig, SpikeConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches

@@ -8,8 +8,7 @@ import pytest
 
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.model import ModelConfig
-from moba_train.config.run import UntilConfig
-from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.config.schema import RunConfig, StageConfig, UntilConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError
 from moba_train.run import evaluations as evaluations_module

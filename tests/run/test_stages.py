@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
-from moba_train.config.run import UntilConfig
+from moba_train.config.schema import UntilConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.optim.spec import stage_learning_rate

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import moba_train
-from moba_train.config.run import WandbConfig
+from moba_train.config.telemetry import WandbConfig
 from moba_train.telemetry import wandb_sink
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.telemetry.wandb_sink import WandbHistory, WandbSink
@@ -245,7 +245,7 @@ def test_a_real_wandb_that_hangs_lets_the_finished_process_exit(tmp_path: Path) 
 _HANGING = """
 import os, signal, sys, time
 from pathlib import Path
-from moba_train.config.run import WandbConfig
+from moba_train.config.telemetry import WandbConfig
 from moba_train.telemetry.wandb_sink import WandbSink
 
 def children():

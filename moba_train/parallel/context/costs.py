@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from moba_train.config.run import CPTransport
+from moba_train.config.parallel import CPTransport
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.links import LINKS, Links
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import TokenRange, TokenRanges, join_ascending, joined_ranges
-from moba_train.config.run import CPLayout
+from moba_train.config.parallel import CPLayout
 
 
 def contiguous(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from moba_train.config.run import CPLayout, CPTransport
+from moba_train.config.parallel import CPLayout, CPTransport
 from moba_train.parallel.context.costs import TransportCost, predict_cost
 from moba_train.parallel.context.strategy import (
     GATHERING_TRANSPORTS,

@@ -6,7 +6,7 @@ What a transport cannot do: numbers of ranks, buffers, heads and attentions that
 from dataclasses import dataclass
 from typing import get_args
 
-from moba_train.config.run import CPLayout, CPTransport
+from moba_train.config.parallel import CPLayout, CPTransport
 
 GATHERING_TRANSPORTS: tuple[CPTransport, ...] = ("allgather", "hierarchical")
 """Transports that gather keys and values, in slices of heads."""

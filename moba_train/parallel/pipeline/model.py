@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig
-from moba_train.config.run import ParallelConfig, PipelineSchedule
+from moba_train.config.parallel import ParallelConfig, PipelineSchedule
 from moba_train.model.transformer import LossSums, LossTokens, ModelPart, Transformer, auxiliary_sums
 
 AUTO_INTERLEAVED = 2

@@ -14,7 +14,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import Layout, TokenRanges
 from moba_train.attention.watched import WatchedEngine
-from moba_train.config.run import CPTransport
+from moba_train.config.parallel import CPTransport
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.parallel.context.context_cases import (
     Case,

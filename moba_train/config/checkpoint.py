@@ -1,0 +1,37 @@
+"""The section `checkpoint`: when a run is saved, where, and which checkpoints stay."""
+
+from pydantic import Field
+
+from moba_train.config.base import Section
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept. The last one, the newest good one and the newest one without
+    NaN or infinite values are always kept."""
+
+    every: int | None = Field(
+        100,
+        ge=1,
+        description="optimizer steps between checkpoints; null: none is saved, not even the last, and nothing can be "
+        "resumed: for measurements",
+    )
+    keep_last: int = Field(2, ge=1, description="number of newest checkpoints that are kept")
+    keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step stay for ever")
+    keep_best: int = Field(
+        0,
+        ge=0,
+        description="number of checkpoints of lowest validation loss that are kept in each stage; `every` must then "
+        "be a multiple of evaluation.every",
+    )
+    fallback_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="folder, best on another disk, that takes a checkpoint when the run folder does not; the run "
+        "resumes from the newest of both. Every rank must see it: with several nodes, a local disk will not do",
+    )
+    alert_after_failures: int = Field(
+        3, ge=1, description="failed saves in a row after which the run reports, as an alert, how much it can lose"
+    )
+    max_failures: int | None = Field(
+        None, ge=1, description="failed saves in a row after which the run ends; null: it goes on"
+    )
