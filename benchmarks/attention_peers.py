@@ -12,7 +12,8 @@ from torch import Tensor
 from benchmarks.attention_rows import Row, backends
 from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS
-from moba_train.attention.protocol import BackwardState, packed_layout
+from moba_train.attention.layout import packed_layout
+from moba_train.attention.protocol import BackwardState
 
 Calls = tuple[Callable[[], Any], Callable[[], Any]]
 """(forward, forward and backward)."""

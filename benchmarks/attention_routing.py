@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.layout import Layout
 from moba_train.attention.moba.gate import pool_keys
-from moba_train.attention.protocol import Layout
 
 ROUTINGS = ("random", "sink", "local", "uniform")
 SINK = 5.0

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from benchmarks.attention_cost import Cost, Heads, moba_cost
 from benchmarks.attention_routing import ROUTINGS, routed_inputs
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import BackwardState, Layout, Selection, packed_layout
+from moba_train.attention.protocol import BackwardState, Selection
 from moba_train.config.base import parse_number
 
 LONGEST_DOCUMENT = 2**15

@@ -30,29 +30,17 @@ from torch import Tensor
 from benchmarks.options import length
 from benchmarks.record import save, spread
 from benchmarks.timing import queued
+from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.full import FullAttention
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import (
-    BackwardState,
-    Gradients,
-    Layout,
-    LocalAttention,
-    Selection,
-    packed_layout,
-)
+from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.parallel.context.comm import Communicator
-from moba_train.parallel.context.costs import predict_cost
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.layout import SequenceLayout
-from moba_train.parallel.context.strategy import (
-    GATHERING_TRANSPORTS,
-    AttentionShape,
-    CPStrategy,
-    check_heads,
-    check_sizes,
-)
+from moba_train.parallel.context.policy import check_sizes, predict_cost, transport_spec
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.world import World, joined_world
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -151,9 +139,8 @@ def both_passes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward and backward: out, dq, dk, dv."""
     q, k, v, dout = inputs
-    call = engine.call(attention, layout)
-    out, lse, selection = engine.forward(q, k, v, call)
-    return out, *engine.backward(BackwardState(dout, q, k, v, out, lse), selection, call)
+    out, lse, selection = engine.forward(q, k, v, attention, layout)
+    return out, *engine.backward(BackwardState(dout, q, k, v, out, lse), selection, attention, layout)
 
 
 def row_lengths(results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -228,7 +215,7 @@ def measure(
         "tokens": tokens,
         "transport": strategy.transport,
         "layout": strategy.layout,
-        "slices": strategy.slices if strategy.transport in GATHERING_TRANSPORTS else None,
+        "slices": strategy.slices if transport_spec(strategy.transport).uses_slices else None,
         "chunks_per_call": strategy.chunks_per_call if strategy.transport == "ring" else None,
         "ms": total,
         "efficiency": rate / (pairs(name, int(alone["tokens"])) / alone["ms"]),
@@ -277,11 +264,11 @@ def strategies(
     found = []
     for transport, layout in product(transports, layouts):
         nodes = ring_nodes if transport == "ring" else [node]
-        for size, number in product(nodes, slices if transport in GATHERING_TRANSPORTS else slices[:1]):
+        for size, number in product(nodes, slices if transport_spec(transport).uses_slices else slices[:1]):
             strategy = CPStrategy(setting.world.size, transport, layout, size, slices=number)  # type: ignore[arg-type]
             try:
                 check_sizes(strategy)
-                check_heads(strategy, setting.heads, setting.kv_heads, couples_heads=False)
+                transport_spec(transport).check_attention(strategy, setting.heads, setting.kv_heads, AttentionFacts())
             except ValueError as error:
                 if setting.world.is_main:
                     print(f"skipped: {error}", flush=True)

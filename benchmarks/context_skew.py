@@ -23,9 +23,10 @@ from torch import Tensor
 from benchmarks.context_parallel import Setting, both_passes
 from benchmarks.options import length
 from benchmarks.record import save, spread
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.observer import AttentionTimer
-from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.attention.observer import observing
+from moba_train.health.watch import AttentionTimer
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
@@ -66,7 +67,7 @@ def routed(setting: Setting, routing: str, tokens: int, block_size: int, topk: i
 def history_blocks(engine: ContextParallel, attention: MobaAttention, shard: list[Tensor], layout: Layout) -> Tensor:
     """The history blocks that this rank's queries selected, one number for each query, head and block."""
     q, k, v, _ = shard
-    *_, selection = engine.forward(q, k, v, engine.call(attention, layout))
+    *_, selection = engine.forward(q, k, v, attention, layout)
     selected = torch.cat([x.flatten() for x in selection if x.dim() == 3])
     return selected[selected >= 0].long()
 
@@ -106,7 +107,7 @@ def measure(setting: Setting, name: str, cp_layout: str, tokens: int, block_size
         before = torch.cuda.memory_allocated() if setting.is_gpu else 0
         if setting.is_gpu:
             torch.cuda.reset_peak_memory_stats()
-        with engine.observe(AttentionTimer(setting.device)) as timer:
+        with observing(engine, AttentionTimer(setting.device)) as timer:
             times = setting.milliseconds(lambda: both_passes(engine, attention, shard, layout))  # noqa: B023  # called at once
         busy = setting.gather(1000 * timer.seconds() / (setting.repeats + setting.warm_ups))
         result[routing] = {

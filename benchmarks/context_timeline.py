@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks.context_parallel import Setting, both_passes
 from benchmarks.options import length, need_gpus
 from benchmarks.record import save
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.world import joined_world
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from benchmarks.context_parallel import HEAD_DIM, KV_HEADS, Setting, both_passes
 from benchmarks.options import length, need_gpus
 from benchmarks.record import markdown, save
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LocalEngine
-from moba_train.attention.protocol import packed_layout
 from moba_train.parallel.context.comm import Work
 from moba_train.parallel.transfers import symmetric_memory
 from moba_train.parallel.world import joined_world

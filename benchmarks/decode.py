@@ -26,8 +26,9 @@ from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.full import FullAttention
+from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import LocalAttention, TokenRange, packed_layout
+from moba_train.attention.protocol import LocalAttention
 
 HEADS = 32
 HEAD_DIM = 128

@@ -21,7 +21,8 @@ from benchmarks.options import need_gpus
 from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
 from moba_train.attention.full import FullAttention
-from moba_train.attention.protocol import BackwardState, Layout, packed_layout
+from moba_train.attention.layout import Layout, packed_layout
+from moba_train.attention.protocol import BackwardState
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5

@@ -30,7 +30,7 @@ from benchmarks.options import length, need_gpus
 from benchmarks.record import provenance, save, spread
 from benchmarks.timing import measure, milliseconds
 from moba_train.attention.kind import StageContext
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain

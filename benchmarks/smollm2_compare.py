@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from benchmarks.record import save
 from moba_train.attention.full import FullAttention
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 from moba_train.config.attention import LayerAttention
 from moba_train.data.indexed import IndexedDataset
 from moba_train.hf.config import parse_layer, read_model_config

@@ -104,6 +104,6 @@ EVALUATIONS: Registry[Any] = Registry("moba_train.evaluations", "evaluation")
 OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer")
 """Objects `optim.spec.OptimizerSpec`."""
 TRANSPORTS: Registry[Any] = Registry("moba_train.transports", "transport")
-"""Subclasses of `parallel.context.transport.base.Transport`."""
+"""Objects `parallel.context.transport.base.TransportSpec`."""
 TELEMETRY_SINKS: Registry[Any] = Registry("moba_train.telemetry_sinks", "telemetry sink")
 """Classes with the interface of `telemetry.telemetry.Sink`."""

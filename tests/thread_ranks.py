@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moba_train.mechanisms.dispatch import Dispatch
+from moba_train.mechanisms.dispatch.transport import Dispatch
 from moba_train.parallel.context.comm import Work
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather

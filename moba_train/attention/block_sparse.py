@@ -1,10 +1,8 @@
-"""Base class of attentions to selected blocks that are full attention where no block can be left out.
+"""Attention to selected blocks of keys, in the contract of protocol.py: base class of attentions that are full
+attention when no block can be left out, and attention to blocks that the caller selects.
 
-Shape suffixes: T queries, S keys, B sequences, H query heads, K key/value heads, D head width, C selected blocks.
-
-Attention to blocks that the caller selects: for kinds whose selection has parameters or looks at more than keys.
-
-Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width, C selected blocks of a query.
+Shape suffixes: T queries, n some of them, S keys, B sequences, H query heads, K key/value heads, D head width,
+C selected history blocks of a query.
 """
 
 from abc import abstractmethod
@@ -13,18 +11,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys, kernel_decodes
+from moba_train.attention.decoding import CachedKeys
+from moba_train.attention.facets.decodes import Decodes, decode_as_trained
+from moba_train.attention.facets.probed import Probed, SelectedBlocks
+from moba_train.attention.facets.takes_selection import TakesSelection
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
-from moba_train.attention.kernels.common.geometry import first_blocks
+from moba_train.attention.kernels.common.geometry import block_bound, first_blocks
 from moba_train.attention.kernels.common.selection import Choice, selection_statistics
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.attention.kernels.table import kernel_decodes
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.attention.statistics import Statistics
-from moba_train.config.base import Section
 
 
-class SelectedBlocks(Protocol):
-    """What attends to a selection: `BlockAttention` or `SharedBlocks`."""
+class AttendsToBlocks(Protocol):
+    """What attends to a selection: `BlockAttention`, or that with a selection of its own."""
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
@@ -37,68 +39,83 @@ class SelectedBlocks(Protocol):
         ...
 
 
-class DenseOrSparse(LocalAttention):
-    """A subclass selects, and says how long documents may be that are attended to completely."""
+class DenseOrSparse(LocalAttention, Decodes, Probed):
+    """Base class of attentions that select blocks: a subclass selects."""
 
-    dense: FullAttention
-    blocks: SelectedBlocks
+    scale: float
+    """Factor on the scores."""
+    full: FullAttention
+    blocks: AttendsToBlocks
     backend: str
     """auto, triton, composed or reference; full attention takes the place of blocks for auto alone."""
+    block_size: int
+    full_up_to: int
+    """Length in tokens of the longest document of which no query leaves a block out."""
 
-    @property
-    @abstractmethod
-    def dense_tokens(self) -> int:
-        """Length of the longest document of which no query leaves a block out."""
-
-    def is_dense(self, layout: Layout) -> bool:
-        """Whether no document is long enough for a query to leave a block out: then full attention, whose kernels are
+    def is_full(self, layout: Layout) -> bool:
+        """True if no document is long enough for a query to leave a block out: then full attention, whose kernels are
         faster, takes the place of blocks, and selections are ()."""
-        return self.backend == "auto" and layout.max_seqlen <= self.dense_tokens
+        return self.backend == "auto" and layout.max_seqlen <= self.full_up_to
+
+    @abstractmethod
+    def select_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
+        """int32 [H, T, C]: the history blocks that queries select, without what else a selection holds."""
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
         """(out [T, H, D], lse [H, T]) over the given keys of the own and the selected blocks."""
-        attend = self.dense.attend if self.is_dense(layout) else self.blocks.attend
+        attend = self.full.attend if self.is_full(layout) else self.blocks.attend
         return attend(q_THD, k_SKD, v_SKD, layout, selection)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
         """(dq, dk, dv) of `attend`."""
-        attend_backward = self.dense.attend_backward if self.is_dense(layout) else self.blocks.attend_backward
+        attend_backward = self.full.attend_backward if self.is_full(layout) else self.blocks.attend_backward
         return attend_backward(state, layout, selection)
 
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
         layout, block_size = cached.layout, self.block_size
-        if self.is_dense(layout):
-            return self.dense.decode(q_BHD, cached)
+        if self.is_full(layout):
+            return self.full.decode(q_BHD, cached)
         if self.backend not in ("auto", "triton") or not kernel_decodes(q_BHD, block_size):
-            return super().decode(q_BHD, cached)
+            return decode_as_trained(self, q_BHD, cached)
         from moba_train.attention.kernels.triton.decode import decode
 
+        assert cached.summaries is not None
         ids_HBC = self.select_blocks(q_BHD, cached.summaries, layout)
-        assert ids_HBC is not None
-        if self.couples_heads:  # equal lists in a group: one for each key/value head
+        if self.facts.couples_heads:  # equal lists in a group: one for each key/value head
             ids_HBC = ids_HBC[:: q_BHD.shape[1] // cached.k_RKD.shape[1]]
         first_B = layout.cached(("first blocks", block_size), lambda: first_blocks(layout.cu_seqlens, block_size)[:-1])
         selected_HBC = torch.where(ids_HBC < 0, -1, ids_HBC - first_B[:, None]).int()
         return decode(q_BHD, cached, scale=self.scale, block_size=block_size, selected_HBC=selected_HBC)
 
 
-class GivenBlocks(LocalAttention):
-    """Each query and head attends to its own block, causally, and to the earlier blocks that the caller names."""
+def listed_blocks(history_blocks: int, layout: Layout, block_size: int) -> int:
+    """C: the most blocks that the selection of a query lists, from sizes alone, which tracing knows."""
+    return min(history_blocks, block_bound(layout, block_size))
 
-    Options = Section  # those of the kind that gives the blocks
+
+class GivenBlocks(LocalAttention, TakesSelection, Probed):
+    """Each query and head attends to its own block, causally, and to the history blocks that the caller selects."""
 
     def __init__(
-        self, block_size: int, head_dim: int, backend: str, key: str, *, first: int = 0, local: int = 1
+        self,
+        block_size: int,
+        history_blocks: int,
+        head_dim: int,
+        backend: str,
+        key: str,
+        *,
+        first: int = 0,
+        local: int = 1,
     ) -> None:
-        """`backend` and its YAML `key`, for messages: those of `BlockAttention`. `first`, `local`: blocks that are not
-        chosen, as in `blocks.statistics.Choice`."""
-        self.alignment = block_size
-        self.forced = {"first": first, "local": local}
-        self.scale = head_dim**-0.5
-        self.blocks = BlockAttention(block_size, self.scale, backend, key)
+        """`history_blocks`: the most that the caller selects for a query. `backend` and its YAML `key`, for messages:
+        those of `BlockAttention`. `first`, `local`: blocks that are not chosen freely, as in `Choice`."""
+        self.facts = AttentionFacts(alignment=block_size)
+        self.history_blocks = history_blocks
+        self.blocks = BlockAttention(block_size, head_dim**-0.5, backend, key)
+        self.choice = Choice(block_size, history_blocks + 1, first, local)
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
         """Nothing: the caller has looked at the keys."""
@@ -108,27 +125,22 @@ class GivenBlocks(LocalAttention):
         """Refused: blocks are given (`given_selection`)."""
         raise RuntimeError("GivenBlocks selects nothing by itself: call Shard.attend with the selected blocks")
 
-    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
-        """Refused, as `select`."""
-        raise RuntimeError("GivenBlocks selects nothing by itself: call Shard.attend with the selected blocks")
-
     def given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """The given blocks, and what the backend keeps with them."""
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=k_SKD.shape[1])
 
-    def empty_given_selection(self, selected_HTC: Tensor, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `given_selection`'s, contents undefined."""
-        return self.blocks.empty_selection(selected_HTC.shape[2], q_THD, layout, kv_heads=k_SKD.shape[1])
+        listed = listed_blocks(self.history_blocks, layout, self.blocks.block_size)
+        return self.blocks.empty_selection(listed, q_THD, layout, kv_heads=k_SKD.shape[1])
 
-    def selected_blocks(self, selection: Selection) -> Tensor | None:
-        """int32 [H, T, C]."""
-        return selection[0]
+    def selected_by(self, rows_n: Tensor, selection: Selection, layout: Layout) -> SelectedBlocks:
+        """The given blocks of these queries."""
+        return SelectedBlocks(selection[0][:, rows_n], self.blocks.block_size)
 
     def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
         """`selection_statistics` of the given blocks."""
-        selected_HTC = selection[0]
-        choice = Choice(self.alignment, selected_HTC.shape[2] + 1, **self.forced)
-        return selection_statistics(selected_HTC, layout, choice)
+        return selection_statistics(selection[0], layout, self.choice)
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection

@@ -2,33 +2,35 @@
 
 from torch import Tensor
 
-from moba_train.attention.call import AttentionCall
-from moba_train.attention.operator_shard import OperatorShard
-from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
+from moba_train.attention.engine import OperatorEngine
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
+from moba_train.attention.shard import Shard
 
 
 class LocalEngine(OperatorEngine):
     """Attention of all queries to all keys, which are on this device."""
 
-    def shard(self, layout: Layout) -> OperatorShard:
+    def shard(self, layout: Layout) -> Shard:
         """The whole sequence."""
-        return OperatorShard(self, layout)
+        return Shard(self, layout)
 
     def forward(
-        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, call: AttentionCall
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttention, layout: Layout
     ) -> tuple[Tensor, Tensor, Selection]:
         """Summarizes all keys, selects for all queries, and attends once."""
-        selection = call.select(q_THD, call.summarize(k_SKD))
-        return (*call.attend(q_THD, k_SKD, v_SKD, selection), selection)
+        selection = attention.select(q_THD, attention.summarize(k_SKD, layout), layout)
+        return (*attention.attend(q_THD, k_SKD, v_SKD, layout, selection), selection)
 
-    def backward(self, state: BackwardState, selection: Selection, call: AttentionCall) -> Gradients:
+    def backward(
+        self, state: BackwardState, selection: Selection, attention: LocalAttention, layout: Layout
+    ) -> Gradients:
         """One backward pass over all keys."""
-        return call.attend_backward(state, selection)
+        return attention.attend_backward(state, layout, selection)
 
-    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, call: AttentionCall) -> Selection:
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, attention: LocalAttention, layout: Layout) -> Selection:
         """The attention's own empty selection for the whole sequence."""
-        return call.empty_selection(q_THD, k_SKD)
+        return attention.empty_selection(q_THD, k_SKD, layout)
 
 
 LOCAL_ENGINE = LocalEngine()

@@ -2,157 +2,117 @@
 
 A kind whose selection has parameters, that convolves, compresses or carries states, is one program for one device, for
 context parallelism and for generation: it computes with its own rows, gathers what it needs of the others, and attends
-from its own queries to all keys. An engine gives it the shard (`kind.Engine`).
+from its own queries to all keys. An engine gives it the shard.
 
 Shape suffixes: L rows given to the layer (padding included), n tokens among them, T tokens of the sequence, R ranks,
 B running sequences, H query heads, K key/value heads, D head width, C selected blocks of a query.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from collections.abc import MutableMapping
+from typing import NamedTuple, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, LocalAttention, TokenRanges
-from moba_train.attention.statistics import Statistics
+from moba_train.attention.layout import Layout, TokenRanges
+from moba_train.attention.layout_operators import layout_arguments
+from moba_train.attention.observer import AttentionCall, Observable, show
+from moba_train.attention.operators import attention as attention_operator
+from moba_train.attention.protocol import LocalAttention
 
 
-class ShardCall(NamedTuple):
-    """Attention of a shard's tokens to the keys of all tokens so far."""
+class ShardPlace(NamedTuple):
+    """Which rank's rows a shard has."""
 
-    q_nHD: Tensor
-    k_TKD: Tensor
-    v_TKD: Tensor
-    attention: LocalAttention
-    selected_HnC: Tensor | None
-    """int32: the history blocks that the kind gives the attention; None where it gives none."""
-    layout: Layout
+    rank: int
+    """Number of this rank among the R that share the sequence, from 0."""
+    ranges_by_rank: tuple[TokenRanges, ...]
+    """Tokens of each rank, known on the host; the new ones while tokens are generated."""
 
 
-class ShardObserver:
-    """Sees what a layer does with its shard. The base class does nothing."""
+class Generation(NamedTuple):
+    """What a kind must know, and may keep, while tokens are generated."""
 
-    def attending(self, call: ShardCall) -> AbstractContextManager[object]:
-        """The context in which `Shard.attend` runs."""
-        return nullcontext()
-
-    def could_select(self, call: ShardCall) -> None:
-        """Called by a kind that has a gate and attends to everything all the same: what the gate would select."""
-
-    def report(self, statistics: Statistics) -> None:
-        """Called by a kind with what no one sees from outside: states, gates of its own."""
+    attends_to_all: bool
+    """True for new tokens with `decode: full`: then a kind that selects keys attends to all."""
+    states: MutableMapping[str, Tensor]
+    """States of the running sequences, [B, ...], by a name that is unique in the layer's kind. B counts the layout's
+    query ranges; sequences that have no state yet have zeros, and names that none has a state of are not there."""
 
 
-class Shard(Protocol):
+class _Engine(Observable, Protocol):
+    """An engine that operators find by its handle."""
+
+    handle: str
+
+
+class Shard:
     """One layer's part of a packed sequence.
 
-    On one device it is the whole sequence; under context parallelism, the rows of this rank; while tokens are
-    generated, the new rows, after those that the cache holds. All ranks must make the same calls in the same order.
+    This class is the shard of one device: the whole sequence. Under context parallelism it is the rows of a rank
+    (parallel/context/engine.py); while tokens are generated, the new rows, after those that the cache holds
+    (inference/cache.py). All ranks must make the same calls in the same order.
     """
+
+    generation: Generation | None = None
+    """None unless tokens are being generated."""
+
+    def __init__(self, engine: _Engine, layout: Layout) -> None:
+        """`layout`: of the whole packed sequence."""
+        self._engine = engine
+        self._whole = layout
 
     @property
     def layout(self) -> Layout:
         """The sequence, with this layer's tokens as its queries and all tokens so far as its keys."""
-        ...
+        return self._whole
 
     @property
-    def attends_to_all(self) -> bool:
-        """Whether tokens are being generated with `decode: full`: then a kind that selects keys attends to all."""
-        ...
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that share the sequence, R; 1: what this rank gathers is all there is."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among those that share the sequence, from 0."""
-        ...
-
-    @property
-    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
-        """Tokens of each rank that shares the sequence, known on the host; the new ones while tokens are generated."""
-        ...
-
-    @property
-    def generates(self) -> bool:
-        """Whether tokens are being generated, so that what later tokens need must be kept."""
-        ...
-
-    def own(self, x_Lx: Tensor) -> Tensor:
-        """The rows that carry tokens, [n, ...], without padding: in the order of the layout's queries."""
-        ...
-
-    def padded(self, x_nx: Tensor) -> Tensor:
-        """The inverse of `own`: [L, ...], zeros for padding."""
-        ...
+    def place(self) -> ShardPlace:
+        """Place among the ranks that share the sequence; on one device, rank 0 of one."""
+        return ShardPlace(0, (self.layout.query_ranges,))
 
     def gather(self, name: str, x_nx: Tensor) -> Tensor:
         """The rows of all tokens so far, [T, ...], from those of this layer's tokens; differentiable.
 
         `name` is unique in the layer's kind: while tokens are generated, the rows are kept under it.
         """
-        ...
-
-    def previous(self, name: str, x_nx: Tensor, count: int) -> list[Tensor]:
-        """Rows of the tokens 1, 2, ... `count` before each of this layer's tokens, [n, ...] each; differentiable.
-
-        Zeros where the document has no such token. Only the few rows that other ranks need travel. `name`: as for
-        `gather`.
-        """
-        ...
+        return x_nx
 
     def all_ranks(self, x: Tensor) -> Tensor:
         """`x` of all ranks that share the sequence, [R, ...], in rank order; differentiable. Shapes must agree."""
-        ...
-
-    def states(self, name: str) -> Tensor | None:
-        """What `keep_states` kept for the running sequences, [B, ...], zeros for those that have nothing yet.
-
-        None where no sequence has, and where no tokens are generated. B counts the layout's query ranges.
-        """
-        ...
-
-    def keep_states(self, name: str, states_Bx: Tensor) -> None:
-        """Keep a state for each of the running sequences, in place of the one before; only while tokens are generated.
-
-        `name` is unique in the layer's kind.
-        """
-        ...
+        return x.unsqueeze(0)
 
     def attend(
         self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(out [n, H, D], lse [H, n]) of this layer's tokens over the keys of all tokens so far.
+        """(out [n, H, D], lse [H, n]) of this layer's tokens over the keys of all tokens so far, by this device alone.
 
         `selected_HnC`: the history blocks that each query attends to, for an attention that is given them
-        (blocks/given.py); else it summarizes and selects by itself. Differentiable in q, k and v; no gradient passes
-        `lse`.
+        (facets/takes_selection.py); else it summarizes and selects by itself. Differentiable in q, k and v; no gradient
+        passes `lse`.
         """
-        ...
+        if not len(q_nHD):  # a rank without tokens; its gradients must reach the others all the same
+            return q_nHD + (k_TKD[:0].sum() + v_TKD[:0].sum()), q_nHD.new_empty((q_nHD.shape[1], 0))
+        handles = attention.handle, self._engine.handle
+        # Continues in `operators._attend`, and from there in the attention's functions.
+        out, lse = attention_operator(q_nHD, k_TKD, v_TKD, selected_HnC, *layout_arguments(self.layout), *handles)
+        show(self._engine, AttentionCall(q_nHD, k_TKD, v_TKD, attention, self.layout, selected_HnC, True), out, lse)
+        return out, lse
 
-    @property
-    def observer(self) -> ShardObserver | None:
-        """Who looks at what the layer does, a probe or the dump of a spike for example. Kinds compute what only an
-        observer asks for where there is one."""
-        ...
+
+def attends_to_all(shard: Shard) -> bool:
+    """True for new tokens that attend to all keys, whatever the kind selects (`decode: full`)."""
+    return shard.generation is not None and shard.generation.attends_to_all
 
 
-class ObservedShard:
-    """A shard that someone looks at; else the shard itself. A `Shard`."""
+def own_rows(x_Lx: Tensor, shard: Shard) -> Tensor:
+    """The rows that carry tokens, [n, ...], without padding: in the order of the layout's queries."""
+    tokens = shard.layout.queries
+    return x_Lx if len(x_Lx) == tokens else x_Lx[:tokens]  # a full slice costs its backward pass a copy
 
-    def __init__(self, shard: Shard, observer: ShardObserver) -> None:
-        self._shard = shard
-        self.observer = observer
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._shard, name)
-
-    def attend(
-        self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The shard's own, looked at."""
-        call = ShardCall(q_nHD, k_TKD, v_TKD, attention, selected_HnC, self._shard.layout)
-        with self.observer.attending(call):
-            return self._shard.attend(*call[:-1])
+def padded(x_nx: Tensor, rows: int) -> Tensor:
+    """The inverse of `own_rows`: [L, ...] for L = `rows`, zeros for padding."""
+    missing = rows - len(x_nx)
+    return F.pad(x_nx, (0, 0) * (x_nx.dim() - 1) + (0, missing)) if missing else x_nx

@@ -19,17 +19,9 @@ from moba_train.attention.kernels.common.reference import (
     masked_attend_backward,
 )
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.merge import merge, nothing_seen
-from moba_train.attention.protocol import (
-    BackwardState,
-    Gradients,
-    Layout,
-    LocalAttention,
-    Selection,
-    TokenRange,
-    TokenRanges,
-    joined_ranges,
-)
+from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 
 _LEAST_TILE = 128
 """Queries of a masked call at least: it is given as many keys as the window and these queries have."""
@@ -92,8 +84,7 @@ def bands(q_ranges: TokenRanges, k_ranges: TokenRanges, window: int, tile: int) 
 class WindowAttention(LocalAttention):
     """Every query attends to the last `window` tokens of its document, its own included."""
 
-    alignment = 1
-    work_grows = False
+    facts = AttentionFacts(work_grows=False)
 
     def __init__(self, window: int, head_dim: int, backend: str = "auto") -> None:
         """`backend`: auto, or reference for plain PyTorch on any device."""
@@ -147,9 +138,9 @@ class WindowAttention(LocalAttention):
         dtype = state.q.dtype if len(calls) == 1 else accumulation_dtype(state.q.dtype)
         dq_THD, dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=dtype) for x in (state.q, state.k, state.v))
         for band, kernel in calls:
-            part = state.with_queries(band.rows).with_keys(state.k[band.key_rows], state.v[band.key_rows])
+            part = state.part(rows=band.rows)._replace(k=state.k[band.key_rows], v=state.v[band.key_rows])
             for heads, kv_heads in heads_at_once(part.q, part.k):
-                slices = part.with_heads(heads, kv_heads)
+                slices = part.part(heads=heads, kv_heads=kv_heads)
                 if kernel is None:
                     grads = masked_attend_backward(slices, self._mask(layout, band), self.scale, prefix=False)
                 else:

@@ -3,12 +3,11 @@
 from typing import Annotated, Literal
 
 from annotated_types import MinLen
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from moba_train.config.base import LONGEST_WAIT_S, Section
-
-CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring", "dispatch"]
-"""How the ranks of a context-parallel group exchange queries, keys and values (parallel/context/transport)."""
+from moba_train.config.explain import did_you_mean
+from moba_train.registry import TRANSPORTS
 
 CPLayout = Literal["contiguous", "zigzag"]
 """Which tokens of a sequence each rank of a context-parallel group holds (parallel/context/layout.py)."""
@@ -21,12 +20,13 @@ class ContextParallelConfig(Section):
     """Context parallelism: how each packed sequence is sharded over ranks. See docs/context-parallelism.md."""
 
     cp: int = Field(1, ge=1, description="ranks that share one sequence; 1: every rank holds whole sequences")
-    cp_transport: Literal["auto"] | CPTransport = Field(
+    cp_transport: str = Field(
         "auto",
-        description="how the ranks exchange queries, keys and values; auto: ulysses among more than two ranks of a "
-        "node when each gets whole key/value heads and its buffers fit in memory, otherwise the transport with the "
-        "lowest predicted communication time among those whose buffers fit; dispatch, which auto never takes: queries "
-        "travel to the owners of the blocks that they select; all layers must select blocks",
+        description="how the ranks exchange queries, keys and values: any registered transport; auto: ulysses among "
+        "more than two ranks of a node when each gets whole key/value heads and its buffers fit in memory, otherwise "
+        "the transport with the lowest predicted communication time among those whose buffers fit; dispatch, which "
+        "auto never takes: queries travel to the owners of the blocks that they select; all layers must select blocks",
+        json_schema_extra={"examples": ["auto", "allgather", "ulysses", "hierarchical", "ring", "dispatch"]},
     )
     cp_layout: Literal["auto"] | CPLayout = Field(
         "auto",
@@ -49,6 +49,19 @@ class ContextParallelConfig(Section):
         "gathered; more slices overlap more communication with attention and need less memory, fewer slices give "
         "attention larger kernel launches; null: 1 inside a node if it fits in memory, otherwise 4",
     )
+
+    @field_validator("cp_transport")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name != "auto" and name not in TRANSPORTS:
+            raise ValueError(unknown_transport(name))
+        return name
+
+
+def unknown_transport(name: str) -> str:
+    """What is wrong with a transport's name that is not registered."""
+    hint = did_you_mean(name, ["auto", *TRANSPORTS])
+    return f"{name!r} given, which is no registered transport{hint}; allowed: auto, {', '.join(TRANSPORTS)}"
 
 
 class ParallelConfig(ContextParallelConfig):

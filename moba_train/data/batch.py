@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.data.samples import Sample
 from moba_train.data.stream import DocumentPart
 

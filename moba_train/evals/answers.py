@@ -11,10 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moba_train.attention.facets.probed import Probed
 from moba_train.attention.kernels.common.geometry import block_ids
+from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.observer import AttentionObserver
-from moba_train.attention.protocol import Layout, LocalAttention, Selection, TokenRange
+from moba_train.attention.observer import Observer, observing
+from moba_train.attention.protocol import LocalAttention, Selection
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.data.tokenizer import TextTokenizer
@@ -25,7 +27,7 @@ from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import most_likely_tokens
 
 
-class SelectedBlocks(AttentionObserver):
+class SelectedBlocks(Observer):
     """Counts, layer by layer, the heads whose query for a token of the answer may attend to the token to copy.
 
     Every rank counts its own queries and heads; `shares` adds them up.
@@ -51,13 +53,13 @@ class SelectedBlocks(AttentionObserver):
         q_tokens_T = layout.q_tokens
         row_n = torch.searchsorted(q_tokens_T, self._queries_n).clamp_(max=len(q_tokens_T) - 1)
         here_n = q_tokens_T[row_n] == self._queries_n
-        selected_HnC = attention.selected_by(row_n[here_n], selection, layout)
-        if selected_HnC is None:
+        found = attention.selected_by(row_n[here_n], selection, layout) if isinstance(attention, Probed) else None
+        if found is None:
             return
+        selected_HnC, block_size = found
         queries_n, sources_n = self._queries_n[here_n], self._sources_n[here_n]
         own_n, block_n = (
-            block_ids(tokens_n, layout.documents(tokens_n), layout, attention.block_size)
-            for tokens_n in (queries_n, sources_n)
+            block_ids(tokens_n, layout.documents(tokens_n), layout, block_size) for tokens_n in (queries_n, sources_n)
         )
         selected_Hn = (selected_HnC == block_n[None, :, None]).any(-1) | (own_n == block_n)
         self._counts[self._layer, 0] += selected_Hn.sum()
@@ -80,7 +82,7 @@ class SelectedBlocks(AttentionObserver):
             for layer, block in zip(context.model.part.layers, context.model.blocks, strict=True)
         ]
         try:
-            with (context.data_shard.engine or LOCAL_ENGINE).observe(self):
+            with observing(context.data_shard.engine or LOCAL_ENGINE, self):
                 yield self
         finally:
             for hook in hooks:

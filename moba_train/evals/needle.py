@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moba_train.attention.protocol import TokenRange
+from moba_train.attention.layout import TokenRange
 from moba_train.config.base import format_count
 from moba_train.config.evaluation import HiddenNeedles, NeedleConfig
 from moba_train.config.schema import RunConfig

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.observer import StatisticsObserver
 from moba_train.attention.statistics import Statistics, joined
-from moba_train.attention.watched import WatchedEngine
 from moba_train.data.batch import Batch
-from moba_train.model.build import watched_layers
+from moba_train.model.build import observed_layers
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import Gradients
 from moba_train.parallel.data_shard import DataShard
@@ -83,7 +83,7 @@ def write_dump(
     norms = _gradient_norms(model, kinds)
     ranks, by_rank = zip(*gather_over_ranks(_rank_entry(model, data_shard, batches, loss_sum)), strict=True)
     layers = [joined(layer) for layer in zip(*by_rank, strict=True)]
-    whole = {**head, "gradient_norms": norms, "attention": [layer.values() for layer in layers], "ranks": ranks}
+    whole = {**head, "gradient_norms": norms, "attention": [layer.values for layer in layers], "ranks": ranks}
     path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
     written = broadcast(dist.get_rank() == 0 and _write(path, whole))
     found = joined(layers).values()
@@ -121,7 +121,8 @@ def _rank_entry(
     engine = data_shard.engine or LOCAL_ENGINE
     repeated = 0.0
     micro_batches = []
-    with watched_layers(model, engine, lambda _layer: WatchedEngine(engine)) as layers:
+    layers = [StatisticsObserver() for _ in range(model.config.layers)]
+    with observed_layers(model, engine, layers):
         for batch in batches:
             losses_n = token_losses(model, batch)
             repeated += (losses_n * batch.loss_weight).sum().item()
@@ -134,7 +135,7 @@ def _rank_entry(
         "loss": loss_sum.item() / weight if weight else None,
         "repeated_loss": repeated / weight if weight else None,
         "loss_tokens": sum(batch.loss_tokens for batch in batches),
-        "attention": [layer.values() for layer in statistics],
+        "attention": [layer.values for layer in statistics],
         "micro_batches": micro_batches,
     }
     return entry, statistics

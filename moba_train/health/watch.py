@@ -30,12 +30,44 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from moba_train.attention.observer import AttentionTimer
-from moba_train.attention.operators import OperatorEngine
+from moba_train.attention.engine import OperatorEngine
+from moba_train.attention.observer import Observer, observing
 from moba_train.config.health import WatchConfig
 from moba_train.parallel.context import comm
 from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World, flight_records, values_of_ranks
+
+
+class AttentionTimer(Observer):
+    """Adds up how long the local functions take: by pairs of CUDA events on a GPU, by the wall clock on the CPU.
+
+    The GPU never waits for an event.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    def seconds(self) -> float:
+        """Seconds of all calls together. Waits for the GPU unless it is past them."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1000
+
+    @contextmanager
+    def around(self, function: str) -> Iterator[None]:
+        """Times what runs inside."""
+        if not self._cuda:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._events.append((start, end))
 
 
 class Stragglers:
@@ -62,7 +94,7 @@ class Stragglers:
         if not self._due(step):
             yield
             return
-        with engine.observe(AttentionTimer(self._device)) as self._timer:
+        with observing(engine, AttentionTimer(self._device)) as self._timer:
             yield
 
     def metrics(self, step: int) -> dict[str, float]:

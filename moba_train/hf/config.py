@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from moba_train.attention.kind import AttentionKind, parameter_count
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain, given
@@ -221,7 +222,7 @@ def read_layers(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder / CONFIG}: moba is {given(moba)}; allowed: {{'layers': a list of at most {model.layers} entries}}"
         )
-    layers = [kind.export_entry() for kind in build_attention(map(parse_layer, entries), model.head_width)]
+    layers = [layer_entry(kind) for kind in build_attention(map(parse_layer, entries), model.head_width)]
     layers += [{"kind": "full"}] * (model.layers - len(layers))
     common = max(layers, key=layers.count)
     options = {key: value for key, value in common.items() if key != "kind"}
@@ -229,8 +230,21 @@ def read_layers(folder: Path) -> dict[str, Any]:
     return {"default": common["kind"], "overrides": overrides} | ({common["kind"]: options} if options else {})
 
 
+def layer_entry(kind: AttentionKind) -> dict[str, Any]:
+    """A layer's entry in an exported config.json, as JSON values: what decides which keys it attends to."""
+    return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude=set(kind.facts.not_exported))}
+
+
+def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
+    """What an exported model would lose of a layer: its kind's parameters; empty if it has none."""
+    count = parameter_count(kind, model)
+    if not count:
+        return ""
+    return f"kind {kind.name!r} has {count} parameters in a layer, which no Hugging Face architecture can hold"
+
+
 def parse_layer(entry: dict[str, Any]) -> LayerAttention:
-    """Attention of a layer from its entry by `AttentionKind.export_entry`. Raises CheckpointError for other entries."""
+    """Attention of a layer from its entry by `layer_entry`. Raises CheckpointError for other entries."""
     try:
         options = KINDS[entry["kind"]].Options
         return LayerAttention(

@@ -3,7 +3,7 @@
 Shape suffixes: T queries of this call, R rows of the cache, H query heads, K key/value heads, D head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.decoding import CachedKeys, last_tokens
+from moba_train.attention.engine import Engine
+from moba_train.attention.facets.decodes import Decodes, decode_as_trained
+from moba_train.attention.facets.takes_selection import TakesSelection
 from moba_train.attention.full import FullAttention
-from moba_train.attention.previous import shifted
-from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, TokenRanges, packed_layout
+from moba_train.attention.layout import Layout, TokenRange, packed_layout
+from moba_train.attention.protocol import LocalAttention
+from moba_train.attention.shard import Generation, Shard, ShardPlace
 
 Decode = Literal["full", "own"]
 """Attention of new tokens: full attention, as in the MoBA paper, or each layer's own attention kind."""
@@ -90,7 +94,7 @@ class _Stored:
     """Units of each sequence that are summarized."""
 
 
-class CachedAttention:
+class CachedAttention(Engine):
     """Engine of one layer while sequences are generated; holds the keys and values of all their tokens so far.
 
     Prompts are read with the layer's own attention, in parts of any size. New tokens attend to the cache with full
@@ -102,9 +106,9 @@ class CachedAttention:
         """plan: shared by all layers; decode: attention of new tokens."""
         self._plan = plan
         self._decode = decode
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[LocalAttention, _Stored] = {}
         self._gathered: dict[str, Tensor] = {}
-        self._states: dict[str, Tensor] = {}
+        self._states = _RunningStates(plan)
 
     def __call__(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout
@@ -113,23 +117,23 @@ class CachedAttention:
         plan = self._plan
         stored = self._append(k_TKD, v_TKD, attention)
         cached = CachedKeys(stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, None)
-        if plan.prompt is None and self._decode == "full" and attention.decodes_full:
+        if plan.prompt is None and self._decode == "full" and attention.facts.decodes_full:
             return _full_attention(q_THD.shape[-1]).decode(q_THD, cached)
         self._summarize(stored, attention)
         cached = replace(cached, summaries=self._packed_summaries(stored, attention))
-        if plan.prompt is None:
+        if plan.prompt is None and isinstance(attention, Decodes):
             return attention.decode(q_THD, cached)
-        selection = attention.select(q_THD, cached.summaries, plan.layout)
-        return attention.attend(q_THD, cached.packed_keys(), cached.packed_values(), plan.layout, selection)
+        return decode_as_trained(attention, q_THD, cached)
 
-    def shard(self, layout: Layout) -> "CachedShard":
+    def shard(self, layout: Layout) -> Shard:
         """The new tokens, what the layer has gathered of all tokens so far, and its states."""
-        return CachedShard(self._plan, self._decode, self._gathered, self._states)
+        attends_to_all = self._plan.prompt is None and self._decode == "full"
+        return CachedShard(self._plan, Generation(attends_to_all, self._states), self._gathered)
 
     def _append(self, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention) -> _Stored:
-        stored = self._stored.get(attention.handle)
+        stored = self._stored.get(attention)
         if stored is None:
-            stored = self._stored[attention.handle] = self._empty(k_TKD, v_TKD, attention)
+            stored = self._stored[attention] = self._empty(k_TKD, v_TKD, attention)
         stored.k_RKD[self._plan.new_rows] = k_TKD
         stored.v_RKD[self._plan.new_rows] = v_TKD
         return stored
@@ -139,7 +143,7 @@ class CachedAttention:
         one = attention.summarize(k_TKD[:1], packed_layout([1], plan.device))  # for its shape
         summaries = None
         if one is not None:
-            summaries = one.new_zeros((self._unit_edges(attention.alignment)[-1], *one.shape[1:]))
+            summaries = one.new_zeros((self._unit_edges(attention.facts.alignment)[-1], *one.shape[1:]))
         shape = (plan.rows, *k_TKD.shape[1:])
         return _Stored(k_TKD.new_empty(shape), v_TKD.new_empty(shape), summaries, [0] * len(plan.lengths))
 
@@ -147,7 +151,7 @@ class CachedAttention:
         """Summarize the units that the new tokens have completed."""
         if stored.summaries is None:
             return
-        alignment = attention.alignment
+        alignment = attention.facts.alignment
         edges = self._unit_edges(alignment)
         for sequence, (start, stop) in zip(self._plan.running, self._plan.ranges(), strict=True):
             done = stored.complete[sequence]
@@ -168,7 +172,7 @@ class CachedAttention:
         """
         if stored.summaries is None:
             return None
-        alignment = attention.alignment
+        alignment = attention.facts.alignment
         edges = self._unit_edges(alignment)
         lengths = [self._plan.lengths[sequence] for sequence in self._plan.running]
         if len(lengths) == 1:
@@ -189,38 +193,27 @@ class CachedAttention:
         return [0, *accumulate(capacity // alignment + 2 for capacity in self._plan.capacities)]
 
 
-class CachedShard:
-    """The new tokens of the running sequences as a `Shard`: what is gathered are the rows of all their tokens so far.
+class CachedShard(Shard):
+    """The new tokens of the running sequences: what is gathered are the rows of all their tokens so far.
 
     Nothing is differentiable.
     """
 
-    observer = None
-    ranks = 1
-    rank = 0
-    generates = True
-
-    def __init__(self, plan: CachePlan, decode: Decode, gathered: dict[str, Tensor], states: dict[str, Tensor]) -> None:
-        """gathered: rows of the layer's cache by name; states: those of all sequences by name; both extended here."""
-        self.layout = plan.layout
-        self.attends_to_all = plan.prompt is None and decode == "full"
+    def __init__(self, plan: CachePlan, generation: Generation, gathered: dict[str, Tensor]) -> None:
+        """gathered: rows of the layer's cache by name; extended here."""
+        self.generation = generation
         self._plan = plan
         self._gathered = gathered
-        self._states = states
 
     @property
-    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
+    def layout(self) -> Layout:
+        """The running sequences, with the new tokens as queries."""
+        return self._plan.layout
+
+    @property
+    def place(self) -> ShardPlace:
         """The new tokens, in the packed sequence of all tokens so far."""
-        ranges = self.layout.q_ranges
-        return ((TokenRange(0, self.layout.total),) if ranges is None else ranges,)
-
-    def own(self, x_Lx: Tensor) -> Tensor:
-        """All rows: there is no padding."""
-        return x_Lx
-
-    def padded(self, x_nx: Tensor) -> Tensor:
-        """All rows."""
-        return x_nx
+        return ShardPlace(0, (self.layout.query_ranges,))
 
     def gather(self, name: str, x_nx: Tensor) -> Tensor:
         """The rows of all tokens so far: `x_nx` is kept after those of earlier calls."""
@@ -231,48 +224,48 @@ class CachedShard:
         parts = [rows_Rx[start:stop] for start, stop in self._plan.ranges()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def previous(self, name: str, x_nx: Tensor, count: int) -> list[Tensor]:
-        """Rows of the tokens 1, 2, ... `count` before each; of every sequence, the last `count` are kept."""
-        if name not in self._gathered:
-            self._gathered[name] = x_nx.new_zeros((len(self._plan.capacities), count, *x_nx.shape[1:]))
-        last = self._gathered[name]
-        if self._plan.prompt is not None:
-            rows_x = torch.cat([last[self._plan.prompt], x_nx])
-            last[self._plan.prompt] = rows_x[len(x_nx) :]
-            return shifted(rows_x, count)
-        running = list(self._plan.running)
-        rows_Bcx = torch.cat([last[running], x_nx.unsqueeze(1)], dim=1)
-        last[running] = rows_Bcx[:, 1:]
-        return [rows_Bcx[:, count - distance] for distance in range(1, count + 1)]
-
-    def all_ranks(self, x: Tensor) -> Tensor:
-        """`x` [R, ...] of the one rank there is."""
-        return x.unsqueeze(0)
-
-    def states(self, name: str) -> Tensor | None:
-        """The states of the running sequences, zeros for those that have none yet; None where no sequence has any."""
-        return self._states[name][self._running()] if name in self._states else None
-
-    def keep_states(self, name: str, states_Bx: Tensor) -> None:
-        """Keep the states of the running sequences in place of those before."""
-        if name not in self._states:
-            self._states[name] = states_Bx.new_zeros((len(self._plan.lengths), *states_Bx.shape[1:]))
-        self._states[name][self._running()] = states_Bx
-
-    def _running(self) -> Tensor:
-        running = self._plan.running
-        return self.layout.cached("running", lambda: torch.tensor(running).to(self._plan.device, non_blocking=True))
-
     def attend(
         self, q_nHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, selected_HnC: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(out [n, H, D], lse [H, n]) of the new tokens over all tokens so far."""
         layout = self.layout
         if selected_HnC is not None:
+            assert isinstance(attention, TakesSelection)
             selection = attention.given_selection(selected_HnC, q_nHD, k_TKD, layout)
         else:
             selection = attention.select(q_nHD, attention.summarize(k_TKD, layout.part(None, None)), layout)
         return attention.attend(q_nHD, k_TKD, v_TKD, layout, selection)
+
+
+class _RunningStates(MutableMapping[str, Tensor]):
+    """States of the running sequences by name (`Generation.states`); those of the other sequences are kept."""
+
+    def __init__(self, plan: CachePlan) -> None:
+        self._plan = plan
+        self._of_all: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._of_all[name][self._running()]
+
+    def __setitem__(self, name: str, states_Bx: Tensor) -> None:
+        if name not in self._of_all:
+            self._of_all[name] = states_Bx.new_zeros((len(self._plan.lengths), *states_Bx.shape[1:]))
+        self._of_all[name][self._running()] = states_Bx
+
+    def __delitem__(self, name: str) -> None:
+        del self._of_all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of_all)
+
+    def __len__(self) -> int:
+        return len(self._of_all)
+
+    def _running(self) -> Tensor:
+        running = self._plan.running
+        return self._plan.layout.cached(
+            "running", lambda: torch.tensor(running).to(self._plan.device, non_blocking=True)
+        )
 
 
 @cache

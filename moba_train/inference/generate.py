@@ -13,7 +13,7 @@ from moba_train.inference.cache import CachedAttention, CachePlan, Decode, check
 from moba_train.model.transformer import Transformer
 
 PREFILL_TOKENS = 65_536
-"""Tokens of a prompt in one forward pass, or as near to it as `AttentionKind.prefill_unit` allows: that bounds the
+"""Tokens of a prompt in one forward pass, or as near to it as `KindFacts.prefill_unit` allows: that bounds the
 memory of activations."""
 
 
@@ -83,18 +83,15 @@ def generate_batch(
     each layer's own attention, `PREFILL_TOKENS` at a time; `on_prefill` gets the number of tokens that a pass has read.
     New tokens attend as `decode` says. Sequence i draws with seed + i: what it says depends on the others by rounding
     only, and is the same again on the same device. Raises ValueError for an empty prompt, values out of range, or an
-    attention kind that cannot generate.
+    attention kind that cannot decode so.
     """
     check_decode(decode)
     sampling.check()
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {index}: no tokens given, at least one needed")
-    kinds = model.attention_kinds()
-    problems = {kind.generation_problem() for kind in kinds}
-    if decode == "own":
-        problems |= {kind.own_decode_problem() for kind in kinds}
-    if problems := problems - {""}:
+    problems = {kind.facts.own_decode_problem for kind in model.attention_kinds()} - {""}
+    if decode == "own" and problems:
         raise ValueError("; ".join(sorted(problems)))
     if max_new_tokens < 1:
         return
@@ -123,7 +120,7 @@ def _read(
     """Logits [V] behind the prompt of one sequence."""
     tokens_T = torch.tensor(prompt, device=plan.device)
     positions_T = torch.arange(len(prompt), device=plan.device)
-    unit = math.lcm(*(kind.prefill_unit for kind in model.attention_kinds()))
+    unit = math.lcm(*(kind.facts.prefill_unit for kind in model.attention_kinds()))
     part = max(unit, PREFILL_TOKENS // unit * unit)
     for part_T, positions_t in zip(tokens_T.split(part), positions_T.split(part), strict=True):
         plan.read(index, part_T.numel())

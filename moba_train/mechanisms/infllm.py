@@ -25,13 +25,20 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import block_edges, query_blocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
-from moba_train.attention.kernels.common.selection import Choice, choose_blocks, key_share, routing_statistics
-from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
+from moba_train.attention.kernels.common.selection import (
+    SELECTION,
+    Choice,
+    choose_blocks,
+    key_share,
+    routing_statistics,
+)
+from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.layout import Layout, joined_ranges
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.moba_kind import attended_pairs
-from moba_train.attention.protocol import Layout, joined_ranges
-from moba_train.attention.shard import Shard
-from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics, joined
+from moba_train.attention.observer import StatisticsObserver, statistics_observer
+from moba_train.attention.shard import attends_to_all, own_rows, padded
+from moba_train.attention.statistics import SOFTMAX, Statistics, joined
 from moba_train.attention.window import WindowAttention
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
@@ -209,22 +216,23 @@ class InfLLMKind(AttentionKind):
                 "attention kind 'infllm' has no gradient: it is for evaluation and generation; leave out evaluations "
                 "that differentiate (gradient_reach), or choose another kind"
             )
-        shard = layer.shard
+        shard = layer.engine.shard(layer.layout)
         layout = shard.layout
-        q_nHd = shard.own(layer.q_THd)
-        near_q_nHd = shard.own(layer.rotate(layer.q_THd))
-        unrotated_k_TKd = shard.gather("keys", shard.own(layer.k_TKd))
-        v_TKd = shard.gather("values", shard.own(layer.v_TKd))
+        q_nHd = own_rows(layer.q_THd, shard)
+        near_q_nHd = own_rows(layer.rotate(layer.q_THd), shard)
+        unrotated_k_TKd = shard.gather("keys", own_rows(layer.k_TKd, shard))
+        v_TKd = shard.gather("values", own_rows(layer.v_TKd, shard))
         kv_heads = v_TKd.shape[1]
         queries_TKd = shard.gather("queries", near_q_nHd.unflatten(1, (kv_heads, -1)).sum(2))
         k_TKd = layer.rotate_at(unrotated_k_TKd, layout.positions(layout.k_tokens, layout.k_documents))
-        if shard.attends_to_all:
+        if attends_to_all(shard):
             out_nHd, _ = shard.attend(near_q_nHd, k_TKd, v_TKd, self.full)
         else:
             far_k_TKd = layer.rotate_at(unrotated_k_TKd, torch.zeros_like(layout.k_tokens))
             far_q_nHd = layer.rotate_at(q_nHd, torch.full_like(layout.q_tokens, self.sizes.window - 1))
-            out_nHd = self._attend(near_q_nHd, far_q_nHd, k_TKd, far_k_TKd, v_TKd, queries_TKd, shard)
-        return shard.padded(out_nHd), None
+            observer = statistics_observer(layer.engine)
+            out_nHd = self._attend(near_q_nHd, far_q_nHd, k_TKd, far_k_TKd, v_TKd, queries_TKd, layout, observer)
+        return padded(out_nHd, len(layer.x_TD)), None
 
     @torch.compiler.disable
     def _attend(
@@ -235,27 +243,25 @@ class InfLLMKind(AttentionKind):
         far_k_TKd: Tensor,
         v_TKd: Tensor,
         queries_TKd: Tensor,
-        shard: Shard,
+        layout: Layout,
+        observer: StatisticsObserver | None,
     ) -> Tensor:
         """One softmax over the window and the memory. The `far` tensors are rotated as beyond the window."""
-        layout = shard.layout
         with torch.autocast(q_nHd.device.type, enabled=False):
             out_nHd, lse_Hn = self.window.attend(q_nHd, k_TKd, v_TKd, layout, ())
             rows_m, readers_layout = readers(layout, self.sizes.window)
             if not len(rows_m):
-                if shard.observer and len(out_nHd):
+                if observer and len(out_nHd):
                     largest = Statistics({"max_lse": lse_Hn.max().item()})
-                    shard.observer.report(joined([largest, key_share(None, layout)]))
+                    observer.report(joined([largest, key_share(None, layout)]))
                 return out_nHd
             representatives = representative_keys(queries_TKd, k_TKd, far_k_TKd, readers_layout, self.sizes)
             memory_mHd, memory_lse_Hm = attend_to_memory(
                 far_q_nHd[rows_m], far_k_TKd, v_TKd, representatives, readers_layout, self.blocks, self.sizes
             )
-            if shard.observer:
+            if observer:
                 selected_mC = select_blocks(far_q_nHd[rows_m], representatives, readers_layout, self.sizes)[0]
-                shard.observer.report(
-                    self._statistics(lse_Hn, memory_lse_Hm, selected_mC, rows_m, readers_layout, layout)
-                )
+                observer.report(self._statistics(lse_Hn, memory_lse_Hm, selected_mC, rows_m, readers_layout, layout))
             parts = rows_m.split(_ROWS_MERGED), memory_mHd.split(_ROWS_MERGED), memory_lse_Hm.split(_ROWS_MERGED, 1)
             for rows_r, *memory in zip(*parts, strict=True):
                 out_nHd[rows_r], _ = merge(out_nHd[rows_r], lse_Hn[:, rows_r], *memory)
@@ -284,10 +290,20 @@ class InfLLMKind(AttentionKind):
         parts = [Statistics(extremes), Statistics({"memory_mass": mass}, len(rows_m)), key_share(float(keys), layout)]
         return joined([*parts, routing_statistics([selected_mC], readers_layout, choice)])
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
+    def costs(self, model: ModelConfig) -> "InfLLMCosts":
+        """Costs of window and memory."""
+        return InfLLMCosts(self, model)
+
+
+class InfLLMCosts(KindCosts):
+    """Costs of a layer with InfLLM's memory; they count the forward pass, as there is no other."""
+
+    kind: InfLLMKind
+
+    def pairs(self, lengths: Sequence[int]) -> float:
         """The window, a query's own key counting half; before it the block that the window is leaving, the first blocks
         and topk more."""
-        window, block_size, _, first, topk = self.sizes
+        window, block_size, _, first, topk = self.kind.sizes
         pairs = 0.0
         for length in lengths:
             read = max(length - window, 0)
@@ -295,11 +311,15 @@ class InfLLMKind(AttentionKind):
             pairs += attended_pairs(read, block_size, first + topk + 1) + read / 2
         return pairs
 
-    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
-        """Attention and the scores of blocks, forward only: a third of what training would take."""
-        window, block_size, *_ = self.sizes
+    def flops(self, lengths: Sequence[int]) -> float:
+        """Attention and the scores of blocks: a third of what training would take."""
+        window, block_size, *_ = self.kind.sizes
         scores = sum(max(length - window, 0) ** 2 / 2 / block_size for length in lengths)
-        return super().flops(model, lengths) / 3 + 2 * model.kv_heads * model.head_width * scores
+        return super().flops(lengths) / 3 + 2 * self.model.kv_heads * self.model.head_width * scores
+
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Nothing: it is not trained."""
+        return TokenBytes(gathered=0)
 
 
 def _too_many_representatives(options: InfLLMOptions) -> str:

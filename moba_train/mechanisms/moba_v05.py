@@ -1,8 +1,4 @@
-"""The parameters of the second sublayer: a norm, and projections around cross attention.
-
-Shape suffixes: T tokens, D hidden size, H query heads, K key/value heads, d head width.
-
-The kind `moba_v05`: what a recipe, a plan and an export need to know about it.
+"""The kind `moba_v05`: self attention inside segments, and a second sublayer that attends to earlier ones.
 
 Shape suffixes: T tokens, D hidden size, H query heads, K key/value heads, d head width.
 """
@@ -10,15 +6,26 @@ Shape suffixes: T tokens, D hidden size, H query heads, K key/value heads, d hea
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.kind import AttentionKind, LayerInput, StageContext, SublayerInput
+from moba_train.attention.kernels.common.selection import SELECTION
+from moba_train.attention.kind import (
+    KindCosts,
+    LayerInput,
+    MicroBatch,
+    StageContext,
+    SublayerInput,
+    TokenBytes,
+    TwoSublayers,
+)
+from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_kind import attended_pairs, gate_flops
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import Layout, Selection
-from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
+from moba_train.attention.protocol import Selection
+from moba_train.attention.statistics import SOFTMAX, Statistics
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.moba_v1 import SummedMoba
@@ -55,16 +62,18 @@ class CrossAttention(nn.Module):
 
 
 class OwnSegment(MobaAttention):
-    """Causal attention inside the query's own segment, for new tokens, too."""
+    """Causal attention inside the query's own segment, also for new tokens."""
 
-    decodes_full = False
+    def __init__(self, options: Section, head_dim: int, *, section: str) -> None:
+        super().__init__(options, head_dim, section=section)
+        self.facts = self.facts._replace(decodes_full=False)
 
     def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
         """Nothing: the description of the earlier segments counts the own ones."""
         return Statistics()
 
 
-class MobaV05Kind(AttentionKind):
+class MobaV05Kind(TwoSublayers):
     """Self attention inside a token's own segment, and a second sublayer that attends to earlier segments.
 
     Attention, second sublayer and feed-forward follow each other in a block, each behind a norm of its own and added to
@@ -89,6 +98,11 @@ class MobaV05Kind(AttentionKind):
             description="composed: varlen flash attention over gathered queries; reference: plain PyTorch, any device; "
             "auto: the fastest kernels that can run",
         )
+
+        @property
+        def history_segments(self) -> int:
+            """Segments before its own that a query selects, at most."""
+            return self.topk - 1
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
@@ -117,9 +131,9 @@ class MobaV05Kind(AttentionKind):
         return CrossAttention(model)
 
     @classmethod
-    def initial_std(cls, parameter: str, std: float) -> float:
-        """Zero for the output projection: a sublayer that is inserted into a trained model adds nothing at first."""
-        return 0.0 if parameter == "o_proj.weight" else std
+    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
+        """Zeros for the output projection: a sublayer that is inserted into a trained model adds nothing at first."""
+        return torch.zeros(shape, device=generator.device) if parameter == "o_proj.weight" else None
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """Self attention inside the own segment."""
@@ -138,23 +152,33 @@ class MobaV05Kind(AttentionKind):
         update: Tensor = parameters(layer.x_TD, attend)
         return update
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
+    def costs(self, model: ModelConfig) -> "MobaV05Costs":
+        """Costs of both sublayers' attention, and of the second one."""
+        return MobaV05Costs(self, model)
+
+
+class MobaV05Costs(KindCosts):
+    """Costs of a layer with the second sublayer."""
+
+    def pairs(self, lengths: Sequence[int]) -> float:
         """The own segment up to the query, and at most topk - 1 complete segments before: as many as MoBA's."""
         return sum(attended_pairs(length, self._options.block_size, self._options.topk) for length in lengths)
 
-    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+    def flops(self, lengths: Sequence[int]) -> float:
         """Attention of both sublayers, the second one's projections, and its gate."""
-        return super().flops(model, lengths) + gate_flops(model, lengths, self._options.block_size)
+        return super().flops(lengths) + gate_flops(self.model, lengths, self._options.block_size)
 
-    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """What the second sublayer keeps without activation checkpointing: in 16 bits its input, queries, keys, values
-        and output; in 32 its LSE, the selected segments and their lists."""
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Saved is what the second sublayer keeps without activation checkpointing: in 16 bits its input, queries,
+        keys, values and output; in 32 its LSE, the selected segments and their lists."""
+        model = self.model
         queries = model.heads * model.head_width
         keys = model.kv_heads * model.head_width
         rows = model.hidden_size + 2 * queries + 2 * keys
-        return 2 * rows + 4 * model.heads + 2 * 4 * model.heads * (self._options.topk - 1)
+        saved = 2 * rows + 4 * model.heads + 2 * 4 * model.heads * self._options.history_segments
+        return super().token_bytes(batch)._replace(saved=saved)
 
     @property
-    def _options(self) -> "MobaV05Kind.Options":
-        assert isinstance(self.options, MobaV05Kind.Options)
-        return self.options
+    def _options(self) -> MobaV05Kind.Options:
+        assert isinstance(self.kind.options, MobaV05Kind.Options)
+        return self.kind.options

@@ -1,16 +1,10 @@
-"""Attention to selected blocks with a softmax for each block, whose results are added up.
+"""The kind `moba_v1`: the blocks that MoBA's gate selects have a softmax each, and their results are added up.
 
 Nothing joins by (out, lse) here: the sum over blocks is not a softmax over their keys, so all keys of a block must be
-given at once (`LocalAttention.merges`).
-
-Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width, C selected blocks of a query.
-
-Attention to the blocks that MoBA's gate selects, a softmax for each, as a LocalAttention.
+given at once (`AttentionFacts.merges`).
 
 Shape suffixes: T queries, t a chunk of them, S keys, N blocks, H query heads, K key/value heads, D head width,
 C selected blocks of a query.
-
-The kind `moba_v1`: what a recipe, a plan and an export need to know about it.
 """
 
 import warnings
@@ -24,8 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moba_train.attention.decoding import CachedKeys
+from moba_train.attention.facets.decodes import decode_as_trained
 from moba_train.attention.kernels import composed
-from moba_train.attention.kernels.by_unit import BlocksByUnit
 from moba_train.attention.kernels.common.reference import (
     Mask,
     accumulation_dtype,
@@ -35,13 +29,17 @@ from moba_train.attention.kernels.common.reference import (
     selected_mask,
 )
 from moba_train.attention.kernels.composed import WeightedSum
-from moba_train.attention.kind import StageContext
+from moba_train.attention.kind import MicroBatch, StageContext, TokenBytes
+from moba_train.attention.layout import Layout
 from moba_train.attention.merge import nothing_seen
-from moba_train.attention.moba.moba_kind import MobaKind
+from moba_train.attention.moba.gate import gate_scores
+from moba_train.attention.moba.moba_kind import MobaCosts, MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit
+from moba_train.mechanisms.dispatch.by_unit import OffersUnits
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ class SummedByUnit(BlocksByUnit):
         return torch.zeros_like(state.q), torch.zeros_like(state.k, dtype=wide), torch.zeros_like(state.v, dtype=wide)
 
 
-class SummedMoba(MobaAttention):
+class SummedMoba(MobaAttention, OffersUnits):
     """MoBA's gate, with the results of the own block and of the selected ones added up.
 
     With `gated`, the selected blocks' results are weighted by the softmax of their gates, in the units of attention's
@@ -201,39 +199,37 @@ class SummedMoba(MobaAttention):
     carry no gradient. Without `own`, queries do not attend to their own block.
     """
 
-    merges = False
-    decodes_full = False
-
     def __init__(self, options: Section, head_dim: int, *, section: str, gated: bool = False, own: bool = True) -> None:
         """Raises ValueError for a backend that has no kernels for sums. `section`: YAML path of the options."""
         super().__init__(options, head_dim, section=section)
         if self.options.backend == "triton":
             raise ValueError(f"{section}.backend: 'triton' given, {NO_TRITON_SUMS}")
         self.sums = SummedBlocks(
-            self.alignment, self.scale, self.options.backend, f"{section}.backend", weighted=gated, own=own
+            self.block_size, self.scale, self.options.backend, f"{section}.backend", weighted=gated, own=own
         )
+        self.facts = self.facts._replace(merges=False, decodes_full=False)
 
     @property
     def by_unit(self) -> SummedByUnit:
         """This attention, one block at a time."""
-        return SummedByUnit(self, self.options.topk - 1)
+        return SummedByUnit(self, self.options.history_blocks)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
         """The selected history blocks, their weights if the gates weigh them, and what the backend makes of them."""
         assert summaries is not None
         selected_HTC = self.select_blocks(q_THD, summaries, layout)
-        assert selected_HTC is not None
         weights_HTC = self.weights(selected_HTC, q_THD, summaries) if self.sums.weighted else None
         return self.sums.selection(selected_HTC, weights_HTC, q_THD, layout, kv_heads=summaries.shape[1])
 
     def weights(self, selected_HTC: Tensor, q_THD: Tensor, summaries: Tensor) -> Tensor:
         """The softmax of the selected blocks' gates, [H, T, C]; 0 for slots without a block."""
-        heads, queries, count = selected_HTC.shape
-        weights_HTC = q_THD.new_zeros((heads, queries, count), dtype=accumulation_dtype(q_THD.dtype))
-        if not count:
+        heads, queries, listed = selected_HTC.shape
+        weights_HTC = q_THD.new_zeros(selected_HTC.shape, dtype=accumulation_dtype(q_THD.dtype))
+        if not listed:
             return weights_HTC
         for rows in query_chunks(queries, heads * summaries.shape[0], q_THD.device):
-            gates_htN = self.block_scores(q_THD[rows], summaries)  # [K, t, N] where a group selects together
+            # [K, t, N] if a group selects together
+            gates_htN = gate_scores(q_THD[rows], summaries, self.options.select) * self.scale
             selected_HtC = selected_HTC[:, rows].long()
             gates_HtN = gates_htN.repeat_interleave(heads // gates_htN.shape[0], dim=0)
             found_HtC = gates_HtN.gather(2, selected_HtC.clamp(min=0)).masked_fill_(selected_HtC < 0, -torch.inf)
@@ -251,7 +247,7 @@ class SummedMoba(MobaAttention):
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
-        return self.sums.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
+        return self.sums.empty_selection(self._listed(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
@@ -265,9 +261,9 @@ class SummedMoba(MobaAttention):
 
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence, as training attends."""
-        return LocalAttention.decode(self, q_BHD, cached)
+        return decode_as_trained(self, q_BHD, cached)
 
-    def is_dense(self, layout: Layout) -> bool:
+    def is_full(self, layout: Layout) -> bool:
         """Never: a sum of softmaxes is not full attention, however many blocks are selected."""
         return False
 
@@ -295,20 +291,27 @@ class MobaV1Kind(MobaKind):
             options = options.model_copy(update={"backend": "auto"})
         yield from super().problems(options, context)
 
-    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """The selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
-        if self._merge != "softmax":
-            seq_len = max(seq_len, self._topk * self._block_size + 1)  # short sequences select, too
-        weights = 4 * model.heads * (self._topk - 1) if self._merge == "gate" else 0
-        return super().saved_bytes(model, seq_len) + weights
-
-    def _attention(self) -> MobaAttention:
-        if self._merge == "softmax":
-            return super()._attention()
+    def _attention(self, options: MobaAttention.Options) -> MobaAttention:
+        assert isinstance(options, MobaV1Kind.Options)
+        if options.merge == "softmax":
+            return super()._attention(options)
         section = f"attention.{self.name}"
-        return SummedMoba(self.options, self.head_dim, section=section, gated=self._merge == "gate")
+        return SummedMoba(options, self.head_dim, section=section, gated=options.merge == "gate")
 
-    @property
-    def _merge(self) -> str:
-        assert isinstance(self.options, MobaV1Kind.Options)
-        return self.options.merge
+    def costs(self, model: ModelConfig) -> "MobaV1Costs":
+        """Those of MoBA, with the weights of blocks."""
+        return MobaV1Costs(self, model)
+
+
+class MobaV1Costs(MobaCosts):
+    """Costs of a layer whose blocks have a softmax each."""
+
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Saved are the selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
+        options = self.kind.options
+        assert isinstance(options, MobaV1Kind.Options)
+        if options.merge != "softmax":  # short sequences select, too
+            batch = batch._replace(seq_len=max(batch.seq_len, options.topk * options.block_size + 1))
+        found = super().token_bytes(batch)
+        weights = 4 * self.model.heads * options.history_blocks if options.merge == "gate" else 0
+        return found._replace(saved=found.saved + weights)

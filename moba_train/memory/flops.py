@@ -202,4 +202,4 @@ def real_flops(model: ModelConfig, layers: Sequence[LayerAttention], lengths: Se
 def layer_flops(model: ModelConfig, layer: LayerAttention, lengths: Sequence[int]) -> float:
     """FLOPs of one layer's attention in documents of these lengths, without its four projections."""
     (kind,) = build_attention([layer], model.head_width)
-    return kind.flops(model, lengths)
+    return kind.costs(model).flops(lengths)

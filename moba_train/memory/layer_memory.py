@@ -6,6 +6,7 @@ Bytes of a rank's layers for one micro-batch: what stays while other blocks work
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moba_train.attention.kind import MicroBatch
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
@@ -93,15 +94,13 @@ class LayerMemory:
         """Bytes of the residual stream of one micro-batch on the rank."""
         self._block = block_bytes(config.model, width, sizes.tp, config.compile, input_bytes(config, width))
         kinds = build_attention(stage.attention, config.model.head_width)
-        self._saved = [kind.saved_bytes(config.model, stage.seq_len) for kind in kinds]
-        self._workspace = [kind.workspace_bytes(config.model, width) for kind in kinds]
+        batch = MicroBatch(width, stage.seq_len, self.tokens, sizes.cp)
+        costs = [kind.costs(config.model).token_bytes(batch) for kind in kinds]
+        self._saved = [cost.saved for cost in costs]
+        self._workspace = [cost.workspace for cost in costs]
         # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
         others = sizes.cp - 1
-        self._own = [
-            kind.activation_bytes(config.model, width, self.tokens, sizes.cp)
-            + others * (kind.gathered_bytes(config.model, width) or 0)
-            for kind in kinds
-        ]
+        self._own = [cost.activations + others * (cost.gathered or 0) for cost in costs]
 
     def kept(self, layer: int, kept: Kept) -> int:
         """What a layer keeps from its forward pass to its backward pass, wherever that is."""

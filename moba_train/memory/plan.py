@@ -23,7 +23,8 @@ from moba_train.memory.memory import NO_TRANSPORT, element_bytes, memory_for_buf
 from moba_train.memory.moments import Memory
 from moba_train.memory.pipeline import PipelinePlan, plan_pipeline
 from moba_train.parallel.activations import Kept
-from moba_train.parallel.context.costs import TransportCost, TransportMemory, most_memory, predict_cost
+from moba_train.parallel.context.costs import TransportCost, TransportMemory, most_memory
+from moba_train.parallel.context.policy import predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.links import LINKS, Links
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy

@@ -3,22 +3,22 @@
 Watching the attention of a model's layers.
 """
 
+import copy
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.kind import AttentionKind
-from moba_train.attention.operators import OperatorEngine
+from moba_train.attention.observer import Observer
 from moba_train.attention.registry import KINDS
-from moba_train.attention.watched import WatchedEngine
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.schema import RunConfig
@@ -134,9 +134,7 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
 
 def _initial_std(model: Transformer, name: str) -> float:
     std = model.config.init_std
-    if kind := kind_of_parameter(name):
-        return KINDS[kind].initial_std(name.partition(f".{kind}.")[2], std)
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if not kind_of_parameter(name) and name.endswith(("o_proj.weight", "down_proj.weight")):
         return std / math.sqrt(2 * model.config.layers)
     return std
 
@@ -176,21 +174,20 @@ def _copy_full(parameter: Tensor, full: Tensor) -> None:
     parameter.copy_(full)
 
 
-Watched = TypeVar("Watched", bound=WatchedEngine)
-
-
 @contextmanager
-def watched_layers(
-    model: Transformer, engine: OperatorEngine, watch: Callable[[int], Watched]
-) -> Iterator[list[Watched]]:
-    """Inside, `watch(layer)` runs the attention of each layer of the whole model, first to last, in place of `engine`.
+def observed_layers(model: Transformer, engine: OperatorEngine, observers: Sequence[Observer]) -> Iterator[None]:
+    """Inside, each observer sees the attention of one layer of the whole model, first to last, which `engine` runs.
 
-    Compiled blocks run uncompiled there: they would be compiled anew for other engines.
+    Compiled blocks run uncompiled there: they would be compiled again for other engines.
     """
-    engines = [watch(layer) for layer in range(model.config.layers)]
+    engines = []
+    for observer in observers:
+        own = copy.copy(engine)
+        own.observers = (*engine.observers, observer)
+        engines.append(own)
     model.set_engines(engines)
     try:
         with torch.compiler.set_stance("force_eager"):
-            yield engines
+            yield
     finally:
         model.set_engines([engine] * len(engines))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from moba_train.attention.layout import Layout
 from moba_train.attention.operators import SAVED_OPERATORS
-from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig
 from moba_train.model.transformer import Block, Transformer
 from moba_train.parallel.offload import HostMemory

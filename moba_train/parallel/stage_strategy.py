@@ -2,13 +2,14 @@
 
 import math
 
-from moba_train.attention.protocol import LocalAttention
+from moba_train.attention.kind import MicroBatch
+from moba_train.attention.protocol import AttentionFacts, LocalAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
-from moba_train.parallel.context.costs import TransportCost, gather_cost, predict_cost
-from moba_train.parallel.context.policy import choose_strategy
+from moba_train.parallel.context.costs import TransportCost, gather_cost
+from moba_train.parallel.context.policy import choose_strategy, predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 
 
@@ -16,17 +17,19 @@ def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 
     """The shape of one layer's attention to one micro-batch, on one rank of a tensor-parallel group."""
     model = config.model
     attentions = _attentions(config, stage)
-    by_unit = [attention.by_unit for attention in attentions]
-    selected = [one.selected for one in by_unit if one is not None]
+    facts = AttentionFacts(
+        couples_heads=any(attention.facts.couples_heads for attention in attentions),
+        work_grows=any(attention.facts.work_grows for attention in attentions),
+        merges=all(attention.facts.merges for attention in attentions),
+    )
     return AttentionShape(
         tokens=stage.micro_batch_size * stage.seq_len,
         heads=model.heads // stage.parallel.tp,
         kv_heads=model.kv_heads // stage.parallel.tp,
         head_dim=model.head_width,
         element_bytes=element_bytes,
-        couples_heads=any(attention.couples_heads for attention in attentions),
-        selected_units=max(selected, default=0) if len(selected) == len(by_unit) else None,
-        merges=all(attention.merges for attention in attentions),
+        facts=facts,
+        attentions=attentions,
     )
 
 
@@ -37,7 +40,8 @@ def stage_costs(
     shape = stage_attention_shape(config, stage, element_bytes)
     costs = {}
     for layer, kind in zip(stage.attention, build_attention(stage.attention, config.model.head_width), strict=True):
-        gathered = kind.gathered_bytes(config.model, element_bytes)
+        batch = MicroBatch(element_bytes, stage.seq_len, shape.tokens // strategy.ranks, strategy.ranks)
+        gathered = kind.costs(config.model).token_bytes(batch).gathered
         costs[layer] = (
             predict_cost(strategy, shape)
             if gathered is None
@@ -64,14 +68,13 @@ def stage_strategy(
         ranks=parallel.cp,
         # The longest runs of consecutive ranks that stay in a node.
         node_size=math.gcd(parallel.cp, same_heads_per_node),
-        work_grows=any(attention.work_grows for attention in _attentions(config, stage)),
         memory_bytes=memory_bytes,
         ring_depth=parallel.cp_ring_depth,
         slices=parallel.cp_slices,
     )
 
 
-def _attentions(config: RunConfig, stage: Stage) -> set[LocalAttention]:
-    """The local attentions of all layers."""
+def _attentions(config: RunConfig, stage: Stage) -> tuple[LocalAttention, ...]:
+    """The local attentions of all layers, those that layers share once."""
     kinds = build_attention(stage.attention, config.model.head_width)
-    return {attention for kind in kinds for attention in kind.attentions}
+    return tuple(dict.fromkeys(attention for kind in kinds for attention in kind.attentions))

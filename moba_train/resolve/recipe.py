@@ -17,13 +17,13 @@ from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import Stage, merge_parallel, merge_rope, resolve_stages
-from moba_train.errors import ConfigError, number_ranges
+from moba_train.errors import ConfigError
 from moba_train.hf.initial_weights import initial_problems
 from moba_train.memory.devices import Gpu
 from moba_train.model.build import build_attention, build_model, kind_of_parameter
 from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.spec import is_trainable
-from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS
+from moba_train.parallel.context.policy import transport_spec
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.fsdp import norm_problem
 from moba_train.parallel.links import linked_group
@@ -72,7 +72,7 @@ def _learns(name: str, stage: Stage, config: RunConfig) -> bool:
     if not (kind := kind_of_parameter(name)):
         return True
     layer = stage.attention[int(name.split(".")[1])]
-    return layer.kind == kind and build_attention([layer], config.model.head_width)[0].learns
+    return layer.kind == kind and build_attention([layer], config.model.head_width)[0].facts.learns
 
 
 def _parameter_names(config: RunConfig) -> list[str]:
@@ -288,21 +288,25 @@ def _context_problems(config: RunConfig, ranks_per_node: int | None, device: str
                 f"{_cp_key(config, index)}: given {parallel.cp} {where}, whose micro-batches have {tokens} tokens; "
                 f"allowed: at most seq_len x micro_batch_size"
             )
-        if parallel.cp_ring_depth is not None and parallel.cp_transport not in ("auto", "ring"):
+        spec = None if parallel.cp_transport == "auto" else transport_spec(parallel.cp_transport)
+        if parallel.cp_ring_depth is not None and spec and not spec.uses_ring_depth:
             yield (
                 f"{_cp_key(config, index, 'cp_ring_depth')}: given {parallel.cp_ring_depth} {where}, which "
                 f"cp_transport {parallel.cp_transport!r} does not use; remove it or set cp_transport: ring"
             )
-        if parallel.cp_slices is not None and parallel.cp_transport not in ("auto", *GATHERING_TRANSPORTS):
+        if parallel.cp_slices is not None and spec and not spec.uses_slices:
             yield (
                 f"{_cp_key(config, index, 'cp_slices')}: given {parallel.cp_slices} {where}, which cp_transport "
                 f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: allgather"
             )
-        if parallel.cp_transport == "dispatch" and (found := [*_dispatch_problems(config, stage, device)]):
-            yield from (f"{_cp_key(config, index, 'cp_transport')}: given 'dispatch' {where}, {text}" for text in found)
-            continue
-        if parallel.cp_transport == "hierarchical" and ranks_per_node is None:
-            continue
+        if spec:
+            kinds = build_attention(stage.attention, config.model.head_width)
+            if found := [*spec.problems(kinds, config.model, device, config.precision.compute)]:
+                key = _cp_key(config, index, "cp_transport")
+                yield from (f"{key}: given {spec.name!r} {where}, {text}" for text in found)
+                continue
+            if spec.needs_nodes and ranks_per_node is None:
+                continue
         try:
             stage_strategy(config, stage, ranks_per_node or parallel.cp * parallel.tp)
         except ValueError as error:
@@ -340,23 +344,6 @@ def _uneven_rows(model: ModelConfig, mesh: MeshSizes) -> list[str]:
     }
     rows = {name: size // mesh.tp for name, size in shared.items()} | {"model.hidden_size": model.hidden_size}
     return [f"{name} {size}" for name, size in rows.items() if size % mesh.shards]
-
-
-def _dispatch_problems(config: RunConfig, stage: Stage, device: str | None) -> Iterator[str]:
-    """Layers that cannot be dispatched, and what the varlen kernels that attend to them cannot do on CUDA."""
-    width = config.model.head_width
-    layers = enumerate(build_attention(stage.attention, width))
-    others = [layer for layer, kind in layers if any(attention.by_unit is None for attention in kind.attentions)]
-    if others:
-        kinds = sorted({stage.attention[layer].kind for layer in others})
-        yield (
-            f"which sends queries to the owners of the blocks that they select; kind {' or '.join(map(repr, kinds))} "
-            f"(layers {number_ranges(others)}) cannot be divided so; use another transport"
-        )
-    if device == "cuda" and config.precision.compute == "fp32":
-        yield "which computes in 16 bits on CUDA; set precision.compute: bf16, or use another transport"
-    if device == "cuda" and (width % 8 or width > 256):
-        yield f"which needs heads of a width of 8, 16, ... or 256 on CUDA; the model's have {width}"
 
 
 def _batch_problems(config: RunConfig, index: int, mesh: MeshSizes | None) -> Iterator[str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moba_train.attention.statistics import Statistics
+from moba_train.attention.statistics import Statistics, joined
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.stream import DocumentPart
@@ -112,14 +112,14 @@ def _attention(dump: dict[str, Any]) -> list[dict[str, float]]:
     """By layer, the statistics of all ranks. Dumps from before 2026-11-23 have `max_lse` and `gate` of each rank."""
     if "attention" in dump:
         return cast(list[dict[str, float]], dump["attention"])
-    layers = [Statistics() for _ in dump["gradient_norms"]["layers"]]
+    layers: list[list[Statistics]] = [[] for _ in dump["gradient_norms"]["layers"]]
     for rank in dump["ranks"]:
         for layer, largest, gate in zip(layers, rank["max_lse"], rank["gate"], strict=True):
             numbers = dict(gate or {})
             weight = numbers.pop("selected", numbers.pop("choices", 1))
-            layer.add(Statistics({} if largest is None else {"max_lse": largest}))
-            layer.add(Statistics(numbers, weight))
-    return [layer.values() for layer in layers]
+            layer.append(Statistics({} if largest is None else {"max_lse": largest}))
+            layer.append(Statistics(numbers, weight))
+    return [joined(layer).values for layer in layers]
 
 
 def _part_losses(dump: dict[str, Any]) -> list[PartLoss]:

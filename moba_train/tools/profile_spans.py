@@ -30,9 +30,8 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
-from moba_train.attention.kind import WrappedEngine
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import format_count
@@ -40,7 +39,7 @@ from moba_train.data.batch import collate
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError, UserError
 from moba_train.mechanisms.moa.spans import SpanRule, Spans
-from moba_train.model.build import build_attention
+from moba_train.model.build import build_attention, observed_layers
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import training_loss
 from moba_train.telemetry.jsonl import write_atomically
@@ -309,27 +308,27 @@ def measure(
 def _influences(model: Transformer, see: Callable[[int, Tensor], None], block_size: int) -> Iterator[None]:
     """Inside, the backward pass calls `see` with each layer and the influences of its attention."""
 
-    def engine(layer: int) -> WrappedEngine:
-        def run(
-            q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout
-        ) -> tuple[Tensor, Tensor]:
-            def look(dout_THD: Tensor) -> None:
-                see(
-                    layer,
-                    block_influence(q_THD, k_TKD, v_TKD, dout_THD, scale=attention.scale, block_size=block_size),
-                )
-
-            out_THD, lse_HT = LOCAL_ENGINE(q_THD, k_TKD, v_TKD, attention, layout)
-            out_THD.register_hook(look)
-            return out_THD, lse_HT
-
-        return WrappedEngine(LOCAL_ENGINE, run)
-
-    model.set_engines([engine(layer) for layer in range(model.config.layers)])
-    try:
+    observers = [_Influence(partial(see, layer), block_size) for layer in range(model.config.layers)]
+    with observed_layers(model, LOCAL_ENGINE, observers):
         yield
-    finally:
-        model.set_engines([LOCAL_ENGINE] * model.config.layers)
+
+
+class _Influence(Observer):
+    """Calls `see` with the influences of a layer's attention when its backward pass begins."""
+
+    def __init__(self, see: Callable[[Tensor], None], block_size: int) -> None:
+        self._see = see
+        self._block_size = block_size
+
+    def attended(self, call: AttentionCall, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """Waits for the gradient of the output."""
+        scale = call.q_THD.shape[-1] ** -0.5
+
+        def look(dout_THD: Tensor) -> None:
+            tensors = call.q_THD, call.k_SKD, call.v_SKD, dout_THD
+            self._see(block_influence(*tensors, scale=scale, block_size=self._block_size))
+
+        out_THD.register_hook(look)
 
 
 def table(

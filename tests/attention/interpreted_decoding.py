@@ -7,7 +7,7 @@ import torch
 
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.kernels.triton import decode
-from moba_train.attention.protocol import TokenRange, packed_layout
+from moba_train.attention.layout import TokenRange, packed_layout
 from tests.attention.kernel_checks import build, error
 from tests.attention.quick_interpreter import quicken
 
@@ -38,7 +38,7 @@ def test_decoding_equals_the_reference(select, block_size, monkeypatch):
             decode.decode(q, cached, scale=moba.scale, block_size=block_size, selected_HBC=relative),
             moba.decode(q, cached),
         ),
-        ("all", decode.decode(q, cached, scale=moba.scale), moba.dense.decode(q, cached)),
+        ("all", decode.decode(q, cached, scale=moba.scale), moba.full.decode(q, cached)),
     ):
         for a, b in zip(got, want, strict=True):
             assert error(a, b) < 2e-6, name

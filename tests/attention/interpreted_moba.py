@@ -9,9 +9,10 @@ from moba_train.attention.kernels.common import call, reference
 from moba_train.attention.kernels.common.geometry import block_bound
 from moba_train.attention.kernels.common.tiles import tile_shapes, work_ranges
 from moba_train.attention.kernels.triton import backend, blocks_from_144_dkdv, blocks_from_144_forward, blocks_to_128
+from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.moba import gate_kernels
 from moba_train.attention.moba.gate import pool_keys
-from moba_train.attention.protocol import BackwardState, Layout, TokenRange
+from moba_train.attention.protocol import BackwardState
 from tests.attention.kernel_checks import (
     PACKED,
     assert_results,

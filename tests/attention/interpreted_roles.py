@@ -5,7 +5,7 @@ import torch
 
 from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.hopper import blocks_from_512_forward
-from moba_train.attention.protocol import TokenRange
+from moba_train.attention.layout import TokenRange
 from tests.attention.gluon_interpreter import Interpreter
 from tests.attention.kernel_checks import build, error, exact, inputs, layout_of
 from tests.attention.quick_interpreter import quicken

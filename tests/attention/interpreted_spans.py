@@ -32,7 +32,7 @@ def infllm_v2(lengths, heads, **options):
 
 def assert_selected_and_local(attention, tensors, layout, found, selection):
     """The results are those of one mask over all blocks, of which more than the selected ones are local."""
-    selected = attention.selected_blocks(selection)
+    selected = attention.blocks.selected_blocks(selection)
     assert (selected >= 0).sum() > len(selected) * (selection[0] >= 0).sum() > 0
     want = exact(tensors, layout, selected, attention.block_size, attention.scale)
     assert_results(found, want)

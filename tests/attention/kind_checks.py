@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moba_train.attention.kind import AttentionKind, Engine, LayerInput, SublayerInput
+from moba_train.attention.engine import Engine
+from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, SublayerInput, TokenBytes, TwoSublayers
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import Layout, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.inference.cache import CachedAttention, CachePlan, Decode
@@ -105,7 +106,10 @@ def run_layer(layer: Layer, engine: Engine = LOCAL_ENGINE, positions: Tensor | N
         lambda x, at: apply_rope(x, *rope(at, head_dim=x.shape[-1])),
     )
     out, auxiliary = layer.kind.mix(inputs, layer.parameters)
-    second = layer.kind.second_sublayer(SublayerInput(layer.x, inputs.rotate, layer.layout, engine), layer.parameters)
+    second = None
+    if isinstance(layer.kind, TwoSublayers):
+        sublayer = SublayerInput(layer.x, inputs.rotate, layer.layout, engine)
+        second = layer.kind.second_sublayer(sublayer, layer.parameters)
     return [x for x in (out, auxiliary, second) if x is not None]
 
 
@@ -170,7 +174,7 @@ class CountingEngine(ContextParallel):
 
 def assert_ranks_equal_one_device(layer: Layer, strategy: CPStrategy, atol: float = 1e-11) -> None:
     """Output, auxiliary loss and every gradient of ranks (threads) that share the sequence are those of one device; and
-    the ranks gather what the plan counts: by an engine's transport, or the kind's `gathered_bytes`."""
+    the ranks gather what the plan counts: by an engine's transport, or `TokenBytes.gathered`."""
     want_outputs, want_inputs, want_parameters = results(layer)
     transports, boards = thread_transports(strategy)
     engines = [CountingEngine(strategy, transport) for transport in transports]
@@ -200,7 +204,7 @@ def assert_ranks_equal_one_device(layer: Layer, strategy: CPStrategy, atol: floa
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     by_rank = [future.result() for future in futures]
-    planned = layer.kind.gathered_bytes(layer.model, layer.k.itemsize)
+    planned = token_bytes(layer.kind, layer.model, width=layer.k.itemsize, cp=strategy.ranks).gathered
     for engine in engines:
         assert engine.calls > 0 if planned is None else engine.gathered == planned
 
@@ -234,6 +238,13 @@ def assert_documents_are_independent(
         own = Layer(layer.kind, layer.parameters, *alone, packed_layout([length]), layer.model)
         for got, want in zip(run_layer(own), outputs, strict=True):
             torch.testing.assert_close(got, want[rows], rtol=0, atol=atol)
+
+
+def token_bytes(
+    kind: AttentionKind, model: ModelConfig = MODEL, *, width: int = 2, seq_len: int = 64, tokens: int = 64, cp: int = 1
+) -> TokenBytes:
+    """What a plan counts for each token of a layer of the kind."""
+    return kind.costs(model).token_bytes(MicroBatch(width, seq_len, tokens, cp))
 
 
 def small_model(name: str, options: dict[str, Any], model: ModelConfig = MODEL) -> Transformer:

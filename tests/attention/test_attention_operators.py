@@ -15,11 +15,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import FullKind
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.operators import SAVED_OPERATORS, _attention
-from moba_train.attention.protocol import Layout, LocalAttention, OperatorHandles, packed_layout
+from moba_train.attention.protocol import LocalAttention, OperatorHandles
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer

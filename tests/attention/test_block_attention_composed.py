@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moba_train.attention.kernels import composed, varlen
+from moba_train.attention.layout import Layout
 from moba_train.attention.moba import moba_attention
-from moba_train.attention.protocol import Layout
 from tests.attention.helpers import make_qkv
 from tests.attention.kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive, run, run_in_parts
 from tests.attention.oracle_checks import assert_equals_oracle

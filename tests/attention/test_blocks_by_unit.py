@@ -1,15 +1,16 @@
-"""Attention to single blocks for gathered queries (blocks/by_unit.py), against a mask over the keys in float64."""
+"""Attention to single blocks for gathered queries (dispatch/blocks_by_unit.py), against a mask in float64."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.by_unit import UnitQueries
-from moba_train.attention.kernels.by_unit import BlocksByUnit
 from moba_train.attention.kernels.common.geometry import block_ids
 from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward
+from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
+from moba_train.attention.protocol import BackwardState
+from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit
+from moba_train.mechanisms.dispatch.by_unit import UnitQueries
 
 LENGTHS = [75, 0, 1, 53]
 GIVEN = (TokenRange(16, 48), TokenRange(64, 76), TokenRange(92, 129))
@@ -30,7 +31,7 @@ def units(device: str) -> tuple[BlocksByUnit, Layout, Tensor]:
     """The attention, the layout of the given keys, and the block of each of them."""
     attention = MobaAttention(MobaAttention.Options(block_size=BLOCK, topk=SELECTED + 1), HEAD_DIM)
     layout = packed_layout(LENGTHS, device).part(GIVEN, GIVEN)
-    return attention.by_unit, layout, block_ids(layout.k_tokens, layout.k_documents, layout, BLOCK)
+    return BlocksByUnit(attention, SELECTED), layout, block_ids(layout.k_tokens, layout.k_documents, layout, BLOCK)
 
 
 def random(*shape: int, device: str, dtype: torch.dtype, seed: int) -> Tensor:

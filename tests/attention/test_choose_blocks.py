@@ -5,7 +5,7 @@ import torch
 
 from moba_train.attention.kernels.common.geometry import query_blocks
 from moba_train.attention.kernels.common.selection import choose_blocks
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 
 
 @pytest.mark.parametrize(("count", "first", "local"), [(3, 0, 1), (4, 1, 2), (2, 1, 3), (50, 2, 2)])

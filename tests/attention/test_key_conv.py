@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from moba_train.attention.kind import MicroBatch
 from moba_train.attention.registry import KINDS
+from moba_train.hf.config import layer_entry, layer_problem
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     MODEL,
@@ -60,7 +62,7 @@ def test_without_it_nothing_changes_and_at_first_with_it_neither():
     plain, off, on = (make_layer("moba", {**SMALL, **extra}, LENGTHS) for extra in ({}, {"key_conv": 0}, CONV))
     assert off.parameters is None
     nn.init.zeros_(on.parameters.weight)
-    assert KINDS["moba"].initial_std("weight", 0.02) == 0
+    assert not KINDS["moba"].initial_values("weight", torch.Size([3, 2]), torch.Generator()).any()
     on = replace(on, x=plain.x, q=plain.q, k=plain.k, v=plain.v)
     want = results(plain)
     for layer in (off, on):
@@ -103,8 +105,10 @@ def test_a_compiled_layer_gives_equal_numbers():
 def test_the_plan_counts_its_parameters_and_operations():
     off, on = (KINDS["moba"](KINDS["moba"].Options(**SMALL, key_conv=width), 8) for width in (0, 3))
     weights = MODEL.kv_heads * 8 * 3
-    assert on.flops(MODEL, LENGTHS) == off.flops(MODEL, LENGTHS) + 6 * weights * sum(LENGTHS)
-    assert on.saved_bytes(MODEL, 64) == off.saved_bytes(MODEL, 64) + 2 * MODEL.kv_heads * 8 * 4
-    assert off.export_problem(MODEL) == ""
-    assert f"{weights} parameters" in on.export_problem(MODEL)
-    assert "key_conv" not in off.export_entry()
+    assert on.costs(MODEL).flops(LENGTHS) == off.costs(MODEL).flops(LENGTHS) + 6 * weights * sum(LENGTHS)
+    batch = MicroBatch(width=2, seq_len=64, tokens=64, cp=1)
+    without, with_it = (kind.costs(MODEL).token_bytes(batch).saved for kind in (off, on))
+    assert with_it == without + 2 * MODEL.kv_heads * 8 * 4
+    assert layer_problem(off, MODEL) == ""
+    assert f"{weights} parameters" in layer_problem(on, MODEL)
+    assert "key_conv" not in layer_entry(off)

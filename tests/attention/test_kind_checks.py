@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from moba_train.attention import registry
 from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.kernels.common.geometry import block_ids, first_blocks
-from moba_train.attention.kind import AttentionKind, LayerInput
+from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, TokenBytes
+from moba_train.attention.shard import own_rows, padded
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from tests.attention.kind_checks import (
@@ -35,7 +36,7 @@ class FirstBlocks(AttentionKind):
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        self.blocks = GivenBlocks(4, head_dim, "reference", "attention.first.backend")
+        self.blocks = GivenBlocks(4, 1, head_dim, "reference", "attention.first.backend")
         self.attentions = ()
 
     @classmethod
@@ -44,22 +45,27 @@ class FirstBlocks(AttentionKind):
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         assert parameters is not None
-        shard = layer.shard
-        q = shard.own(layer.rotate(layer.q_THd))
-        k = shard.gather("k", parameters(shard.own(layer.rotate(layer.k_TKd))))
-        v = shard.gather("v", shard.own(layer.v_TKd))
+        shard = layer.engine.shard(layer.layout)
+        q = own_rows(layer.rotate(layer.q_THd), shard)
+        k = shard.gather("k", parameters(own_rows(layer.rotate(layer.k_TKd), shard)))
+        v = shard.gather("v", own_rows(layer.v_TKd, shard))
         layout = shard.layout
         own = block_ids(layout.q_tokens, layout.q_documents, layout, 4)
         first = first_blocks(layout.cu_seqlens, 4)[layout.q_documents]
         selected = torch.where(first < own, first, -1).int().expand(q.shape[1], -1).unsqueeze(-1)
         out, _ = shard.attend(q, k, v, self.blocks, selected)
-        return shard.padded(out), None
+        return padded(out, len(layer.x_TD)), None
 
-    def gathered_bytes(self, model: ModelConfig, width: int) -> int:
-        return 2 * width * model.kv_heads * model.head_width
+    def costs(self, model: ModelConfig) -> KindCosts:
+        return FirstCosts(self, model)
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
+
+class FirstCosts(KindCosts):
+    def pairs(self, lengths: Sequence[int]) -> float:
         raise NotImplementedError
+
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        return TokenBytes(gathered=2 * batch.width * self.model.kv_heads * self.model.head_width)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.local import LocalEngine
+from moba_train.attention.observer import StatisticsObserver, observing
 from moba_train.attention.registry import KINDS
 from moba_train.attention.statistics import Statistics, joined
-from moba_train.attention.watched import WatchedEngine
 from moba_train.config.base import Length
 from moba_train.mechanisms.linear import delta
 from moba_train.parallel.context.engine import ContextParallel
@@ -44,9 +44,10 @@ def small_layer(name: str, lengths: list[int], **changes: Any) -> Layer:
 @torch.no_grad()
 def seen(layer: Layer) -> dict[str, float]:
     """What an observer sees on one device."""
-    watched = WatchedEngine(LOCAL_ENGINE)
-    run_layer(layer, watched)
-    return watched.statistics.values()
+    engine = LocalEngine()
+    with observing(engine, StatisticsObserver()) as watched:
+        run_layer(layer, engine)
+    return watched.statistics.values
 
 
 def seen_by_ranks(layer: Layer, strategy: CPStrategy) -> list[Statistics]:
@@ -57,11 +58,11 @@ def seen_by_ranks(layer: Layer, strategy: CPStrategy) -> list[Statistics]:
 
     @torch.no_grad()
     def rank(engine: ContextParallel) -> Statistics:
-        watched = WatchedEngine(engine)
         own = Layer(
             layer.kind, layer.parameters, *(sequence.shard(x, engine.rank) for x in layer.inputs()), layer.layout
         )
-        run_layer(own, watched, sequence.shard(layer.positions, engine.rank))
+        with observing(engine, StatisticsObserver()) as watched:
+            run_layer(own, engine, sequence.shard(layer.positions, engine.rank))
         return watched.statistics
 
     with ThreadPoolExecutor(strategy.ranks) as pool:
@@ -83,7 +84,7 @@ def test_ranks_together_see_what_one_device_sees(name: str) -> None:
     apart = {"load_imbalance", "entropy", "state_norm", "max_state_norm"}
     layer = small_layer(name, LENGTHS)
     strategy = CPStrategy(2, "allgather", "zigzag", 2)
-    found = joined(seen_by_ranks(layer, strategy)).values()
+    found = joined(seen_by_ranks(layer, strategy)).values
     want = seen(layer)
     assert set(found) == set(want)
     assert {key: found[key] for key in found if key not in apart} == pytest.approx(
@@ -141,7 +142,7 @@ def test_the_state_behind_a_document_is_the_same_on_ranks(
     norms = torch.linalg.matrix_norm(naive_state(layer))
     want = {"state_norm": norms.mean().item(), "max_state_norm": norms.max().item()}
     one = seen(layer)
-    last = seen_by_ranks(layer, CPStrategy(2, "allgather", "contiguous", 2))[-1].values()
+    last = seen_by_ranks(layer, CPStrategy(2, "allgather", "contiguous", 2))[-1].values
     for found in (one, last) if lengths == [41] else (last,):
         assert {key: found[key] for key in want} == pytest.approx(want)
     assert 0 < one["min_decay"] < one["max_decay"] <= 1
@@ -162,8 +163,8 @@ def test_the_shares_of_keys_are_what_the_recipe_asks_for() -> None:
 
 def test_means_are_weighted_extremes_are_not_and_what_is_no_number_stays() -> None:
     parts = [Statistics({"mean": 1.0, "max_x": 3.0, "min_x": 3.0}, 1), Statistics({"mean": 5.0, "max_x": 2.0}, 3)]
-    assert joined(parts).values() == {"mean": 4.0, "max_x": 3.0, "min_x": 3.0}
-    broken = joined([*parts, Statistics({"mean": math.nan, "max_x": math.nan}), *parts]).values()
+    assert joined(parts).values == {"mean": 4.0, "max_x": 3.0, "min_x": 3.0}
+    broken = joined([*parts, Statistics({"mean": math.nan, "max_x": math.nan}), *parts]).values
     assert all(map(math.isnan, (broken["mean"], broken["max_x"])))
 
 

@@ -10,10 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from moba_train.attention.engine import OperatorEngine
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import BackwardState, Layout, packed_layout
+from moba_train.attention.protocol import BackwardState
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.launches import counted_launches, kernels_not_run
@@ -29,10 +30,10 @@ def no_gpu_needed() -> Iterator[None]:
 def both(engine: OperatorEngine, block_size: int, topk: int, rows: int, layout: Layout) -> None:
     """Forward and backward with the heads of Llama-3-8B."""
     options = MobaAttention.Options(block_size=block_size, topk=topk, backend="triton")
-    call = engine.call(MobaAttention(options, 128), layout)
+    attention = MobaAttention(options, 128)
     q, k, v, dout = (torch.empty(rows, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8, 32))
-    out, lse, selection = engine.forward(q, k, v, call)
-    engine.backward(BackwardState(dout, q, k, v, out, lse), selection, call)
+    out, lse, selection = engine.forward(q, k, v, attention, layout)
+    engine.backward(BackwardState(dout, q, k, v, out, lse), selection, attention, layout)
 
 
 @pytest.mark.parametrize(

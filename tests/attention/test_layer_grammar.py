@@ -128,4 +128,4 @@ def test_every_resolved_layer_becomes_an_attention_object_with_its_own_options()
     )
     built = build_attention(resolve_layers(config, 3), 16)
     assert [type(kind) for kind in built] == [KINDS["moba"], KINDS["full"], KINDS["moba"]]
-    assert [attention.alignment for kind in built for attention in kind.attentions] == [32, 1, 8]
+    assert [attention.facts.alignment for kind in built for attention in kind.attentions] == [32, 1, 8]

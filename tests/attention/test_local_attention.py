@@ -9,9 +9,10 @@ from itertools import product
 import pytest
 import torch
 
+from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.merge import merge
-from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, TokenRanges, packed_layout
+from moba_train.attention.protocol import BackwardState, LocalAttention
 from moba_train.attention.registry import KINDS
 from moba_train.attention.window import WindowAttention
 from tests.attention.helpers import make_qkv
@@ -51,7 +52,7 @@ def build(kind: str, options: dict) -> LocalAttention:
 
 
 every_kind_that_merges = pytest.mark.parametrize(
-    ("kind", "options"), [case for case in CASES if build(*case.values).merges]
+    ("kind", "options"), [case for case in CASES if build(*case.values).facts.merges]
 )
 
 
@@ -90,7 +91,7 @@ def test_every_registered_kind_with_one_call_is_tested_here():
 @pytest.mark.parametrize("kind", sorted(ONE_CALL))
 def test_default_options_are_usable(kind, device):
     (attention,) = KINDS[kind](KINDS[kind].Options(), 16).attentions
-    assert attention.alignment >= 1
+    assert attention.facts.alignment >= 1
     q, k, v = make_qkv(20, 4, 2, 16, device, torch.float32)
     out, lse = LOCAL_ENGINE(q, k, v, attention, packed_layout([20], device))
     assert out.shape == q.shape
@@ -254,11 +255,11 @@ def test_key_value_heads_may_be_split_as_well(kind, options, whole, qkv):
 @every_kind
 def test_query_heads_that_are_not_coupled_may_be_split(kind, options, whole, qkv):
     attention = build(kind, options)
-    assert attention.couples_heads == (options.get("select") == "group" or kind == "infllm_v2")
+    assert attention.facts.couples_heads == (options.get("select") == "group" or kind == "infllm_v2")
     q, k, v = qkv
     summaries = attention.summarize(k, whole)
     want = attention.attend(q, k, v, whole, attention.select(q, summaries, whole))
-    if not attention.couples_heads:
+    if not attention.facts.couples_heads:
         own = None if summaries is None else summaries[:, :1]
         selection = attention.select(q[:, 1:2], own, whole)
         got = attention.attend(q[:, 1:2], k[:, :1], v[:, :1], whole, selection)
@@ -273,7 +274,7 @@ def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(kind,
     _, k, _ = (x.detach() for x in make_qkv(40, 4, 2, HEAD_DIM, device))
     summary = attention.summarize(k, whole)
     cut = 12
-    assert cut % attention.alignment == 0
+    assert cut % attention.facts.alignment == 0
     parts = [
         attention.summarize(k[keys], part(whole, keys=keys))
         for keys in (whole.k_tokens[:cut], whole.k_tokens[cut:], whole.k_tokens[:0])

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.gate import gate_scores, pool_keys
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import BackwardState, Layout, packed_layout
+from moba_train.attention.protocol import BackwardState
 from tests.attention import oracle
 from tests.attention.helpers import make_qkv
 

@@ -6,16 +6,17 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.observer import AttentionObserver, AttentionTimer
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.observer import Observer, observing
+from moba_train.health.watch import AttentionTimer
 from tests.attention.helpers import make_qkv
 
 FUNCTIONS = ["summarize", "select", "selected", "attend", "attended", "attend_backward"]
 
 
-class Recorder(AttentionObserver):
+class Recorder(Observer):
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.running: list[str] = []
@@ -30,7 +31,7 @@ class Recorder(AttentionObserver):
         assert not self.running, "describing a selection is not timed with it"
         self.seen.append("selected")
 
-    def attended(self, lse_HT):
+    def attended(self, call, out, lse):
         assert not self.running
         self.seen.append("attended")
 
@@ -49,7 +50,7 @@ def both_passes(engine: LocalEngine, attention: MobaAttention) -> list[torch.Ten
 def test_every_observer_sees_every_function_while_it_observes(attention):
     engine, one, other = LocalEngine(), Recorder(), Recorder()
     plain = both_passes(engine, attention)
-    with engine.observe(one) as same, engine.observe(other):
+    with observing(engine, one) as same, observing(engine, other):
         observed = both_passes(engine, attention)
     assert same is one
     assert one.seen == other.seen == FUNCTIONS
@@ -61,7 +62,7 @@ def test_every_observer_sees_every_function_while_it_observes(attention):
 
 def test_an_observer_of_one_engine_sees_nothing_of_another(attention):
     recorder = Recorder()
-    with LocalEngine().observe(recorder):
+    with observing(LocalEngine(), recorder):
         both_passes(LocalEngine(), attention)
     assert recorder.seen == []
 
@@ -76,6 +77,6 @@ def test_the_timer_adds_up_the_local_functions(attention, monkeypatch):
 
     monkeypatch.setattr(MobaAttention, "attend", slow)
     began = time.perf_counter()
-    with engine.observe(AttentionTimer(torch.device("cpu"))) as timer:
+    with observing(engine, AttentionTimer(torch.device("cpu"))) as timer:
         both_passes(engine, attention)
     assert 0.05 <= timer.seconds() <= time.perf_counter() - began

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moba_train.attention.kernels.common import launch as launches
 from moba_train.attention.kernels.common.launch import launch, replayed
-from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.attention.layout import Layout, packed_layout
 
 
 class Parameter:

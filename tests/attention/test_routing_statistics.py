@@ -11,8 +11,9 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.reference import selected_mask
 from moba_train.attention.kernels.common.selection import Choice, routing_statistics
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
+from moba_train.attention.protocol import LocalAttention
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from tests.attention import oracle
 from tests.attention.helpers import make_qkv
@@ -71,7 +72,8 @@ def statistics_of(attention: LocalAttention, q: Tensor, k: Tensor, whole: Layout
     part = whole.part(ranges, None)
     selection = attention.select(q[part.q_tokens], attention.summarize(k, whole), part)
     found = attention.describe_selection(selection, part)
-    return found.values() | {"selected": found.weights.get("entropy", 0)}, attention.selected_blocks(selection)
+    chosen = attention.selected_by(torch.arange(part.queries, device=q.device), selection, part)
+    return found.values | {"selected": found.weights.get("entropy", 0)}, None if chosen is None else chosen.ids_HnC
 
 
 @pytest.mark.parametrize("ranges", [None, ((5, 20), (34, 60))], ids=["all queries", "a shard"])
@@ -158,4 +160,4 @@ def test_weights_that_became_nan_leave_finite_numbers(device):
     q, k, _ = (x.detach() for x in make_qkv(64, 2, 1, 8, device))
     q[20:] = torch.nan
     found, _ = statistics_of(build(3), q, k, packed_layout([64], device))
-    assert all(map(math.isfinite, found.values()))
+    assert all(map(math.isfinite, found.values.values()))

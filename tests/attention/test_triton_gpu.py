@@ -15,9 +15,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from moba_train.attention.kernels.common.geometry import block_bound  # noqa: E402
+from moba_train.attention.layout import Layout  # noqa: E402
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
-from moba_train.attention.protocol import BackwardState, Layout  # noqa: E402
+from moba_train.attention.protocol import BackwardState  # noqa: E402
 from tests.attention.kernel_checks import (  # noqa: E402
     PACKED,
     build,

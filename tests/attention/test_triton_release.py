@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 from moba_train.attention.kernels.common import call  # noqa: E402
 from moba_train.attention.kernels.common.call import BlockCall  # noqa: E402
-from moba_train.attention.protocol import packed_layout  # noqa: E402
+from moba_train.attention.layout import packed_layout  # noqa: E402
 
 
 class Paths(NamedTuple):

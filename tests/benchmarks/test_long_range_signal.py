@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import long_range_signal
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter

@@ -10,7 +10,7 @@ import yaml
 from torch import Tensor
 
 from data_tools.train_tokenizer import train_tokenizer
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages

@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moba_train.attention.layout import TokenRange
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.observer import AttentionObserver
-from moba_train.attention.protocol import TokenRange
+from moba_train.attention.observer import Observer, observing
 from moba_train.config.load import dump_config
 from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
@@ -129,7 +129,7 @@ def test_several_needles_are_found_by_a_model_that_reads(texts: Path, alone: Wor
     assert half.data["maps"]["moba"]["answers"] == [[0.0, 0.0]]
 
 
-class Recorder(AttentionObserver):
+class Recorder(Observer):
     """Keeps every selection."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ def test_an_untrained_model_finds_nothing_and_selected_blocks_are_those_of_the_g
     counts = [[0, 0], [0, 0]]
     for question in needle_texts(texts, **section).questions(LENGTH):
         batch = answer_batch(question, LENGTH)
-        with LOCAL_ENGINE.observe(Recorder()) as recorder:
+        with observing(LOCAL_ENGINE, Recorder()) as recorder:
             model(batch.tokens, batch.positions, batch.layout, batch.loss_index)
         for layer, heads in enumerate(recorder.ids):
             for blocks in heads:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.kind import Engine, StageContext
+from moba_train.attention.engine import Engine
+from moba_train.attention.kind import StageContext
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
+from moba_train.hf.config import layer_problem
 from moba_train.inference.cache import CachedAttention, CachePlan
 from moba_train.inference.generate import generate
 from moba_train.mechanisms.gates import grid
@@ -38,6 +40,7 @@ from tests.attention.kind_checks import (
     results,
     run_layer,
     small_model,
+    token_bytes,
 )
 from tests.thread_ranks import thread_transports
 
@@ -296,7 +299,7 @@ def test_attended_pairs_are_those_of_a_count(name: str, options: dict[str, Any])
             own = token // BLOCK
             history = own if options.get("mode") == "warmup" else min(own, options["topk"] - 1)
             counted += history * BLOCK + token % BLOCK + 0.5
-    assert kind.attended_pairs(LENGTHS) == counted
+    assert kind.costs(MODEL).pairs(LENGTHS) == counted
 
 
 @each
@@ -305,7 +308,7 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
     kind = KINDS[name](KINDS[name].Options(**options), MODEL.head_width)
     heads, kv_heads, tokens = MODEL.heads, MODEL.kv_heads, sum(LENGTHS)
     learns = options.get("mode") == "warmup" or options.get("train_gate", name == "msa")
-    full_pairs, attended = sum(length**2 for length in LENGTHS) / 2, kind.attended_pairs(LENGTHS)
+    full_pairs, attended = sum(length**2 for length in LENGTHS) / 2, kind.costs(MODEL).pairs(LENGTHS)
     of_pair = 2 * heads * MODEL.head_width  # one product of q and k
     counted = 6 * of_pair * attended
     if name == "seer":
@@ -321,7 +324,7 @@ def test_flops_are_those_of_the_products(name: str, options: dict[str, Any]) -> 
         counted += matrices + scores * full_pairs
         if learns:  # a block's score is that of one token
             counted += matrices + of_pair * attended + 2 * scores * attended / BLOCK
-    assert kind.flops(MODEL, LENGTHS) == counted
+    assert kind.costs(MODEL).flops(LENGTHS) == counted
 
 
 @each
@@ -331,7 +334,7 @@ def test_saved_bytes_are_those_of_the_selected_blocks_and_the_target(name: str, 
     sparse = options.get("mode") != "warmup"
     selected = 2 * 4 * MODEL.heads * (options["topk"] - 1) if sparse else 0
     target = 4 * MODEL.heads * 16 // BLOCK if learns and name == "seer" else 0
-    assert kind.saved_bytes(MODEL, 64) == selected + target
+    assert token_bytes(kind).saved == selected + target
 
 
 def test_what_msa_keeps_of_other_ranks_in_its_warm_up_is_what_it_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,16 +348,16 @@ def test_what_msa_keeps_of_other_ranks_in_its_warm_up_is_what_it_gathers(monkeyp
     monkeypatch.setattr(CountingEngine, "__init__", begin_and_keep)
     layer = make_layer(*CASES["msa warmup"], LENGTHS)
     assert_ranks_equal_one_device(layer, STRATEGIES[1])
-    planned = layer.kind.activation_bytes(MODEL, width=8, tokens=10, cp=STRATEGIES[1].ranks)
+    planned = token_bytes(layer.kind, width=8, tokens=10, cp=STRATEGIES[1].ranks).activations
     assert {(STRATEGIES[1].ranks - 1) * engine.gathered for engine in engines} == {planned}
-    assert layer.kind.activation_bytes(MODEL, width=8, tokens=10, cp=1) == 0
+    assert token_bytes(layer.kind, width=8, tokens=10).activations == 0
 
 
 @each
 def test_export_is_refused_with_what_would_be_lost(name: str, options: dict[str, Any]) -> None:
     kind = KINDS[name](KINDS[name].Options(**options), MODEL.head_width)
     size = 6 * {"seer": 8 * (4 + 3 * 2), "msa": MODEL.hidden_size * 3}[name]
-    assert kind.export_problem(MODEL).startswith(f"kind {name!r} has {size} parameters in a layer")
+    assert layer_problem(kind, MODEL).startswith(f"kind {name!r} has {size} parameters in a layer")
 
 
 @pytest.mark.parametrize("case", ["seer sparse", "msa sparse", "seer warmup", "msa warmup"])

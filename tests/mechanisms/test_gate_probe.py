@@ -11,8 +11,9 @@ import yaml
 from torch import Tensor
 
 from moba_train.attention.block_sparse import GivenBlocks
+from moba_train.attention.facets.probed import SelectedBlocks
+from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
@@ -132,7 +133,8 @@ def test_an_attention_whose_blocks_have_no_score_has_no_margin(monkeypatch: pyte
     q, k, v = tensors(80, 2, 1)
     layout = packed_layout([80]).part((TokenRange(60, 80),), None)
     with_scores = gate_statistics(q[60:], k, v, moba(2), layout).means()
-    monkeypatch.setattr(MobaAttention, "block_scores", lambda *_: None)
+    gate = MobaAttention.gate
+    monkeypatch.setattr(MobaAttention, "gate", lambda *arguments: gate(*arguments)._replace(scores=None))
     without = gate_statistics(q[60:], k, v, moba(2), layout).means()
     assert {"margin", "gate_entropy"} == with_scores.keys() - without.keys()
     assert without == {name: with_scores[name] for name in without}
@@ -172,8 +174,9 @@ def test_blocks_that_a_kind_gives_are_measured_as_those_that_an_attention_select
     layout = packed_layout([96]).part((TokenRange(30, 96),), None)
     attention = moba(3, select)
     wanted = gate_statistics(q[30:], k, v, attention, layout)
-    selected = attention.select_blocks(q[30:], attention.summarize(k, packed_layout([96])), layout)
-    given = GivenBlocks(BLOCK, HEAD_DIM, "reference", "backend")
+    ids = attention.select_blocks(q[30:], attention.summarize(k, packed_layout([96])), layout)
+    selected = SelectedBlocks(ids, BLOCK)
+    given = GivenBlocks(BLOCK, 2, HEAD_DIM, "reference", "backend")
     found = gate_statistics(q[30:], k, v, given, layout, selected)
     assert found.means() == {name: value for name, value in wanted.means().items() if name not in SCORED}
     assert torch.equal(found.distances, wanted.distances)
@@ -185,9 +188,9 @@ def test_a_gate_may_select_fewer_blocks() -> None:
     k[2 * BLOCK : 3 * BLOCK] = q[72]  # nearly all of the last queries' attention goes there
     layout = packed_layout([80]).part((TokenRange(72, 80),), None)
     q[72:] = q[72]
-    given = GivenBlocks(BLOCK, HEAD_DIM, "reference", "backend")
+    given = GivenBlocks(BLOCK, 2, HEAD_DIM, "reference", "backend")
     for block, recall in ((2, 0.5), (-1, 0.0)):
-        selected = torch.tensor([block, -1], dtype=torch.int32).expand(1, 8, 2)
+        selected = SelectedBlocks(torch.tensor([block, -1], dtype=torch.int32).expand(1, 8, 2), BLOCK)
         found = gate_statistics(q[72:], k, v, given, layout, selected)
         means = found.means()
         assert means["block_recall"] == recall

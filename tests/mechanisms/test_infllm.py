@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kind import StageContext
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 from moba_train.errors import UserError
 from moba_train.mechanisms.infllm import InfLLMKind
 from moba_train.model.rope import apply_rope, rope_cos_sin
@@ -155,7 +155,7 @@ def test_attended_pairs(options):
             read = position - window
             if read >= 0:
                 pairs += read % size + 1 + min(read // size, options["first_blocks"] + options["topk"]) * size
-        assert kind.attended_pairs([length, 2]) == pairs + 2
+        assert kind.costs(MODEL).pairs([length, 2]) == pairs + 2
 
 
 def test_problems():

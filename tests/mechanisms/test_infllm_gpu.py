@@ -9,7 +9,8 @@ from moba_train.attention.kernels.common.geometry import query_blocks
 from moba_train.attention.kernels.common.reference import masked_attend, selected_mask
 from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kind import AttentionKind
-from moba_train.attention.protocol import BackwardState, TokenRange, packed_layout
+from moba_train.attention.layout import TokenRange, packed_layout
+from moba_train.attention.protocol import BackwardState
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.infllm_v2.scores import window_means
@@ -32,7 +33,7 @@ def test_outputs_and_gradients_for_the_selected_blocks(heads, kv_heads, head_dim
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**options), head_dim)
     q, k, v, dout = tensors
     selection = attention.select(q, attention.summarize(k, layout), layout)
-    selected = attention.selected_blocks(selection)
+    selected = attention.blocks.selected_blocks(selection)
     assert selected is not None
     out, lse = attention.attend(q, k, v, layout, selection)
     got = [out, *attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, selection)]

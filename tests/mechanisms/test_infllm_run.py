@@ -47,7 +47,7 @@ def test_the_plan_counts_its_flops(run: Run, tmp_path: Path) -> None:
     validate(config)
     layer = resolve_stages(config)[1].attention[0]
     kind = InfLLMV2Kind(layer.options, 8)
-    pairs = kind.attended_pairs([100, 28])
+    pairs = kind.costs(config.model).pairs([100, 28])
     assert pairs < (100**2 + 28**2) / 2
     assert layer_flops(config.model, layer, [100, 28]) == 12 * 32 * pairs + 2 * 32 * 100**2 / 2 / 4
 

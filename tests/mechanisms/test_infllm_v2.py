@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_ids
 from moba_train.attention.kind import StageContext
-from moba_train.attention.protocol import TokenRange, packed_layout
+from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention, InfLLMV2Kind
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from tests.attention.kind_checks import (
@@ -20,6 +20,7 @@ from tests.attention.kind_checks import (
     assert_ranks_equal_one_device,
     make_layer,
     results,
+    token_bytes,
 )
 
 SIZES = {"block_size": 8, "topk": 4, "first_blocks": 1, "local_blocks": 2, "window": 4, "stride": 2, "dense_len": 1}
@@ -108,7 +109,7 @@ def test_a_packed_sequence_of_short_documents_is_dense_where_each_of_them_is():
     options = InfLLMV2Attention.Options(dense_len=128, topk=3, local_blocks=2)
     assert attention.select(q, attention.summarize(k, layout), layout) == ()
     sparse = InfLLMV2Attention(options, 8)
-    selected = sparse.selected_blocks(sparse.select(q, sparse.summarize(k, layout), layout))
+    selected = sparse.select_blocks(q, sparse.summarize(k, layout), layout)
     assert selected is not None
     assert [(selected[0, at] >= 0).sum().item() for at in (127, 191, 999, 1000, 1127)] == [1, 2, 2, 0, 1]
 
@@ -186,20 +187,20 @@ def attended_by_counting(length: int, options: dict) -> float:
 def test_attended_pairs(options):
     kind = InfLLMV2Kind(InfLLMV2Kind.Options(**options), 8)
     for length in (1, 44, 53):
-        assert kind.attended_pairs([length, 3]) == attended_by_counting(length, options) + 4.5
+        assert kind.costs(MODEL).pairs([length, 3]) == attended_by_counting(length, options) + 4.5
 
 
 def test_costs():
     kind = InfLLMV2Kind(InfLLMV2Kind.Options(), 8)
     full = 12.0 * MODEL.heads * MODEL.head_width
-    assert kind.flops(MODEL, [8192, 100]) == full * kind.attended_pairs([8192, 100])
-    scores = kind.flops(MODEL, [16384, 100]) - full * kind.attended_pairs([16384, 100])
+    assert kind.costs(MODEL).flops([8192, 100]) == full * kind.costs(MODEL).pairs([8192, 100])
+    scores = kind.costs(MODEL).flops([16384, 100]) - full * kind.costs(MODEL).pairs([16384, 100])
     assert scores == 2 * MODEL.heads * MODEL.head_width * 16384**2 / 32
-    assert kind.saved_bytes(MODEL, 8192) == 0
+    assert token_bytes(kind, seq_len=8192).saved == 0
     q, k = torch.randn(8200, 4, 8), torch.randn(8200, 2, 8)
     layout = packed_layout([8200])
     selection = kind.attentions[0].select(q, kind.attentions[0].summarize(k, layout), layout)
-    assert kind.saved_bytes(MODEL, 8200) == sum(x.numel() * 4 for x in selection) / 8200
+    assert token_bytes(kind, seq_len=8200).saved == sum(x.numel() * 4 for x in selection) / 8200
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import StageContext
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import packed_layout
 from moba_train.mechanisms.linear import kda
 from moba_train.mechanisms.linear.delta import DeltaInputs, in_parts, most_rows
 from moba_train.mechanisms.linear.fla import has_fla
@@ -24,6 +24,7 @@ from tests.attention.kind_checks import (
     results,
     run_layer,
     small_model,
+    token_bytes,
 )
 
 LENGTHS = [12, 0, 1, 27]
@@ -196,7 +197,9 @@ def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
     tails = 3 * 3 * (MODEL.hidden_size + (MODEL.heads + 2 * MODEL.kv_heads) * MODEL.head_width)
     own = sum(size for place, size in kept.items() if place not in inputs)
     assert own <= 8 * (states + tails)
-    planned = [layer.kind.activation_bytes(MODEL, 8, tokens, cp) for tokens, cp in ((16, 1), (17, 1), (17, 2))]
+    planned = [
+        token_bytes(layer.kind, width=8, tokens=tokens, cp=cp).activations for tokens, cp in ((16, 1), (17, 1), (17, 2))
+    ]
     assert planned[0] == planned[2] > planned[1] == 0
 
 
@@ -249,9 +252,9 @@ def test_flops_and_pairs():
     kind = KdaKind(KdaKind.Options(), MODEL.head_width)
     lengths = [5, 1, 7]
     earlier = sum(1 for length in lengths for query in range(length) for _ in range(query))
-    assert kind.attended_pairs(lengths) == earlier + 0.5 * sum(lengths)
+    assert kind.costs(MODEL).pairs(lengths) == earlier + 0.5 * sum(lengths)
     matrices = 2 * (32 * 8 + 8 * 32) + 32 * 4 + 4 * (32 + 16 + 16)
-    assert kind.flops(MODEL, lengths) == 13 * (3 * 4 * 3 * 2 * 8 * 8 + 6 * matrices)
+    assert kind.costs(MODEL).flops(lengths) == 13 * (3 * 4 * 3 * 2 * 8 * 8 + 6 * matrices)
 
 
 def stand_in(recomputed=None):

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import StageContext
-from moba_train.attention.protocol import TokenRange, packed_layout
+from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.mechanisms.linear import lightning
 from moba_train.mechanisms.linear.decayed import decayed_attention
 from moba_train.mechanisms.linear.fla import has_fla
@@ -24,6 +24,7 @@ from tests.attention.kind_checks import (
     make_layer,
     results,
     run_layer,
+    token_bytes,
 )
 
 LENGTHS = [12, 0, 1, 27]
@@ -189,10 +190,10 @@ def test_flops_and_pairs():
     kind = LightningKind(LightningKind.Options(), MODEL.head_width)
     lengths = [5, 1, 7]
     earlier = sum(1 for length in lengths for query in range(length) for _ in range(query))
-    assert kind.attended_pairs(lengths) == earlier + 0.5 * sum(lengths)
+    assert kind.costs(MODEL).pairs(lengths) == earlier + 0.5 * sum(lengths)
     products = 2 * 8 * 8 + 2 * 8 * 8
     matrix = 2 * 32 * 32
-    assert kind.flops(MODEL, lengths) == 3 * (4 * products + matrix) * 13
+    assert kind.costs(MODEL).flops(lengths) == 3 * (4 * products + matrix) * 13
 
 
 def test_planned_activations_are_what_the_backward_pass_keeps():
@@ -209,7 +210,7 @@ def test_planned_activations_are_what_the_backward_pass_keeps():
     for parameter in (*layer.parameters.parameters(), layer.x):
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     own = sum(kept.values()) - 64 * 8 * 8 * (2 * 4 + 2 * 2)  # queries, keys, values and output, which every kind keeps
-    planned = 64 * layer.kind.activation_bytes(MODEL, width=8, tokens=64, cp=1)
+    planned = 64 * token_bytes(layer.kind, width=8).activations
     assert planned <= own <= planned + 64 * 16  # and the segment of each token
 
 

@@ -10,6 +10,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError
+from moba_train.hf.config import layer_problem
 from moba_train.memory.plan import make_plan
 from moba_train.model.build import build_model
 from moba_train.resolve.recipe import validate
@@ -88,4 +89,4 @@ def test_exports_are_refused_for_what_they_would_lose(kind: str) -> None:
     )
     count = {"lightning": LIGHTNING, "kda": KDA}[kind]
     layer = KINDS[kind](KINDS[kind].Options(), WIDTH)
-    assert layer.export_problem(model).startswith(f"kind '{kind}' has {count} parameters in a layer")
+    assert layer_problem(layer, model).startswith(f"kind '{kind}' has {count} parameters in a layer")

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from moba_train.attention.kind import StageContext
 from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.observer import observing
 from moba_train.evals.answers import SelectedBlocks
-from moba_train.hf.config import parse_layer
+from moba_train.hf.config import layer_entry, layer_problem, parse_layer
 from moba_train.mechanisms.moa import moa_kind as moa_attention
 from moba_train.mechanisms.moa.moa_kind import MoaKind
 from moba_train.mechanisms.moa.spans import Spans
@@ -100,7 +101,7 @@ def test_evaluations_see_which_blocks_heads_attend_to(options, sizes):
     same = [(query, source) for query, source in places if (query > 12) == (source > 12)]
     watched = SelectedBlocks(1, torch.device("cpu"))
     watched.watch([query + 1 for query, _ in same], [source for _, source in same])
-    with LOCAL_ENGINE.observe(watched):
+    with observing(LOCAL_ENGINE, watched):
         run_layer(layer)
     share = torch.stack([seen[:, query, source] for query, source in same]).double().mean()
     count, total = watched._counts[0].tolist()
@@ -186,8 +187,8 @@ def test_attended_pairs_are_those_of_the_masks(lengths):
     for alpha, beta, size in zip(MIXED["alpha"], MIXED["beta"], SIZES, strict=True):
         for length in lengths:
             count += attended(length, alpha, beta, size, 3).sum().item() - length / 2
-    assert kind.attended_pairs(lengths) == count / 4
-    assert kind.flops(MODEL, lengths) == 12 * 4 * 8 * count / 4
+    assert kind.costs(MODEL).pairs(lengths) == count / 4
+    assert kind.costs(MODEL).flops(lengths) == 12 * 4 * 8 * count / 4
 
 
 def test_spans_are_not_rounded_as_floating_point_is():
@@ -239,7 +240,7 @@ def test_what_a_stage_cannot_do(options, context, message):
 
 def test_an_export_says_every_span():
     kind = MoaKind(MoaKind.Options(**MIXED), 8)
-    assert kind.export_problem(MODEL) == ""
-    entry = kind.export_entry()
+    assert layer_problem(kind, MODEL) == ""
+    entry = layer_entry(kind)
     assert entry == {"kind": "moa", **MIXED, "alpha": list(MIXED["alpha"]), "beta": list(MIXED["beta"])}
     assert parse_layer(entry).options == kind.options

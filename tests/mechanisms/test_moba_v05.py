@@ -10,11 +10,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.kind import StageContext
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.observer import AttentionObserver
+from moba_train.attention.observer import Observer, observing
 from moba_train.attention.operators import SAVED_OPERATORS
-from moba_train.attention.protocol import packed_layout
 from moba_train.attention.registry import KINDS
+from moba_train.hf.config import layer_problem
 from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
@@ -32,6 +33,7 @@ from tests.attention.kind_checks import (
     results,
     run_layer,
     small_model,
+    token_bytes,
 )
 from tests.attention.oracle import cut_blocks, history, select_blocks
 
@@ -182,7 +184,7 @@ def test_compiled_and_recomputed_blocks_give_equal_numbers():
     rope = rope_cos_sin(layout.positions(layout.q_tokens, layout.q_documents), MODEL.rope, 8)
     calls = []
 
-    class Count(AttentionObserver):
+    class Count(Observer):
         def around(self, function):
             calls.append(function)
             return nullcontext()
@@ -191,7 +193,7 @@ def test_compiled_and_recomputed_blocks_give_equal_numbers():
     contexts = partial(create_selective_checkpoint_contexts, list(SAVED_OPERATORS))
     recomputed = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     for forward in (block.forward, torch.compile(block.forward, backend="aot_eager"), recomputed):
-        with LOCAL_ENGINE.observe(Count()):
+        with observing(LOCAL_ENGINE, Count()):
             out, _ = forward(x, *rope, layout)
             found.append((out, *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
@@ -212,11 +214,11 @@ def test_the_plan_counts_its_parameters_pairs_and_operations():
     for length in LENGTHS:
         for token in range(length):
             pairs += token % 4 + 0.5 + 4 * min(2, token // 4)
-    assert kind.attended_pairs(LENGTHS) == pairs
+    assert kind.costs(MODEL).pairs(LENGTHS) == pairs
     gates = heads * sum(length * -(-length // 4) for length in LENGTHS)
-    assert kind.flops(MODEL, LENGTHS) == 12 * heads * pairs + 6 * matrices * sum(LENGTHS) + gates
-    assert kind.saved_bytes(MODEL, 64) == 2 * (width + 2 * heads + 2 * kv) + 4 * 4 + 2 * 4 * 4 * 2
-    assert f"{matrices + width} parameters" in kind.export_problem(MODEL)
+    assert kind.costs(MODEL).flops(LENGTHS) == 12 * heads * pairs + 6 * matrices * sum(LENGTHS) + gates
+    assert token_bytes(kind).saved == 2 * (width + 2 * heads + 2 * kv) + 4 * 4 + 2 * 4 * 4 * 2
+    assert f"{matrices + width} parameters" in layer_problem(kind, MODEL)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -228,7 +230,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(qk_norm):
     outside = 2 * MODEL.hidden_size + 4 * MODEL.heads * (SMALL["topk"] - 1)
     update = 2 * MODEL.hidden_size
     own = kept_bytes(v05) - kept_bytes(full) - update * 256
-    assert own == (v05.kind.saved_bytes(model, 256) - outside) * 256
+    assert own == (token_bytes(v05.kind, model, seq_len=256).saved - outside) * 256
 
 
 def test_options_that_cannot_work_are_named():

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from moba_train.attention.kind import StageContext
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.protocol import AttentionFacts
 from moba_train.attention.registry import KINDS
+from moba_train.hf.config import layer_entry, layer_problem
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape
@@ -24,6 +26,7 @@ from tests.attention.kind_checks import (
     assert_ranks_equal_one_device,
     make_layer,
     results,
+    token_bytes,
 )
 from tests.attention.oracle import block_means, cut_blocks, gates, history, select_blocks
 
@@ -187,8 +190,10 @@ def test_a_ring_that_attends_to_parts_of_the_keys_is_refused_before_any_message(
 
 
 def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits():
-    shape = AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128, merges=False)
-    arguments = {"ranks": 8, "node_size": 8, "work_grows": False}
+    shape = AttentionShape(
+        2**17, heads=28, kv_heads=4, head_dim=128, facts=AttentionFacts(merges=False, work_grows=False)
+    )
+    arguments = {"ranks": 8, "node_size": 8}
     for memory in (None, 1000):
         strategy, _ = choose_strategy("auto", "auto", shape, memory_bytes=memory, **arguments)
         assert strategy.transport == "allgather"
@@ -215,7 +220,7 @@ def test_exported_to_transformers_it_attends_as_it_was_trained():
     """Also to the newest token alone, which full attention would be taken for."""
     options = {**SMALL, "merge": "gate"}
     kind = KINDS["moba_v1"](KINDS["moba_v1"].Options(**options), 8)
-    config = SimpleNamespace(moba={"layers": [kind.export_entry()]})
+    config = SimpleNamespace(moba={"layers": [layer_entry(kind)]})
     module = SimpleNamespace(config=config, layer_idx=0, head_dim=8)
     q, k, v = (x.detach() for x in make_qkv(22, 4, 2, 8))
     want, _ = LOCAL_ENGINE(q, k, v, kind.attentions[0], packed_layout([22]))
@@ -262,12 +267,12 @@ def test_options_that_cannot_work_are_named():
 
 def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_too():
     moba, v1 = (KINDS[name](KINDS[name].Options(**SMALL), 8) for name in ("moba", "moba_v1"))
-    assert v1.attended_pairs(LENGTHS) == moba.attended_pairs(LENGTHS)
-    assert v1.flops(MODEL, LENGTHS) == moba.flops(MODEL, LENGTHS)
-    assert (moba.saved_bytes(MODEL, 12), v1.saved_bytes(MODEL, 12)) == (0, 2 * 4 * 4 * 2)
+    assert v1.costs(MODEL).pairs(LENGTHS) == moba.costs(MODEL).pairs(LENGTHS)
+    assert v1.costs(MODEL).flops(LENGTHS) == moba.costs(MODEL).flops(LENGTHS)
+    assert (token_bytes(moba, seq_len=12).saved, token_bytes(v1, seq_len=12).saved) == (0, 2 * 4 * 4 * 2)
     gated = KINDS["moba_v1"](KINDS["moba_v1"].Options(**SMALL, merge="gate"), 8)
-    assert gated.saved_bytes(MODEL, 12) == 2 * 4 * 4 * 2 + 4 * 4 * 2
-    assert v1.export_entry() == {
+    assert token_bytes(gated, seq_len=12).saved == 2 * 4 * 4 * 2 + 4 * 4 * 2
+    assert layer_entry(v1) == {
         "kind": "moba_v1",
         "block_size": 4,
         "topk": 3,
@@ -275,4 +280,4 @@ def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_t
         "always": ["current"],
         "merge": "sum",
     }
-    assert v1.export_problem(MODEL) == ""
+    assert layer_problem(v1, MODEL) == ""

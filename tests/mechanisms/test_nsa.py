@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moba_train.attention import window
 from moba_train.attention.kind import StageContext
+from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.operators import SAVED_OPERATORS
-from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
 from moba_train.mechanisms.nsa.nsa_kind import Compression, NsaKind, NsaOptions
@@ -32,6 +32,7 @@ from tests.attention.kind_checks import (
     make_layer,
     results,
     run_layer,
+    token_bytes,
 )
 
 SMALL = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}
@@ -254,7 +255,7 @@ def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch):
     assert_ranks_equal_one_device(layer, CPStrategy(4, "allgather", "contiguous", 4))
     assert counts == [32, 32] + [8, 8] * 4
     received = 2 * (32 - 8) * MODEL.kv_heads * MODEL.head_width * 8
-    assert layer.kind.activation_bytes(MODEL, width=8, tokens=16, cp=4) * 16 == received
+    assert token_bytes(layer.kind, width=8, tokens=16, cp=4).activations * 16 == received
 
 
 def test_packed_documents():
@@ -325,7 +326,7 @@ def test_pairs_are_those_counted_one_by_one(options):
             pairs += len(complete)
             pairs += min(own, chosen.topk - 1) * chosen.block_size + t % chosen.block_size + 0.5
             pairs += min(t + 1, chosen.window) - 0.5
-    assert kind.attended_pairs(LENGTHS) == pairs
+    assert kind.costs(MODEL).pairs(LENGTHS) == pairs
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])
@@ -342,8 +343,8 @@ def test_flops_are_those_of_the_products(separate_kv):
             if module is not None:
                 module(layer.x)
     compressed = sum((t + 1) // 4 for t in range(48))
-    attention = 4 * 8 * (12 * kind.attended_pairs([48]) + 2 * compressed)
-    assert kind.flops(MODEL, [48]) == attention + 3 * counter.get_total_flops()
+    attention = 4 * 8 * (12 * kind.costs(MODEL).pairs([48]) + 2 * compressed)
+    assert kind.costs(MODEL).flops([48]) == attention + 3 * counter.get_total_flops()
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])
@@ -352,4 +353,4 @@ def test_saved_bytes_are_those_that_autograd_keeps(separate_kv):
     nsa, full = in_16_bits(make_layer("nsa", {**SMALL, "separate_kv": separate_kv}, [256]))
     lists = 4 * MODEL.heads * (SMALL["topk"] - 1)
     own = kept_bytes(nsa) - kept_bytes(full)
-    assert own == (nsa.kind.saved_bytes(MODEL, 256) - lists) * 256
+    assert own == (token_bytes(nsa.kind, seq_len=256).saved - lists) * 256

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.kernels.common.geometry import first_blocks, query_blocks
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import packed_layout
 from moba_train.mechanisms.nsa import selection
 from moba_train.mechanisms.nsa import selection_kernel as kernel
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
@@ -166,7 +166,7 @@ def test_selected_blocks_equal_those_of_fla():
 
     first_T = first_blocks(layout.cu_seqlens, 64)[layout.q_documents].cpu()
     selected_KTC = torch.where(history_KTC < 0, -1, history_KTC + first_T[:, None]).int().cuda()
-    attention = GivenBlocks(64, 64, "auto", "attention.nsa.backend")
+    attention = GivenBlocks(64, 15, 64, "auto", "attention.nsa.backend")
     ours, _ = LOCAL_ENGINE.shard(layout).attend(q, k, v, attention, selected_KTC.repeat_interleave(16, 0))
     indices = torch.cat([own_T.expand(2, -1).unsqueeze(-1), history_KTC], -1).transpose(0, 1).cuda()
     theirs = parallel_nsa(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from moba_train.attention.full.full_kind import FullKind
+from moba_train.attention.full.full_kind import FullCosts
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
@@ -313,7 +313,8 @@ def test_a_kinds_own_activations_are_kept_for_all_layers_or_recomputed_for_one(m
     for checkpointing in ("none", "full"):
         before = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K", activation_checkpointing=checkpointing)
         with monkeypatch.context() as patch:
-            patch.setattr(FullKind, "activation_bytes", lambda *_: own)
+            token_bytes = FullCosts.token_bytes
+            patch.setattr(FullCosts, "token_bytes", lambda *given: token_bytes(*given)._replace(activations=own))
             after = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K", activation_checkpointing=checkpointing)
         found[checkpointing] = (after.activations - before.activations) / (tokens * own)
     assert found["none"] == pytest.approx(16, rel=0.05)

@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import Layout, packed_layout
+from moba_train.attention.engine import OperatorEngine
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moba_train.attention.protocol import AttentionFacts
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.parallel import data_shard as stage_module
-from moba_train.parallel.context.costs import gather_cost, predict_cost
-from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+from moba_train.parallel.context.costs import gather_cost
+from moba_train.parallel.context.policy import predict_cost
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import StageDims
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy
@@ -51,17 +53,19 @@ MOBA = {"default": "moba", "moba": {"block_size": 256, "topk": 4}}
 
 def test_a_rank_has_its_part_of_the_heads_and_all_tokens_of_a_micro_batch() -> None:
     shape = stage_attention_shape(*stage_of(MOBA, tp=2, cp=2), element_bytes=4)
-    assert shape == AttentionShape(2 * 8192, 8, 4, 32, element_bytes=4, selected_units=3)
+    sizes = (shape.tokens, shape.heads, shape.kv_heads, shape.head_dim, shape.element_bytes)
+    assert sizes == (2 * 8192, 8, 4, 32, 4)
 
 
 def test_what_one_layer_needs_holds_for_all() -> None:
-    """Queries are sent to keys only where each layer can; the layer that selects most counts."""
+    """Facts of all layers together, and each layer's attention once."""
     grouped = {**MOBA, "overrides": {0: {"select": "group", "topk": 6}}}
     shape = stage_attention_shape(*stage_of(grouped, cp=2))
-    assert (shape.couples_heads, shape.selected_units, shape.merges) == (True, 5, True)
+    assert shape.facts == AttentionFacts(couples_heads=True, work_grows=False)
+    assert len(shape.attentions) == 2
     shape = stage_attention_shape(*stage_of({**MOBA, "full_layers": "last:1"}, cp=2))
-    assert (shape.couples_heads, shape.selected_units) == (False, None)
-    assert not stage_attention_shape(*stage_of({**MOBA, "overrides": {1: {"kind": "moba_v1"}}}, cp=2)).merges
+    assert shape.facts == AttentionFacts()
+    assert not stage_attention_shape(*stage_of({**MOBA, "overrides": {1: {"kind": "moba_v1"}}}, cp=2)).facts.merges
 
 
 @pytest.mark.parametrize(

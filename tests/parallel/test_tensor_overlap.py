@@ -13,7 +13,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages

@@ -1,11 +1,9 @@
 """Combinations that cannot work are refused before any GPU is touched, all of them at once."""
 
-from typing import get_args
-
 import pytest
 
 from moba_train.config.load import dump_config, load_config
-from moba_train.config.parallel import CPTransport
+from moba_train.registry import TRANSPORTS
 from moba_train.resolve.recipe import validate
 from tests.resolve.refusals import assert_refused, problems
 
@@ -15,7 +13,7 @@ def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
         validate(load(), world_size)
 
 
-@pytest.mark.parametrize("transport", ["auto", *get_args(CPTransport)])
+@pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
 def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
     """A checkpoint holds it with every key, and evaluation begins there."""
     layers = ["stages.1.attention.full_layers=none"] if transport == "dispatch" else []

@@ -303,7 +303,7 @@ def test_compiled_blocks_on_a_gpu(run: Run) -> None:
 def test_a_gpu_computes_what_the_emulation_says(scaling: str, implementation: str) -> None:
     """Outputs and gradients of one converted model, in hardware and emulated, against bf16's distance from float32."""
     from moba_train.attention.full.full_kind import FullKind
-    from moba_train.attention.protocol import packed_layout
+    from moba_train.attention.layout import packed_layout
     from moba_train.config.model import ModelConfig
     from moba_train.model.build import initialize_weights
     from moba_train.model.transformer import Transformer

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages

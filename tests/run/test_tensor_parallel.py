@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moba_train.attention.full.full_kind import FullKind
-from moba_train.attention.kind import WrappedEngine
-from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.layout import Layout
+from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.protocol import LocalAttention
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
@@ -84,13 +84,16 @@ def step(model: Transformer, data_shard: DataShard, device: torch.device) -> tup
     """This rank's part of a step's loss, with the gradients in place; and the blocks selected for its heads."""
     selected: list[Tensor] = []
 
-    def recording(q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout) -> tuple[Tensor, Tensor]:
-        if isinstance(attention, MobaAttention):
-            summaries = attention.summarize(k.detach(), layout)
-            selected.append(attention.select(q.detach(), summaries, layout)[0].cpu())
-        return LOCAL_ENGINE(q, k, v, attention, layout)
+    class Recording(LocalEngine):
+        def __call__(
+            self, q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout
+        ) -> tuple[Tensor, Tensor]:
+            if isinstance(attention, MobaAttention):
+                summaries = attention.summarize(k.detach(), layout)
+                selected.append(attention.select(q.detach(), summaries, layout)[0].cpu())
+            return super().__call__(q, k, v, attention, layout)
 
-    engines: list[Engine] = [WrappedEngine(LOCAL_ENGINE, recording)] * len(model.blocks)
+    engines: list[Engine] = [Recording()] * len(model.blocks)
     width = model.config.head_width
     kinds = [
         FullKind(FullKind.Options(backend="reference"), width),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from moba_train.attention import registry
-from moba_train.attention.full.full_kind import FullKind
-from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
+from moba_train.attention.full.full_kind import FullCosts, FullKind
+from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, StageContext
 from moba_train.config.base import Section
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
@@ -64,9 +64,9 @@ class ToyKind(AttentionKind):
         return Gate(model.hidden_size, model.heads)
 
     @classmethod
-    def initial_std(cls, parameter: str, std: float) -> float:
+    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         assert parameter == "proj.weight"
-        return 0.0
+        return torch.zeros(shape, device=generator.device)
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         assert isinstance(parameters, Gate)
@@ -75,8 +75,8 @@ class ToyKind(AttentionKind):
         gate_TH = parameters.proj(layer.x_TD).sigmoid()
         return out_THd * gate_TH.unsqueeze(-1), self.options.pull * (gate_TH.float() - 0.25).square().mean(-1)
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
-        return sum(length**2 for length in lengths) / 2
+    def costs(self, model: ModelConfig) -> KindCosts:
+        return FullCosts(self, model)
 
 
 def train_with_toy(*command: str) -> int:
@@ -244,7 +244,7 @@ def test_evaluation_repeats_the_runs_own_number(finished: Run) -> None:
 
 def test_generation_decodes_through_the_cache(finished: Run) -> None:
     """Token by token what one pass over the whole text predicts."""
-    from moba_train.attention.protocol import packed_layout
+    from moba_train.attention.layout import packed_layout
     from moba_train.checkpoint.trained_model import load_trained
     from moba_train.inference.generate import generate
     from moba_train.resolve.saved_recipe import open_checkpoint

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import build_attention

@@ -1,6 +1,5 @@
 """`moba-train profile-spans`: influences of a whole model, the command, and training with what it wrote."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import yaml
 from typer.testing import CliRunner
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.kind import WrappedEngine
-from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import packed_layout
+from moba_train.attention.layout import packed_layout
+from moba_train.attention.local import LOCAL_ENGINE, LocalEngine
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
@@ -56,20 +54,27 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
         loss().backward()
     assert sorted(seen) == [0, 1]
 
-    def moved(layer, head, query, key, share, q, k, v, attention, layout):
-        out, lse = LOCAL_ENGINE(q, k, v, attention, layout)
+    class Moved(LocalEngine):
+        def __init__(self, *place):
+            self.place = place
+
+        def __call__(self, q, k, v, attention, layout):
+            out, lse = super().__call__(q, k, v, attention, layout)
+            return moved(*self.place, q, k, v, attention, out), lse
+
+    def moved(layer, head, query, key, share, q, k, v, attention, out):
         scores = attention.scale * k[: query + 1, head // 2] @ q[query, head]
         scores[key] = -torch.inf
         masked = scores.softmax(0) @ v[: query + 1, head // 2] if query else torch.zeros(8, dtype=torch.float64)
         step = torch.zeros_like(out)
         step[query, head] = share * (masked - out[query, head])
-        return out + step, lse
+        return out + step
 
     for place in [(0, 3, 12, 0), (0, 1, 5, 5), (0, 0, 0, 0), (1, 2, 9, 3), (1, 0, 12, 11)]:
         losses = []
         for share in (1e-4, -1e-4):
             engines = [LOCAL_ENGINE, LOCAL_ENGINE]
-            engines[place[0]] = WrappedEngine(LOCAL_ENGINE, partial(moved, *place, share))
+            engines[place[0]] = Moved(*place, share)
             model.set_engines(engines)
             losses.append(loss().item())
         layer, head, query, key = place
@@ -133,7 +138,7 @@ def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resume
     assert len(stage.attention[0].options.alpha) == 4
     kinds = build_attention(stage.attention, 8)
     for at, length in enumerate((32, 64)):
-        density = sum(kind.attended_pairs([length]) for kind in kinds) / 2 / (length**2 / 2)
+        density = sum(kind.costs(config.model).pairs([length]) for kind in kinds) / 2 / (length**2 / 2)
         assert density <= 0.6
         assert float(lines[3].split()[1 + at]) == pytest.approx(density, abs=5e-4)
     assert main([str(recipe), "--stop-at-step", "1"]) == 0

@@ -18,8 +18,9 @@ from torch import Tensor
 from moba_train.attention.full.kernels import FullBackend
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.varlen import Segments
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.merge import merge, nothing_seen
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, TokenRange, TokenRanges, joined_ranges
+from moba_train.attention.protocol import BackwardState, Gradients
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def attend_backward(backend: type[FullBackend], state: BackwardState, layout: La
     chunks = kernel_calls(layout, backend.bottom_right)
 
     def backward(rows: slice, call: KernelCall) -> Gradients:
-        part = state.with_queries(rows).with_keys(k_SKD[call.keys], v_SKD[call.keys])
+        part = state.part(rows=rows)._replace(k=k_SKD[call.keys], v=v_SKD[call.keys])
         return backend.backward(part, call.segments, scale)
 
     if [len(calls) for _, calls in chunks] == [1] and chunks[0][1][0].keys == slice(0, k_SKD.shape[0]):

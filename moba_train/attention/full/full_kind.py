@@ -1,7 +1,4 @@
-"""Full attention as a LocalAttention.
-
-The kind `full`: dense causal attention.
-"""
+"""The kind `full`: dense causal attention."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -10,14 +7,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys, kernel_decodes
+from moba_train.attention.decoding import CachedKeys
+from moba_train.attention.facets.decodes import Decodes, decode_as_trained
 from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
-from moba_train.attention.kernels.table import triton_refuses
-from moba_train.attention.kind import AttentionKind, StageContext
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.attention.kernels.table import kernel_decodes, triton_refuses
+from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 
@@ -30,7 +29,7 @@ _BLOCKS_PAY_FROM = 8192
 for 9.4 ms at 8K, 68 for 142 at 32K (benchmarks/results/determinism-blocks-h200.json)."""
 
 
-class FullAttention(LocalAttention):
+class FullAttention(LocalAttention, Decodes):
     """Every query attends to all earlier tokens of its document and to itself."""
 
     class Options(Section):
@@ -42,8 +41,6 @@ class FullAttention(LocalAttention):
             "CUDA, any documents; flash2: the same by the package flash-attn; sdpa: fused CPU kernel; reference: plain "
             "PyTorch; auto: the fastest that can do it",
         )
-
-    alignment = 1
 
     def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
         assert isinstance(options, FullAttention.Options)
@@ -103,7 +100,7 @@ class FullAttention(LocalAttention):
         """(dq, dk, dv) of `attend`, block by block."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
         for of, kv, selection in self._every_block(state.q, state.k, layout):
-            gradients = self.by_block.attend_backward(state.with_heads(of, kv), layout, selection)
+            gradients = self.by_block.attend_backward(state.part(heads=of, kv_heads=kv), layout, selection)
             dq[:, of], dk[:, kv], dv[:, kv] = gradients
         return dq, dk, dv
 
@@ -124,7 +121,7 @@ class FullAttention(LocalAttention):
     def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
         if self.options.backend != "auto" or not kernel_decodes(q_BHD):
-            return super().decode(q_BHD, cached)
+            return decode_as_trained(self, q_BHD, cached)
         from moba_train.attention.kernels.triton.decode import decode
 
         return decode(q_BHD, cached, scale=self.scale)
@@ -174,10 +171,23 @@ class FullKind(AttentionKind):
                 f"{context.device}; set auto"
             )
 
-    def workspace_bytes(self, model: ModelConfig, width: int) -> int:
-        """Flash kernels sum the gradients of queries in float32."""
-        return 4 * model.heads * model.head_width
+    def costs(self, model: ModelConfig) -> "FullCosts":
+        """Costs of dense attention."""
+        return FullCosts(self, model)
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
+
+class FullCosts(KindCosts):
+    """Costs of a layer with full attention."""
+
+    def pairs(self, lengths: Sequence[int]) -> float:
         """Half of each document's square."""
-        return sum(length**2 for length in lengths) / 2
+        return full_pairs(lengths)
+
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Flash kernels sum the gradients of queries in float32."""
+        return TokenBytes(workspace=4 * self.model.heads * self.model.head_width)
+
+
+def full_pairs(lengths: Sequence[int]) -> float:
+    """Pairs of a query and a key of dense causal attention in documents of these lengths: half of each one's square."""
+    return sum(length**2 for length in lengths) / 2

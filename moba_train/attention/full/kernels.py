@@ -11,7 +11,8 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.reference import Mask, masked_attend, masked_attend_backward
 from moba_train.attention.kernels.varlen import Cpu, FlashAttention4, PackagedFlash2, Segments, TorchFlash, VarlenKernel
-from moba_train.attention.protocol import BackwardState, Gradients, Layout
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import BackwardState, Gradients
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -21,7 +21,8 @@ from moba_train.attention.kernels import composed
 from moba_train.attention.kernels.common import reference
 from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.table import triton_block_size, triton_refuses
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,8 @@ from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.composed_rows import sorted_parts
 from moba_train.attention.kernels.table import triton_runs_on
 from moba_train.attention.kernels.varlen import Segments, VarlenKernel, best_kernel, refusals
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection, joined_ranges
+from moba_train.attention.layout import Layout, joined_ranges
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
 
 class Part(Protocol):
@@ -141,7 +142,7 @@ class OneSoftmax:
 
     def own_state(self, blocks: BlockKernel, state: BackwardState, heads: slice, kv_heads: slice) -> BackwardState:
         """The results over all blocks are what the gradients through some of them need."""
-        return state.with_heads(heads, kv_heads)
+        return state.part(heads=heads, kv_heads=kv_heads)
 
     def entries_state(self, blocks: BlockKernel, part: Part, rows: Rows, k: Tensor, v: Tensor) -> BackwardState:
         """The results over all blocks, a row for each entry."""
@@ -185,7 +186,7 @@ class WeightedSum:
         """The own blocks' results, computed anew."""
         if not self.own:
             return None
-        some = state.with_heads(heads, kv_heads)
+        some = state.part(heads=heads, kv_heads=kv_heads)
         out, lse = blocks.attend_own(some.q, some.k, some.v)
         return some._replace(out=out, lse=lse)
 

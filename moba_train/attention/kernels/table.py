@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import in_one_range
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 
 _MOST_SELECTED = 127
 """Selected blocks of a query, its own block not counted: k up to 128."""
@@ -71,3 +71,9 @@ def triton_refuses(x: Tensor, layout: Layout, block_size: int, selected: int) ->
             parts = ", ".join(f"{start}-{stop}" for start, stop in given[:4]) + ", ..." * (len(given) > 4)
             return f"a shard whose token ranges {parts} are less than block_size {block_size} apart"
     return ""
+
+
+def kernel_decodes(q_BHD: Tensor, block_size: int = 16) -> bool:
+    """True if the decoding kernel takes queries like these, and blocks of `block_size` tokens."""
+    able = q_BHD.shape[-1] in (64, 128) and q_BHD.dtype in (torch.bfloat16, torch.float16)
+    return able and block_size % 16 == 0 and triton_runs_on(q_BHD)

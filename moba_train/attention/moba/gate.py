@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 
 
 def pool_keys(k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:

@@ -27,7 +27,7 @@ from moba_train.attention.kernels.common.call import heads_side_by_side
 from moba_train.attention.kernels.common.launch import ceil_div, launch, replayed
 from moba_train.attention.kernels.common.lists import block_tables, key_rows
 from moba_train.attention.kernels.triton.highest_scores import HIGHEST, enter, found_ids, no_blocks, store_ids
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 
 
 @replayed

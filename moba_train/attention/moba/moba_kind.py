@@ -1,45 +1,26 @@
-"""The short causal convolution over keys that FlashMoBA proposes (Xiao et al. 2025, arXiv:2511.11571).
-
-Keys of neighbouring tokens become alike, so a block's mean key says more about each of its keys, and the gate finds the
-right block more often. Weights begin as zeros, which changes nothing: silu(0) = 0.
-
-Shape suffixes: n tokens, K key/value heads, d head width.
-
-The kind `moba`: what a recipe, a plan and an export need to know about Mixture of Block Attention.
-"""
+"""The kind `moba`: what a recipe, a plan and an export need to know about Mixture of Block Attention."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
-from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
+from moba_train.attention.kind import (
+    AttentionKind,
+    KindCosts,
+    KindFacts,
+    LayerInput,
+    MicroBatch,
+    StageContext,
+    TokenBytes,
+)
+from moba_train.attention.moba.key_convolution import KeyConvolution
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.shard import Shard
-from moba_train.attention.statistics import SELECTION, SOFTMAX
+from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
-
-
-class KeyConvolution(nn.Module):
-    """k_t + silu(sum over l < width of weight_l * k_(t - l)), channel by channel, inside each document."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        """channels: K * d."""
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, width))
-
-    def forward(self, k_LKd: Tensor, shard: Shard) -> Tensor:
-        """The keys of the shard's rows, [L, K, d], before RoPE."""
-        k_nKd = shard.own(k_LKd)
-        taps = self.weight.T.unflatten(1, k_nKd.shape[1:])
-        mixed_nKd = k_nKd * taps[0]
-        for tap, earlier_nKd in zip(taps[1:], shard.previous("keys", k_nKd, len(taps) - 1), strict=True):
-            mixed_nKd = mixed_nKd + earlier_nKd * tap
-        return shard.padded(k_nKd + F.silu(mixed_nKd))
 
 
 class MobaKind(AttentionKind):
@@ -48,10 +29,16 @@ class MobaKind(AttentionKind):
     name = "moba"
     statistics = SOFTMAX | SELECTION
     Options = MobaAttention.Options
+    facts = KindFacts(not_exported=frozenset({"backend", "key_conv"}))  # a model with `key_conv` is not exported at all
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        self.attentions = (self._attention(),)
+        assert isinstance(options, MobaAttention.Options)
+        self.moba_options = options
+        self.attentions = (self._attention(options),)
+
+    def _attention(self, options: MobaAttention.Options) -> MobaAttention:
+        return MobaAttention(options, self.head_dim, section=f"attention.{self.name}")
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
@@ -69,7 +56,8 @@ class MobaKind(AttentionKind):
                 f"({', '.join(sorted(forced))}) and count towards it; allowed: >= {len(forced)}"
             )
 
-        reason = triton_limits(context.model.head_width, options.topk - 1) or triton_block_size(options.block_size)
+        reason = triton_limits(context.model.head_width, options.history_blocks)
+        reason = reason or triton_block_size(options.block_size)
         if context.device not in (None, "cuda") and not interpreted():
             reason = f"the run trains on {context.device}, CUDA needed"
         if options.backend == "triton" and reason:
@@ -82,57 +70,47 @@ class MobaKind(AttentionKind):
         return KeyConvolution(model.kv_heads * model.head_width, options.key_conv) if options.key_conv else None
 
     @classmethod
-    def initial_std(cls, parameter: str, std: float) -> float:
-        """Zero: keys are what they were, also where the convolution is inserted into a trained model."""
-        return 0.0
+    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        """Zeros: keys are what they were, also if the convolution is inserted into a trained model."""
+        return torch.zeros(shape, device=generator.device)
 
-    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, None]:
         """One engine call, on keys behind the convolution."""
-        if self._key_conv:
+        k_TKd = layer.k_TKd
+        if self.moba_options.key_conv:
             assert isinstance(parameters, KeyConvolution)
-            layer = layer._replace(k_TKd=parameters(layer.k_TKd, layer.shard))
-        return super().mix(layer, parameters)
+            k_TKd = parameters(k_TKd, layer.engine.shard(layer.layout))
+        rotated = layer.rotate(layer.q_THd), layer.rotate(k_TKd)
+        return layer.engine(*rotated, layer.v_TKd, self.attentions[0], layer.layout)[0], None
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
+    def costs(self, model: ModelConfig) -> "MobaCosts":
+        """Costs of attention to the selected blocks, and of the gate."""
+        return MobaCosts(self, model)
+
+
+class MobaCosts(KindCosts):
+    """Costs of a layer with MoBA."""
+
+    kind: MobaKind
+
+    def pairs(self, lengths: Sequence[int]) -> float:
         """Own blocks up to the query, and at most topk - 1 complete blocks before."""
-        return sum(attended_pairs(length, self._block_size, self._topk) for length in lengths)
+        options = self.kind.moba_options
+        return sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
 
-    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+    def flops(self, lengths: Sequence[int]) -> float:
         """Attention to the selected blocks, and the gate."""
-        return super().flops(model, lengths) + gate_flops(model, lengths, self._block_size)
+        return super().flops(lengths) + gate_flops(self.model, lengths, self.kind.moba_options.block_size)
 
-    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """The selected block ids and their inverse lists, int32 each; none where every block is selected. With key_conv
-        and without activation checkpointing, in 16 bits: the keys before it, those of the tokens before, and their sum.
-        """
-        convolved = 2 * model.kv_heads * model.head_width * (self._key_conv + 1) if self._key_conv else 0
-        if seq_len <= self._topk * self._block_size:
-            return convolved
-        return 2 * 4 * model.heads * (self._topk - 1) + convolved
-
-    def export_entry(self) -> dict[str, Any]:
-        """All options but `key_conv`, whose parameters `export_problem` refuses."""
-        entry = super().export_entry()
-        del entry["key_conv"]
-        return entry
-
-    def _attention(self) -> MobaAttention:
-        return MobaAttention(self.options, self.head_dim, section=f"attention.{self.name}")
-
-    @property
-    def _block_size(self) -> int:
-        assert isinstance(self.options, MobaAttention.Options)
-        return self.options.block_size
-
-    @property
-    def _key_conv(self) -> int:
-        assert isinstance(self.options, MobaAttention.Options)
-        return self.options.key_conv
-
-    @property
-    def _topk(self) -> int:
-        assert isinstance(self.options, MobaAttention.Options)
-        return self.options.topk
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Saved are the selected block ids and their inverse lists, int32 each; none if every block is selected. With
+        key_conv and without activation checkpointing, in 16 bits: the keys before it, those of the tokens before, and
+        their sum."""
+        options, model = self.kind.moba_options, self.model
+        saved = 2 * model.kv_heads * model.head_width * (options.key_conv + 1) if options.key_conv else 0
+        if batch.seq_len > options.topk * options.block_size:
+            saved += 2 * 4 * model.heads * options.history_blocks
+        return super().token_bytes(batch)._replace(saved=saved)
 
 
 def gate_flops(model: ModelConfig, lengths: Sequence[int], block_size: int) -> float:
@@ -149,8 +127,8 @@ def attended_pairs(length: int, block_size: int, topk: int) -> float:
     Equal to length^2 / 2, dense attention's, when topk blocks hold the document.
     """
     blocks, rest = divmod(length, block_size)
-    own = (blocks * block_size**2 + rest**2) / 2
+    diagonal = (blocks * block_size**2 + rest**2) / 2
     # Complete block b has min(b, topk - 1) blocks of history: 0, 1, ..., then always topk - 1.
     growing = min(topk, blocks)
     history = growing * (growing - 1) // 2 + (blocks - growing) * (topk - 1)
-    return own + history * block_size**2 + min(topk - 1, blocks) * block_size * rest
+    return diagonal + history * block_size**2 + min(topk - 1, blocks) * block_size * rest

@@ -1,20 +1,20 @@
 """MoBA as a LocalAttention: the gate summarizes keys and selects blocks, `BlockAttention` attends to them."""
 
 import math
-from typing import Annotated, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.block_sparse import DenseOrSparse
+from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks
+from moba_train.attention.facets.probed import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
-from moba_train.attention.kernels.by_unit import BlocksByUnit
-from moba_train.attention.kernels.common.geometry import block_bound
 from moba_train.attention.kernels.common.selection import Choice, key_share, selection_statistics
 from moba_train.attention.kernels.table import triton_refuses
+from moba_train.attention.layout import Layout
 from moba_train.attention.moba import gate
-from moba_train.attention.protocol import Layout, Selection
+from moba_train.attention.protocol import AttentionFacts, Selection
 from moba_train.attention.statistics import Statistics
 from moba_train.config.base import Length, Section
 
@@ -56,12 +56,7 @@ def _triton() -> Selector:
     return cast(Selector, gate_kernels)
 
 
-def _current_name(backend: object) -> object:
-    """`composed` was called `flash` in recipes and checkpoints before 2026-11-22; both load."""
-    return "composed" if backend == "flash" else backend
-
-
-class MobaAttention(DenseOrSparse):
+class MobaAttention(DenseOrSparse, Gated):
     """Mixture of Block Attention: each query and head attends to its own block and to its top-k blocks of history."""
 
     class Options(Section):
@@ -75,7 +70,7 @@ class MobaAttention(DenseOrSparse):
         always: tuple[Literal["current", "previous", "first"], ...] = Field(
             ("current",), description="blocks that are selected regardless of their gate; they count towards topk"
         )
-        backend: Annotated[Literal["auto", "triton", "composed", "reference"], BeforeValidator(_current_name)] = Field(
+        backend: Literal["auto", "triton", "composed", "reference"] = Field(
             "auto",
             description="triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash attention over gathered "
             "queries, then a merge; reference: plain PyTorch, any device; auto: dense attention where no document is "
@@ -88,8 +83,12 @@ class MobaAttention(DenseOrSparse):
             "parameters of its own: k + silu(convolution of k), before the rotary embedding; 0: none",
         )
 
+        @property
+        def history_blocks(self) -> int:
+            """Blocks before its own that a query selects, at most: the own block is one of `topk`."""
+            return self.topk - 1
+
     blocks: BlockAttention
-    work_grows = False  # every query attends to topk blocks; the gate, which does grow, is small
 
     def __init__(
         self, options: Section, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
@@ -99,84 +98,76 @@ class MobaAttention(DenseOrSparse):
         forced = {"current", *options.always}
         if len(forced) > options.topk:
             raise ValueError(f"always: {options.always} forces {len(forced)} blocks, topk is {options.topk}")
+        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        if not 0 < scale < math.inf:  # flash kernels find a row's maximum before they scale it
+            raise ValueError(f"softmax_scale: {softmax_scale} given, a positive, finite number needed")
         self.options = options
         self.backend = options.backend
-        self.alignment = options.block_size
-        self.couples_heads = options.select == "group"
-        self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        if not 0 < self.scale < math.inf:  # flash kernels find a row's maximum before they scale it
-            raise ValueError(f"softmax_scale: {softmax_scale} given, a positive, finite number needed")
-        self.dense = FullAttention(FullAttention.Options(), head_dim, self.scale)
-        self.blocks = BlockAttention(options.block_size, self.scale, options.backend, f"{section}.backend")
-
-    @property
-    def by_unit(self) -> BlocksByUnit:
-        """This attention, one block at a time."""
-        return BlocksByUnit(self, self.options.topk - 1)
+        self.block_size = options.block_size
+        self.full_up_to = options.topk * options.block_size
+        # Every query attends to topk blocks: the gate's work, which does grow with the position, is small.
+        couples_heads = options.select == "group"
+        self.facts = AttentionFacts(alignment=options.block_size, couples_heads=couples_heads, work_grows=False)
+        self.scale = scale
+        self.full = FullAttention(FullAttention.Options(), head_dim, scale)
+        self.blocks = BlockAttention(options.block_size, scale, options.backend, f"{section}.backend")
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every block, [blocks, K, D]; zeros for blocks without given keys."""
-        return self._selector(k_SKD, layout).pool_keys(k_SKD, layout, self.options.block_size)
+        return self._selector(k_SKD, layout).pool_keys(k_SKD, layout, self.block_size)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
         """The selected history blocks, int32 [H, T, C] (`gate.select_blocks`), and what the backend makes of them.
 
-        Nothing where every block is selected.
+        Nothing if every block is selected.
         """
-        selected_HTC = self.select_blocks(q_THD, summaries, layout)
-        if selected_HTC is None:
+        if self.is_full(layout):
             return ()
         assert summaries is not None
+        selected_HTC = self.select_blocks(q_THD, summaries, layout)
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
+
+    def select_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
+        """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`)."""
+        return self._selector(q_THD, layout).select_blocks(
+            q_THD,
+            summaries,
+            layout,
+            block_size=self.block_size,
+            count=self._listed(layout),
+            select=self.options.select,
+            always=self.options.always,
+        )
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
+        if self.is_full(layout):
+            return ()
+        return self.blocks.empty_selection(self._listed(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
+
+    def gate(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Gate | None:
+        """The selected blocks, and the gates (`gate.gate_scores`), scaled."""
+        if self.is_full(layout):
+            return None
+        assert summaries is not None
+        selected = SelectedBlocks(self.select_blocks(q_THD, summaries, layout), self.block_size)
+        return Gate(selected, gate.gate_scores(q_THD, summaries, self.options.select) * self.scale)
+
+    def selected_by(self, rows_n: Tensor, selection: Selection, layout: Layout) -> SelectedBlocks | None:
+        """The blocks of these queries; None if every block is selected."""
+        return SelectedBlocks(selection[0][:, rows_n], self.block_size) if selection else None
 
     def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
         """`selection_statistics` of the selected blocks."""
-        if not selection or self.is_dense(layout):
+        if not selection or self.is_full(layout):
             return key_share(None, layout)
         options = self.options
         first, previous = (int(name in options.always) for name in ("first", "previous"))
         choice = Choice(options.block_size, options.topk, first, local=1 + previous)
         return selection_statistics(selection[0], layout, choice)
 
-    def select_blocks(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Tensor | None:
-        """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`); None where every block is selected."""
-        if self.is_dense(layout):
-            return None
-        assert summaries is not None
-        return self._selector(q_THD, layout).select_blocks(
-            q_THD,
-            summaries,
-            layout,
-            block_size=self.options.block_size,
-            count=self._count(layout),
-            select=self.options.select,
-            always=self.options.always,
-        )
-
-    def selected_blocks(self, selection: Selection) -> Tensor | None:
-        """int32 [H, T, C]; None where every block is selected."""
-        return selection[0] if selection else None
-
-    def block_scores(self, q_THD: Tensor, summaries: Tensor) -> Tensor:
-        """The gates (`gate.gate_scores`), scaled."""
-        return gate.gate_scores(q_THD, summaries, self.options.select) * self.scale
-
-    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
-        """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
-        if self.is_dense(layout):
-            return ()
-        return self.blocks.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
-
-    @property
-    def dense_tokens(self) -> int:
-        """Tokens of topk blocks."""
-        return self.options.topk * self.options.block_size
-
-    def _count(self, layout: Layout) -> int:
-        """C: history blocks of a query, at most; the own block is one of `topk`."""
-        return min(self.options.topk - 1, block_bound(layout, self.options.block_size))
+    def _listed(self, layout: Layout) -> int:
+        return listed_blocks(self.options.history_blocks, layout, self.block_size)
 
     def _selector(self, x: Tensor, layout: Layout) -> Selector:
-        return pick_selector(
-            self.options.backend, x, layout, block_size=self.options.block_size, count=self._count(layout)
-        )
+        return pick_selector(self.backend, x, layout, block_size=self.block_size, count=self._listed(layout))

@@ -17,13 +17,23 @@ from torch import Tensor, nn
 
 from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.full import FullAttention
+from moba_train.attention.full.full_kind import full_pairs
+from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
-from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
+from moba_train.attention.kind import (
+    AttentionKind,
+    KindCosts,
+    KindFacts,
+    LayerInput,
+    MicroBatch,
+    StageContext,
+    TokenBytes,
+)
 from moba_train.attention.moba.moba_kind import attended_pairs
-from moba_train.attention.shard import Shard, ShardCall
-from moba_train.attention.statistics import SELECTION, SOFTMAX
+from moba_train.attention.observer import AttentionCall, statistics_observer
+from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded
+from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.base import Length, Section
-from moba_train.config.model import ModelConfig
 
 Features = tuple[Tensor, Tensor]
 """What the gate compares: features of queries and of keys, with the gate's gradient."""
@@ -52,6 +62,11 @@ class GateOptions(Section):
         "and for the gate too; auto: triton where it can run, else composed where it can run",
     )
 
+    @property
+    def history_blocks(self) -> int:
+        """Blocks before its own that a query attends to, at most: the own block is one of `topk`."""
+        return self.topk - 1
+
 
 class DistilledGate(AttentionKind):
     """Base class: a kind gives its options, its parameters, its gate's features, their choice and their divergence."""
@@ -64,18 +79,15 @@ class DistilledGate(AttentionKind):
         assert isinstance(options, GateOptions)
         self.gate_options = options
         self.full = FullAttention(FullAttention.Options(), head_dim)
-        self.blocks = GivenBlocks(options.block_size, head_dim, options.backend, f"attention.{self.name}.backend")
+        self.facts = KindFacts(learns=options.mode == "warmup" or options.train_gate)
+        key = f"attention.{self.name}.backend"
+        self.blocks = GivenBlocks(options.block_size, options.history_blocks, head_dim, options.backend, key)
         self.attentions = (self.full,) if self.needs_full else ()
 
     @property
     def needs_full(self) -> bool:
-        """Whether the layer computes full attention."""
+        """True if the layer computes full attention."""
         return self.gate_options.mode == "warmup"
-
-    @property
-    def learns(self) -> bool:
-        """Whether the gate learns."""
-        return self.gate_options.mode == "warmup" or self.gate_options.train_gate
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
@@ -86,7 +98,9 @@ class DistilledGate(AttentionKind):
                 f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
                 f"{context.seq_len} tokens; allowed: at most seq_len"
             )
-        reason = triton_limits(context.model.head_width, options.topk - 1) or triton_block_size(options.block_size)
+        reason = triton_limits(context.model.head_width, options.history_blocks) or triton_block_size(
+            options.block_size
+        )
         if context.device not in (None, "cuda") and not interpreted():
             reason = f"the run trains on {context.device}, CUDA needed"
         if options.mode == "sparse" and options.backend == "triton" and reason:
@@ -127,76 +141,78 @@ class DistilledGate(AttentionKind):
 
     def _warm_up(self, layer: LayerInput, rotated: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
         out_LHd, lse_HL = layer.engine(rotated.q_THd, rotated.k_TKd, rotated.v_TKd, self.full, layer.layout)
-        shard = layer.shard
+        shard = layer.engine.shard(layer.layout)
+        observer = statistics_observer(layer.engine)
         learns = torch.is_grad_enabled()
-        if not (learns or shard.observer):
+        if not (learns or observer):
             return out_LHd, None
-        q_nHd = shard.own(rotated.q_THd).detach()
-        k_TKd = shard.gather("k", shard.own(rotated.k_TKd).detach())
+        q_nHd = own_rows(rotated.q_THd, shard).detach()
+        k_TKd = shard.gather("k", own_rows(rotated.k_TKd, shard).detach())
         features = self.features(layer, parameters)
-        if shard.observer:
-            v_TKd = shard.gather("v", shard.own(rotated.v_TKd).detach())
+        if observer:  # sees what the gate would select
+            v_TKd = shard.gather("v", own_rows(rotated.v_TKd, shard).detach())
             selected_HnC = self.select(features, shard, q_nHd)
-            shard.observer.could_select(ShardCall(q_nHd, k_TKd, v_TKd, self.blocks, selected_HnC, shard.layout))
+            observer.selected(self.blocks, (selected_HnC,), shard.layout)
+            call = AttentionCall(q_nHd, k_TKd, v_TKd, self.blocks, shard.layout, selected_HnC, has_all_keys=True)
+            observer.attended(call, out_LHd, lse_HL)
         if not learns:
             return out_LHd, None
         lse_Hn = lse_HL[:, : len(q_nHd)]
-        return out_LHd, self._loss(self.divergence(features, shard, q_nHd, k_TKd, lse_Hn, None), shard)
+        kl_n = self.divergence(features, shard, q_nHd, k_TKd, lse_Hn, None)
+        return out_LHd, padded(kl_n * self.gate_options.kl_weight, len(layer.x_TD))
 
     def _sparse(self, layer: LayerInput, rotated: LayerInput, parameters: nn.Module) -> tuple[Tensor, Tensor | None]:
-        shard = layer.shard
-        q_nHd = shard.own(rotated.q_THd)
-        k_TKd = shard.gather("k", shard.own(rotated.k_TKd))
-        v_TKd = shard.gather("v", shard.own(rotated.v_TKd))
-        if shard.attends_to_all:
-            return shard.padded(shard.attend(q_nHd, k_TKd, v_TKd, self.full)[0]), None
+        shard = layer.engine.shard(layer.layout)
+        q_nHd = own_rows(rotated.q_THd, shard)
+        k_TKd = shard.gather("k", own_rows(rotated.k_TKd, shard))
+        v_TKd = shard.gather("v", own_rows(rotated.v_TKd, shard))
+        if attends_to_all(shard):
+            return padded(shard.attend(q_nHd, k_TKd, v_TKd, self.full)[0], len(layer.x_TD)), None
         features = self.features(layer, parameters)
         selected_HnC = self.select(features, shard, q_nHd)
         out_nHd, lse_Hn = shard.attend(q_nHd, k_TKd, v_TKd, self.blocks, selected_HnC)
-        if not (self.learns and torch.is_grad_enabled()):
-            return shard.padded(out_nHd), None
+        if not (self.facts.learns and torch.is_grad_enabled()):
+            return padded(out_nHd, len(layer.x_TD)), None
         teacher: tuple[Tensor, Tensor | None] = (lse_Hn, selected_HnC)
         if self.needs_full:
             with torch.no_grad():
                 _, lse_HL = layer.engine(rotated.q_THd, rotated.k_TKd, rotated.v_TKd, self.full, layer.layout)
             teacher = (lse_HL[:, : len(q_nHd)], None)
         kl_n = self.divergence(features, shard, q_nHd.detach(), k_TKd.detach(), *teacher)
-        return shard.padded(out_nHd), self._loss(kl_n, shard)
+        return padded(out_nHd, len(layer.x_TD)), padded(kl_n * self.gate_options.kl_weight, len(layer.x_TD))
 
-    def _loss(self, kl_n: Tensor, shard: Shard) -> Tensor:
-        return shard.padded(kl_n * self.gate_options.kl_weight)
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
-        """Half of each document's square in the warm-up; else own blocks up to the query, and at most topk - 1 complete
-        blocks before."""
-        options = self.gate_options
+class GateCosts(KindCosts):
+    """Costs of a layer with a distilled gate; a kind gives the gate's operations."""
+
+    kind: DistilledGate
+
+    def pairs(self, lengths: Sequence[int]) -> float:
+        """Those of full attention in the warm-up; else own blocks up to the query, and at most topk - 1 complete blocks
+        before."""
+        options = self.kind.gate_options
         if options.mode == "warmup":
-            return _full_pairs(lengths)
+            return full_pairs(lengths)
         return sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
 
-    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+    def flops(self, lengths: Sequence[int]) -> float:
         """Attention, the gate, and while it learns what it learns from."""
-        full = _full_pairs(lengths)
-        flops = 12.0 * model.heads * model.head_width * self.attended_pairs(lengths)
-        if self.needs_full and self.gate_options.mode == "sparse":
-            flops += 4.0 * model.heads * model.head_width * full
-        return flops + self.gate_flops(model, lengths, full)
+        width = self.model.heads * self.model.head_width
+        flops = 12.0 * width * self.pairs(lengths)
+        if self.kind.needs_full and self.kind.gate_options.mode == "sparse":
+            flops += 4.0 * width * full_pairs(lengths)
+        return flops + self.gate_flops(lengths)
 
     @abstractmethod
-    def gate_flops(self, model: ModelConfig, lengths: Sequence[int], full_pairs: float) -> float:
-        """Operations of the gate and of its divergence; `full_pairs`: those of full attention."""
+    def gate_flops(self, lengths: Sequence[int]) -> float:
+        """Operations of the gate and of its divergence."""
 
-    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """Selected block ids and their inverse lists, int32 each, in mode sparse."""
-        options = self.gate_options
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """In mode sparse, selected block ids and their inverse lists, int32 each, are saved, and keys and values
+        gathered; full attention in the warm-up is an engine call."""
+        workspace = super().token_bytes(batch).workspace if self.kind.needs_full else 0
+        options, model = self.kind.gate_options, self.model
         if options.mode == "warmup":
-            return 0
-        return 2 * 4 * model.heads * min(options.topk - 1, -(-seq_len // options.block_size))
-
-    def gathered_bytes(self, model: ModelConfig, width: int) -> int | None:
-        """Keys and values in mode sparse; full attention in the warm-up is an engine call."""
-        return None if self.gate_options.mode == "warmup" else 2 * width * model.kv_heads * model.head_width
-
-
-def _full_pairs(lengths: Sequence[int]) -> float:
-    return sum(length**2 for length in lengths) / 2
+            return TokenBytes(workspace=workspace)
+        saved = 2 * 4 * model.heads * min(options.history_blocks, -(-batch.seq_len // options.block_size))
+        return TokenBytes(saved, gathered=2 * batch.width * model.kv_heads * model.head_width, workspace=workspace)

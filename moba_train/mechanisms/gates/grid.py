@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_edges, block_ids, first_blocks
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 
 EDGES = 4
 """Blocks that a shard may share with other ranks, at most: the first and the last of its two token ranges."""

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.kind import LayerInput
-from moba_train.attention.operators import layout_arguments, query_positions
-from moba_train.attention.shard import Shard
+from moba_train.attention.full.full_kind import full_pairs
+from moba_train.attention.kind import LayerInput, MicroBatch, TokenBytes
+from moba_train.attention.layout_operators import layout_arguments
+from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.gates import msa_operators as operators
-from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateCosts, GateOptions
+from moba_train.mechanisms.layout_operators import query_positions
 
 
 class IndexBranch(nn.Module):
@@ -68,8 +70,8 @@ class MsaKind(DistilledGate):
 
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Index queries [n, K, w] of this rank and index keys [T, w] of all tokens."""
-        shard = layer.shard
-        x_nD = shard.own(layer.x_TD).detach()
+        shard = layer.engine.shard(layer.layout)
+        x_nD = own_rows(layer.x_TD, shard).detach()
         positions_n = query_positions(*layout_arguments(shard.layout), len(x_nD))
         q_nKw, k_n1w = (layer.rotate_at(x, positions_n) for x in parameters(x_nD))
         return q_nKw, shard.gather("index_k", k_n1w.squeeze(1))
@@ -79,7 +81,7 @@ class MsaKind(DistilledGate):
         options = self.gate_options
         where = layout_arguments(shard.layout)
         reference = options.backend == "reference"
-        selected_KnC = operators.select(*features, *where, options.block_size, options.topk - 1, reference)
+        selected_KnC = operators.select(*features, *where, options.block_size, options.history_blocks, reference)
         return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
 
     def divergence(
@@ -98,33 +100,40 @@ class MsaKind(DistilledGate):
         sizes = self.gate_options.block_size, self.full.scale, self.gate_options.backend == "reference"
         return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
 
-    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
-        """In the warm-up, beside full attention's: keys and index keys of other ranks, from which the gate learns."""
-        if self.gate_options.mode == "sparse":
-            return 0
-        return (cp - 1) * width * (model.kv_heads * model.head_width + self._index_width(model))
+    def costs(self, model: ModelConfig) -> "MsaCosts":
+        """Costs of attention and the index branch."""
+        return MsaCosts(self, model)
 
-    def gathered_bytes(self, model: ModelConfig, width: int) -> int | None:
-        """Keys, values and index keys in mode sparse."""
-        found = super().gathered_bytes(model, width)
-        return None if found is None else found + width * self._index_width(model)
 
-    def gate_flops(self, model: ModelConfig, lengths: Sequence[int], full_pairs: float) -> float:
+class MsaCosts(GateCosts):
+    """Costs of a layer with MiniMax Sparse Attention."""
+
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """In mode sparse, index keys are also gathered; in the warm-up, keys and index keys of other ranks are kept,
+        from which the gate learns."""
+        found, index = super().token_bytes(batch), self._index_width
+        if found.gathered is not None:
+            return found._replace(gathered=found.gathered + batch.width * index)
+        others = (batch.cp - 1) * batch.width * (self.model.kv_heads * self.model.head_width + index)
+        return found._replace(activations=others)
+
+    def gate_flops(self, lengths: Sequence[int]) -> float:
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
         are attended to."""
-        options = self.gate_options
-        width = self._index_width(model)
+        options, model, width = self.kind.gate_options, self.model, self._index_width
         matrices = model.hidden_size * (model.kv_heads + 1) * width
         index = 2.0 * model.kv_heads * width
         # The projections forward, and the gradient of their weights; the layer's input gets none.
-        flops = 2.0 * matrices * sum(lengths) * (2 if self.learns else 1) + index * full_pairs
-        if self.learns:
-            attended = self.attended_pairs(lengths)
+        learns = self.kind.facts.learns
+        flops = 2.0 * matrices * sum(lengths) * (2 if learns else 1) + index * full_pairs(lengths)
+        if learns:
+            attended = self.pairs(lengths)
             # Probabilities of the heads; gradients of the index pass one token of a block.
             flops += 2.0 * model.heads * model.head_width * attended + 2 * index * attended / options.block_size
         return flops
 
-    def _index_width(self, model: ModelConfig) -> int:
-        options = self.gate_options
+    @property
+    def _index_width(self) -> int:
+        options = self.kind.gate_options
         assert isinstance(options, MsaKind.Options)
-        return options.index_dim or model.head_width
+        return options.index_dim or self.model.head_width

@@ -30,7 +30,7 @@ from moba_train.attention.kernels.common.geometry import block_edges
 from moba_train.attention.kernels.common.lists import BlockLists, invert
 from moba_train.attention.kernels.common.softmax import LOG2_E
 from moba_train.attention.kernels.common.tiles import TileShape, cut_lists, tile_of_program
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 from moba_train.mechanisms.gates.grid import block_grid, causal_chunks
 
 _NUMBERS_PER_BLOCK = 4

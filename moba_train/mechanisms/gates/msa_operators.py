@@ -20,10 +20,10 @@ from moba_train.attention.kernels.common.geometry import QueryBlocks, block_boun
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kernels.table import triton_multiplies
-from moba_train.attention.operators import with_layout
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 from moba_train.mechanisms.gates import msa_reference
 from moba_train.mechanisms.gates.grid import block_grid
+from moba_train.mechanisms.layout_operators import with_layout
 
 
 def _implementation(reference: bool, *tensors: Tensor) -> ModuleType:

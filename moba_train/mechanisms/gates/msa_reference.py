@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.reference import accumulation_dtype
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 from moba_train.mechanisms.gates.grid import block_grid, causal_chunks
 
 KEY_PARTS = 1

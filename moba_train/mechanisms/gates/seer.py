@@ -14,13 +14,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.kind import LayerInput
-from moba_train.attention.operators import layout_arguments
-from moba_train.attention.shard import Shard
+from moba_train.attention.full.full_kind import full_pairs
+from moba_train.attention.kind import LayerInput, MicroBatch, TokenBytes
+from moba_train.attention.layout_operators import layout_arguments
+from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.base import Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.gates import seer_operators as operators
-from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateCosts, GateOptions
 
 
 class SeerGate(nn.Module):
@@ -62,11 +63,14 @@ class SeerKind(DistilledGate):
         super().__init__(options, head_dim)
         assert isinstance(options, SeerKind.Options)
         self.seer_options = options
+        # The queries of a block select by their mean.
+        problem = "" if options.mode == "warmup" else _OWN_DECODE_PROBLEM
+        self.facts = self.facts._replace(prefill_unit=options.block_size, own_decode_problem=problem)
 
     @property
     def needs_full(self) -> bool:
-        """In mode sparse, too, while the gate learns: its target is the map of full attention."""
-        return self.learns
+        """True also in mode sparse while the gate learns: its target is the map of full attention."""
+        return self.facts.learns
 
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
@@ -75,10 +79,10 @@ class SeerKind(DistilledGate):
 
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Features of every block's queries and keys, [N, H, w] and [N, K, w]; equal on all ranks of a sequence."""
-        shard = layer.shard
+        shard = layer.engine.shard(layer.layout)
         block_size = self.gate_options.block_size
         positions_N, tokens_N = operators.blocks(*layout_arguments(shard.layout), block_size)
-        rows = shard.own(layer.q_THd).detach(), shard.own(layer.k_TKd).detach()
+        rows = own_rows(layer.q_THd, shard).detach(), own_rows(layer.k_TKd, shard).detach()
         features = parameters(*_pooled(shard, *rows, tokens_N, block_size))
         q_NHw, k_NKw = (layer.rotate_at(x, positions_N) for x in features)
         return q_NHw, k_NKw
@@ -87,7 +91,9 @@ class SeerKind(DistilledGate):
         """The blocks with the highest scores for each head and block of queries, the queries' own not counted."""
         options = self.seer_options
         where = layout_arguments(shard.layout)
-        return operators.select(*features, *where, len(q_nHd), options.block_size, options.topk - 1, options.threshold)
+        return operators.select(
+            *features, *where, len(q_nHd), options.block_size, options.history_blocks, options.threshold
+        )
 
     def divergence(
         self,
@@ -108,44 +114,48 @@ class SeerKind(DistilledGate):
         kl_n, _ = operators.distill(*features, own_map, *edges, *where, len(q_nHd), block_size)
         return kl_n
 
-    def gate_flops(self, model: ModelConfig, lengths: Sequence[int], full_pairs: float) -> float:
-        """Matrices and scores of blocks, and one more product of q and k where there is a map to learn."""
-        options = self.seer_options
+    def costs(self, model: ModelConfig) -> "SeerCosts":
+        """Costs of attention and the gate."""
+        return SeerCosts(self, model)
+
+
+class SeerCosts(GateCosts):
+    """Costs of a layer with SeerAttention."""
+
+    kind: SeerKind
+
+    def gate_flops(self, lengths: Sequence[int]) -> float:
+        """Matrices and scores of blocks, and one more product of q and k if there is a map to learn."""
+        options, model, learns = self.kind.seer_options, self.model, self.kind.facts.learns
         width = options.gate_dim or model.head_width
         blocks = [-(-length // options.block_size) for length in lengths]
         matrices = (model.heads + 3 * model.kv_heads) * model.head_width * width
         scores = model.heads * width * sum(count**2 for count in blocks) / 2
         # Forward alone, or with the gradient of the matrices, and of both factors of the scores.
-        gate = 2.0 * matrices * sum(blocks) * (2 if self.learns else 1) + 2.0 * scores * (3 if self.learns else 1)
-        return gate + (2.0 * model.heads * model.head_width * full_pairs if self.learns else 0.0)
+        gate = 2.0 * matrices * sum(blocks) * (2 if learns else 1) + 2.0 * scores * (3 if learns else 1)
+        return gate + (2.0 * model.heads * model.head_width * full_pairs(lengths) if learns else 0.0)
 
-    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """Selected blocks, and while the gate learns its target: float32, blocks by blocks for each head."""
-        block_size = self.gate_options.block_size
-        target = 4 * model.heads * -(-seq_len // block_size) // block_size
-        return super().saved_bytes(model, seq_len) + (target if self.learns else 0)
+        found = super().token_bytes(batch)
+        block_size = self.kind.gate_options.block_size
+        target = 4 * self.model.heads * -(-batch.seq_len // block_size) // block_size
+        return found._replace(saved=found.saved + target) if self.kind.facts.learns else found
 
-    @property
-    def prefill_unit(self) -> int:
-        """The block size: the queries of a block select by their mean."""
-        return self.gate_options.block_size
 
-    def own_decode_problem(self) -> str:
-        """In mode sparse a query's blocks depend on the mean of its whole block, which is not known yet."""
-        if self.gate_options.mode == "warmup":
-            return ""
-        return (
-            "decode: own given, but attention.seer.mode 'sparse' selects from the mean query of a whole block, which "
-            "is not known while its tokens are generated one by one; allowed: full, which reads the prompt with the "
-            "selected blocks, as published"
-        )
+_OWN_DECODE_PROBLEM = (
+    "decode: own given, but attention.seer.mode 'sparse' selects from the mean query of a whole block, which is not "
+    "known while its tokens are generated one by one; allowed: full, which reads the prompt with the selected blocks, "
+    "as published"
+)
 
 
 @torch.no_grad()
 def _pooled(shard: Shard, q_nHd: Tensor, k_nKd: Tensor, tokens_N: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Mean q [N, H, d], and mean, maximum and minimum of k [N, K, 3 d], of all blocks; zeros for ids without a
     block. `tokens_N`: of each block."""
-    if shard.ranks == 1:  # also while a prompt is read in parts: the first block may have begun in the part before
+    if len(shard.place.ranges_by_rank) == 1:
+        # Also while a prompt is read in parts: the first block may have begun in the part before.
         *sizes, _ = layout_arguments(shard.layout)
         rows = shard.gather("q_unrotated", q_nHd), shard.gather("k_unrotated", k_nKd)
         sums_NHd, extremes_NKd = operators.pool(*rows, *sizes, [0, shard.layout.total], block_size)

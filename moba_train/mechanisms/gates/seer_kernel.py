@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_edges
 from moba_train.attention.kernels.common.softmax import LOG2_E
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 from moba_train.mechanisms.gates.grid import block_grid, query_rows
 
 _LONGEST = 128

@@ -18,9 +18,9 @@ from moba_train.attention.kernels.common.geometry import QueryBlocks, block_boun
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kernels.table import triton_multiplies
-from moba_train.attention.operators import with_layout
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 from moba_train.mechanisms.gates.grid import EDGES, QueryRows, block_grid, causal_chunks, query_rows, query_rows_bound
+from moba_train.mechanisms.layout_operators import with_layout
 
 
 @torch.library.custom_op("moba_train::seer_blocks", mutates_args=())

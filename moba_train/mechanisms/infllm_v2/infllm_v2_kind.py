@@ -23,24 +23,31 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.block_sparse import DenseOrSparse
+from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks
+from moba_train.attention.facets.probed import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import (
     KeySpans,
     LocalBlocks,
     QueryBlocks,
-    block_bound,
     query_blocks,
     with_local_blocks,
 )
-from moba_train.attention.kernels.common.selection import Choice, choose_blocks, key_share, selection_statistics
+from moba_train.attention.kernels.common.selection import (
+    SELECTION,
+    Choice,
+    choose_blocks,
+    key_share,
+    selection_statistics,
+)
 from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
-from moba_train.attention.kind import AttentionKind, StageContext
+from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.moba.moba_local import pick_selector
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
-from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
+from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection
+from moba_train.attention.statistics import SOFTMAX, Statistics
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.infllm_v2.scores import BlockScores, WindowSizes, window_means
@@ -100,7 +107,7 @@ class SharedBlocks:
         """(dq, dk, dv) of `attend`."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
         for kv, of in self._parts(selection):
-            some = state.with_heads(of, kv)
+            some = state.part(heads=of, kv_heads=kv)
             part, spans = self._part(selection, kv, some.q, layout)
             dq[:, of], dk[:, kv], dv[:, kv] = self.blocks.attend_backward(some, layout, part, spans)
         return dq, dk, dv
@@ -131,7 +138,7 @@ class SharedBlocks:
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=len(selected_KTC)), spans
 
 
-class InfLLMV2Attention(DenseOrSparse):
+class InfLLMV2Attention(DenseOrSparse, Gated):
     """Each query attends to the first blocks of its document, to the local ones and to those with the highest scores;
     queries near the start of a document attend to everything."""
 
@@ -165,8 +172,8 @@ class InfLLMV2Attention(DenseOrSparse):
             return WindowSizes(self.window, self.stride, self.block_size)
 
         @property
-        def dense_tokens(self) -> int:
-            """Length of the longest document that is attended to completely."""
+        def full_up_to(self) -> int:
+            """Length in tokens of the longest document that is attended to completely."""
             return max(self.dense_len, self.topk * self.block_size)
 
         def contradictions(self) -> list[str]:
@@ -185,8 +192,6 @@ class InfLLMV2Attention(DenseOrSparse):
             return found
 
     blocks: SharedBlocks
-    couples_heads = True
-    work_grows = False  # every query attends to topk blocks; the scores, which do grow, are small
 
     def __init__(self, options: Section, head_dim: int) -> None:
         assert isinstance(options, InfLLMV2Attention.Options)
@@ -194,24 +199,17 @@ class InfLLMV2Attention(DenseOrSparse):
             raise ValueError("; ".join(problems))
         self.options = options
         self.backend = options.backend
-        self.alignment = options.stride
+        self.block_size = options.block_size
+        self.full_up_to = options.full_up_to
         self.scale = head_dim**-0.5
-        self.dense = FullAttention(FullAttention.Options(), head_dim)
+        # Every query attends to topk blocks: the scores' work, which does grow with the position, is small.
+        self.facts = AttentionFacts(alignment=options.stride, couples_heads=True, work_grows=False)
+        self.full = FullAttention(FullAttention.Options(), head_dim)
         self.blocks = SharedBlocks(
             BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm_v2.backend"),
             LocalBlocks(options.block_size, options.local_blocks, options.dense_len),
         )
         self.scores = BlockScores(options.sizes, self.scale)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of the blocks that `selected_blocks` counts."""
-        return self.options.block_size
-
-    @property
-    def dense_tokens(self) -> int:
-        """Tokens of topk blocks, or `dense_len` if that is more."""
-        return self.options.dense_tokens
 
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every unit of `stride` tokens, [U, K, D]; zeros for units without given keys."""
@@ -222,25 +220,38 @@ class InfLLMV2Attention(DenseOrSparse):
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
         """The history blocks that each group of query heads selects besides the local ones, int32 [K, T, C], as
         `SharedBlocks` keeps them; nothing where every block is selected."""
-        if self.is_dense(layout):
+        if self.is_full(layout):
             return ()
         assert summaries is not None
         local_T2 = self.blocks.local.history(layout).long()
         first_T = query_blocks(layout, self.options.block_size).first_t
-        selected_KTC = q_THD.new_full((summaries.shape[1], len(q_THD), self._count(layout)), -1, dtype=torch.int32)
+        selected_KTC = q_THD.new_full((summaries.shape[1], len(q_THD), self._listed(layout)), -1, dtype=torch.int32)
         windows_UKD = window_means(summaries.detach(), self.options.sizes)
         kernels = self.options.backend != "reference"
         for rows, blocks, scores_KtN in self.scores.chunks(q_THD.detach(), windows_UKD, layout, kernels=kernels):
             # What lies before the first local block; nothing, where that is the document's first.
             candidates = QueryBlocks(local_T2[rows, 0] - blocks.start, first_T[rows] - blocks.start)
-            chosen_KtC = choose_blocks(scores_KtN, candidates, self._count(layout), first=self.options.first_blocks)
+            chosen_KtC = choose_blocks(scores_KtN, candidates, self._listed(layout), first=self.options.first_blocks)
             selected_KTC[:, rows, : chosen_KtC.shape[-1]] = torch.where(chosen_KtC < 0, -1, chosen_KtC + blocks.start)
         return self.blocks.selection(selected_KTC, q_THD, layout)
 
-    def selected_blocks(self, selection: Selection) -> Tensor | None:
-        """int32 [H, T, C], local blocks included, equal for the query heads of a group; None where every block is
-        selected."""
-        return self.blocks.selected_blocks(selection) if selection else None
+    def select_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
+        """int32 [H, T, C], local blocks included, equal for the query heads of a group."""
+        return self.blocks.selected_blocks(self.select(q_THD, summaries, layout))
+
+    def gate(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Gate | None:
+        """The selected blocks, local ones included. Blocks have no score that all queries share: a query's scores of
+        windows are normalised over those that it sees."""
+        if self.is_full(layout):
+            return None
+        assert summaries is not None
+        return Gate(SelectedBlocks(self.select_blocks(q_THD, summaries, layout), self.block_size), None)
+
+    def selected_by(self, rows_n: Tensor, selection: Selection, layout: Layout) -> SelectedBlocks | None:
+        """The blocks of these queries, local ones included; None if every block is selected."""
+        if not selection:
+            return None
+        return SelectedBlocks(self.blocks.selected_blocks(selection)[:, rows_n], self.block_size)
 
     def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
         """`selection_statistics` of the blocks of each key/value head, local ones included."""
@@ -252,14 +263,13 @@ class InfLLMV2Attention(DenseOrSparse):
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
-        if self.is_dense(layout):
+        if self.is_full(layout):
             return ()
-        return self.blocks.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
+        return self.blocks.empty_selection(self._listed(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
 
-    def _count(self, layout: Layout) -> int:
-        """C: selected blocks of a query besides the local ones, at most; from sizes alone, which tracing knows."""
-        options = self.options
-        return min(options.topk - options.local_blocks, block_bound(layout, options.block_size))
+    def _listed(self, layout: Layout) -> int:
+        """C: selected blocks of a query without the local ones, at most."""
+        return listed_blocks(self.options.topk - self.options.local_blocks, layout, self.block_size)
 
 
 class InfLLMV2Kind(AttentionKind):
@@ -288,7 +298,15 @@ class InfLLMV2Kind(AttentionKind):
         if options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
+    def costs(self, model: ModelConfig) -> "InfLLMV2Costs":
+        """Costs of attention to the selected blocks, and of the scores."""
+        return InfLLMV2Costs(self, model)
+
+
+class InfLLMV2Costs(KindCosts):
+    """Costs of a layer with InfLLM-V2."""
+
+    def pairs(self, lengths: Sequence[int]) -> float:
         """All keys before queries at the first dense_len positions; else topk blocks, as MoBA counts them."""
         options = self._options
         pairs = 0.0
@@ -298,25 +316,25 @@ class InfLLMV2Kind(AttentionKind):
             pairs += dense**2 / 2 + next(sparse) - next(sparse)
         return pairs
 
-    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+    def flops(self, lengths: Sequence[int]) -> float:
         """Attention to the selected blocks, and the scores: 2 H d for every window before a query, forward only, in
         documents that are long enough to leave blocks out (Zhao et al. 2025, arXiv:2509.24663)."""
         options = self._options
-        windows = sum(length**2 / 2 / options.stride for length in lengths if length > options.dense_tokens)
-        return super().flops(model, lengths) + 2 * model.heads * model.head_width * windows
+        windows = sum(length**2 / 2 / options.stride for length in lengths if length > options.full_up_to)
+        return super().flops(lengths) + 2 * self.model.heads * self.model.head_width * windows
 
-    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """The selected block ids of each key/value head and two numbers for the local ones, int32; none where every
-        block is selected."""
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Saved are the selected block ids of each key/value head and two numbers for the local ones, int32; none if
+        every block is selected."""
         options = self._options
-        if seq_len <= options.dense_tokens:
-            return 0
-        return 4 * (model.kv_heads * (options.topk - options.local_blocks) + 2)
+        selects = batch.seq_len > options.full_up_to
+        saved = 4 * (self.model.kv_heads * (options.topk - options.local_blocks) + 2) if selects else 0
+        return super().token_bytes(batch)._replace(saved=saved)
 
     @property
     def _options(self) -> InfLLMV2Attention.Options:
-        assert isinstance(self.options, InfLLMV2Attention.Options)
-        return self.options
+        assert isinstance(self.kind.options, InfLLMV2Attention.Options)
+        return self.kind.options
 
 
 def _kernels_refuse(options: InfLLMV2Attention.Options, context: StageContext) -> str:

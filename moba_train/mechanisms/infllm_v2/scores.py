@@ -23,7 +23,7 @@ from torch import Tensor
 from moba_train.attention.kernels.common.geometry import block_bound, block_edges, block_ids, first_blocks
 from moba_train.attention.kernels.common.reference import query_chunks
 from moba_train.attention.kernels.table import triton_runs_on
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 from moba_train.attention.shard import Shard
 from moba_train.mechanisms.linear.states import all_ranges, gather_ranges, once, query_ranges, segments
 
@@ -36,13 +36,14 @@ class ShortConvolution(nn.Module):
         """The convolution of all rows [n, heads, d], heads times d channels. `name`: of the tails in the shard."""
         places = once(shard.layout, "convolution", lambda: _layout_places(shard.layout))
         rows_Rc = _spread(x_nhd, places)
-        tails_rwc = shard.states(name)
-        if len(shard.ranges_by_rank) > 1:
+        states = None if shard.generation is None else shard.generation.states
+        tails_rwc = None if states is None else states.get(name)
+        if len(shard.place.ranges_by_rank) > 1:
             tails_rwc = _tails_of_other_ranks(rows_Rc[places.last_rw], shard)
         if tails_rwc is not None:
             rows_Rc = rows_Rc.index_copy(0, places.before_rw.flatten(), tails_rwc.flatten(0, 1))
-        if shard.generates:
-            shard.keep_states(name, rows_Rc[places.last_rw])
+        if states is not None:
+            states[name] = rows_Rc[places.last_rw]
         return self._convolve(rows_Rc, places).view_as(x_nhd)
 
     def part(self, x_nhd: Tensor, before_whd: Tensor | None, places: "Places") -> Tensor:

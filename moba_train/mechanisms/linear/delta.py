@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.protocol import Layout, TokenRange
+from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.shard import Shard
 from moba_train.mechanisms.linear.states import all_ranges, gather_ranges, query_ranges, segment_edges
 
@@ -114,8 +114,10 @@ DeltaRule = Callable[[DeltaInputs, Edges, Tensor | None, bool], tuple[Tensor, Te
 """Outputs [n, H, d] and, if wanted, states [segments, H, d, d], from inputs, edges and the states before segments."""
 
 
-def delta_over_ranks(inputs: DeltaInputs, rule: DeltaRule, shard: Shard) -> tuple[Tensor, Tensor | None]:
-    """The delta rule [n, H, d] over the rows of a sequence that ranks share, and for an observer the states behind this
+def delta_over_ranks(
+    inputs: DeltaInputs, rule: DeltaRule, shard: Shard, wants_states: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule [n, H, d] over the rows of a sequence that ranks share and, if wanted, the states behind this
     rank's ranges, [r, H, d, d]. All ranks must call it together.
 
     It is computed once for all rows, and twice more for those of the documents that go on between ranges.
@@ -124,7 +126,7 @@ def delta_over_ranks(inputs: DeltaInputs, rule: DeltaRule, shard: Shard) -> tupl
     maps_r2Hdd = _maps(inputs, rule, layout)
     before_rHdd = _states_before(gather_ranges(maps_r2Hdd, shard), shard)
     behind_rHdd = None
-    if shard.observer:
+    if wants_states:
         added_rHdd, kept_rHdd = maps_r2Hdd.unbind(1)
         behind_rHdd = kept_rHdd @ before_rHdd[: len(kept_rHdd)] + added_rHdd
     if not len(inputs.q_nHd):  # its gradients must reach the other ranks all the same

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 from moba_train.mechanisms.linear.states import segment_edges
 
 PACKAGE = "fla-core"

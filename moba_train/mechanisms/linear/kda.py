@@ -20,9 +20,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
-from moba_train.attention.shard import Shard
-from moba_train.attention.statistics import STATES, Statistics
+from moba_train.attention.full.full_kind import full_pairs
+from moba_train.attention.kind import (
+    AttentionKind,
+    KindCosts,
+    LayerInput,
+    MicroBatch,
+    StageContext,
+    TokenBytes,
+    parameter_count,
+)
+from moba_train.attention.observer import statistics_observer
+from moba_train.attention.shard import Shard, own_rows, padded
+from moba_train.attention.statistics import Statistics
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.linear.convolution import BEFORE, TAPS, ShortConvolution, part_places
@@ -36,7 +46,7 @@ from moba_train.mechanisms.linear.delta import (
     most_rows,
 )
 from moba_train.mechanisms.linear.fla import fla_delta_attention, fla_problem, fla_refuses
-from moba_train.mechanisms.linear.states import segment_edges, state_statistics
+from moba_train.mechanisms.linear.states import STATES, segment_edges, state_statistics
 
 T = TypeVar("T")
 
@@ -143,31 +153,30 @@ class KdaKind(AttentionKind):
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The delta rule without rotary embedding, whose output is normed for each head and gated."""
         assert isinstance(parameters, KdaParameters)
-        shard = layer.shard
-        rows = tuple(map(shard.own, (layer.x_TD, layer.q_THd, layer.k_TKd, layer.v_TKd)))
-        alone = len(shard.ranges_by_rank) == 1 and not shard.generates
+        shard = layer.engine.shard(layer.layout)
+        rows = tuple(own_rows(x, shard) for x in (layer.x_TD, layer.q_THd, layer.k_TKd, layer.v_TKd))
+        alone = len(shard.place.ranges_by_rank) == 1 and shard.generation is None
         most = most_rows(math.prod(layer.q_THd.shape[1:]))
         if alone and len(rows[0]) > most and torch.is_grad_enabled():
             # The gradients of the parts are added in float32.
             weights = {name: _at_least_float32(weight) for name, weight in parameters.named_parameters()}
             run = partial(self._part, parameters, weights)
             gated_nHd, _ = in_parts(run, rows, segment_edges(shard.layout), most=most, lookback=BEFORE)
-            return shard.padded(gated_nHd), None
+            return padded(gated_nHd, len(layer.x_TD)), None
         x_nD, *qkv = rows
         convolved = [conv(x, name, shard) for conv, x, name in zip(parameters.convolutions, qkv, "qkv", strict=True)]
         inputs = parameters.delta_inputs(x_nD, *convolved)
-        out_nHd, states_NHdd = self._attend(inputs, shard)
-        if shard.observer and states_NHdd is not None:
+        observer = statistics_observer(layer.engine)
+        out_nHd, states_NHdd = self._attend(inputs, shard, observer is not None)
+        if observer and states_NHdd is not None:
             log_alpha_nHd, beta_nH = _decays_and_steps(inputs)
-            found = state_statistics(states_NHdd, log_alpha_nHd, out_nHd)
+            observer.report(state_statistics(states_NHdd, log_alpha_nHd, out_nHd))
             if len(x_nD):
-                found.add(
-                    Statistics({"decay": log_alpha_nHd.exp().mean().item(), "step": beta_nH.mean().item()}, len(x_nD))
-                )
-            shard.observer.report(found)
+                means = {"decay": log_alpha_nHd.exp().mean().item(), "step": beta_nH.mean().item()}
+                observer.report(Statistics(means, len(x_nD)))
         # Recomputed in the backward pass, which would keep two more tensors of the output's size.
         gated_nHd = checkpoint(parameters.gated, out_nHd, x_nD, use_reentrant=False, preserve_rng_state=False)
-        return shard.padded(gated_nHd), None
+        return padded(gated_nHd, len(layer.x_TD)), None
 
     def _part(
         self,
@@ -198,18 +207,19 @@ class KdaKind(AttentionKind):
         found: tuple[Tensor, Tensor | None] = functional_call(parameters, rounded, (run,))
         return found
 
-    def _attend(self, inputs: DeltaInputs, shard: Shard) -> tuple[Tensor, Tensor | None]:
-        """The delta rule inside each document, and for an observer the states behind them or the rank's ranges."""
-        if len(shard.ranges_by_rank) > 1:
-            return delta_over_ranks(inputs, self._rule_in_parts, shard)
+    def _attend(self, inputs: DeltaInputs, shard: Shard, wants_states: bool) -> tuple[Tensor, Tensor | None]:
+        """The delta rule inside each document and, if wanted, the states behind them or the rank's ranges."""
+        if len(shard.place.ranges_by_rank) > 1:
+            return delta_over_ranks(inputs, self._rule_in_parts, shard, wants_states)
         if not len(inputs.q_nHd):
             return inputs.q_nHd, None
         edges = segment_edges(shard.layout)
-        wanted = shard.generates or shard.observer is not None
-        out_nHd, behind_NHdd = self._rule(inputs, edges, shard.states("state"), wanted)
-        if shard.generates:
-            assert behind_NHdd is not None
-            shard.keep_states("state", behind_NHdd)
+        if shard.generation is None:
+            return self._rule(inputs, edges, None, wants_states)
+        states = shard.generation.states
+        out_nHd, behind_NHdd = self._rule(inputs, edges, states.get("state"), wants_states=True)
+        assert behind_NHdd is not None
+        states["state"] = behind_NHdd
         return out_nHd, behind_NHdd
 
     def _rule_in_parts(
@@ -256,24 +266,35 @@ class KdaKind(AttentionKind):
             )
         return True
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
-        """Half of each document's square: a state holds something of all earlier tokens."""
-        return sum(length**2 for length in lengths) / 2
+    def costs(self, model: ModelConfig) -> "KdaCosts":
+        """Costs of the delta rule and what is around it."""
+        return KdaCosts(self, model)
 
-    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+
+class KdaCosts(KindCosts):
+    """Costs of a layer with Kimi Delta Attention."""
+
+    def pairs(self, lengths: Sequence[int]) -> float:
+        """Those of full attention: a state holds something of all earlier tokens."""
+        return full_pairs(lengths)
+
+    def flops(self, lengths: Sequence[int]) -> float:
         """The recurrence: for each token and head 2 d^2 each to read what the key holds, to add to the state and to
         read it for the query, three passes' worth; and 6 for each weight of matrices and convolutions."""
-        weights = sum(self._parameter_sizes(model, least_dimensions=2))
+        model = self.model
+        weights = parameter_count(self.kind, model, least_dimensions=2)
         return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
-    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """With fla's kernels: the convolutions' inputs and sums, convolved queries and keys, these normed, keys and
         values repeated for each query head, decays, two products in chunks of 64 tokens, and the result before norm and
-        gate. Of more than `delta_parts.most_rows` a rank that has no others beside it keeps nothing."""
-        if cp == 1 and tokens > most_rows(model.heads * model.head_width):
-            return 0
-        heads, kv_heads = model.heads, model.kv_heads
-        return width * (model.head_width * (8 * heads + 5 * kv_heads) + 2 * 64 * heads)
+        gate. Of more than `most_rows` a rank that shares its sequence with no other keeps nothing. No more than a few
+        states are gathered."""
+        model = self.model
+        if batch.cp == 1 and batch.tokens > most_rows(model.heads * model.head_width):
+            return TokenBytes(gathered=0)
+        elements = model.head_width * (8 * model.heads + 5 * model.kv_heads) + 2 * 64 * model.heads
+        return TokenBytes(activations=batch.width * elements, gathered=0)
 
 
 def _activated(inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

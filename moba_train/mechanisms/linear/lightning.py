@@ -16,14 +16,24 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
-from moba_train.attention.protocol import Layout
-from moba_train.attention.statistics import STATES
+from moba_train.attention.full.full_kind import full_pairs
+from moba_train.attention.kind import (
+    AttentionKind,
+    KindCosts,
+    LayerInput,
+    MicroBatch,
+    StageContext,
+    TokenBytes,
+    parameter_count,
+)
+from moba_train.attention.layout import Layout
+from moba_train.attention.observer import statistics_observer
+from moba_train.attention.shard import own_rows, padded
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.linear.decayed import decayed_attention
 from moba_train.mechanisms.linear.fla import PACKAGE, fla_decayed_attention, fla_problem, fla_refuses, has_fla
-from moba_train.mechanisms.linear.states import segments, state_statistics, states_behind, with_earlier_states
+from moba_train.mechanisms.linear.states import STATES, segments, state_statistics, states_behind, with_earlier_states
 
 Decay = Literal["linear", "geometric"]
 _DECAYS: tuple[Decay, ...] = get_args(Decay)
@@ -112,19 +122,19 @@ class LightningKind(AttentionKind):
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """Linear attention without rotary embedding, whose output is normed and gated."""
         assert isinstance(parameters, LightningParameters)
-        shard = layer.shard
-        q_nHd, k_nKd, v_nKd = (shard.own(x) for x in (layer.q_THd, layer.k_TKd, layer.v_TKd))
+        shard = layer.engine.shard(layer.layout)
+        q_nHd, k_nKd, v_nKd = (own_rows(x, shard) for x in (layer.q_THd, layer.k_TKd, layer.v_TKd))
         log_decay_H = parameters.log_decays[self._decay]
         out_nHd = self._attend(q_nHd, k_nKd, v_nKd, log_decay_H, shard.layout)
         out_nHd = with_earlier_states(out_nHd, q_nHd, k_nKd, v_nKd, log_decay_H, shard)
-        if shard.observer:
+        if observer := statistics_observer(layer.engine):
             states_rHdd = states_behind(k_nKd, v_nKd, log_decay_H, shard)
-            shard.observer.report(state_statistics(states_rHdd, log_decay_H, out_nHd))
+            observer.report(state_statistics(states_rHdd, log_decay_H, out_nHd))
         # Recomputed in the backward pass, which would keep two more tensors of the output's size.
         gated_nHd = checkpoint(
-            parameters, out_nHd, shard.own(layer.x_TD), use_reentrant=False, preserve_rng_state=False
+            parameters, out_nHd, own_rows(layer.x_TD, shard), use_reentrant=False, preserve_rng_state=False
         )
-        return shard.padded(gated_nHd), None
+        return padded(gated_nHd, len(layer.x_TD)), None
 
     def _attend(self, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor, layout: Layout) -> Tensor:
         """Linear attention of silu(q), silu(k) and v inside the layout's segments, by the backend that the options and
@@ -147,16 +157,25 @@ class LightningKind(AttentionKind):
             )
         return not refused and not torch.are_deterministic_algorithms_enabled()
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
-        """Half of each document's square: the sum is over all earlier tokens, though their weights shrink."""
-        return sum(length**2 for length in lengths) / 2
+    def costs(self, model: ModelConfig) -> "LightningCosts":
+        """Costs of the recurrence, norm and gate."""
+        return LightningCosts(self, model)
 
-    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
-        """The result of the linear attention, before norm and gate."""
-        return width * model.heads * model.head_width
 
-    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+class LightningCosts(KindCosts):
+    """Costs of a layer with lightning attention."""
+
+    def pairs(self, lengths: Sequence[int]) -> float:
+        """Those of full attention: the sum is over all earlier tokens, though their weights shrink."""
+        return full_pairs(lengths)
+
+    def flops(self, lengths: Sequence[int]) -> float:
         """The recurrence, which no chunked form can do with less: for each token and head 2 d^2 to add to the state and
         2 d^2 to read it, three passes' worth; and the gate's matrix."""
-        weights = sum(self._parameter_sizes(model, least_dimensions=2))
+        model = self.model
+        weights = parameter_count(self.kind, model, least_dimensions=2)
         return (12.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
+
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """The result of the linear attention, before norm and gate. No more than a few states are gathered."""
+        return TokenBytes(activations=batch.width * self.model.heads * self.model.head_width, gathered=0)

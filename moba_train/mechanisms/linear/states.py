@@ -2,7 +2,7 @@
 
 Shape suffixes: n rows, r ranges of this layer, N ranges of all ranks (padded, so that each rank has equally many).
 
-What can be seen of a layer with states (`statistics.STATES`).
+What can be seen of a layer with states (`STATES`).
 
 Shape suffixes: n rows, N states, H query heads, d head width.
 
@@ -28,14 +28,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moba_train.attention.operators import layout_arguments, with_layout
-from moba_train.attention.protocol import Layout, TokenRange, TokenRanges
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges
+from moba_train.attention.layout_operators import layout_arguments
 from moba_train.attention.shard import Shard
 from moba_train.attention.statistics import Statistics, joined
+from moba_train.mechanisms.layout_operators import with_layout
 
 T = TypeVar("T")
 
 _NO_TOKENS = TokenRange(0, 0)
+
+STATES = {
+    "state_norm": "Frobenius norm of a head's state",
+    "max_state_norm": "the largest",
+    "min_decay": "smallest factor that a state, or a channel of it, keeps from one token to the next",
+    "max_decay": "the largest",
+    "output_norm": "norm of a head's output before the output norm",
+    "max_output_norm": "the largest",
+}
+"""What a kind with states shows."""
 
 
 @torch.compiler.disable
@@ -49,14 +60,14 @@ def once(layout: Layout, name: str, make: Callable[[], T]) -> T:
 
 
 def query_ranges(layout: Layout) -> TokenRanges:
-    """The ranges of the layout's queries; one without tokens where there are none."""
-    return (TokenRange(0, layout.total),) if layout.q_ranges is None else layout.q_ranges or (_NO_TOKENS,)
+    """The ranges of the layout's queries; one without tokens if there are none."""
+    return layout.query_ranges or (_NO_TOKENS,)
 
 
 def all_ranges(shard: Shard) -> tuple[TokenRange, ...]:
     """The ranges of all ranks, in rank order; ranks with fewer than others have ranges without tokens."""
     most = _most_ranges(shard)
-    padded = (list(ranges) + [_NO_TOKENS] * (most - len(ranges)) for ranges in shard.ranges_by_rank)
+    padded = (list(ranges) + [_NO_TOKENS] * (most - len(ranges)) for ranges in shard.place.ranges_by_rank)
     return tuple(token_range for ranges in padded for token_range in ranges)
 
 
@@ -67,7 +78,7 @@ def gather_ranges(x_r: Tensor, shard: Shard) -> Tensor:
 
 
 def _most_ranges(shard: Shard) -> int:
-    return max(len(ranges) for ranges in shard.ranges_by_rank)
+    return max(len(ranges) for ranges in shard.place.ranges_by_rank)
 
 
 def segments(layout: Layout) -> Tensor:
@@ -130,16 +141,16 @@ def with_earlier_states(
 
     While tokens are generated, the states behind the new tokens are kept. All ranks must call it together.
     """
-    if not shard.generates and len(shard.ranges_by_rank) == 1:
+    if shard.generation is None and len(shard.place.ranges_by_rank) == 1:
         return out_nHd
     ranges = _Ranges.of_queries(shard.layout)
     states_rHdd = ranges.states_behind(k_nKd, v_nKd, log_decay_H)
-    if shard.generates:
-        before_rHdd = shard.states("state")
+    if shard.generation is not None:
+        before_rHdd = shard.generation.states.get("state")
         if before_rHdd is not None:
             decay_rH = _powers(log_decay_H, ranges.lengths_r, states_rHdd.dtype)
             states_rHdd = states_rHdd + decay_rH[..., None, None] * before_rHdd
-        shard.keep_states("state", states_rHdd)
+        shard.generation.states["state"] = states_rHdd
     else:
         before_rHdd = _from_other_ranks(states_rHdd, log_decay_H, shard)
     if before_rHdd is None:
@@ -155,7 +166,7 @@ def states_behind(k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor, shard: Shar
     ranges = _Ranges.of_queries(shard.layout)
     heads = zip(k_nKd.split(1, 1), v_nKd.split(1, 1), log_decay_H.chunk(k_nKd.shape[1]), strict=True)
     states_rHdd = torch.cat([ranges.states_behind(*head) for head in heads], 1)
-    if len(shard.ranges_by_rank) == 1:
+    if len(shard.place.ranges_by_rank) == 1:
         return states_rHdd
     before_rHdd = _from_other_ranks(states_rHdd, log_decay_H, shard)
     goes_on_r1 = (ranges.same_as_first_rL & ranges.same_as_last_rL).any(1, keepdim=True)

@@ -1,9 +1,7 @@
-"""Attention in spans as a LocalAttention: heads whose blocks have one size go to the block kernels together.
+"""The kind `moa`: attention in spans. Heads whose blocks have one size go to the block kernels together.
 
 Shape suffixes: T queries, S keys, H query heads, h some of them, K key/value heads, k some of them, D head width,
 N blocks of the packed sequence, C history blocks of a query.
-
-The kind `moa`: what a recipe, a plan and an export need to know about attention in spans.
 """
 
 import functools
@@ -17,15 +15,18 @@ import torch
 from pydantic import Field, Strict, model_validator
 from torch import Tensor, nn
 
+from moba_train.attention.facets.probed import Probed, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype
-from moba_train.attention.kernels.common.selection import key_share
+from moba_train.attention.kernels.common.selection import KEY_SHARE, key_share
 from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
-from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
-from moba_train.attention.statistics import KEY_SHARE, SOFTMAX, Statistics, joined
+from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
+from moba_train.attention.shard import attends_to_all, own_rows, padded
+from moba_train.attention.statistics import SOFTMAX, Statistics, joined
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.moa.spans import SpanRule, Spans
@@ -37,7 +38,7 @@ Tokens = Annotated[int, Strict()]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class SpanAttention(LocalAttention):
+class SpanAttention(LocalAttention, Probed):
     """Each head attends to the sinks and to its own span, whatever queries and keys hold (spans.py).
 
     Block ids are never kept: they follow from the layout, and both passes compute them for some heads at a time.
@@ -89,8 +90,6 @@ class SpanAttention(LocalAttention):
             sizes = {"block_size": self.block_size, "sink_tokens": self.sink_tokens, "max_length": self.max_length}
             return tuple(SpanRule.fitted(alpha, beta, **sizes) for alpha, beta in zip(alphas, betas, strict=True))
 
-    alignment = 1
-
     def __init__(self, options: Section, head_dim: int) -> None:
         assert isinstance(options, SpanAttention.Options)
         self.options = options
@@ -111,32 +110,29 @@ class SpanAttention(LocalAttention):
         """Nothing, as `select`."""
         return ()
 
-    @property
-    def block_size(self) -> int:
-        """Tokens of the blocks in `selected_by`: the shortest that heads have."""
-        return self.options.block_size
-
-    def selected_by(self, rows_n: Tensor, selection: Selection, layout: Layout) -> Tensor | None:
-        """The history of some of the layout's queries, in blocks of `block_size`; None where it is complete for all."""
+    def selected_by(self, rows_n: Tensor, selection: Selection, layout: Layout) -> SelectedBlocks | None:
+        """The history of some of the layout's queries, in the shortest blocks that heads have; None if it is complete
+        for all."""
+        block_size = self.options.block_size
         if not any(rule.block_size for rule in self.rules):
             return None
         tokens_n, documents_n = layout.q_tokens[rows_n], layout.q_documents[rows_n]
-        own_n = block_ids(tokens_n, documents_n, layout, self.block_size)
-        first_n = first_blocks(layout.cu_seqlens, self.block_size)[documents_n]
-        ids_N = torch.arange(block_bound(layout, self.block_size), device=rows_n.device)
+        own_n = block_ids(tokens_n, documents_n, layout, block_size)
+        first_n = first_blocks(layout.cu_seqlens, block_size)[documents_n]
+        ids_N = torch.arange(block_bound(layout, block_size), device=rows_n.device)
         history_nN = (first_n.unsqueeze(1) <= ids_N) & (ids_N < own_n.unsqueeze(1))
         inside_nN = ids_N - first_n.unsqueeze(1)
         attended = [
-            history_nN & rule.attends(own_n - first_n, inside_nN, self.block_size) if rule.block_size else history_nN
+            history_nN & rule.attends(own_n - first_n, inside_nN, block_size) if rule.block_size else history_nN
             for rule in self.rules
         ]
         chosen_HnN = torch.where(torch.stack(attended), ids_N, len(ids_N)).sort(-1).values
-        return torch.where(chosen_HnN == len(ids_N), -1, chosen_HnN).int()
+        return SelectedBlocks(torch.where(chosen_HnN == len(ids_N), -1, chosen_HnN).int(), block_size)
 
     def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
         """The share of the keys that heads attend to: their mean, that of the shortest and of the longest span."""
         shares = [key_share(float(keys_T.sum()), layout) for keys_T in self._keys_of_rules(layout)]
-        found = sorted((share.values()["key_share"], share.weights["key_share"]) for share in shares if share.values())
+        found = sorted((share.values["key_share"], share.weights["key_share"]) for share in shares if share.values)
         if not found:
             return Statistics()
         (shortest, weight), (longest, _) = found[0], found[-1]
@@ -306,8 +302,8 @@ class MoaKind(AttentionKind):
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
-        self._spans = SpanAttention(options, head_dim)
-        self.attentions = (self._spans,)
+        self.spans = SpanAttention(options, head_dim)
+        self.attentions = (self.spans,)
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
@@ -337,23 +333,34 @@ class MoaKind(AttentionKind):
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """This rank's queries and all their heads against all keys, as a head's span goes by its number."""
-        shard = layer.shard
-        q_nHd = shard.own(layer.rotate(layer.q_THd))
-        k_TKd = shard.gather("k", shard.own(layer.rotate(layer.k_TKd)))
-        v_TKd = shard.gather("v", shard.own(layer.v_TKd))
-        attention = self._spans.dense if shard.attends_to_all else self._spans
+        shard = layer.engine.shard(layer.layout)
+        q_nHd = own_rows(layer.rotate(layer.q_THd), shard)
+        k_TKd = shard.gather("k", own_rows(layer.rotate(layer.k_TKd), shard))
+        v_TKd = shard.gather("v", own_rows(layer.v_TKd, shard))
+        attention = self.spans.dense if attends_to_all(shard) else self.spans
         out_nHd, _ = shard.attend(q_nHd, k_TKd, v_TKd, attention)
-        return shard.padded(out_nHd), None
+        return padded(out_nHd, len(layer.x_TD)), None
 
-    def gathered_bytes(self, model: ModelConfig, width: int) -> int:
-        """Keys and values."""
-        return 2 * width * model.kv_heads * model.head_width
+    def costs(self, model: ModelConfig) -> "MoaCosts":
+        """Costs of attention in the heads' spans."""
+        return MoaCosts(self, model)
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
+
+class MoaCosts(KindCosts):
+    """Costs of a layer with attention in spans."""
+
+    kind: MoaKind
+
+    def pairs(self, lengths: Sequence[int]) -> float:
         """The mean over the heads."""
         lengths_n = torch.tensor(list(lengths), dtype=torch.int64)
-        rules = Counter(self._spans.rules)
+        rules = Counter(self.kind.spans.rules)
         return sum(count * rule.attended_pairs(lengths_n) for rule, count in rules.items()) / rules.total()
+
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Keys and values are gathered."""
+        gathered = 2 * batch.width * self.model.kv_heads * self.model.head_width
+        return super().token_bytes(batch)._replace(gathered=gathered)
 
 
 def _triton_refuses(options: SpanAttention.Options, context: StageContext) -> str:

@@ -28,17 +28,9 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.merge import nothing_seen
-from moba_train.attention.protocol import (
-    BackwardState,
-    Gradients,
-    Layout,
-    LocalAttention,
-    Selection,
-    TokenRange,
-    TokenRanges,
-    joined_ranges,
-)
+from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
 from moba_train.attention.window import heads_at_once
 
 
@@ -142,8 +134,6 @@ class FoldedQueries:
 class CompressedAttention(LocalAttention):
     """Every query attends to the compressed blocks whose last token is not after it; it may see none."""
 
-    alignment = 1
-
     def __init__(self, blocks: CompressedBlocks, head_dim: int, backend: str = "auto") -> None:
         """`backend`: auto, or reference for plain PyTorch on any device."""
         self.blocks = blocks
@@ -189,7 +179,7 @@ class CompressedAttention(LocalAttention):
             return dq_THD, dk_NKD, dv_NKD
         count = folded.layout.total
         for heads, kv_heads in heads_at_once(state.q, state.k):
-            part = state.with_heads(heads, kv_heads)
+            part = state.part(heads=heads, kv_heads=kv_heads)
             k, v = part.k[:count], part.v[:count]
             dout, q, out = (self._fold(x, folded, k.shape[1]) for x in (part.dout, part.q, part.out))
             lse = self._fold(part.lse.T.unsqueeze(-1), folded, k.shape[1]).squeeze(-1).T.contiguous()

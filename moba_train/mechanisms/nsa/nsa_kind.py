@@ -20,12 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
-from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
+from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.layout_operators import layout_arguments
 from moba_train.attention.moba.moba_kind import attended_pairs
-from moba_train.attention.operators import layout_arguments
-from moba_train.attention.shard import Shard
-from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
+from moba_train.attention.observer import statistics_observer
+from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded
+from moba_train.attention.statistics import SOFTMAX, Statistics
 from moba_train.attention.window import WindowAttention
 from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
@@ -119,6 +121,11 @@ class NsaOptions(Section):
         description="kernels of the selected branch, as for moba; reference: plain PyTorch for all branches",
     )
 
+    @property
+    def history_blocks(self) -> int:
+        """Blocks before its own that a query selects, at most: the own block is one of `topk`."""
+        return self.topk - 1
+
 
 class SequenceKeysAndValues(NamedTuple):
     """Keys and values of all tokens, [T, K, d] each."""
@@ -143,6 +150,7 @@ class NsaKind(AttentionKind):
         self.compressed = CompressedAttention(self.blocks, head_dim, options.backend)
         self.selected = GivenBlocks(
             options.block_size,
+            options.history_blocks,
             head_dim,
             options.backend,
             "attention.nsa.backend",
@@ -169,7 +177,9 @@ class NsaKind(AttentionKind):
                     f"{key}: given {size} {context.layers}, which does not fit in a sequence of {context.seq_len} "
                     "tokens; allowed: at most seq_len"
                 )
-        reason = triton_limits(context.model.head_width, options.topk - 1) or triton_block_size(options.block_size)
+        reason = triton_limits(context.model.head_width, options.history_blocks) or triton_block_size(
+            options.block_size
+        )
         if context.device not in (None, "cuda") and not interpreted():
             reason = f"the run trains on {context.device}, CUDA needed"
         if options.backend == "triton" and reason:
@@ -185,8 +195,8 @@ class NsaKind(AttentionKind):
         """The three branches' outputs, each times its gate."""
         assert isinstance(parameters, NsaParameters)
         options = self._options
-        shard = layer.shard
-        q_nHd = shard.own(layer.rotate(layer.q_THd))
+        shard = layer.engine.shard(layer.layout)
+        q_nHd = own_rows(layer.rotate(layer.q_THd), shard)
         compressed, selected, window = self._keys_and_values(layer, shard, parameters)
         where = layout_arguments(shard.layout)
         compressed_blocks = (self.blocks.size, self.blocks.stride)
@@ -195,14 +205,14 @@ class NsaKind(AttentionKind):
         k_NKd = layer.rotate_at(_compressed(shard, parameters.compress_k, compressed.k, first_N), positions_N)
         v_NKd = _compressed(shard, parameters.compress_v, compressed.v, first_N)
         # Each branch is gated where it is computed: then the backward pass has one branch's gradient at a time.
-        gates_nH3 = parameters.gates(shard.own(layer.x_TD)).unflatten(-1, (-1, 3)).sigmoid()
+        gates_nH3 = parameters.gates(own_rows(layer.x_TD, shard)).unflatten(-1, (-1, 3)).sigmoid()
         gates = [gate_nH.unsqueeze(-1) for gate_nH in gates_nH3.unbind(-1)]
-        if shard.observer:
+        if observer := statistics_observer(layer.engine):
             means = {f"gate_{branch}": gate.mean().item() for branch, gate in zip(BRANCHES, gates, strict=True)}
-            shard.observer.report(Statistics(means, len(q_nHd)) if len(q_nHd) else Statistics())
+            observer.report(Statistics(means, len(q_nHd)) if len(q_nHd) else Statistics())
         out_nHd, lse_Hn = shard.attend(q_nHd, k_NKd, v_NKd, self.compressed)
         sum_nHd = out_nHd * gates[0]
-        if shard.attends_to_all:
+        if attends_to_all(shard):
             out_nHd, _ = shard.attend(q_nHd, *selected, self.all_blocks)
         else:
             sizes = (*compressed_blocks, options.block_size, options.topk, options.first, options.local)
@@ -211,7 +221,7 @@ class NsaKind(AttentionKind):
             out_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
         sum_nHd = torch.addcmul(sum_nHd, out_nHd, gates[1])
         out_nHd, _ = shard.attend(q_nHd, *window, self.window)
-        return shard.padded(torch.addcmul(sum_nHd, out_nHd, gates[2])), None
+        return padded(torch.addcmul(sum_nHd, out_nHd, gates[2]), len(layer.x_TD)), None
 
     def _keys_and_values(
         self, layer: LayerInput, shard: Shard, parameters: NsaParameters
@@ -219,7 +229,7 @@ class NsaKind(AttentionKind):
         """Those of the compressed (not rotated), the selected and the window branch."""
 
         def gather(name: str, x_LKd: Tensor) -> Tensor:
-            return shard.gather(name, shard.own(x_LKd))
+            return shard.gather(name, own_rows(x_LKd, shard))
 
         selected = SequenceKeysAndValues(gather("k", layer.rotate(layer.k_TKd)), gather("v", layer.v_TKd))
         if parameters.compressed is None or parameters.window is None:
@@ -233,48 +243,59 @@ class NsaKind(AttentionKind):
             SequenceKeysAndValues(gather("window k", layer.rotate(k_LKd)), gather("window v", v_LKd)),
         )
 
-    def attended_pairs(self, lengths: Sequence[int]) -> float:
+    def costs(self, model: ModelConfig) -> "NsaCosts":
+        """Costs of three branches, compression and gates."""
+        return NsaCosts(self, model)
+
+
+class NsaCosts(KindCosts):
+    """Costs of a layer with Native Sparse Attention."""
+
+    kind: NsaKind
+
+    def pairs(self, lengths: Sequence[int]) -> float:
         """Pairs of all three branches: of tokens, and of tokens with compressed blocks."""
         options = self._options
         selected = sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
         window = sum(window_pairs(length, options.window) for length in lengths)
         return self._compressed_pairs(lengths) + selected + window
 
-    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+    def flops(self, lengths: Sequence[int]) -> float:
         """The pairs of the three branches; the compressed scores once more, forward, for the selection; compression,
         gates and the branches' own projections, each forward and backward."""
-        options = self._options
+        options, model = self._options, self.model
         width = model.head_width
-        products = 12.0 * self.attended_pairs(lengths) + 2.0 * self._compressed_pairs(lengths)
-        compressed = 2 * model.kv_heads * sum(self.blocks.count(length) for length in lengths)
+        products = 12.0 * self.pairs(lengths) + 2.0 * self._compressed_pairs(lengths)
+        compressed = 2 * model.kv_heads * sum(self.kind.blocks.count(length) for length in lengths)
         mlp = (options.compressed_block + 1) * width * _hidden(options, model)
         projections = 3 * model.heads + options.separate_kv * 4 * model.kv_heads * width
         matrices = mlp * compressed + model.hidden_size * projections * sum(lengths)
         return model.heads * width * products + 6.0 * matrices
 
-    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
-        """The outputs of three branches, two more LSEs, gates, selected blocks and their inverse lists, keys and values
-        of the branches, compressed keys and values, the rotation of the former and their first tokens; 16-bit elements,
-        64-bit tokens."""
-        options = self._options
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Saved are the outputs of three branches, two more LSEs, gates, selected blocks and their inverse lists, keys
+        and values of the branches, compressed keys and values, the rotation of the former and their first tokens;
+        16-bit elements, 64-bit tokens. Activations are the compressed keys and values of other ranks' shares. Keys and
+        values of the three branches are gathered, or shared ones and the keys before they are rotated."""
+        options, model = self._options, self.model
         kv = model.kv_heads * model.head_width
         branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
-        selected = 2 * 4 * model.heads * min(options.topk - 1, seq_len // options.block_size + 1)
+        selected = 2 * 4 * model.heads * min(options.history_blocks, batch.seq_len // options.block_size + 1)
         own = (4 + 2 * model.qk_norm) * 2 * kv if options.separate_kv else 2 * kv
         compressed = (2 * 2 * kv + 4 * model.head_width + 8) // options.stride
-        return branches + selected + own + compressed
-
-    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
-        """The compressed keys and values of other ranks' shares."""
-        return 2 * width * (cp - 1) * model.kv_heads * model.head_width // self._options.stride
-
-    def gathered_bytes(self, model: ModelConfig, width: int) -> int:
-        """Keys and values of the three branches; shared ones, and the keys once more before they are rotated."""
-        tensors = 6 if self._options.separate_kv else 3
-        return tensors * width * model.kv_heads * model.head_width
+        shares = 2 * batch.width * (batch.cp - 1) * kv // options.stride
+        gathered = (6 if options.separate_kv else 3) * batch.width * kv
+        return TokenBytes(
+            branches + selected + own + compressed, shares, gathered, super().token_bytes(batch).workspace
+        )
 
     def _compressed_pairs(self, lengths: Sequence[int]) -> int:
-        return sum(compressed_pairs(length, self.blocks) for length in lengths)
+        return sum(compressed_pairs(length, self.kind.blocks) for length in lengths)
+
+    @property
+    def _options(self) -> NsaOptions:
+        assert isinstance(self.kind.options, NsaOptions)
+        return self.kind.options
 
 
 def _compressed(shard: Shard, compression: Compression, x_TKd: Tensor, first_N: Tensor) -> Tensor:
@@ -282,11 +303,12 @@ def _compressed(shard: Shard, compression: Compression, x_TKd: Tensor, first_N: 
 
     Shares are equal: what fills up the last ones is cut off again.
     """
-    if shard.ranks == 1:
+    ranks = len(shard.place.ranges_by_rank)
+    if ranks == 1:
         return compression(x_TKd, first_N)
-    share = max(1, -(-len(first_N) // shard.ranks))
-    first_RS = F.pad(first_N, (0, share * shard.ranks - len(first_N))).unflatten(0, (shard.ranks, share))
-    return shard.all_ranks(compression(x_TKd, first_RS[shard.rank])).flatten(0, 1)[: len(first_N)]
+    share = max(1, -(-len(first_N) // ranks))
+    first_RS = F.pad(first_N, (0, share * ranks - len(first_N))).unflatten(0, (ranks, share))
+    return shard.all_ranks(compression(x_TKd, first_RS[shard.place.rank])).flatten(0, 1)[: len(first_N)]
 
 
 def compressed_pairs(length: int, blocks: CompressedBlocks) -> int:

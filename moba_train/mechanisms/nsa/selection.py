@@ -32,8 +32,8 @@ from moba_train.attention.kernels.common.geometry import block_bound, first_bloc
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
 from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kernels.table import triton_runs_on
-from moba_train.attention.operators import with_layout
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
+from moba_train.mechanisms.layout_operators import with_layout
 from moba_train.mechanisms.nsa.compressed import CompressedBlocks
 
 

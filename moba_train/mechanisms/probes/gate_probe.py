@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import pairwise
 
 import numpy as np
@@ -11,12 +10,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moba_train.attention.facets.probed import SelectedBlocks
+from moba_train.attention.layout import Layout, TokenRange, joined_ranges
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.operators import OperatorEngine
-from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, joined_ranges
-from moba_train.attention.shard import ShardCall
+from moba_train.attention.observer import AttentionCall, StatisticsObserver
 from moba_train.attention.statistics import Statistics, joined
-from moba_train.attention.watched import WatchedEngine
 from moba_train.config.base import MOST_SAMPLES, Section
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
@@ -31,7 +29,7 @@ from moba_train.mechanisms.probes.gate_statistics import (
     gate_statistics,
 )
 from moba_train.mechanisms.probes.probing import gathered, gathered_rows
-from moba_train.model.build import watched_layers
+from moba_train.model.build import observed_layers
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import gather_over_ranks, sum_over_ranks
@@ -104,7 +102,7 @@ class GateProbe(Evaluation):
                 gates, shown = self._probe(context)
         seconds = time.perf_counter() - began
         found = summarize(context.own, gates, self._queries * self._data.sequences, seconds, self._by_head)
-        found.data["attention_statistics"] = [layer.values() for layer in shown]
+        found.data["attention_statistics"] = [layer.values for layer in shown]
         return found
 
     @torch.no_grad()
@@ -114,8 +112,9 @@ class GateProbe(Evaluation):
         engine = shard.engine or LOCAL_ENGINE
         model = context.model.config
         layers = range(model.layers) if self._layers is None else sorted(set(self._layers))
-        probes = {layer: LayerProbe(engine, shard, model.heads // shard.tp_size) for layer in layers}
-        with watched_layers(context.model, engine, lambda layer: probes.get(layer) or WatchedEngine(engine)) as watched:
+        probes = {layer: LayerProbe(shard, model.heads // shard.tp_size) for layer in layers}
+        watches = [probes.get(layer) or StatisticsObserver() for layer in range(model.layers)]
+        with observed_layers(context.model, engine, watches):
             for first in range(0, self._data.sequences, shard.dp_size):
                 context.between_batches()
                 index = first + shard.dp_rank
@@ -128,7 +127,7 @@ class GateProbe(Evaluation):
         width = len(GateStatistics.of_heads(model.heads // shard.tp_size).vector())
         summed = [GateStatistics.from_vector(vectors[at : at + width]) for at in range(0, len(vectors), width)]
         gates = dict(zip(probes, summed, strict=True))
-        by_rank = gather_over_ranks([layer.statistics for layer in watched])
+        by_rank = gather_over_ranks([watch.statistics for watch in watches])
         return gates, [joined(layer) for layer in zip(*by_rank, strict=True)]
 
     def _sample(self, whole: Batch, index: int) -> Sequence[int]:
@@ -138,33 +137,23 @@ class GateProbe(Evaluation):
         return [int(draw.integers(start, stop)) for start, stop in pairwise(edges)]
 
 
-class LayerProbe(WatchedEngine):
-    """Runs one layer's attention, and looks at what its gate selects for the sampled queries."""
+class LayerProbe(StatisticsObserver):
+    """Sees one layer's attention, and what its gate selects for the sampled queries."""
 
-    def __init__(self, engine: OperatorEngine, shard: DataShard, heads: int) -> None:
-        super().__init__(engine)
+    def __init__(self, shard: DataShard, heads: int) -> None:
+        super().__init__()
         self._data_shard = shard
         self.found = GateStatistics.of_heads(heads)
         self.tokens: Sequence[int] = ()
         """Tokens of the sequence whose queries are looked at, ascending."""
 
-    def __call__(
-        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, /
-    ) -> tuple[Tensor, Tensor]:
-        """The engine's result."""
-        self._add(_statistics(q_LHD, k_LKD, v_LKD, attention, layout, self.tokens, self._data_shard))
-        return super().__call__(q_LHD, k_LKD, v_LKD, attention, layout)
-
-    def attending(self, call: ShardCall) -> AbstractContextManager[object]:
-        """Looks at the blocks that the kind gives, where it does."""
-        if call.selected_HnC is not None:
+    def attended(self, call: AttentionCall, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """Looks at the blocks that the attention's gate selects, or those that the kind gives it."""
+        if not call.has_all_keys:
+            self._add(_statistics(call, self.tokens, self._data_shard))
+        elif call.selected_HTC is not None:
             self._add(given_statistics(call, self.tokens, self._data_shard))
-        return super().attending(call)
-
-    def could_select(self, call: ShardCall) -> None:
-        """Looks at the blocks that the gate would select."""
-        self._add(given_statistics(call, self.tokens, self._data_shard))
-        super().could_select(call)
+        super().attended(call, out_THD, lse_HT)
 
     def _add(self, found: GateStatistics) -> None:
         """Statistics of a call, and that there was one, on the first of the ranks that share a sequence."""
@@ -173,40 +162,34 @@ class LayerProbe(WatchedEngine):
             self.found.sums["seen"] = 1.0
 
 
-def _statistics(
-    q_LHD: Tensor,
-    k_LKD: Tensor,
-    v_LKD: Tensor,
-    attention: LocalAttention,
-    layout: Layout,
-    tokens: Sequence[int],
-    shard: DataShard,
-) -> GateStatistics:
+def _statistics(call: AttentionCall, tokens: Sequence[int], shard: DataShard) -> GateStatistics:
     """The statistics of the queries of `tokens` to all keys of the sequence; counted once by ranks that share it."""
-    tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_LHD.device)
-    found = gathered(q_LHD, (k_LKD, v_LKD), tokens_n, layout, shard)
+    tokens_n = torch.tensor(tokens, dtype=torch.int64, device=call.q_THD.device)
+    found = gathered(call.q_THD, (call.k_SKD, call.v_SKD), tokens_n, call.layout, shard)
     if found is None or not tokens:
-        return GateStatistics.of_heads(q_LHD.shape[1])
+        return GateStatistics.of_heads(call.q_THD.shape[1])
     q_nHD, (k_SKD, v_SKD) = found
-    ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
-    return gate_statistics(q_nHD, k_SKD, v_SKD, attention, layout.part(ranges, None))
+    return gate_statistics(q_nHD, k_SKD, v_SKD, call.attention, _layout_of(tokens, call.layout))
 
 
-def given_statistics(call: ShardCall, tokens: Sequence[int], shard: DataShard) -> GateStatistics:
+def given_statistics(call: AttentionCall, tokens: Sequence[int], shard: DataShard) -> GateStatistics:
     """The statistics of the queries of `tokens`, given the blocks that this rank's queries select; counted once by
     ranks that share the sequence."""
-    q_nHD, k_TKD, v_TKD, attention, selected_HnC, layout = call
-    assert selected_HnC is not None
-    tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_nHD.device)
-    q_nHD = gathered_rows(q_nHD, tokens_n, layout, shard)
+    assert call.selected_HTC is not None
+    tokens_n = torch.tensor(tokens, dtype=torch.int64, device=call.q_THD.device)
+    q_nHD = gathered_rows(call.q_THD, tokens_n, call.layout, shard)
     # Rows of other ranks are zeros in the sum: the ids begin at 1 in it.
-    ids_nHC = gathered_rows(selected_HnC.transpose(0, 1) + 1, tokens_n, layout, shard)
-    selected_nHC = ids_nHC.to(torch.int32) - 1
+    ids_nHC = gathered_rows(call.selected_HTC.transpose(0, 1) + 1, tokens_n, call.layout, shard)
     if not tokens or (shard.engine is not None and shard.engine.rank):
         return GateStatistics.of_heads(q_nHD.shape[1])
-    ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
-    selected_HnC = selected_nHC.transpose(0, 1)
-    return gate_statistics(q_nHD, k_TKD, v_TKD, attention, layout.part(ranges, None), selected_HnC)
+    ids_HnC = (ids_nHC.to(torch.int32) - 1).transpose(0, 1)
+    selected = SelectedBlocks(ids_HnC, call.attention.facts.alignment)
+    return gate_statistics(q_nHD, call.k_SKD, call.v_SKD, call.attention, _layout_of(tokens, call.layout), selected)
+
+
+def _layout_of(tokens: Sequence[int], layout: Layout) -> Layout:
+    """The layout of these queries and all keys."""
+    return layout.part(joined_ranges(TokenRange(token, token + 1) for token in tokens), None)
 
 
 def summarize(

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moba_train.attention.facets.probed import Gated, SelectedBlocks
 from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
-from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import LocalAttention
 
 DISTANCES = 16
 """Buckets of distance in blocks: 1, 2, 3-4, 5-8, ..., the last one open."""
@@ -116,40 +118,41 @@ def gate_statistics(
     v_SKD: Tensor,
     attention: LocalAttention,
     layout: Layout,
-    selected_HnC: Tensor | None = None,
+    given: SelectedBlocks | None = None,
 ) -> GateStatistics:
     """The sums of one layer for the queries of `layout` ([n, H, D]) to all keys of the sequence.
 
-    Without `selected_HnC`, the blocks of `attention` that the layer's gate gave, the attention selects anew, as it does
-    in training. Nothing is added where it attends to everything.
+    Without `given`, the blocks of `attention` that the layer's gate gave, the attention selects again, as it does in
+    training. Nothing is added if it has no gate, or attends to everything.
     """
     found = GateStatistics.of_heads(q_nHD.shape[1])
-    summaries = None
-    if selected_HnC is None:
-        summaries = attention.summarize(k_SKD, layout.part(None, None))
-        selected_HnC = attention.select_blocks(q_nHD, summaries, layout)
-        if selected_HnC is None or summaries is None:
-            return found
-    size = attention.block_size
+    gate = None
+    if given is None and isinstance(attention, Gated):
+        gate = attention.gate(q_nHD, attention.summarize(k_SKD, layout.part(None, None)), layout)
+    selected = given if gate is None else gate.selected
+    if selected is None:
+        return found
+    selected_HnC, size = selected
     first_n = first_blocks(layout.cu_seqlens, size)[layout.q_documents]
     own_n = block_ids(layout.q_tokens, layout.q_documents, layout, size)
     # An attention that selects by itself may have more slots than queries with a choice fill.
-    filled = selected_HnC.shape[2] if summaries is None else (selected_HnC >= 0).sum(-1).amax(0)
+    filled = selected_HnC.shape[2] if gate is None else (selected_HnC >= 0).sum(-1).amax(0)
     rows_m = (own_n - first_n > filled).nonzero().flatten()
     if rows_m.numel() == 0:
         return found
     selected_HmC = selected_HnC[:, rows_m].long()
-    if summaries is not None:
+    if gate is not None:
         selected_HmC = selected_HmC[..., (selected_HmC >= 0).flatten(0, 1).any(0)]
     choice = _Choice(selected_HmC, own_n[rows_m], first_n[rows_m], block_bound(layout, size))
     _add_selection(found, choice, k_SKD.shape[1])
-    _add_gates(found, choice, None if summaries is None else attention.block_scores(q_nHD[rows_m], summaries))
+    if gate is not None and gate.scores is not None:
+        _add_gates(found, choice, gate.scores[:, rows_m])
     keys = _Keys(k_SKD, v_SKD, layout, size)
     dtype = accumulation_dtype(q_nHD.dtype)
     heads = q_nHD.shape[1]
     for rows in query_chunks(len(rows_m), 4 * heads * k_SKD.shape[0], q_nHD.device):
         q_tHD = q_nHD[rows_m[rows]].to(dtype)
-        _add_mass(found, choice.part(rows), q_tHD, layout.q_tokens[rows_m[rows]], keys, attention.scale)
+        _add_mass(found, choice.part(rows), q_tHD, layout.q_tokens[rows_m[rows]], keys, q_tHD.shape[-1] ** -0.5)
     return found
 
 
@@ -233,10 +236,8 @@ def _add_mass(
     )
 
 
-def _add_gates(found: GateStatistics, choice: _Choice, scores: Tensor | None) -> None:
-    """Margin and entropy of the gates, [H or K, m, N]; nothing where the attention has no score of a block."""
-    if scores is None:
-        return
+def _add_gates(found: GateStatistics, choice: _Choice, scores: Tensor) -> None:
+    """Margin and entropy of the gates, [H or K, m, N]."""
     heads = choice.selected_HmC.shape[0]
     gates_HmN = scores.repeat_interleave(heads // scores.shape[0], dim=0)
     candidate_mN = choice.candidate_mN

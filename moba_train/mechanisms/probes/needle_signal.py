@@ -29,8 +29,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moba_train.attention.kernels.common.reference import accumulation_dtype
-from moba_train.attention.protocol import Layout, LocalAttention
-from moba_train.attention.shard import ShardCall
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.config.base import Length, Section, format_count
 from moba_train.config.evaluation import HiddenNeedles
 from moba_train.config.schema import RunConfig
@@ -39,7 +39,8 @@ from moba_train.evals.answers import Question, answer_batch, padded_length
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
 from moba_train.evals.haystack import stage_lengths
 from moba_train.evals.needle import NeedleTexts, text_problems
-from moba_train.mechanisms.probes.probing import gathered, gathered_rows, probing
+from moba_train.mechanisms.probes.probing import gathered, gathered_rows
+from moba_train.model.build import observed_layers
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import sum_over_ranks
 
@@ -357,7 +358,8 @@ class NeedleSignalEvaluation(Evaluation):
             question = questions[min(index, len(questions) - 1)]
             batch = shard.shard_batch(answer_batch(question, padded_length(length, shard)))
             look = _Look(context, question, found, self._sizes, counts=index < len(questions))
-            with probing(context.model, layers, look, look.at_shard, shard):
+            observers = [_LayerLook(look, layer) for layer in layers]
+            with observed_layers(context.model, shard.engine or LOCAL_ENGINE, observers):
                 training_loss(context.model, batch.to(context.device))
         vectors = sum_over_ranks([value for one in found.values() for value in one.vector()])
         width = len(vectors) // len(found)
@@ -397,26 +399,23 @@ class _Look:
         self._counts = counts
         self._seen: set[int] = set()
 
-    def __call__(
-        self, layer: int, q_LHD: Tensor, k_LKD: Tensor, _v: Tensor, _attention: LocalAttention, layout: Layout
-    ) -> None:
-        if layer in self._seen:
-            return
-        self._seen.add(layer)
-        whole = gathered(q_LHD, (k_LKD,), self._tokens_n, layout, self._shard)
-        if whole is not None:
-            q_nHD, (k_SKD,) = whole
-            self._add(layer, q_nHD, k_SKD)
+    def see(self, layer: int, call: AttentionCall) -> None:
+        """Adds to the sums at the layer's first call, if it is of the whole sequence or to blocks that the kind gives.
 
-    def at_shard(self, layer: int, call: ShardCall) -> None:
-        """Adds to the sums at the layer's first attention of a shard. Its queries [n, H, D] are gathered from the
-        ranks, its keys [S, K, D] are those of the whole sequence on every rank."""
-        if layer in self._seen:
+        The call's queries are gathered from the ranks, and its keys, if it has this rank's alone.
+        """
+        if layer in self._seen or (call.has_all_keys and call.selected_HTC is None):
             return
         self._seen.add(layer)
-        q_nHD = gathered_rows(call.q_nHD, self._tokens_n, call.layout, self._shard)
+        if not call.has_all_keys:
+            whole = gathered(call.q_THD, (call.k_SKD,), self._tokens_n, call.layout, self._shard)
+            if whole is not None:
+                q_nHD, (k_SKD,) = whole
+                self._add(layer, q_nHD, k_SKD)
+            return
+        q_nHD = gathered_rows(call.q_THD, self._tokens_n, call.layout, self._shard)
         if self._shard.engine is None or not self._shard.engine.rank:
-            self._add(layer, q_nHD, call.k_TKD)
+            self._add(layer, q_nHD, call.k_SKD)
 
     def _add(self, layer: int, q_nHD: Tensor, k_SKD: Tensor) -> None:
         if not self._counts:
@@ -424,6 +423,18 @@ class _Look:
         for size in self._sizes:
             signal = needle_signal(q_nHD, k_SKD, self._tokens_n, self._sources_n, size, self._scale)
             self._found[layer, size] = self._found[layer, size] + signal
+
+
+class _LayerLook(Observer):
+    """Shows a layer's calls to a `_Look`."""
+
+    def __init__(self, look: _Look, layer: int) -> None:
+        self._look = look
+        self._layer = layer
+
+    def attended(self, call: AttentionCall, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """Shows the call."""
+        self._look.see(self._layer, call)
 
 
 def _rates(found: Mapping[tuple[int, GateSize], NeedleSignal], width: int) -> list[dict[str, Any]]:

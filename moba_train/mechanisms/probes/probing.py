@@ -1,73 +1,12 @@
-"""Looking at the queries, keys and values that layers attend with, on one device or over all ranks that share them."""
+"""Queries, keys and values of layers, on one device or over all ranks that share a sequence."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import cast
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from moba_train.attention.kind import Engine, EngineCall, WrappedEngine
-from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import Layout, LocalAttention
-from moba_train.attention.shard import ObservedShard, Shard, ShardCall, ShardObserver
-from moba_train.model.transformer import Transformer
+from moba_train.attention.layout import Layout
+from moba_train.attention.shard import padded
 from moba_train.parallel.data_shard import DataShard
-
-
-class _ProbedEngine(WrappedEngine):
-    """An engine whose shards are looked at, too."""
-
-    def __init__(self, engine: Engine, call: EngineCall, look: Callable[[ShardCall], None]) -> None:
-        super().__init__(engine, call)
-        self._look = look
-
-    def shard(self, layout: Layout, /) -> Shard:
-        """The engine's shard, observed."""
-        return cast(Shard, ObservedShard(super().shard(layout), _GivenBlocks(self._look)))
-
-
-class _GivenBlocks(ShardObserver):
-    """Looks at attention to blocks that a kind gives."""
-
-    def __init__(self, look: Callable[[ShardCall], None]) -> None:
-        self._look = look
-
-    def attending(self, call: ShardCall) -> AbstractContextManager[object]:
-        """The function is called before the attention."""
-        if call.selected_HnC is not None:
-            self._look(call)
-        return nullcontext()
-
-
-@contextmanager
-def probing(
-    model: Transformer,
-    layers: Container[int],
-    look: Callable[..., None],
-    look_at_shard: Callable[[int, ShardCall], None],
-    shard: DataShard,
-) -> Iterator[None]:
-    """Inside, `look(layer, q, k, v, attention, layout)` is called before each engine call of these layers, and
-    `look_at_shard(layer, call)` before each attention of a shard to blocks that its kind gives."""
-    engine: Engine = shard.engine or LOCAL_ENGINE
-
-    def probed(layer: int) -> Engine:
-        def run(
-            q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
-        ) -> tuple[Tensor, Tensor]:
-            look(layer, q_LHD, k_LKD, v_LKD, attention, layout)
-            return engine(q_LHD, k_LKD, v_LKD, attention, layout)
-
-        return _ProbedEngine(engine, run, partial(look_at_shard, layer))
-
-    model.set_engines([probed(layer) if layer in layers else engine for layer in range(model.config.layers)])
-    try:
-        with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled anew for other engines
-            yield
-    finally:
-        model.set_engines([engine] * model.config.layers)
 
 
 def gathered(
@@ -91,5 +30,5 @@ def gathered_rows(x_nx: Tensor, tokens_n: Tensor, layout: Layout, shard: DataSha
     """
     if shard.engine is None:
         return x_nx[tokens_n]
-    rows = shard.engine.shard(layout.part(None, None))
-    return shard.engine.gather_tokens(rows.padded(x_nx), tokens_n, layout.total)
+    rows = shard.engine.sequence(layout.total).rows
+    return shard.engine.gather_tokens(padded(x_nx, rows), tokens_n, layout.total)

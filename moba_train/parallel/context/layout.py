@@ -1,9 +1,4 @@
-"""Copies of rows in words of 16 bytes.
-
-torch copies a tensor with strided rows element by element: on an H200 at 1.7 TB/s in bfloat16. As 16-byte elements, the
-same bytes are copied at 4.2 TB/s, the memory's rate (measured once, see benchmarks/LOG.md).
-
-The layout of a packed sequence over ranks: which rank holds which tokens. Needs no process group and no device.
+"""The layout of a packed sequence over ranks: which rank holds which tokens. Needs no process group and no device.
 
 Shape suffixes: T tokens of the packed sequence, L rows of a shard, R ranks.
 """
@@ -17,12 +12,16 @@ from typing import NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import TokenRange, TokenRanges, join_ascending, joined_ranges
+from moba_train.attention.layout import TokenRange, TokenRanges, join_ascending, joined_ranges
 from moba_train.config.parallel import CPLayout
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """A faster `x.contiguous()`, with the same result."""
+    """A faster `x.contiguous()`, with the same result.
+
+    torch copies a tensor with strided rows element by element: on an H200 at 1.7 TB/s in bfloat16. In words of 16
+    bytes, the same bytes are copied at 4.2 TB/s, the memory's rate (benchmarks/LOG.md).
+    """
     if x.is_contiguous():
         return x
     words = _words(x)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moba_train.attention.kind import AttentionKind
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import ParallelConfig, PipelineSchedule
 from moba_train.model.transformer import LossSums, LossTokens, ModelPart, Transformer, auxiliary_sums

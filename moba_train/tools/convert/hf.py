@@ -38,7 +38,15 @@ from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import TOKENIZERS, copy_tokenizer, load_text_tokenizer
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
-from moba_train.hf.config import CONFIG, hf_config, read_config, read_layers, read_model_config
+from moba_train.hf.config import (
+    CONFIG,
+    hf_config,
+    layer_entry,
+    layer_problem,
+    read_config,
+    read_layers,
+    read_model_config,
+)
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, parameter_shapes, write_safetensors
 from moba_train.model.build import build_attention, kind_shapes
 from moba_train.tools.convert.hf_tokenizer import export_tokenizer
@@ -241,7 +249,7 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     kinds = build_attention(stage.attention, config.model.head_width)
     if problems := _export_problems(config, kinds):
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
-    contents["moba"] = {"layers": [kind.export_entry() for kind in kinds]}
+    contents["moba"] = {"layers": [layer_entry(kind) for kind in kinds]}
     check_new_folder(output)
     verify_checkpoint(checkpoint)
     reader = _reader(checkpoint, config.model)
@@ -258,7 +266,7 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
 
 def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[str]:
     """Losses of an export: what kinds of the stage would lose, and parameters of kinds that only other stages use."""
-    problems = dict.fromkeys(kind.export_problem(config.model) for kind in kinds)
+    problems = dict.fromkeys(layer_problem(kind, config.model) for kind in kinds)
     active = {kind.name for kind in kinds}
     left: Counter[str] = Counter()
     for (_, name), shapes in kind_shapes(config).items():

@@ -21,7 +21,8 @@ from moba_train.memory.devices import H200, Gpu
 from moba_train.memory.memory import NO_TRANSPORT, element_bytes, memory_for_buffers
 from moba_train.memory.pipeline import pipeline_layers, rank_costs, rank_work, step_length
 from moba_train.memory.weights import gathered_bytes, rank_weights
-from moba_train.parallel.context.costs import TransportCost, predict_cost
+from moba_train.parallel.context.costs import TransportCost
+from moba_train.parallel.context.policy import predict_cost
 from moba_train.parallel.links import LINKS, LinkedGroup, Links, Traffic, linked_group
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
 from moba_train.tools.plan.layer_time import AttentionFlops, LayerTimes

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moba_train.attention.protocol import TokenRange
+from moba_train.attention.layout import TokenRange
 from moba_train.config.base import MOST_SAMPLES, format_count
 from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.explain import did_you_mean

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.observer import AttentionObserver
-from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, Selection, packed_layout
+from moba_train.attention.observer import Observer, observed
+from moba_train.attention.protocol import BackwardState, LocalAttention, Selection
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
@@ -70,13 +71,13 @@ class Result:
     """int32 [T, H, C]: the selected blocks."""
 
 
-def on_one_device(case: Case, inputs: list[Tensor], *observers: AttentionObserver) -> Result:
+def on_one_device(case: Case, inputs: list[Tensor], *observers: Observer) -> Result:
     engine, attention, layout = LocalEngine(), case.attention(), case.layout(inputs[0].device)
     engine.observers = observers
     q, k, v, dout = inputs
-    call = engine.call(attention, layout)
-    out, lse, selection = engine.forward(q, k, v, call)
-    grads = engine.backward(BackwardState(dout, q, k, v, out, lse), selection, call)
+    seen = observed(attention, engine.observers)
+    out, lse, selection = engine.forward(q, k, v, seen, layout)
+    grads = engine.backward(BackwardState(dout, q, k, v, out, lse), selection, seen, layout)
     return Result([out, lse.T, *grads], selection[0].transpose(0, 1) if selection else None)
 
 
@@ -95,9 +96,9 @@ def on_a_rank(engine: ContextParallel, case: Case, inputs: list[Tensor]) -> tupl
     sequence, rank = engine.sequence(case.total), engine.transport.rank
     attention, layout = case.attention(), case.layout(inputs[0].device)
     q, k, v, dout = (sequence.shard(x, rank, padding=float("nan")) for x in inputs)
-    call = engine.call(attention, layout)
-    out, lse, selection = engine.forward(q, k, v, call)
-    grads = engine.backward(BackwardState(dout, q, k, v, out, lse), selection, call)
+    seen = observed(attention, engine.observers)
+    out, lse, selection = engine.forward(q, k, v, seen, layout)
+    grads = engine.backward(BackwardState(dout, q, k, v, out, lse), selection, seen, layout)
     tokens = sequence.tokens(rank)
     for name, tensor in zip(NAMES, (out, lse.T, *grads), strict=True):
         padding = tensor[tokens:]
@@ -129,7 +130,7 @@ def assert_same(got: list[Tensor], want: list[Tensor], atol: float = 1e-12) -> N
         torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor], *observers: AttentionObserver) -> Result:
+def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor], *observers: Observer) -> Result:
     """The result of all ranks put together."""
     transports, boards = thread_transports(strategy)
     engines = [ContextParallel(strategy, transport) for transport in transports]

@@ -3,18 +3,16 @@
 import threading
 from functools import partial
 from itertools import product
-from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moba_train import registry
 from moba_train.attention.full import FullAttention
-from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import Layout, TokenRanges
-from moba_train.attention.watched import WatchedEngine
-from moba_train.config.parallel import CPTransport
+from moba_train.attention.layout import Layout, TokenRanges
+from moba_train.attention.observer import StatisticsObserver
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.parallel.context.context_cases import (
     Case,
@@ -69,7 +67,7 @@ def test_equal_to_one_device(case, transport, layout):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_equal_to_one_device_at_random_sizes(data):
-    transport = data.draw(st.sampled_from(get_args(CPTransport)))
+    transport = data.draw(st.sampled_from(list(registry.TRANSPORTS)))
     sizes = {"hierarchical": [4, 6], "ring": [1, 2, 3, 4, 6, 8]}.get(transport, [1, 2, 3, 4, 5])
     ranks = data.draw(st.sampled_from(sizes))
     node = data.draw(st.sampled_from([n for n in (2, 3) if 1 < n < ranks and ranks % n == 0] or [ranks]))
@@ -99,9 +97,9 @@ def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transpo
     case = Case((60, 3, 37), options={"always": ("current", "first")}, topk=4)
     means = []
     for run in (on_one_device, partial(on_threads, strategy(transport, layout))):
-        watched = WatchedEngine(LOCAL_ENGINE)
+        watched = StatisticsObserver()
         run(case, case.inputs(), watched)
-        means.append(watched.statistics.values())
+        means.append(watched.statistics.values)
     one, ranks = ({name: mean[name] for name in ("key_share", "first_block_share", "distance")} for mean in means)
     assert ranks == pytest.approx(one)
 

@@ -1,18 +1,32 @@
 """Strategies that are impossible are refused with the key to change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moba_train.attention.full import FullAttention
+from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.attention.protocol import AttentionFacts
 from moba_train.parallel.context.engine import context_engine
-from moba_train.parallel.context.strategy import CPStrategy, check_heads, check_merges, check_sizes, check_units
+from moba_train.parallel.context.policy import check_sizes, transport_spec
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+
+SHAPE = AttentionShape(tokens=64, heads=4, kv_heads=4, head_dim=16)
+MOBA = MobaAttention(MobaAttention.Options(), 16)
+FULL = FullAttention(FullAttention.Options(), 16)
+
+
+def check(strategy, heads, kv_heads, **facts):
+    transport_spec(strategy.transport).check_attention(strategy, heads, kv_heads, AttentionFacts(**facts))
 
 
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (CPStrategy(4, "magic", "zigzag", 4), r"parallel.cp_transport: 'magic' given, allowed: allgather"),
+        (CPStrategy(4, "magic", "zigzag", 4), r"parallel.cp_transport: 'magic' given, .*allowed: auto, allgather"),
         (CPStrategy(0, "ring", "zigzag", 1), r"parallel.cp: 0 given"),
         (CPStrategy(4, "ring", "zigzag", 4, 1), r"parallel.cp_ring_depth: 1 given, at least 2"),
         (CPStrategy(4, "hierarchical", "zigzag", 4), r"parallel.cp_transport: 'hierarchical' needs several nodes"),
@@ -49,21 +63,22 @@ def test_an_engine_is_not_made_for_such_a_strategy_nor_for_another_number_of_ran
 )
 def test_heads_that_cannot_be_shared_are_refused(heads, kv_heads, couples, message):
     with pytest.raises(ValueError, match=rf"parallel\.cp_transport: 'ulysses' {message}"):
-        check_heads(CPStrategy(4, "ulysses", "contiguous", 4), heads, kv_heads, couples)
-    check_heads(CPStrategy(4, "ring", "zigzag", 4), heads, kv_heads, couples)
+        check(CPStrategy(4, "ulysses", "contiguous", 4), heads, kv_heads, couples_heads=couples)
+    check(CPStrategy(4, "ring", "zigzag", 4), heads, kv_heads, couples_heads=couples)
 
 
 def test_dispatch_needs_an_attention_that_selects_units():
     dispatch = CPStrategy(4, "dispatch", "zigzag", 4)
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'dispatch' sends queries to the owners"):
-        check_units(dispatch, None)
-    check_units(dispatch, 0)
-    check_units(CPStrategy(4, "ring", "zigzag", 4), None)
+        transport_spec("dispatch").check_shape(dispatch, replace(SHAPE, attentions=(MOBA, FULL)))
+    transport_spec("dispatch").check_shape(dispatch, replace(SHAPE, attentions=(MOBA,)))
+    ring = CPStrategy(4, "ring", "zigzag", 4)
+    transport_spec("ring").check_shape(ring, replace(SHAPE, attentions=(FULL,)))
 
 
 @pytest.mark.parametrize("parts", [CPStrategy(4, "ring", "zigzag", 4, 2), CPStrategy(4, "ring", "zigzag", 2)], ids=str)
 def test_a_ring_over_parts_of_the_keys_needs_results_that_merge(parts):
     with pytest.raises(ValueError, match=r"cp_transport: 'ring' attends .* leave parallel\.cp_ring_depth out"):
-        check_merges(parts, merges=False)
-    check_merges(parts, merges=True)
-    check_merges(CPStrategy(4, "ring", "zigzag", 4), merges=False)
+        check(parts, 4, 4, merges=False)
+    check(parts, 4, 4, merges=True)
+    check(CPStrategy(4, "ring", "zigzag", 4), 4, 4, merges=False)

@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from moba_train.parallel.context.costs import TransportCost, TransportMemory, most_memory, predict_cost
+from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.parallel.context.costs import TransportCost, TransportMemory, most_memory
+from moba_train.parallel.context.policy import predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from tests.thread_ranks import Board, ThreadCommunicator
 
 LLAMA_8B = AttentionShape(tokens=2**17, heads=32, kv_heads=8, head_dim=128)
+
+
+def selecting(blocks: int) -> AttentionShape:
+    """Its shape, where a query selects so many blocks before its own."""
+    return replace(LLAMA_8B, attentions=(MobaAttention(MobaAttention.Options(topk=blocks + 1), 128),))
 
 
 def test_bytes_of_a_known_case():
@@ -46,7 +53,7 @@ def test_bytes_of_a_known_case():
     ids=lambda value: f"{value.transport}-{value.node_size}-of-{value.ranks}" if isinstance(value, CPStrategy) else "",
 )
 def test_bytes_copies_and_buffers_of_known_cases_in_mib(strategy, in_node, from_nodes, copied, buffers, upfront):
-    found = predict_cost(strategy, replace(LLAMA_8B, selected_units=1))
+    found = predict_cost(strategy, selecting(1))
     got = [x / 2**20 for x in (found.node_bytes, found.network_bytes, found.copied_bytes, found.memory_bytes)]
     assert [*got, found.upfront_share] == pytest.approx([in_node, from_nodes, copied, buffers, upfront])
 
@@ -55,7 +62,7 @@ def test_dispatch_sends_a_query_at_most_once_to_each_rank():
     """Three ranks of four are others; a query of a rank's 256 MiB that selects one unit reaches them three times out of
     four, and with very many units all three of them."""
     dispatch = CPStrategy(4, "dispatch", "zigzag", 4)
-    received = [predict_cost(dispatch, replace(LLAMA_8B, selected_units=n)).node_bytes for n in (0, 1, 99)]
+    received = [predict_cost(dispatch, selecting(n)).node_bytes for n in (0, 1, 99)]
     mib = 2**20
     ids = [4 * (2 * n + 2) * 2**15 * 32 for n in (0, 1, 99)]  # selected units, in both passes, and the log-sum-exp
     assert received[0] == 0

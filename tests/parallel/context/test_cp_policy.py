@@ -4,19 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from moba_train.parallel.context.costs import predict_cost
-from moba_train.parallel.context.policy import choose_strategy
+from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.attention.protocol import AttentionFacts
+from moba_train.parallel.context.policy import choose_strategy, predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 
 LLAMA_8B = AttentionShape(tokens=2**17, heads=32, kv_heads=8, head_dim=128)
 
 
-def auto(
-    shape: AttentionShape = LLAMA_8B, ranks: int = 4, node_size: int | None = None, work_grows: bool = True, **limits
-):
-    return choose_strategy(
-        "auto", "auto", shape, ranks=ranks, node_size=node_size or ranks, work_grows=work_grows, **limits
-    )
+def auto(shape: AttentionShape = LLAMA_8B, ranks: int = 4, node_size: int | None = None, **limits):
+    return choose_strategy("auto", "auto", shape, ranks=ranks, node_size=node_size or ranks, **limits)
 
 
 def test_inside_a_node_ranks_exchange_tokens_for_whole_heads():
@@ -37,8 +34,9 @@ def test_across_nodes_the_exchange_stays_inside():
 
 
 def test_auto_never_takes_dispatch_and_says_why():
-    """Here it would receive nothing at all: no query selects a unit besides its own."""
-    strategy, why = auto(AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128, selected_units=0), ranks=8)
+    """Here it would receive nothing at all: no query selects a block before its own."""
+    own = MobaAttention(MobaAttention.Options(topk=1), 128)
+    strategy, why = auto(AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128, attentions=(own,)), ranks=8)
     assert strategy.transport == "allgather"
     assert "dispatch: only as configured: the owner of blocks" in why
 
@@ -91,22 +89,20 @@ def test_a_ring_attends_to_as_many_chunks_as_its_buffers_allow(ranks, node_size,
 )
 def test_zigzag_where_shards_would_be_unequal(transport, work_grows, layout):
     node = 2 if transport == "hierarchical" else 4
-    shape = replace(LLAMA_8B, selected_units=7)
-    strategy, _ = choose_strategy(transport, "auto", shape, ranks=4, node_size=node, work_grows=work_grows)
+    shape = replace(LLAMA_8B, facts=AttentionFacts(work_grows=work_grows))
+    strategy, _ = choose_strategy(transport, "auto", shape, ranks=4, node_size=node)
     assert strategy.layout == layout
 
 
 def test_the_configured_transport_is_taken():
-    strategy, why = choose_strategy("ring", "zigzag", LLAMA_8B, ranks=8, node_size=8, work_grows=False, ring_depth=3)
+    strategy, why = choose_strategy("ring", "zigzag", LLAMA_8B, ranks=8, node_size=8, ring_depth=3)
     assert strategy == CPStrategy(8, "ring", "zigzag", 8, 3)
     assert "ring as configured" in why
 
 
 def test_one_slice_inside_a_node_unless_it_does_not_fit():
     def slices(transport: str, ranks: int = 4, node_size: int = 4, **limits) -> int:
-        return choose_strategy(
-            transport, "auto", LLAMA_8B, ranks=ranks, node_size=node_size, work_grows=True, **limits
-        )[0].slices
+        return choose_strategy(transport, "auto", LLAMA_8B, ranks=ranks, node_size=node_size, **limits)[0].slices
 
     assert slices("allgather") == 1
     enough = predict_cost(CPStrategy(4, "allgather", "zigzag", 4), LLAMA_8B).memory_bytes
@@ -125,4 +121,4 @@ def test_several_slices_are_taken_before_a_ring_with_few_buffers():
 
 def test_a_configured_transport_that_cannot_share_the_heads_is_refused():
     with pytest.raises(ValueError, match="among 8 ranks"):
-        choose_strategy("ulysses", "auto", AttentionShape(99, 12, 12, 8), ranks=8, node_size=8, work_grows=False)
+        choose_strategy("ulysses", "auto", AttentionShape(99, 12, 12, 8), ranks=8, node_size=8)

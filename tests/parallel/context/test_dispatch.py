@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.kernels import by_unit
-from moba_train.attention.kernels.by_unit import BlocksByUnit
+from moba_train.attention.layout import Layout
+from moba_train.attention.moba.gate import gate_scores
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import Layout, LocalAttention, Selection
+from moba_train.attention.protocol import LocalAttention, Selection
 from moba_train.attention.registry import KINDS
+from moba_train.mechanisms.dispatch import blocks_by_unit
+from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit, units_of
+from moba_train.mechanisms.dispatch.by_unit import OffersUnits
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.parallel.context.context_cases import Case, assert_same, on_one_device, on_threads
 from tests.thread_ranks import ThreadCommunicator
@@ -28,7 +31,7 @@ class WeightedBlocks(BlocksByUnit):
         own = torch.ones(*units_HTC.shape[:2], 1, dtype=torch.float64)
         if self.attention.join == "sum":
             return units_HTC, torch.cat([own, seen.double()], -1)
-        gates = self.attention.block_scores(q_THD, summaries).gather(2, units_HTC.clamp(min=0).long())
+        gates = gate_scores(q_THD, summaries, "head").mul(self.attention.scale).gather(2, units_HTC.clamp(min=0).long())
         return units_HTC, torch.cat([own, gates.masked_fill(~seen, -torch.inf)], -1).softmax(-1)
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
@@ -37,14 +40,14 @@ class WeightedBlocks(BlocksByUnit):
         return units_HTC, q_THD.new_empty((heads, tokens, 1 + count), dtype=torch.float64)
 
 
-class Weighted(MobaAttention):
+class Weighted(MobaAttention, OffersUnits):
     """MoBA with `WeightedBlocks`."""
 
     join = "sum"
 
     @property
     def by_unit(self) -> WeightedBlocks:
-        return WeightedBlocks(self, self.options.topk - 1)
+        return WeightedBlocks(self, self.options.history_blocks)
 
 
 KIND_CASES: dict[str, list[dict[str, object]]] = {
@@ -114,7 +117,7 @@ def weighted_oracle(case: WeightedCase, inputs: list[Tensor]) -> list[Tensor]:
 
 def test_every_kind_that_is_offered_by_the_unit_is_tested_here() -> None:
     kinds = {name: kind(kind.Options(), 16).attentions for name, kind in KINDS.items()}
-    assert {name for name, some in kinds.items() if some and all(one.by_unit for one in some)} == set(KIND_CASES)
+    assert {name for name, some in kinds.items() if some and all(map(units_of, some))} == set(KIND_CASES)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_many_queries_are_attended_to_a_part_at_a_time(monkeypatch: pytest.Monke
     inputs = case.inputs()
     strategy = CPStrategy(2, "dispatch", "zigzag", 2)
     whole = on_threads(strategy, case, inputs).tensors
-    monkeypatch.setattr(by_unit, "_ENTRIES_AT_ONCE", 5)
+    monkeypatch.setattr(blocks_by_unit, "_ENTRIES_AT_ONCE", 5)
     for joined in (case, WeightedCase((37, 6))):
         want = whole if joined is case else weighted_oracle(WeightedCase((37, 6)), inputs)
         got = on_threads(strategy, joined, inputs).tensors
@@ -192,7 +195,7 @@ def test_an_attention_that_is_not_offered_by_the_unit_is_gathered() -> None:
 
 
 def test_a_kernel_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_unit, "best_kernel", lambda *_: None)
+    monkeypatch.setattr(blocks_by_unit, "best_kernel", lambda *_: None)
     case = Case((20,))
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'dispatch' attends with varlen kernels, and none"):
         on_threads(CPStrategy(2, "dispatch", "zigzag", 2), case, case.inputs())

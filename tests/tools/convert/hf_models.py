@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full.full_kind import FullKind
-from moba_train.attention.protocol import LocalAttention, packed_layout
+from moba_train.attention.layout import packed_layout
+from moba_train.attention.protocol import LocalAttention
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import model_tensors

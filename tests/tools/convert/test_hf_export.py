@@ -15,7 +15,7 @@ from moba_train.checkpoint.manifest import hash_file
 from moba_train.config.attention import resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import hf_config, parse_layer, read_model_config
+from moba_train.hf.config import hf_config, layer_entry, parse_layer, read_model_config
 from moba_train.hf.weights import INDEX
 from moba_train.model.build import build_attention
 from moba_train.resolve.saved_recipe import open_checkpoint
@@ -69,7 +69,7 @@ def test_what_most_layers_have_is_the_default_of_an_imported_recipe(exported: tu
     config = imported_recipe(folder, folder)
     entries = json.loads((folder / "config.json").read_text())["moba"]["layers"]
     attention = build_attention(resolve_layers(config.attention, config.model.layers), config.model.head_width)
-    assert [kind.export_entry() for kind in attention] == entries
+    assert [layer_entry(kind) for kind in attention] == entries
     assert (config.attention.default, config.attention.options_of("moba").topk) == ("moba", SPARSE["topk"])
     others = {layer: entry for layer, entry in enumerate(entries) if entry["kind"] != "moba"}
     assert config.attention.overrides == others

@@ -15,7 +15,7 @@ from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.kernels.common.lists import BlockLists, BlockTables, block_tables
 from moba_train.attention.kernels.common.tiles import TileShape, TileShapes, TileTable, WorkRange, tile_shapes
-from moba_train.attention.protocol import Layout
+from moba_train.attention.layout import Layout
 
 _LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32

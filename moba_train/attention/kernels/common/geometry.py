@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moba_train.attention.protocol import Layout, TokenRanges
+from moba_train.attention.layout import Layout, TokenRanges
 
 
 def block_bound(layout: Layout, block_size: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_bound, first_blocks
 from moba_train.attention.kernels.common.launch import ceil_div, launch
-from moba_train.attention.protocol import Layout, TokenRanges
+from moba_train.attention.layout import Layout, TokenRanges
 
 _TILE = 64
 """Entries ranked at once, by one warp; ranking compares each with each."""

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_bound, block_ids
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
 Mask = Callable[[slice, slice], Tensor]
 """(query rows, key rows) -> bool, broadcastable to [H, rows, keys]: which scores count."""

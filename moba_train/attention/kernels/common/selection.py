@@ -1,5 +1,5 @@
 """Selections of history blocks: the blocks with the highest scores, for kinds that score all blocks of a chunk of
-queries; and the share of the keys that a selection is, and how it is spread (`statistics.SELECTION`).
+queries; and the share of the keys that a selection is, and how it is spread (`SELECTION`).
 
 Only free selections count for how they are spread. A query with at most topk - 1 earlier blocks takes them all, as do
 queries at the first `dense_len` positions; the first blocks of a document and local ones that a kind forces are neither
@@ -18,8 +18,19 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import QueryBlocks, block_bound, block_ids, first_blocks
 from moba_train.attention.kernels.table import triton_runs_on
-from moba_train.attention.protocol import Layout
-from moba_train.attention.statistics import Statistics
+from moba_train.attention.layout import Layout
+from moba_train.attention.statistics import Statistics, joined
+
+KEY_SHARE = {"key_share": "keys attended to over keys before the query, its own included"}
+"""What every attention that leaves keys out also shows."""
+
+SELECTION = KEY_SHARE | {
+    "load_imbalance": "selections of the busiest block over the mean of the document's candidates; 1: even",
+    "entropy": "of the selections over the candidates, relative to its maximum; 1: even, 0: all on one block",
+    "first_block_share": "share of the queries that selected their document's first block, the attention sink",
+    "distance": "how many blocks back the selected one lies, relative to the mean of the query's candidates",
+}
+"""What an attention that selects blocks also shows."""
 
 
 def choose_blocks(scores_HtN: Tensor, queries: QueryBlocks, count: int, *, first: int = 0, local: int = 1) -> Tensor:
@@ -98,11 +109,10 @@ def selection_statistics(heads: Iterable[Tensor], layout: Layout, choice: Choice
             counts.append((selected_TC >= 0).sum())
             yield selected_TC
 
-    found = routing_statistics(counted(), layout, choice)
+    routing = routing_statistics(counted(), layout, choice)
     positions_T = layout.positions(layout.q_tokens, layout.q_documents)
     history = torch.stack(counts).double().mean() * choice.block_size
-    found.add(key_share(float(history + (positions_T % choice.block_size + 1).sum()), layout))
-    return found
+    return joined([routing, key_share(float(history + (positions_T % choice.block_size + 1).sum()), layout)])
 
 
 def key_share(attended: float | None, layout: Layout) -> Statistics:

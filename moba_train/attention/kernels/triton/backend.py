@@ -16,7 +16,8 @@ from moba_train.attention.kernels.common.launch import replayed
 from moba_train.attention.kernels.common.lists import BlockLists, block_tables, empty_inverse, invert
 from moba_train.attention.kernels.triton.blocks_from_144_forward import LongBlocks
 from moba_train.attention.kernels.triton.blocks_to_128 import ShortBlocks
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
 NAME = "triton"
 

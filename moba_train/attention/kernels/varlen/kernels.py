@@ -58,7 +58,7 @@ class Cpu:
         heads, kv_heads = state.q.shape[1], state.k.shape[1]
         dq_NHD, dk_SKD, dv_SKD = (torch.zeros(x.shape, dtype=x.dtype) for x in (state.q, state.k, state.v))
         for rows, keys in _rows_and_keys(segments):
-            *inputs, lse_HN = state.with_queries(rows).with_keys(state.k[keys], state.v[keys])
+            *inputs, lse_HN = state.part(rows=rows)._replace(k=state.k[keys], v=state.v[keys])
             dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *(_heads_first(x, heads) for x in inputs),
                 lse_HN.unsqueeze(0),

@@ -15,11 +15,19 @@ from torch import Tensor
 
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Ranks, Work
+from moba_train.parallel.context.costs import (
+    TransportCost,
+    gather_buffers,
+    gather_copies,
+    received_kv_bytes,
+    slice_count,
+)
 from moba_train.parallel.context.layout import contiguous, copy_into
-from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
+    TransportSpec,
     padded,
     padded_lse,
     sum_dtype,
@@ -31,9 +39,39 @@ Heads = tuple[slice, slice]
 """A slice of the key/value heads, and the query heads that share them."""
 
 
-def make_allgather(strategy: CPStrategy, ranks: Ranks) -> Transport:
+class AllGatherSpec(TransportSpec):
     """The transport `allgather`."""
-    return AllGather(ranks.communicator, strategy.slices)
+
+    name = "allgather"
+    uses_slices = True
+
+    def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
+        """Over the group's own connections."""
+        return AllGather(ranks.communicator, strategy.slices)
+
+    def cost(self, strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
+        """Keys and values of all ranks, gathered in both passes, and their gradients."""
+        received = received_kv_bytes(strategy, shape)
+        slices = slice_count(strategy, shape.kv_heads)
+        q_bytes = shape.tokens / strategy.ranks * shape.q_bytes
+        kv_bytes = shape.tokens * shape.kv_bytes
+        # NCCL's rings enter a node through all of its adapters.
+        network = 0 if strategy.node_size == strategy.ranks else received / strategy.node_size
+        copied = gather_copies(strategy, slices, q_bytes, kv_bytes)
+        buffers = gather_buffers(slices, kv_bytes)
+        return TransportCost(received, network, copied, buffers, upfront_share=1 / slices, heads_at_once=1 / slices)
+
+    def has_unequal_shards(self, work_grows: bool) -> bool:
+        """Always: MoBA's work grows until topk blocks lie behind a query. Zigzag shards are up to 27 % faster at 64K
+        tokens, and never slower (benchmarks/results/context-parallel-h200.json)."""
+        return True
+
+    def with_least_memory(self, strategy: CPStrategy, shape: AttentionShape) -> CPStrategy:
+        """The strategy itself: it is in slices already, as it does not fit."""
+        return strategy
+
+
+ALLGATHER = AllGatherSpec()
 
 
 class AllGather(Transport):
@@ -54,19 +92,19 @@ class AllGather(Transport):
         tokens = call.sequence.tokens(self.rank)
         part = call.against_all(self.rank)
         slices = self._slices(q_LHD, k_LKD)
-        summaries = all_summaries(k_LKD, call.unsharded, call.sequence, self.communicator)
+        summaries = all_summaries(k_LKD, call, self.communicator)
         results = list[tuple[slice, Tensor]]()
         selections = list[Tensor]()
         lse_Hn = q_LHD.new_empty((q_LHD.shape[1], tokens), dtype=sum_dtype(q_LHD.dtype))
         for (kv, of), gather in self._gathers(k_LKD, v_LKD, slices):
             q_nHD = contiguous(q_LHD[:tokens, of])
             if tokens:  # selection needs no keys, so it overlaps even the first transfer
-                selection = part.select(q_nHD, None if summaries is None else summaries[:, kv])
+                selection = call.attention.select(q_nHD, None if summaries is None else summaries[:, kv], part)
             else:
-                selection = part.empty_selection(q_nHD, k_LKD[:, kv])
+                selection = call.attention.empty_selection(q_nHD, k_LKD[:, kv], part)
             k_TKD, v_TKD = (call.sequence.to_packed(x) for x in gather.wait())
             if tokens:
-                out_nHD, lse_Hn[of] = part.attend(q_nHD, k_TKD, v_TKD, selection)
+                out_nHD, lse_Hn[of] = call.attention.attend(q_nHD, k_TKD, v_TKD, part, selection)
                 results.append((of, out_nHD))
             selections += selection
             del k_TKD, v_TKD  # otherwise three slices are in memory when the next but one is gathered
@@ -96,7 +134,8 @@ class AllGather(Transport):
             k_TKD, v_TKD = (call.sequence.to_packed(x) for x in gather.wait())
             if tokens:
                 lse = lse_HL[of, :tokens].contiguous()
-                dq, dk, dv = part.attend_backward(BackwardState(dout, q, k_TKD, v_TKD, out, lse), own)
+                own_state = BackwardState(dout, q, k_TKD, v_TKD, out, lse)
+                dq, dk, dv = call.attention.attend_backward(own_state, part, own)
                 results.append((of, dq))
             else:
                 dk, dv = torch.zeros_like(k_TKD), torch.zeros_like(v_TKD)
@@ -125,7 +164,8 @@ class AllGather(Transport):
         """The empty selections of all slices, one after the other."""
         tokens = call.sequence.tokens(self.rank)
         part = call.against_all(self.rank)
-        selections = [part.empty_selection(q_LHD[:tokens, of], k_LKD[:, kv]) for kv, of in self._slices(q_LHD, k_LKD)]
+        empty = call.attention.empty_selection
+        selections = [empty(q_LHD[:tokens, of], k_LKD[:, kv], part) for kv, of in self._slices(q_LHD, k_LKD)]
         return tuple(tensor for selection in selections for tensor in selection)
 
     def _slices(self, q_LHD: Tensor, k_LKD: Tensor) -> list[Heads]:

@@ -1,38 +1,44 @@
-"""The interface of a transport, which brings queries and keys of different ranks together.
+"""The interface of a transport, which brings queries and keys of different ranks together, and what is known of a
+transport before it exists.
 
 Shape suffixes: L rows of a shard (padding included), n tokens in it, H query heads, K key/value heads, D head width.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moba_train.attention.call import AttentionCall
-from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.attention.kind import AttentionKind
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
+from moba_train.config.model import ModelConfig
 from moba_train.parallel.context.comm import Communicator, Ranks
+from moba_train.parallel.context.costs import TransportCost
 from moba_train.parallel.context.layout import SequenceLayout
-from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 
 
 @dataclass(frozen=True)
 class ShardedCall:
     """One attention call over a sequence that is sharded over ranks."""
 
-    unsharded: AttentionCall
-    """The call on the layout of the complete packed sequence."""
+    attention: LocalAttention
+    layout: Layout
+    """Layout of the complete packed sequence."""
     sequence: SequenceLayout
 
-    def against_all(self, rank: int) -> AttentionCall:
-        """The call for a rank's queries against the keys of all ranks."""
+    def against_all(self, rank: int) -> Layout:
+        """The layout of a rank's queries and the keys of all ranks."""
         return self.against(rank, self.sequence)
 
-    def against(self, rank: int, owners: SequenceLayout) -> AttentionCall:
-        """The call for a rank's queries against the keys of some ranks: `SequenceLayout.select_ranks`."""
-        return self.unsharded.part(self.sequence.ranges_of(rank), owners.all_ranges)
+    def against(self, rank: int, owners: SequenceLayout) -> Layout:
+        """The layout of a rank's queries and the keys of some ranks: `SequenceLayout.select_ranks`."""
+        return self.layout.part(self.sequence.ranges_of(rank), owners.all_ranges)
 
 
 class Transport(ABC):
@@ -72,9 +78,63 @@ class Transport(ABC):
         """Tensors shaped like `forward`'s selection, with undefined contents, for tracing by torch.compile."""
 
 
-MakeTransport = Callable[[CPStrategy, Ranks], Transport]
-"""Member of the registry `TRANSPORTS`: the transport of a strategy, with all its connections. A collective over the
-whole world."""
+class TransportSpec(ABC):
+    """Member of the registry `TRANSPORTS`: how a transport is made, what it costs, and what it cannot do."""
+
+    name: ClassVar[str]
+    """Name in recipes: `parallel.cp_transport`."""
+    uses_slices: ClassVar[bool] = False
+    """True if it gathers keys and values in slices of the heads (`CPStrategy.slices`)."""
+    uses_ring_depth: ClassVar[bool] = False
+    """True if `CPStrategy.ring_depth` is the number of its buffers."""
+    needs_nodes: ClassVar[bool] = False
+    """True if it needs several nodes, so that nothing can be said while the ranks of a node are not known."""
+    not_for_auto: ClassVar[str] = ""
+    """Why `auto` does not take it; empty if it may."""
+
+    @abstractmethod
+    def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
+        """The transport of a strategy, with all its connections. A collective over the whole world."""
+
+    @abstractmethod
+    def cost(self, strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
+        """Predicted cost of a layer, for a strategy that passes the checks below."""
+
+    def check_sizes(self, strategy: CPStrategy) -> None:
+        """Raises ValueError, naming the YAML key, for a strategy that is impossible with any attention."""
+        return None
+
+    def check_attention(self, strategy: CPStrategy, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
+        """Raises ValueError, naming the YAML key, if the transport cannot run an attention of so many heads on one
+        rank."""
+        return None
+
+    def check_shape(self, strategy: CPStrategy, shape: AttentionShape) -> None:
+        """Raises ValueError, naming the YAML key, for layers that the transport is not for."""
+        self.check_attention(strategy, shape.heads, shape.kv_heads, shape.facts)
+
+    def problems(
+        self, kinds: Sequence[AttentionKind], model: ModelConfig, device: str | None, compute: str
+    ) -> Iterator[str]:
+        """What the transport cannot do in a stage with these kinds of layers, on a device ("cuda" or "cpu", None if not
+        known) and in a compute dtype (`precision.compute`), each text beginning with `which`."""
+        return iter(())
+
+    def has_unequal_shards(self, work_grows: bool) -> bool:
+        """True if contiguous shards would be unequal work. The default: if a query's work grows with its position."""
+        return work_grows
+
+    def is_preferred(self, strategy: CPStrategy, shape: AttentionShape) -> bool:
+        """True if `auto` takes it before all transports that are not, whatever they are predicted to cost."""
+        return False
+
+    def with_least_memory(self, strategy: CPStrategy, shape: AttentionShape) -> CPStrategy | None:
+        """The strategy's variant with the smallest buffers, for `auto` if nothing fits; None: not taken then."""
+        return None
+
+    def describe(self, strategy: CPStrategy) -> str:
+        """Details of the strategy, for messages."""
+        return f", {strategy.slices} slices" if self.uses_slices and strategy.slices > 1 else ""
 
 
 def sum_over_ranks(x_RLx: Tensor, communicator: Communicator) -> Tensor:

@@ -1,6 +1,6 @@
 """Ring: chunks of keys and values, one of each rank, travel around the ring of ranks.
 
-Inside a node, a rank attends to all chunks in one call after they have arrived (`make_ring`): an all-gather by messages
+Inside a node, a rank attends to all chunks in one call after they have arrived (`ring`): an all-gather by messages
 between neighbours. `Ring` is for few buffers and several nodes: it attends to some chunks while the next ones travel,
 and merges the partial results. How many one call takes: `CPStrategy.chunks_per_call`.
 
@@ -15,20 +15,23 @@ Shape suffixes as in base.py.
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moba_train.attention.merge import merge_into, nothing_seen
-from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Ranks, Work
+from moba_train.parallel.context.costs import TransportCost, received_kv_bytes
 from moba_train.parallel.context.layout import SequenceLayout, sees
-from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.transport.allgather import AllGather
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+from moba_train.parallel.context.transport.allgather import ALLGATHER, AllGather
 from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
+    TransportSpec,
     padded,
     padded_lse,
     sum_dtype,
@@ -37,9 +40,66 @@ from moba_train.parallel.context.transport.base import (
 from moba_train.parallel.context.units import all_summaries
 
 
-def make_ring(strategy: CPStrategy, ranks: Ranks) -> Transport:
+class RingSpec(TransportSpec):
     """The transport `ring`."""
-    return ring(ranks.communicator, strategy)
+
+    name = "ring"
+    uses_ring_depth = True
+
+    def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
+        """Over the group's own connections."""
+        return ring(ranks.communicator, strategy)
+
+    def cost(self, strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
+        """Chunks that travel around the ring, and their gradients, which go straight to their owners."""
+        width = strategy.chunks_per_call
+        if width == strategy.ranks:  # an all-gather by other messages; its time has not been measured
+            return ALLGATHER.cost(replace(strategy, slices=1), shape)
+        received = received_kv_bytes(strategy, shape)
+        depth = min(strategy.ring_depth or strategy.ranks, strategy.ranks)
+        tokens = shape.tokens / strategy.ranks
+        # Chunks that arrive and gradients on the way to their owners; the keys of a call and their gradients.
+        buffers = (2 * depth + 2 * width) * tokens * shape.kv_bytes
+        # For every call, out and dq are merged in float32 (13 + 5 of a query's bytes); every chunk is copied into token
+        # order in both passes, and its gradients are laid out and summed.
+        calls = -(-strategy.ranks // width)
+        copied = tokens * ((18 * calls + 8) * shape.q_bytes + (11 * strategy.ranks + 5) * shape.kv_bytes)
+        network = 0 if strategy.node_size == strategy.ranks else received  # one link enters each node
+        return TransportCost(received, network, copied, buffers, upfront_share=(width - 1) / (strategy.ranks - 1))
+
+    def check_sizes(self, strategy: CPStrategy) -> None:
+        """Raises ValueError for fewer than two buffers."""
+        if strategy.ring_depth is not None and strategy.ring_depth < 2:
+            raise ValueError(
+                f"parallel.cp_ring_depth: {strategy.ring_depth} given, at least 2 needed (one to send, one to receive)"
+            )
+
+    def check_attention(self, strategy: CPStrategy, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
+        """Raises ValueError if it attends to some of the keys after the others and the results do not merge."""
+        if strategy.chunks_per_call < strategy.ranks and not facts.merges:
+            raise ValueError(
+                "parallel.cp_transport: 'ring' attends to the keys of some ranks after those of others when it spans "
+                "several nodes or has few buffers (parallel.cp_ring_depth), but a layer adds up the results of its "
+                "blocks, which cannot be merged over parts of a block's keys (attention.moba_v1.merge: sum or gate, "
+                "kind moba_v05); inside a node leave parallel.cp_ring_depth out, or use another transport"
+            )
+
+    def has_unequal_shards(self, work_grows: bool) -> bool:
+        """Always: a rank's work also depends on the chunks that its queries see, and later queries see more."""
+        return True
+
+    def with_least_memory(self, strategy: CPStrategy, shape: AttentionShape) -> CPStrategy | None:
+        """Two buffers, which only results that merge allow."""
+        return replace(strategy, ring_depth=2) if shape.facts.merges else None
+
+    def describe(self, strategy: CPStrategy) -> str:
+        """How many chunks an attention call takes, if not all."""
+        if strategy.chunks_per_call == strategy.ranks:
+            return ""
+        return f", {strategy.chunks_per_call} of {strategy.ranks} chunks in an attention call"
+
+
+RING = RingSpec()
 
 
 def ring(communicator: Communicator, strategy: CPStrategy) -> Transport:
@@ -79,17 +139,17 @@ class Ring(Transport):
     ) -> tuple[Tensor, Tensor, Selection]:
         """Select, attend to chunks as they arrive, and merge the partial results by online softmax."""
         tokens = call.sequence.tokens(self.rank)
-        summaries = all_summaries(k_LKD, call.unsharded, call.sequence, self.communicator)
+        summaries = all_summaries(k_LKD, call, self.communicator)
         q_nHD = q_LHD[:tokens]
         if tokens:
-            selection = call.against_all(self.rank).select(q_nHD, summaries)
+            selection = call.attention.select(q_nHD, summaries, call.against_all(self.rank))
         else:
             selection = self.empty_selection(q_LHD, k_LKD, call)
         merged: tuple[Tensor, Tensor] | None = None
         for _, owners, keys in self._arriving(k_LKD, v_LKD, call):
             if keys is None:
                 continue
-            out, lse = call.against(self.rank, owners).attend(q_nHD, *keys, selection)
+            out, lse = call.attention.attend(q_nHD, *keys, call.against(self.rank, owners), selection)
             if merged is None:
                 merged = out.to(sum_dtype(q_LHD.dtype)), lse
             else:
@@ -103,7 +163,7 @@ class Ring(Transport):
         _, q_LHD, k_LKD, v_LKD, _, _ = state
         rows, kv_heads, head_dim = k_LKD.shape
         dtype = sum_dtype(q_LHD.dtype)
-        state = state.with_queries(slice(0, call.sequence.tokens(self.rank)))
+        state = state.part(rows=slice(0, call.sequence.tokens(self.rank)))
         dq_nHD: Tensor | None = None
         dkv_LKD = k_LKD.new_empty((rows, 2 * kv_heads, head_dim), dtype=dtype)  # dk, then dv
         received_LKD = torch.empty_like(dkv_LKD, dtype=k_LKD.dtype)
@@ -114,9 +174,10 @@ class Ring(Transport):
 
         for steps, owners, keys in self._arriving(k_LKD, v_LKD, call):
             if keys is not None:
+                k_SKD, v_SKD = keys
                 part = call.against(self.rank, owners)
-                dq, dk, dv = part.attend_backward(state.with_keys(*keys), selection)
-                del keys  # otherwise they are in memory beside two copies of their gradients
+                dq, dk, dv = call.attention.attend_backward(state._replace(k=k_SKD, v=v_SKD), part, selection)
+                del keys, k_SKD, v_SKD  # otherwise they are in memory beside two copies of their gradients
                 dq_nHD = dq.to(dtype) if dq_nHD is None else dq_nHD.add_(dq)
                 partial = owners.to_shards(dk, dv)
                 del dk, dv
@@ -149,7 +210,7 @@ class Ring(Transport):
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of this rank's queries."""
         tokens = call.sequence.tokens(self.rank)
-        return call.against_all(self.rank).empty_selection(q_LHD[:tokens], k_LKD)
+        return call.attention.empty_selection(q_LHD[:tokens], k_LKD, call.against_all(self.rank))
 
     def _arriving(self, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall) -> Iterator[ArrivedChunks]:
         """Yield the chunks of each attention call: this rank's first, then back around the ring."""
@@ -180,7 +241,7 @@ class Ring(Transport):
         """These chunks with a copy of their keys and values, in token order."""
         owners = call.sequence.select_ranks([(self.rank - step) % self.communicator.size for step in steps])
         queries = call.sequence.ranges[self.rank]
-        if not any(sees(queries, ranges, call.unsharded.layout.edges) for ranges in owners.ranges):
+        if not any(sees(queries, ranges, call.layout.edges) for ranges in owners.ranges):
             return ArrivedChunks(steps, owners, None)
         k_SKD, v_SKD = (owners.copy_to_packed([chunk[side] for chunk in chunks_2LKD]) for side in (0, 1))
         return ArrivedChunks(steps, owners, (k_SKD, v_SKD))

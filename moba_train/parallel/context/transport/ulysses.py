@@ -8,34 +8,149 @@ rank.
 Shape suffixes as in base.py; N rows of all shards of the group, h of the H heads, P ranks of the group.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Ranks
+from moba_train.parallel.context.costs import (
+    TransportCost,
+    gather_buffers,
+    gather_copies,
+    head_exchange,
+    slice_count,
+)
 from moba_train.parallel.context.layout import contiguous
-from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
+    TransportSpec,
     padded,
     padded_lse,
     sum_dtype,
     sum_over_ranks,
 )
 from moba_train.parallel.dims import hierarchical_groups
+from moba_train.parallel.links import LINKS
 
 
-def make_ulysses(strategy: CPStrategy, ranks: Ranks) -> Transport:
+class UlyssesSpec(TransportSpec):
     """The transport `ulysses`."""
-    return Ulysses(ranks.communicator, Local())
+
+    name = "ulysses"
+
+    def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
+        """Over the group's own connections."""
+        return Ulysses(ranks.communicator, Local())
+
+    def cost(self, strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
+        """Tokens exchanged for heads, among all ranks."""
+        exchange = head_exchange(strategy, shape, strategy.ranks)
+        within = strategy.node_size / strategy.ranks
+        node_bytes = exchange.received * within
+        network_bytes = exchange.received * (1 - within)
+        return TransportCost(node_bytes, network_bytes, exchange.copied, exchange.buffers, upfront_share=1)
+
+    def check_attention(self, strategy: CPStrategy, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
+        """Raises ValueError for heads that the ranks cannot share."""
+        _check_heads(self.name, self.group_size(strategy), heads, kv_heads, facts)
+
+    def group_size(self, strategy: CPStrategy) -> int:
+        """Ranks that share the heads."""
+        return strategy.ranks
+
+    def has_unequal_shards(self, work_grows: bool) -> bool:
+        """Never: every rank attends to whole sequences."""
+        return False
+
+    def is_preferred(self, strategy: CPStrategy, shape: AttentionShape) -> bool:
+        """True among more than two ranks of a node, without repeated key/value heads.
+
+        Ranks attend to whole sequences with some of the heads, in larger kernel launches and with less memory. On 4 x
+        H200 at 256K tokens it takes 9 % less time than all-gather for MoBA 4096/12, but 4 % more for dense attention
+        and 5 % more for MoBA 512/8 (benchmarks/results/context-parallel-h200.json, context-parallel-dense-h200.json).
+        In training at 128K tokens with MoBA 512/8 it is 2.6 % faster in bf16, as smaller buffers leave more for
+        activations, and 1.6 % slower in FP8 (training-8b-128k-h200-x4.json). Two ranks have half of all keys already,
+        and Ulysses would send half of the queries and outputs as well: on 2 x H100 it takes 17 % more time for MoBA
+        512/8 at 64K and 256K tokens, and the same for dense attention (context-parallel-h100-x2.json).
+        """
+        return 2 < strategy.ranks == strategy.node_size and shape.kv_heads % strategy.ranks == 0
 
 
-def make_hierarchical(strategy: CPStrategy, ranks: Ranks) -> Transport:
+class HierarchicalSpec(UlyssesSpec):
     """The transport `hierarchical`: Ulysses inside a node, all-gather across nodes."""
-    node, across = hierarchical_groups(ranks.group, strategy.node_size, ranks.timeout)
-    across_nodes = AllGather(Communicator(across, ranks.device), strategy.slices)
-    return Ulysses(Communicator(node, ranks.device), across_nodes)
+
+    name = "hierarchical"
+    uses_slices = True
+    needs_nodes = True
+
+    def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
+        """Creates a group for each node, and one across the nodes for each place in a node."""
+        node, across = hierarchical_groups(ranks.group, strategy.node_size, ranks.timeout)
+        across_nodes = AllGather(Communicator(across, ranks.device), strategy.slices)
+        return Ulysses(Communicator(node, ranks.device), across_nodes)
+
+    def cost(self, strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
+        """Tokens exchanged for heads in the node, then keys and values of these heads gathered across nodes."""
+        exchange = head_exchange(strategy, shape, strategy.node_size)
+        token_kv_bytes = shape.kv_bytes * max(1, strategy.node_size / shape.kv_heads) / strategy.node_size
+        kv_bytes = shape.tokens * token_kv_bytes
+        gathered = 3 * (1 - strategy.node_size / strategy.ranks) * kv_bytes  # keys and values twice, gradients once
+        slices = slice_count(strategy, max(1, shape.kv_heads // strategy.node_size))
+        q_bytes = shape.tokens / strategy.ranks * shape.q_bytes
+        copied = exchange.copied + gather_copies(strategy, slices, q_bytes, kv_bytes)
+        buffers = exchange.buffers + gather_buffers(slices, kv_bytes)
+        within = exchange.received / LINKS.node
+        across = gathered / LINKS.network
+        upfront_share = (within + across / slices) / (within + across)
+        return TransportCost(exchange.received, gathered, copied, buffers, upfront_share, heads_at_once=1 / slices)
+
+    def check_sizes(self, strategy: CPStrategy) -> None:
+        """Raises ValueError unless several nodes have equally many ranks, and several each."""
+        if strategy.ranks % strategy.node_size or not 1 < strategy.node_size < strategy.ranks:
+            raise ValueError(
+                f"parallel.cp_transport: 'hierarchical' needs several nodes with the same number of ranks, at least 2 "
+                f"in each; parallel.cp is {strategy.ranks}, with {strategy.node_size} in a node; use ulysses, "
+                f"allgather or ring"
+            )
+
+    def group_size(self, strategy: CPStrategy) -> int:
+        """Ranks of a node."""
+        return strategy.node_size
+
+    def has_unequal_shards(self, work_grows: bool) -> bool:
+        """Only if a query's work grows: zigzag shards cost a copy."""
+        return work_grows
+
+    def is_preferred(self, strategy: CPStrategy, shape: AttentionShape) -> bool:
+        """Never."""
+        return False
+
+
+def _check_heads(name: str, ranks: int, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
+    if heads % ranks:
+        raise ValueError(
+            f"parallel.cp_transport: {name!r} cannot share {heads} query heads among {ranks} ranks; use allgather or "
+            f"ring, or set parallel.cp so that the heads are divisible"
+        )
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ValueError(
+            f"parallel.cp_transport: {name!r} cannot share {kv_heads} key/value heads among {ranks} ranks: one number "
+            f"must divide the other; use allgather or ring"
+        )
+    if facts.couples_heads and kv_heads % ranks:
+        raise ValueError(
+            f"parallel.cp_transport: {name!r} would split the query heads of {kv_heads} key/value heads among {ranks} "
+            f"ranks, but an attention selects blocks for them together (attention.moba.select: group); use allgather "
+            f"or ring, or select: head"
+        )
+
+
+ULYSSES = UlyssesSpec()
+HIERARCHICAL = HierarchicalSpec()
 
 
 class Ulysses(Transport):
@@ -94,7 +209,7 @@ class _Swap:
         self.group = call.sequence.select_ranks(range(place * self.size, (place + 1) * self.size))
         groups = call.sequence.merge_ranks(self.size)
         self.joint = groups.select_ranks(range(place, place + 1))
-        self.call = ShardedCall(call.unsharded, groups)
+        self.call = replace(call, sequence=groups)
 
     def heads(self, heads: int) -> int:
         """Number of heads that each rank gets out of `heads`."""
@@ -135,15 +250,15 @@ class Local(Transport):
         """Attend to the complete sequence, without communication."""
         everything = call.against_all(0)
         q, k, v = (x[: call.sequence.total] for x in (q_LHD, k_LKD, v_LKD))
-        selection = everything.select(q, everything.summarize(k))
-        out_THD, lse_HT = everything.attend(q, k, v, selection)
+        selection = call.attention.select(q, call.attention.summarize(k, everything), everything)
+        out_THD, lse_HT = call.attention.attend(q, k, v, everything, selection)
         return padded(out_THD, q_LHD.shape[0]), padded_lse(lse_HT, q_LHD.shape[0]), selection
 
     def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Gradients for the complete sequence, without communication."""
         tokens = slice(0, call.sequence.total)
-        here = state.with_queries(tokens).with_keys(state.k[tokens], state.v[tokens])
-        grads = call.against_all(0).attend_backward(here, selection)
+        here = state.part(rows=tokens)._replace(k=state.k[tokens], v=state.v[tokens])
+        grads = call.attention.attend_backward(here, call.against_all(0), selection)
         dq, dk, dv = (padded(grad, state.q.shape[0]) for grad in grads)
         return dq, dk, dv
 
@@ -158,4 +273,4 @@ class Local(Transport):
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of the complete sequence."""
         tokens = call.sequence.total
-        return call.against_all(0).empty_selection(q_LHD[:tokens], k_LKD[:tokens])
+        return call.attention.empty_selection(q_LHD[:tokens], k_LKD[:tokens], call.against_all(0))

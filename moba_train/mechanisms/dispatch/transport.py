@@ -17,26 +17,96 @@ Shape suffixes as in base.py; U rows of a rank's own units, N units, C selected 
 key/value head, E queries that a rank sends, F queries that it receives, R ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moba_train.attention.by_unit import UnitCall, UnitQueries
+from moba_train.attention.kind import AttentionKind
+from moba_train.attention.layout import Layout
 from moba_train.attention.merge import merge
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
+from moba_train.config.model import ModelConfig
+from moba_train.errors import number_ranges
+from moba_train.mechanisms.dispatch.blocks_by_unit import units_of
+from moba_train.mechanisms.dispatch.by_unit import UnitAttention, UnitQueries
 from moba_train.parallel.context.comm import Communicator, Ranks
+from moba_train.parallel.context.costs import TransportCost
 from moba_train.parallel.context.layout import SequenceLayout, contiguous
-from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
-from moba_train.parallel.context.transport.base import ShardedCall, Transport, padded, padded_lse, sum_dtype
+from moba_train.parallel.context.transport.base import (
+    ShardedCall,
+    Transport,
+    TransportSpec,
+    padded,
+    padded_lse,
+    sum_dtype,
+)
 from moba_train.parallel.context.units import owned_units, rows_of_own_units, rows_of_shard, summaries_of_own_units
 
 
-def make_dispatch(strategy: CPStrategy, ranks: Ranks) -> Transport:
+class DispatchSpec(TransportSpec):
     """The transport `dispatch`."""
-    return Dispatch(ranks.communicator)
+
+    name = "dispatch"
+    not_for_auto = "only as configured: the owner of blocks that all queries select would attend for all of them"
+
+    def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
+        """Over the group's own connections."""
+        return Dispatch(ranks.communicator)
+
+    def cost(self, strategy: CPStrategy, shape: AttentionShape) -> TransportCost:
+        """The cost if queries select any units with equal probability. With an attention sink one rank receives up to
+        `ranks` times as much. Not compared with measured times."""
+        units = max((found.history_units for local in shape.attentions if (found := units_of(local))), default=0)
+        tokens = shape.tokens / strategy.ranks
+        # Ranks, its own included, that a query of one head is sent to.
+        reached = strategy.ranks * (1 - (1 - 1 / strategy.ranks) ** units)
+        remote = reached * (1 - 1 / strategy.ranks)
+        # Forward: q is sent, out comes back. Backward: q, dout and out are sent, dq comes back. With them go the ids of
+        # the selected units in both passes, and the log-sum-exp, to and fro.
+        small = 4 * (2 * units + 2) * shape.heads
+        received = tokens * remote * (6 * shape.q_bytes + small)
+        within = (strategy.node_size - 1) / max(1, strategy.ranks - 1)
+        # Rows are gathered (4 tensors, read and written); out and dq are joined in float32 (5 of a query's bytes each).
+        copied = tokens * reached * 18 * shape.q_bytes
+        # Rows of one key/value head, sent and received (q, dout, out, dq), and dq, dk and dv of the shard in float32.
+        buffers = tokens * (8 * reached * shape.q_bytes / shape.kv_heads + 2 * shape.q_bytes + 2 * shape.kv_bytes)
+        return TransportCost(received * within, received * (1 - within), copied, buffers, upfront_share=1)
+
+    def check_shape(self, strategy: CPStrategy, shape: AttentionShape) -> None:
+        """Raises ValueError for layers that cannot attend to one unit at a time."""
+        if not all(map(units_of, shape.attentions)):
+            raise ValueError(
+                "parallel.cp_transport: 'dispatch' sends queries to the owners of the blocks that they select, and an "
+                "attention of these layers selects none or cannot attend to one at a time; use another transport"
+            )
+
+    def problems(
+        self, kinds: Sequence[AttentionKind], model: ModelConfig, device: str | None, compute: str
+    ) -> Iterator[str]:
+        """Layers that cannot attend to one unit at a time, and what the varlen kernels that do so cannot do on CUDA."""
+        others = [layer for layer, kind in enumerate(kinds) if not all(map(units_of, kind.attentions))]
+        if others:
+            names = " or ".join(map(repr, sorted({kinds[layer].name for layer in others})))
+            yield (
+                f"which sends queries to the owners of the blocks that they select; kind {names} (layers "
+                f"{number_ranges(others)}) cannot be divided so; use another transport"
+            )
+        if device == "cuda" and compute == "fp32":
+            yield "which computes in 16 bits on CUDA; set precision.compute: bf16, or use another transport"
+        width = model.head_width
+        if device == "cuda" and (width % 8 or width > 256):
+            yield f"which needs heads of a width of 8, 16, ... or 256 on CUDA; the model's have {width}"
+
+    def has_unequal_shards(self, work_grows: bool) -> bool:
+        """Always: a rank's work is that of its keys, and earlier keys are selected by more queries."""
+        return True
+
+
+DISPATCH = DispatchSpec()
 
 
 class Dispatch(Transport):
@@ -55,13 +125,14 @@ class Dispatch(Transport):
         self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, call: ShardedCall
     ) -> tuple[Tensor, Tensor, Selection]:
         """Select, attend to own units, then to the selected ones, one key/value head after the other."""
-        if call.unsharded.attention.by_unit is None:
+        units = units_of(call.attention)
+        if units is None:
             return self.gathered.forward(q_LHD, k_LKD, v_LKD, call)
-        owner = _Owner(self.communicator, call)
+        owner = _Owner(self.communicator, call, units)
         q_UHD, k_UKD, v_UKD = (owner.take(x) for x in (q_LHD, k_LKD, v_LKD))
         selection = self._select(q_LHD, k_UKD, call, owner)
         routing = _Routing(owner, call, selection, k_LKD.shape[1])
-        own_UHD, own_HU = owner.call.attend_own(q_UHD, k_UKD, v_UKD)
+        own_UHD, own_HU = units.attend_own(q_UHD, k_UKD, v_UKD, owner.layout)
         out_nHD = owner.give_back(own_UHD).to(sum_dtype(q_LHD.dtype)).contiguous()
         lse_nH = owner.give_back(own_HU.T.contiguous())
         if routing.weights_HnW is not None:
@@ -70,29 +141,30 @@ class Dispatch(Transport):
         for kv_head, route in routing.routes():
             queries = route.send(q_rows)
             k_UD, v_UD = (contiguous(x[:, kv_head]) for x in (k_UKD, v_UKD))
-            out_FD, lse_F = owner.call.attend(queries, k_UD, v_UD)
+            out_FD, lse_F = units.attend(queries, k_UD, v_UD, owner.layout)
             route.join(out_rows, lse_nH.flatten(), route.send_back(out_FD), route.send_back(lse_F))
         rows = q_LHD.shape[0]
         return padded(out_nHD.to(q_LHD.dtype), rows), padded_lse(lse_nH.T, rows), selection
 
     def backward(self, state: BackwardState, selection: Selection, call: ShardedCall) -> Gradients:
         """Send the queries again; gradients of queries come home, those of keys and values stay with their owner."""
-        if call.unsharded.attention.by_unit is None:
+        units = units_of(call.attention)
+        if units is None:
             return self.gathered.backward(state, selection, call)
         rows = state.q.shape[0]
-        owner = _Owner(self.communicator, call)
+        owner = _Owner(self.communicator, call, units)
         routing = _Routing(owner, call, selection, state.k.shape[1])
         k_UKD, v_UKD = owner.take(state.k), owner.take(state.v)
-        state = state.with_queries(slice(0, call.sequence.tokens(self.rank)))
-        own = owner.own_state(state.with_keys(k_UKD, v_UKD), routing.weights_HnW)
-        dq_UHD, dk_UKD, dv_UKD = owner.call.attend_own_backward(own)
+        state = state.part(rows=slice(0, call.sequence.tokens(self.rank)))
+        own = owner.own_state(state._replace(k=k_UKD, v=v_UKD), routing.weights_HnW)
+        dq_UHD, dk_UKD, dv_UKD = units.attend_own_backward(own, owner.layout)
         dq_nHD = owner.give_back(dq_UHD).to(sum_dtype(dq_UHD.dtype)).contiguous()
         q_rows, dout_rows, out_rows = (x.flatten(0, 1) for x in (state.q, state.dout, state.out))
         for kv_head, route in routing.routes():
             queries = route.send(q_rows)
             merged = route.send_merged(dout_rows, out_rows, state.lse.T.flatten())
             k_UD, v_UD = (contiguous(x[:, kv_head]) for x in (k_UKD, v_UKD))
-            dq_FD, dk_UD, dv_UD = owner.call.attend_backward(queries, merged, k_UD, v_UD)
+            dq_FD, dk_UD, dv_UD = units.attend_backward(queries, merged, k_UD, v_UD, owner.layout)
             dk_UKD[:, kv_head] += dk_UD
             dv_UKD[:, kv_head] += dv_UD
             route.add(dq_nHD.flatten(0, 1), route.send_back(dq_FD))
@@ -109,39 +181,41 @@ class Dispatch(Transport):
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """The empty selection of this rank's queries."""
-        if call.unsharded.attention.by_unit is None:
+        units = units_of(call.attention)
+        if units is None:
             return self.gathered.empty_selection(q_LHD, k_LKD, call)
         tokens = call.sequence.tokens(self.rank)
-        return call.against_all(self.rank).by_unit.empty_selection(q_LHD[:tokens], k_LKD)
+        return units.empty_selection(q_LHD[:tokens], k_LKD, call.against_all(self.rank))
 
     def _select(self, q_LHD: Tensor, k_UKD: Tensor, call: ShardedCall, owner: "_Owner") -> Selection:
         """The units that this rank's queries select, from the summaries of all ranks."""
-        summaries = summaries_of_own_units(k_UKD, owner.units, call.unsharded, self.communicator)
+        summaries = summaries_of_own_units(k_UKD, owner.owned, call, self.communicator)
         tokens = call.sequence.tokens(self.rank)
         if not tokens:
             return self.empty_selection(q_LHD, k_UKD, call)
-        return call.against_all(self.rank).by_unit.select(contiguous(q_LHD[:tokens]), summaries)
+        return owner.units.select(contiguous(q_LHD[:tokens]), summaries, call.against_all(self.rank))
 
 
 class _Owner:
-    """This rank as the owner of units: rows on their way to it and back, and the call on its own units."""
+    """This rank as the owner of units: rows on their way to it and back, and the layout of its own units."""
 
-    def __init__(self, communicator: Communicator, call: ShardedCall) -> None:
+    def __init__(self, communicator: Communicator, call: ShardedCall, units: UnitAttention) -> None:
         self.communicator = communicator
+        self.units = units
         self.sequence = call.sequence
-        self.layout = call.unsharded.layout
-        self.unit_size = call.unsharded.attention.alignment
-        self.units = owned_units(self.layout, call.sequence, self.unit_size)
-        ranges = self.units.ranges[communicator.rank]
-        self.call: UnitCall = call.unsharded.part(ranges, ranges).by_unit
+        self.unit_size = call.attention.facts.alignment
+        self.owned = owned_units(call.layout, call.sequence, self.unit_size)
+        ranges = self.owned.ranges[communicator.rank]
+        self.layout: Layout = call.layout.part(ranges, ranges)
+        self._whole = call.layout
 
     def take(self, x_L: Tensor) -> Tensor:
         """Rows [U, ...] of this rank's units, from every rank's shard [L, ...]."""
-        return contiguous(rows_of_own_units(x_L, self.units, self.sequence, self.communicator))
+        return contiguous(rows_of_own_units(x_L, self.owned, self.sequence, self.communicator))
 
     def give_back(self, x_U: Tensor) -> Tensor:
         """The inverse of `take`, without padding: [n, ...]."""
-        return rows_of_shard(x_U, self.units, self.sequence, self.communicator)
+        return rows_of_shard(x_U, self.owned, self.sequence, self.communicator)
 
     def own_state(self, state: BackwardState, weights_HnW: Tensor | None) -> BackwardState:
         """The state of `attend_own_backward`, from the merged one of this rank's queries and its units' keys."""
@@ -150,12 +224,12 @@ class _Owner:
             return BackwardState(dout, q, state.k, state.v, out, lse_UH.T.contiguous())
         weighted = (state.dout * weights_HnW[..., 0].T.unsqueeze(-1)).to(state.dout.dtype)
         dout, q = self.take(weighted), self.take(state.q)
-        return BackwardState(dout, q, state.k, state.v, *self.call.attend_own(q, state.k, state.v))
+        return BackwardState(dout, q, state.k, state.v, *self.units.attend_own(q, state.k, state.v, self.layout))
 
     def owners_of_units(self) -> Tensor:
         """The owner of each unit, see `_owners`; kept with the layout."""
         key = ("owners of units", self.sequence, self.unit_size)
-        return self.layout.cached(key, lambda: _owners(self.call.first_tokens(), self.sequence))
+        return self._whole.cached(key, lambda: _owners(self.units.first_tokens(self._whole), self.sequence))
 
 
 class _Routing:

@@ -1,4 +1,4 @@
-"""Attention to selected blocks, one block at a time, for queries gathered from anywhere (attention/by_unit.py).
+"""Attention to selected blocks, one block at a time, for queries gathered from anywhere (by_unit.py).
 
 Own blocks are causal segments of one call of a varlen kernel. For earlier blocks, the *entries* (query, j-th selected
 block) are sorted by block: the entries of a block and its keys are a segment of a second call. A query's results are
@@ -11,45 +11,50 @@ sequence, F gathered queries, C selected blocks of a query, E entries of a part.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from moba_train.attention.by_unit import UnitQueries
+from moba_train.attention.block_sparse import DenseOrSparse
 from moba_train.attention.kernels.common.geometry import block_edges, history_blocks, history_bound
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.composed import MOST_ELEMENTS, heads_at_once
 from moba_train.attention.kernels.composed_rows import SortedPart, sorted_parts
 from moba_train.attention.kernels.varlen import Segments, VarlenKernel, best_kernel, refusals
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.attention.layout import Layout
+from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.attention.observer import Observed
+from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
+from moba_train.mechanisms.dispatch.by_unit import OffersUnits, UnitAttention, UnitQueries
 
 _ENTRIES_AT_ONCE = 2**22
 """Entries of a part at most: 1 GiB for each tensor of 16-bit rows of width 128, six of them in the backward pass."""
 
 
 @dataclass(frozen=True)
-class BlocksByUnit:
-    """The `UnitAttention` of a block-sparse attention; blocks are joined by online softmax.
+class BlocksByUnit(UnitAttention):
+    """The `UnitAttention` of an attention whose units are its blocks; they are joined by online softmax.
 
     An attention that joins its blocks otherwise overrides `select`, which then returns weights, and `empty_selection`.
     """
 
-    attention: LocalAttention
-    """Selects the blocks; its `alignment` is the block size."""
-    selected: int
-    """Blocks that a query selects besides its own, at most."""
+    attention: DenseOrSparse
+    """Selects the blocks."""
+    history_units: int
+    """Blocks before its own that a query selects, at most."""
 
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
-        return self.attention.alignment
+        return self.attention.block_size
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """(selected blocks,): int32 [H, T, C]; all of the history where the attention names none."""
-        selected_HTC = self.attention.select_blocks(q_THD, summaries, layout)
-        if selected_HTC is None:
-            selected_HTC = history_blocks(layout, self.block_size).repeat(q_THD.shape[1], 1, 1)
-        return (selected_HTC,)
+        """(selected blocks,): int32 [H, T, C]; all of the history if no block is left out."""
+        if self.attention.is_full(layout):
+            return (history_blocks(layout, self.block_size).repeat(q_THD.shape[1], 1, 1),)
+        assert summaries is not None
+        return (self.attention.select_blocks(q_THD, summaries, layout),)
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """A tensor of the shape and dtype of `select`'s, contents undefined."""
@@ -78,7 +83,7 @@ class BlocksByUnit:
         kernel = _kernel(state.q, layout, self.block_size)
         segments = self._own_segments(layout)
         for heads, kv_heads in heads_at_once(state.q, state.k, slice(0, state.k.shape[1])):
-            some = state.with_heads(heads, kv_heads)
+            some = state.part(heads=heads, kv_heads=kv_heads)
             dq_UHD[:, heads], dk, dv = kernel.backward(some, segments, self.attention.scale, deterministic=True)
             dk_UKD[:, kv_heads] += dk
             dv_UKD[:, kv_heads] += dv
@@ -171,3 +176,28 @@ def _kernel(q_NHD: Tensor, layout: Layout, block_size: int) -> type[VarlenKernel
             f"{refusals(q_NHD, segments)}; use another transport"
         )
     return kernel
+
+
+_FUNCTIONS = {
+    "select": "select",
+    "attend_own": "attend",
+    "attend_own_backward": "attend_backward",
+    "attend": "attend",
+    "attend_backward": "attend_backward",
+}
+"""Functions that are observed, and their names for observers."""
+
+
+def units_of(attention: LocalAttention) -> UnitAttention | None:
+    """The attention one unit at a time, seen by those that observe the attention; None if it cannot attend so."""
+    local = attention.attention if isinstance(attention, Observed) else attention
+    units: UnitAttention
+    if isinstance(local, OffersUnits):
+        units = local.by_unit
+    elif isinstance(local, MobaAttention):
+        units = BlocksByUnit(local, local.options.history_blocks)
+    else:
+        return None
+    if isinstance(attention, Observed):
+        return cast(UnitAttention, Observed(units, local, attention.observers, _FUNCTIONS))
+    return units

@@ -1,0 +1,66 @@
+"""Engines: what runs the attention of layers.
+
+Shape suffixes: L rows of this rank, H query heads, K key/value heads, D head width.
+"""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from moba_train.attention.handles import Handled
+from moba_train.attention.layout import Layout
+from moba_train.attention.observer import AttentionCall, Observer, show
+from moba_train.attention.operators import attention as attention_operator
+from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
+from moba_train.attention.shard import Shard
+
+
+class Engine(ABC):
+    """Runs the attention of layers: on one device, over all ranks of context parallelism, or against a cache."""
+
+    observers: tuple[Observer, ...] = ()
+
+    @abstractmethod
+    def __call__(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """(out [L, H, D], lse [H, L]) of q [L, H, D] over k and v [L, K, D]; `layout`: of the whole packed sequence."""
+
+    @abstractmethod
+    def shard(self, layout: Layout) -> Shard:
+        """The part of a packed sequence with this layout that this engine gives a layer."""
+
+
+class OperatorEngine(Engine, Handled):
+    """Runs a LocalAttention by the operators: on one device (local.py) or on many (parallel/context/engine.py)."""
+
+    def __call__(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of the given queries, differentiable in q, k and v, of one floating dtype; K divides H.
+
+        `lse` is the natural logarithm, without gradient; both results are contiguous. No gradient flows through
+        `summarize` and `select`; second derivatives are a NotImplementedError.
+        """
+        assert layout.is_whole, "the layout of the whole packed sequence is needed, not that of a part"
+        where = layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total, None
+        # Continues in `operators._attend`, and from there in this engine's `forward`.
+        out_LHD, lse_HL = attention_operator(q_LHD, k_LKD, v_LKD, None, *where, attention.handle, self.handle)
+        show(self, AttentionCall(q_LHD, k_LKD, v_LKD, attention, layout), out_LHD, lse_HL)
+        return out_LHD, lse_HL
+
+    @abstractmethod
+    def forward(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """(out, lse, selection); the selection is kept for the backward pass. `layout`: of the whole sequence."""
+
+    @abstractmethod
+    def backward(
+        self, state: BackwardState, selection: Selection, attention: LocalAttention, layout: Layout
+    ) -> Gradients:
+        """Gradients (dq, dk, dv)."""
+
+    @abstractmethod
+    def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of the selection, contents undefined: for torch.compile's tracing."""
