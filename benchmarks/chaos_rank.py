@@ -21,7 +21,8 @@ import moba_train.parallel.forward as forward
 import moba_train.run.trainer as trainer
 import moba_train.train
 from moba_train.data.batch import Batch
-from moba_train.model.transformer import LossSums, Transformer
+from moba_train.model.loss import LossSums
+from moba_train.model.transformer import Transformer
 from moba_train.parallel.run_lock import run_folder_lock
 
 NAN = "nan"

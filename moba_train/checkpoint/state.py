@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.model.build import initialize_weights
+from moba_train.model.part import copied_parameters, is_whole
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import local_part
 from moba_train.parallel.float8 import plain
@@ -56,15 +57,10 @@ class TrainingTensors:
         return {*parameters, *states}
 
 
-def copied_parameters(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that another rank of a pipeline saves."""
-    return model.copied_parameters if isinstance(model, Transformer) else frozenset()
-
-
 def parameter_sizes(model: Transformer) -> dict[str, int]:
     """Number of elements of each parameter of the whole model, by name. A collective where ranks have parts of it."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    if model.is_whole:
+    if is_whole(model):
         return sizes
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sizes)
@@ -121,7 +117,7 @@ def load_model(model: nn.Module, path: Path, *, optional: Collection[str] = (), 
 
 def _elsewhere(model: nn.Module, tensors: Collection[str]) -> set[str]:
     """Names of the tensors that only other ranks of a pipeline have. Called on all ranks together."""
-    if not isinstance(model, Transformer) or model.is_whole:
+    if not isinstance(model, Transformer) or is_whole(model):
         return set()
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(tensors))

@@ -23,6 +23,7 @@ from moba_train.data.tokenizer import TextTokenizer
 from moba_train.errors import UserError
 from moba_train.evals.evaluation import EvaluationContext
 from moba_train.inference.generate import generate
+from moba_train.model.part import own_layers
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import most_likely_tokens
 
@@ -79,7 +80,7 @@ class SelectedBlocks(Observer):
         hooks = [
             # On blocks, not inside: torch.compile compiles their forward functions alone.
             block.register_forward_pre_hook(lambda _module, _inputs, layer=layer: self._enter(layer))
-            for layer, block in zip(context.model.part.layers, context.model.blocks, strict=True)
+            for layer, block in zip(own_layers(context.model), context.model.blocks, strict=True)
         ]
         try:
             with observing(context.data_shard.engine or LOCAL_ENGINE, self):

@@ -29,6 +29,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
 from moba_train.model.build import kind_of_parameter
+from moba_train.model.part import is_whole
 from moba_train.model.transformer import Transformer
 
 _OUTSIDE_BLOCKS = {
@@ -211,7 +212,7 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
     files = SafetensorsFolder(folder)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if isinstance(model, Transformer) and not model.is_whole:
+    if isinstance(model, Transformer) and not is_whole(model):
         shapes = parameter_shapes(model.config)
     check_hf_weights(shapes, files)
     for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(hf_name(item[0]))):

@@ -14,7 +14,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.memory.flops import attention_matrices, feed_forward_matrices, layer_flops, repeated_flops
 from moba_train.memory.once import once_a_recipe
-from moba_train.model.transformer import ModelPart
+from moba_train.model.part import ModelPart
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.model import balanced_split, model_parts, number_of_parts, rank_part
 

@@ -3,8 +3,8 @@
 A chunk's gradients are computed with its loss, so that its logits are neither kept nor computed again.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,34 @@ CHUNK_LOGITS = 1 << 28
 MOST_CHUNK_TOKENS = 1 << 15
 """Tokens of a chunk at most, however small the vocabulary."""
 
+LossTokens = tuple[Tensor, Tensor, Tensor]
+"""Labels int64 [n], the rows that they belong to int64 [n], and their weights float32 [n]."""
 ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Weighted sum of the losses of hidden states [n, D] by a weight [V, D], labels int64 [n] and weights float32 [n]."""
+
+
+class LossSums(NamedTuple):
+    """Sums over the loss tokens of a micro-batch, each weighted."""
+
+    loss: Tensor
+    """Cross entropy in nats, a float32 scalar."""
+    auxiliary: Tensor | None
+    """Auxiliary losses of the layers' attention kinds, float32 [layers], 0 for layers without; None without any."""
+
+    @property
+    def total(self) -> Tensor:
+        """The sum that training minimises."""
+        return self.loss if self.auxiliary is None else self.loss + self.auxiliary.sum()
+
+
+def auxiliary_sums(auxiliary: Sequence[Tensor | None], loss_tokens: LossTokens) -> Tensor | None:
+    """Weighted sums over the loss tokens, float32 [layers]; None when no layer has an auxiliary loss."""
+    _, index_n, weights_n = loss_tokens
+    if all(auxiliary_T is None for auxiliary_T in auxiliary):
+        return None
+    nothing = weights_n.new_zeros(())
+    sums = [nothing if loss_T is None else (loss_T[index_n] * weights_n).sum() for loss_T in auxiliary]
+    return torch.stack(sums)
 
 
 def chunk_loss(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
+from torch import nn
+
 from moba_train.model.transformer import Transformer
 
 T = TypeVar("T")
@@ -48,7 +50,8 @@ def is_whole(model: Transformer) -> bool:
     return len(model.blocks) == model.config.layers
 
 
-def copied_parameters(model: Transformer) -> frozenset[str]:
-    """Names of the parameters here that are copies of another part's: the first one has the embedding."""
-    copied = hasattr(model, "embedding") and 0 not in own_layers(model)
+def copied_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters here that are copies of another part's, which saves them: the first one has the
+    embedding. None for any other module."""
+    copied = isinstance(model, Transformer) and hasattr(model, "embedding") and 0 not in own_layers(model)
     return frozenset({"embedding.weight"} if copied else ())

@@ -3,18 +3,18 @@
 Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads, d head width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moba_train.attention.engine import Engine
-from moba_train.attention.kind import AttentionKind, LayerInput, SublayerInput, TwoSublayers
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.model.block import Attention, Block
 from moba_train.model.loss import (
     ChunkLoss,
     LossSums,
@@ -24,7 +24,9 @@ from moba_train.model.loss import (
     token_losses,
     weighted_loss_sum,
 )
-from moba_train.model.rope import apply_rope, rope_cos_sin
+from moba_train.model.rope import rope_cos_sin
+
+T = TypeVar("T")
 
 
 class Transformer(nn.Module):
@@ -47,8 +49,8 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         tied = config.tie_embeddings
         self.output = None if tied else OutputProjection(config.hidden_size, config.vocab_size, bias=False)
-        self.gather_output_weight: Callable[[Tensor], Tensor] = lambda weight_VD: weight_VD
-        """Makes the output projection's whole weight of what this rank has of it (parallel/tensor.py)."""
+        self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
+        """Makes the output projection's whole weight of this rank's part of it (parallel/tensor.py)."""
         self.chunk_loss: ChunkLoss = chunk_loss
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, rows_n: Tensor | None = None) -> Tensor:
@@ -106,10 +108,8 @@ class Transformer(nn.Module):
 
         Under FSDP, called once after each call of the last norm, which gathers the weight with its own.
         """
-
-        def use_whole(weight_VD: Tensor) -> Tensor:
-            return use(self.gather_output_weight(weight_VD))
-
+        gather = self.gather_output_weight
+        use_whole = use if gather is None else lambda weight_VD: use(gather(weight_VD))
         found: Tensor = use_whole(self.embedding.weight) if self.output is None else self.output(use_whole)
         return found
 
@@ -134,4 +134,18 @@ class Transformer(nn.Module):
         attentions = (attention for attention, _ in self._attentions([None] * self.config.layers))
         return [attention.kind for attention in attentions if attention.kind is not None]
 
-    def _attentions[T](self, by_layer: Iterable[T]) -> Iterable[tuple["Attention", T]]: ...
+    def _attentions(self, by_layer: Iterable[T]) -> Iterator[tuple[Attention, T]]:
+        """The attention of each block here with the value of its layer, from those of all layers of the whole model."""
+        by_number = dict(zip(range(self.config.layers), by_layer, strict=True))
+        for number, block in self.blocks.named_children():
+            yield block.attention, by_number[int(number)]
+
+
+class OutputProjection(nn.Linear):
+    """The output projection's weight [V, D], handed to a function in each call, as losses take a chunk of tokens at a
+    time. The weight is used inside a call, so that FSDP's hooks gather it before and free it after the call and its
+    backward pass (parallel/fsdp.py)."""
+
+    def forward(self, use: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        """The result of `use` for the weight [V, D]."""
+        return use(self.weight)

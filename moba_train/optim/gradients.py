@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moba_train.model.part import copied_parameters, own_layers
 from moba_train.model.transformer import Transformer
 
 
@@ -46,7 +47,7 @@ class Gradients:
     def norm(self) -> Tensor:
         """Norm of all gradients, a float32 scalar; 0 if all parameters are frozen."""
         module = self._module
-        copied = module.copied_parameters if isinstance(module, Transformer) else ()
+        copied = copied_parameters(module)
         weights = [weight for name, weight in module.named_parameters() if name not in copied]
         # One all-reduce over all ranks. By one group after the other, ranks that hold copies of a weight might get
         # norms that differ in the last bit, though they must clip alike and judge the step alike.
@@ -59,7 +60,7 @@ class Gradients:
         """
         model = self._transformer()
         weights: dict[str, list[nn.Parameter]] = {name: [] for name in sorted(set(kinds))}
-        for layer, block in zip(model.part.layers, model.blocks, strict=True):
+        for layer, block in zip(own_layers(model), model.blocks, strict=True):
             weights[kinds[layer]] += block.parameters()
         norms = self._of_groups([*weights.values()])
         return {f"grad_norm_{name}": norm for name, norm in zip(weights, norms, strict=True)}
@@ -69,10 +70,10 @@ class Gradients:
         on the host."""
         model = self._transformer()
         by_layer: list[list[nn.Parameter]] = [[] for _ in range(model.config.layers)]
-        for layer, block in zip(model.part.layers, model.blocks, strict=True):
+        for layer, block in zip(own_layers(model), model.blocks, strict=True):
             by_layer[layer] += block.parameters()
         ends = ["embedding", "norm"] + ([] if model.config.tie_embeddings else ["output"])
-        copied = {name.partition(".")[0] for name in model.copied_parameters}
+        copied = {name.partition(".")[0] for name in copied_parameters(model)}
         modules = {name: module for name, module in model.named_children() if name not in copied}
         here = [[*modules[name].parameters()] if name in modules else [] for name in ends]
         norms = self._of_groups([*by_layer, *here]).tolist()

@@ -21,7 +21,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from moba_train.attention.layout import Layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.model import ModelConfig
-from moba_train.model.transformer import Block, Transformer
+from moba_train.model.block import Block
+from moba_train.model.part import of_own_layers
+from moba_train.model.transformer import Transformer
 from moba_train.parallel.offload import HostMemory
 
 BlockResult = tuple[Tensor, Tensor | None]
@@ -134,7 +136,7 @@ def wrap_blocks(model: Transformer, compiled: bool) -> None:
 def set_activations(model: Transformer, layers: Sequence[LayerActivations], device: torch.device) -> None:
     """Set what every block of the whole model keeps, first to last; may change between steps."""
     host_memory = HostMemory(device) if any(layer.on_host for layer in layers) else None
-    for block, layer in zip(_blocks(model), model.of_own_layers(layers), strict=True):
+    for block, layer in zip(_blocks(model), of_own_layers(model, layers), strict=True):
         forward = block.forward
         assert isinstance(forward, BlockForward)
         forward.kept = layer.kept

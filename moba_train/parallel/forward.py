@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from moba_train.data.batch import Batch
-from moba_train.model.transformer import LossSums, Transformer
+from moba_train.model.loss import LossSums
+from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import keeps_weights
 from moba_train.parallel.float8 import update_weight_scales
 from moba_train.parallel.pipeline import schedule

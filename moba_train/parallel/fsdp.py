@@ -13,9 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.environment import import_problem
+from moba_train.model.block import Block
 from moba_train.model.build import build_model, initialize_weights, kind_parameters
 from moba_train.model.loss import CompiledChunkLoss
-from moba_train.model.transformer import Block, Transformer
+from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import wrap_blocks
 from moba_train.parallel.dims import SHARD, ParallelDims
 from moba_train.parallel.float8 import compile_for_float8, convert_linears

@@ -59,13 +59,13 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     ends: dict[str, ParallelStyle] = {}
     if hasattr(model, "embedding"):
         ends["embedding"] = _VocabularyParallel()
-    if model.part.has_output:
+    if hasattr(model, "norm"):
         ends["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
     if model.output is not None:
         ends["output"] = _ShardedRows()
     in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
-    model.set_gather_output_weight(_gather_weight)
+    model.gather_output_weight = _gather_weight
 
 
 def overlap_transfers(mesh: DeviceMesh) -> None:

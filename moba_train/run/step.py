@@ -18,7 +18,7 @@ from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch
 from moba_train.memory.devices import peak_tflops
 from moba_train.memory.flops import dense_flops, real_flops
-from moba_train.model.transformer import LossSums
+from moba_train.model.loss import LossSums
 from moba_train.parallel.world import World, sum_over_ranks
 
 

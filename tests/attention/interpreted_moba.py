@@ -58,7 +58,7 @@ def test_selection_lists_output_and_gradients_equal_the_reference(lengths, heads
     selection = reference.select(q, pooled, layout)
     assert torch.equal(selected, selection[0])
     shown = ours.describe_selection((selected, entries, starts), layout)
-    assert shown.values() == reference.describe_selection(selection, layout).values()
+    assert shown.values == reference.describe_selection(selection, layout).values
     if selected.numel():
         check_lists(selected, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
     want = exact(tensors, layout, selected, options["block_size"], ours.scale)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -13,14 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from moba_train.attention import handles
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.operators import SAVED_OPERATORS, _attention
-from moba_train.attention.protocol import LocalAttention, OperatorHandles
+from moba_train.attention.operators import SAVED_OPERATORS, _operator
+from moba_train.attention.protocol import LocalAttention
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
@@ -88,20 +90,20 @@ def test_recomputation_keeps_the_plan_and_the_attention(kind: LocalAttention, mo
     assert calls == ["select", "attend", "attend_backward"]
 
 
-def test_handles_tell_apart_what_compiled_code_depends_on() -> None:
+def test_handles_say_what_compiled_code_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps compiled code on disk and finds it by such handles: other options must not be given that code."""
-    handles = [
-        OperatorHandles[LocalAttention]().add(kind, *settings)
-        for kind, *settings in (
-            (KINDS["moba"], MobaAttention.Options(topk=3), 16),
-            (KINDS["moba"], MobaAttention.Options(topk=4), 16),
-            (KINDS["moba"], MobaAttention.Options(topk=3), 32),
-        )
-    ]
-    assert len(set(handles)) == 3
-    assert "topk=4" in handles[1]
-    assert handles[0] == OperatorHandles[LocalAttention]().add(KINDS["moba"], MobaAttention.Options(topk=3), 16)
-    built = MobaAttention(MobaAttention.Options(block_size=96, topk=7), 16).handle
+
+    def first_handle(options: MobaAttention.Options, head_dim: int) -> str:
+        """The handle in a process whose first attention this is."""
+        monkeypatch.setattr(handles, "_numbers", itertools.count())
+        return MobaAttention(options, head_dim).handle
+
+    settings = [(MobaAttention.Options(topk=topk), head_dim) for topk, head_dim in ((3, 16), (4, 16), (3, 32))]
+    found = [first_handle(*setting) for setting in settings]
+    assert len(set(found)) == 3
+    assert "topk=4" in found[1]
+    assert found == [first_handle(*setting) for setting in settings]
+    built = first_handle(MobaAttention.Options(block_size=96, topk=7), 16)
     assert "block_size=96" in built
     assert "topk=7" in built
 
@@ -141,7 +143,7 @@ def test_any_strides_are_taken_and_contiguous_results_come_back(kind: LocalAtten
     expected = numbers(lambda *x: LOCAL_ENGINE(*x, kind, layout), *plain)
     for got, want in zip(numbers(lambda *x: LOCAL_ENGINE(*x, kind, layout), *ours), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    results = _attention(*ours, None, *(layout.cu_seqlens, None, 90, 128, None), kind.handle, LOCAL_ENGINE.handle)
+    results = _operator(*ours, None, *(layout.cu_seqlens, None, 90, 128, None), kind.handle, LOCAL_ENGINE.handle)
     grads = torch.autograd.grad(results[0].square().sum(), ours)
     assert all(x.is_contiguous() for x in (*results[:2], *results[2], *grads))
 

@@ -309,11 +309,11 @@ def test_blocks_that_moba_selects_are_kept_for_the_backward_pass():
 def test_a_kinds_own_activations_are_kept_for_all_layers_or_recomputed_for_one(monkeypatch):
     """The peak is in the last block: it moves there with so many activations."""
     tokens, own = 8192, 10**6
+    token_bytes = FullCosts.token_bytes
     found = {}
     for checkpointing in ("none", "full"):
         before = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K", activation_checkpointing=checkpointing)
         with monkeypatch.context() as patch:
-            token_bytes = FullCosts.token_bytes
             patch.setattr(FullCosts, "token_bytes", lambda *given: token_bytes(*given)._replace(activations=own))
             after = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K", activation_checkpointing=checkpointing)
         found[checkpointing] = (after.activations - before.activations) / (tokens * own)

@@ -12,6 +12,7 @@ from moba_train.memory.memory import MemoryEstimate
 from moba_train.memory.pipeline import rank_work
 from moba_train.memory.weights import rank_weights
 from moba_train.model.build import kind_parameters
+from moba_train.model.part import cut_to_part
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.optim.spec import block_matrices
@@ -36,7 +37,8 @@ def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(
     for rank in range(2):
         work = rank_work(config, stage, sizes, rank)
         with torch.device("meta"):
-            part = Transformer(config.model, kind_parameters(config), work.part)
+            part = Transformer(config.model, kind_parameters(config))
+        cut_to_part(part, work.part)
         found = rank_weights(config, sizes, 2, work)
         assert found.total == found.shard == sum(parameter.numel() for parameter in part.parameters())
         assert found.blocks == {

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moba_train.model.transformer import LossSums, Transformer
+from moba_train.model.loss import LossSums
+from moba_train.model.transformer import Transformer
 from moba_train.parallel.pipeline.model import PipelineModel
 from moba_train.run.step import StepData
 from moba_train.run.trainer import Trainer

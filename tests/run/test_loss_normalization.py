@@ -17,7 +17,8 @@ from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import initialize_weights
-from moba_train.model.transformer import LossSums, Transformer
+from moba_train.model.loss import LossSums
+from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import Gradients
 from moba_train.parallel.context.engine import context_engine
 from moba_train.parallel.context.strategy import CPStrategy

@@ -64,9 +64,8 @@ class ToyKind(AttentionKind):
         return Gate(model.hidden_size, model.heads)
 
     @classmethod
-    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        assert parameter == "proj.weight"
-        return torch.zeros(shape, device=generator.device)
+    def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
+        return torch.zeros(shape, device=generator.device) if parameter == "proj.weight" else None
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         assert isinstance(parameters, Gate)

@@ -69,14 +69,11 @@ def previous(x_nx: Tensor, name: str, count: int, shard: Shard) -> Tensor:
 
 
 def _tails(x_nx: Tensor, ranges: Sequence[TokenRange], before_rcx: Tensor) -> Tensor:
-    """The last c rows of each range, [r, c, ...], of shorter ones with rows of `before` in front."""
+    """The last c rows of each range, [r, c, ...], of shorter ones with rows of `before` in front; `before` itself where
+    there are fewer ranges. Depends on `x` even then: every rank takes part in the exchange of the gradients."""
     count = before_rcx.shape[1]
-    lengths = [stop - start for start, stop in ranges]
-    tails = [
-        torch.cat([before_cx, rows_x[max(0, len(rows_x) - count) :]])[-count:]
-        for before_cx, rows_x in zip(before_rcx, x_nx.split(lengths), strict=False)
-    ]
-    return torch.cat([torch.stack(tails), before_rcx[len(tails) :]]) if tails else before_rcx
+    lengths = [stop - start for start, stop in ranges] + [0] * (len(before_rcx) - len(ranges))
+    return torch.stack([torch.cat(rows)[-count:] for rows in zip(before_rcx, x_nx.split(lengths), strict=True)])
 
 
 _SCHEMA = (

@@ -22,7 +22,9 @@ from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import ParallelConfig, PipelineSchedule
-from moba_train.model.transformer import LossSums, LossTokens, ModelPart, Transformer, auxiliary_sums
+from moba_train.model.loss import LossSums, LossTokens, auxiliary_sums
+from moba_train.model.part import ModelPart, cut_to_part
+from moba_train.model.transformer import Transformer
 
 AUTO_INTERLEAVED = 2
 """Parts of each rank with `pp_schedule: interleaved_1f1b` and `pp_layers: auto`."""
@@ -78,7 +80,7 @@ def model_parts(counts: Sequence[int]) -> list[ModelPart]:
 
 
 def rank_part(parts: Sequence[ModelPart]) -> ModelPart:
-    """What a rank has that has these parts."""
+    """The part of a rank that has these parts."""
     layers = tuple(layer for part in parts for layer in part.layers)
     return ModelPart(layers, any(part.has_embedding for part in parts), any(part.has_output for part in parts))
 
@@ -118,14 +120,15 @@ class PipelineModel(Transformer):
     def __init__(
         self, config: ModelConfig, kind_parameters: Sequence[Mapping[str, nn.Module]], place: PipelinePlace
     ) -> None:
-        super().__init__(config, kind_parameters, rank_part([place.parts[number] for number in place.own]))
+        super().__init__(config, kind_parameters)
+        cut_to_part(self, rank_part([place.parts[number] for number in place.own]))
         self.place = place
         self.training_schedule: object = None
-        """What schedule.py keeps from step to step, while the attention is the same."""
+        """State that schedule.py keeps from step to step, while the attention is the same."""
 
     def set_attention(self, kinds: Iterable[AttentionKind]) -> None:
         """Set the attention kind of every block of the whole model, first to last; the next training step compiles the
-        rank's parts anew."""
+        rank's parts again."""
         super().set_attention(kinds)
         self.training_schedule = None
 

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from moba_train.data.batch import Batch
-from moba_train.model.transformer import LossSums
+from moba_train.model.loss import LossSums
 from moba_train.parallel.pipeline.model import PipelineModel
 from moba_train.parallel.world import any_rank
 
