@@ -197,8 +197,8 @@ def compare(
     most: Annotated[int, typer.Option(min=1, help="differences to show")] = 10,
 ) -> None:
     """Name the first tensor, or the first step, that differs between two runs. Exit status 1 if any does."""
-    from moba_train.tools.report.compare import compare as compared
-    from moba_train.tools.report.compare import describe
+    from moba_train.tools.compare import compare as compared
+    from moba_train.tools.compare import describe
 
     result = compared(a, b, tolerance)
     for notice in result.notices:
