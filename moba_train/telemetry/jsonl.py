@@ -1,11 +1,10 @@
-"""Small files that are either as they were or as they shall be, whenever the process dies.
+"""`metrics.jsonl`: the complete history of a run, one JSON object per line.
 
-`metrics.jsonl`: the complete history of a run, one JSON object per line (strict_json.py says how numbers are written
-that are not finite).
+`strict_json.py` says how numbers are written that are not finite.
 
-A resumed run trains the steps after its checkpoint again. Their records of before are moved to
-`metrics.discarded.jsonl`, which so holds every record that was ever taken out of `metrics.jsonl`, once, in the order in
-which they were taken out. Both files only ever change at their ends, so that resuming takes no longer when a run does.
+A resumed run trains the steps after its checkpoint again. Their earlier records are moved to `metrics.discarded.jsonl`,
+which so holds every record that was ever taken out of `metrics.jsonl`, once, in the order in which they were taken out.
+Both files only ever change at their ends, so that resuming takes no longer when a run does.
 """
 
 import contextlib
@@ -140,8 +139,7 @@ class JsonlSink:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All records of a metrics file, oldest first.
 
-    Lines that are not records are left out, such as one truncated by a kill or a full disk. Early versions wrote the
-    record type under the key "kind"; it is returned under "type".
+    Lines that are not records are left out, such as one truncated by a kill or a full disk.
     """
     return read_sound_records(path)[0]
 
@@ -276,11 +274,6 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     """The record in a line of a metrics file; None for a line that is none."""
     with contextlib.suppress(ValueError, RecursionError):
         record = from_json(line.decode("utf-8", errors="replace"))
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and record.keys() & {"type", "kind"}:
-            return _with_type(record)
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and "type" in record:
+            return record
     return None
-
-
-def _with_type(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with its type under "type"; the order of the keys is kept."""
-    return record if "type" in record else {"type" if key == "kind" else key: record[key] for key in record}

@@ -1,6 +1,5 @@
 """`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
 
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ from moba_train.tools.cli_options import (
     Checkpoint,
     GpusPerNode,
     Overrides,
+    Rates,
     Recipe,
     check_output_folder,
     command_group,
@@ -77,6 +77,7 @@ def plan(
         str | None,
         typer.Option(help="GPU that the run must fit, such as h200; default: this machine's (with --nodes, else h200)"),
     ] = None,
+    rates: Rates = None,
     tflops: Annotated[
         float | None,
         typer.Option(min=1.0, max=1e6, help="dense bf16 peak of one GPU; default: that of --gpu, else an H100's"),
@@ -93,67 +94,23 @@ def plan(
     A recipe whose memory does not fit the GPU is refused, with changes that make it fit, as are missing files. FLOPs
     are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent.
     With --nodes the parallel layout is chosen: the best five by predicted time."""
-    from moba_train.config.load import load_config
     from moba_train.errors import PlanError
-    from moba_train.memory.devices import (
-        H200,
-        local_gpu,
-        local_host_bytes,
-        local_host_memory,
-        named_gpu,
-        peak_or_default,
-    )
-    from moba_train.memory.plan import Plan, make_plan
-    from moba_train.memory.shortage import host_shortage, shortage
-    from moba_train.parallel.links import LINKS
-    from moba_train.resolve.data import check_one_tokenizer
-    from moba_train.resolve.recipe import validate
-    from moba_train.resolve.warnings import print_recipe_warnings
-    from moba_train.tools.plan.command import print_start_warnings
-    from moba_train.tools.plan.fit import cheapest_changes, largest_stage
-    from moba_train.tools.plan.render import print_changes, print_fit, print_over_budget, print_plan
+    from moba_train.memory.devices import local_gpu, named_gpu
+    from moba_train.tools.plan.command import make_machine, plan_nodes, plan_recipe
 
-    target = named_gpu(gpu) if gpu is not None else local_gpu()
-    if nodes is not None:
-        from moba_train.tools.plan.command import plan_nodes
-
-        if gpus is not None or tflops is not None:
-            given = "--gpus" if gpus is not None else "--tflops"
-            raise PlanError(f"--nodes and {given}: given both; allowed: --nodes with --gpus-per-node and --gpu")
-        plan_nodes(recipe, overrides or (), nodes, gpus_per_node, network, target or H200, not no_data)
+    asked = named_gpu(gpu) if gpu is not None else None
+    if nodes is None:
+        if rates is not None:
+            raise PlanError("--rates: given without --nodes; allowed: with it, where the layout is chosen")
+        target = asked or local_gpu()
+        here = asked is None
+        plan_recipe(recipe, overrides or (), gpus or 1, gpus_per_node, network, target, here, tflops, mfu, not no_data)
         return
-    gpus = gpus or 1
-    links = LINKS._replace(network=network * 1e9 / 8)
-    rate = tflops or peak_or_default(target)
-    memory = target.memory if target else None
-    config = load_config(recipe, overrides or ())
-    per_node = min(gpus, gpus_per_node)
-    host = local_host_bytes(per_node) if target and gpu is None else None
-    validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node, gpu=target)
-    if no_data:
-        check_one_tokenizer(config)
-    made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host, links=links)
-    console = table_console()
-    print_plan(made, console)
-    print_fit(made, target, console)
-    print_over_budget(config, made.stages, console)
-    print_recipe_warnings(config)
-    print_start_warnings(config)
-    if host is not None and (warning := host_shortage(made, local_host_memory(per_node))):
-        console.print(f"warning: {warning}", soft_wrap=True)
-    if target is None:
-        return
-
-    def replan(changes: Sequence[str], ranks: int) -> Plan:
-        changed = load_config(recipe, [*(overrides or ()), *changes])
-        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node), gpu=target)
-        documents = [item.documents for item in made.stages]
-        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host, links)
-
-    largest = largest_stage(made)
-    if missing := shortage(largest.stage.name, largest.memory, target):
-        print_changes(made, cheapest_changes(config, made, target, replan), console)
-        raise PlanError(f"the plan does not fit: {missing}")
+    if gpus is not None or tflops is not None:
+        given = "--gpus" if gpus is not None else "--tflops"
+        raise PlanError(f"--nodes and {given}: given both; allowed: --nodes with --gpus-per-node and --gpu")
+    machine = make_machine(asked or (None if rates else local_gpu()), gpus_per_node, network, rates)
+    plan_nodes(recipe, overrides or (), nodes, machine, not no_data)
 
 
 @app.command()
@@ -197,8 +154,8 @@ def compare(
     most: Annotated[int, typer.Option(min=1, help="differences to show")] = 10,
 ) -> None:
     """Name the first tensor, or the first step, that differs between two runs. Exit status 1 if any does."""
-    from moba_train.tools.report.compare import compare as compared
-    from moba_train.tools.report.compare import describe
+    from moba_train.tools.compare import compare as compared
+    from moba_train.tools.compare import describe
 
     result = compared(a, b, tolerance)
     for notice in result.notices:

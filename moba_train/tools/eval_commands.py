@@ -97,7 +97,7 @@ def evaluate(
     sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
-    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, and for plots")] = None,
+    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, with charts")] = None,
 ) -> None:
     """Evaluate on held-out text and by other tasks, with own and full attention on the same weights.
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moba_train import __version__
+from moba_train import __version__, environment
+from moba_train.config.run import TelemetryConfig
 from moba_train.config.schema import RunConfig
-from moba_train.telemetry import sinks as code_version
-from moba_train.telemetry.sinks import make_telemetry
+from moba_train.telemetry.sinks import describe_sinks, make_telemetry, sink_problems
 from moba_train.telemetry.telemetry import SinkRun
 
 RECIPE = {
@@ -31,8 +31,9 @@ RECIPE = {
 @pytest.mark.parametrize(
     ("section", "console", "files"),
     [
-        ({"console": False, "plots": False, "wandb": {"mode": "disabled"}}, False, {"metrics.jsonl"}),
-        ({"tensorboard": True, "plots": False, "wandb": {"mode": "disabled"}}, True, {"metrics.jsonl", "tensorboard"}),
+        ({"console": False}, False, {"metrics.jsonl", "report.html"}),
+        ({"console": False, "report": False}, False, {"metrics.jsonl"}),
+        ({"tensorboard": True, "report": False}, True, {"metrics.jsonl", "tensorboard"}),
     ],
 )
 def test_the_sinks_asked_for(tmp_path, capsys, section: dict, console: bool, files: set[str]) -> None:
@@ -45,6 +46,45 @@ def test_the_sinks_asked_for(tmp_path, capsys, section: dict, console: bool, fil
     assert ("loss 3.5000" in capsys.readouterr().out) == console
 
 
+@pytest.fixture
+def plain_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the packages of the extras can be found."""
+    for module in ("moba_train.telemetry.sinks", "moba_train.telemetry.wandb_sink", "moba_train.tools.report.sink"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+
+
+def test_a_plain_install_trains_without_wandb_and_says_so(plain_install: None, tmp_path: Path) -> None:
+    config = TelemetryConfig()
+    assert list(sink_problems(config)) == []
+    assert describe_sinks(config) == (
+        'metrics.jsonl, console, no report.html without plotly: pip install "moba-train[report]"; '
+        "off: tensorboard, wandb"
+    )
+    telemetry = make_telemetry(config, SinkRun(tmp_path, "run", "run-id", None, 100, {}))
+    telemetry.log(1, 4096, {"loss": 3.5})
+    telemetry.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_sink_without_its_package_is_refused_with_the_command_that_installs_it(plain_install: None) -> None:
+    config = TelemetryConfig.model_validate({"tensorboard": True, "report": True, "wandb": {"mode": "offline"}})
+    problems = sorted(sink_problems(config))
+    assert [problem.split(":")[0] for problem in problems] == [
+        "telemetry.report",
+        "telemetry.tensorboard",
+        "telemetry.wandb",
+    ]
+    for problem in problems:
+        extra = problem.split(":")[0].removeprefix("telemetry.")
+        assert f'is not installed; pip install "moba-train[{extra}]"' in problem
+
+
+def test_the_former_name_of_the_report_is_read() -> None:
+    """Recipes in checkpoints of before 30 November 2026 have it."""
+    assert TelemetryConfig.model_validate({"plots": True}) == TelemetryConfig()
+    assert TelemetryConfig.model_validate({"plots": False}).report is False
+
+
 def test_the_code_is_named_by_its_commit_or_by_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         settings = ("-c", "user.name=n", "-c", "user.email=e")
@@ -52,8 +92,8 @@ def test_the_code_is_named_by_its_commit_or_by_its_version(monkeypatch: pytest.M
 
     source = tmp_path / "__init__.py"
     source.write_text("")
-    monkeypatch.setattr(code_version, "_PACKAGE", tmp_path)
-    look = code_version.code_version.__wrapped__
+    monkeypatch.setattr(environment, "_PACKAGE", tmp_path)
+    look = environment.code_version.__wrapped__
     git("init")
     assert look() == {"version": __version__}, "there is a repository, but it does not hold the package"
     git("add", "__init__.py")

@@ -1,7 +1,4 @@
-"""A plan as tables in the terminal.
-
-The best layouts as tables in the terminal.
-"""
+"""A plan, and the best layouts, as tables in the terminal."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +13,7 @@ from moba_train.config.base import format_count, format_duration
 from moba_train.config.explain import given
 from moba_train.config.schema import RunConfig
 from moba_train.errors import named_layers
-from moba_train.memory.devices import H200, Gpu
+from moba_train.memory.devices import Gpu
 from moba_train.memory.moments import MEMORY_PARTS
 from moba_train.memory.pipeline import PipelinePlan
 from moba_train.memory.plan import ContextPlan, Plan, StagePlan
@@ -267,7 +264,7 @@ _COLUMNS: dict[str, Callable[[StageStep], str]] = {
     "tp": lambda step: str(step.mesh.tp),
     "step, s": lambda step: f"{step.time.seconds:.2f}",
     "tokens/s/GPU": lambda step: f"{step.tokens_per_second:,.0f}",
-    "memory, GiB": lambda step: format_gib(step.activations.memory.total),
+    "memory, GiB": lambda step: format_gib(step.memory),
     "in the node, GiB": lambda step: format_gib(step.received.node),
     "from the network, GiB": lambda step: format_gib(step.received.network),
     "waiting": lambda step: f"{step.time.communication / step.time.seconds:.0%}",
@@ -290,15 +287,14 @@ _SOURCES = {"fsdp": "weights and gradients", "tp": "tp", "cp": "cp", "pp": "pp"}
 
 def print_layouts(layouts: Layouts, nodes: int, machine: Machine, console: Console) -> None:
     """Print the best layouts with their stages, then the parts of the fastest one's steps, and how to choose one."""
-    gpu = machine.gpu
     gpus = nodes * machine.ranks_per_node
     count = "1 node" if nodes == 1 else f"{nodes} nodes"
-    scaled = "" if gpu.name == H200.name else f", scaled to {gpu.name} by peak rates"
+    between = f", {8e-9 * machine.links.network:g} Gbit/s a GPU between nodes" if nodes > 1 else ""
     console.print(
-        f"{gpus} GPUs: {count} of {machine.ranks_per_node} {gpu.name}, {8e-9 * machine.links.network:g} Gbit/s a GPU "
-        f"between nodes; {layouts.tried} layouts divide GPUs, model and batches, {layouts.fitting} fit\n"
-        f"all times are predictions, from rates measured on one and two H200{scaled}; evaluations, checkpoints and the "
-        "host's time are left out",
+        f"{gpus} GPUs: {count} of {machine.ranks_per_node} {machine.gpu.name}{between}; {layouts.tried} layouts divide "
+        f"GPUs, model and batches, {layouts.fitting} fit\n"
+        f"all times are predictions, from the rates of {machine.rates.gpu} ({machine.rates.note}); "
+        "evaluations, checkpoints and the host's time are left out",
         soft_wrap=True,
     )
     console.print(_best(layouts))

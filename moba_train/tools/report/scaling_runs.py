@@ -14,9 +14,11 @@ from pydantic import ValidationError
 from moba_train.config.explain import did_you_mean, explain
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
+from moba_train.data.indexed import corpus_file
 from moba_train.errors import ForeignFileError, UserError
+from moba_train.foreign_files import check_below, working_roots
 from moba_train.memory.flops import Documents, count_recipe_parameters, real_flops, stage_documents
-from moba_train.tools.report.history import History, check_corpus_roots, number, read_history
+from moba_train.tools.report.history import History, number, read_history
 
 PFLOPS_DAY = 1e15 * 86400
 """FLOPs of one PFLOP/s-day, the unit of published fits."""
@@ -123,7 +125,7 @@ def _real_flops(config: RunConfig, stages: Sequence[Stage], data_roots: Sequence
     total = 0.0
     sources = []
     try:
-        check_corpus_roots(config, data_roots)  # the recipe may come from elsewhere
+        _check_corpus_roots(config, data_roots)  # the recipe may come from elsewhere
         readable = True
     except ForeignFileError:
         readable = False
@@ -133,6 +135,15 @@ def _real_flops(config: RunConfig, stages: Sequence[Stage], data_roots: Sequence
         total += flops * (stage.end_token - stage.first_token)
         sources.append(documents.source if readable else _ELSEWHERE)
     return total, "; ".join(dict.fromkeys(sources))
+
+
+def _check_corpus_roots(config: RunConfig, further: Sequence[Path]) -> None:
+    """Raises ForeignFileError for a training corpus that is not below the working folder, $MOBA_TRAIN_DATA_ROOTS or
+    `further` folders."""
+    sources = [*config.data.train, *(source for stage in config.stages for source in stage.train or ())]
+    for source in sources:
+        for end in ("idx", "bin"):
+            check_below(Path(corpus_file(source.path, end)), [*working_roots(), *further])
 
 
 def _loss(history: History, metric: str, last_step: int, last_steps: int) -> float:

@@ -177,7 +177,7 @@
         drawAll();
       });
     }
-    document.getElementById("search").addEventListener("input", (event) => {
+    document.getElementById("search")?.addEventListener("input", (event) => {
       const wanted = event.target.value.toLowerCase();
       for (const row of document.querySelectorAll("#recipe tbody tr")) {
         row.hidden = !row.textContent.toLowerCase().includes(wanted);
