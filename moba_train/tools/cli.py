@@ -114,6 +114,46 @@ def plan(
 
 
 @app.command()
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="rates, for --rates FILE")] = Path(
+        "rates.json"
+    ),
+    minutes: Annotated[float, typer.Option(min=0.1, help="no attention but full and moba is begun later")] = 4.0,
+) -> None:
+    """Measure what this machine's GPU does in a second, for `plan --nodes` and `tune`.
+
+    Matrix products, memory, blocks, loss, optimizers, attention of every kind, and links between GPUs, in under five
+    minutes. Send a file of a GPU that the package has no rates of: CONTRIBUTING.md."""
+    from moba_train.telemetry.jsonl import write_atomically
+    from moba_train.tools.plan.calibrate import calibrate as measured
+
+    write_atomically(output, measured(minutes, typer.echo).to_json())
+    typer.echo(f"written: {output}")
+
+
+@app.command()
+def tune(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="ranks on this machine; default: all its GPUs")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="steps of each stage; those of the second half count")] = 10,
+    rates: Rates = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="write the results as JSON")
+    ] = None,
+) -> None:
+    """Train the five best layouts of `plan --nodes 1` for some steps each, and print them in the measured order."""
+    import torch
+
+    from moba_train.memory.devices import local_gpu
+    from moba_train.tools.plan.command import make_machine
+    from moba_train.tools.plan.tune import tune as measured
+
+    machine = make_machine(None if rates else local_gpu(), gpus or torch.cuda.device_count() or 1, 400.0, rates)
+    measured(recipe, overrides or (), machine, steps, output, typer.echo)
+
+
+@app.command()
 def config(recipe: Recipe, overrides: Overrides = None) -> None:
     """Print a recipe as YAML with everything it extends, all overrides and all defaults."""
     import moba_train.attention.registry  # noqa: F401  # the kinds' sections
