@@ -17,7 +17,7 @@ from moba_train.tools.cli_options import (
     table_console,
 )
 from moba_train.tools.eval_commands import evaluate, generate, lm_eval, profile_spans
-from moba_train.tools.launch_command import launch
+from moba_train.tools.launch.command import launch
 
 app = command_group("Distributed long-context pretraining with MoBA.")
 
@@ -48,7 +48,7 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="print the resolved recipe, with all its values")] = False,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see `launch`."""
-    from moba_train.tools.launcher import main
+    from moba_train.tools.launch.torchrun import main
 
     ranks = ["--nproc-per-node", str(gpus)] if gpus else []
     torchrun = ["--standalone", *ranks, "--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe)]

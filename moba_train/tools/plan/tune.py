@@ -9,7 +9,6 @@ import math
 import operator
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -21,6 +20,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.errors import PlanError
 from moba_train.strict_json import to_json
 from moba_train.telemetry.jsonl import read_records, write_atomically
+from moba_train.tools.launch.torchrun import torchrun_command
 from moba_train.tools.plan.command import find_layouts
 from moba_train.tools.plan.layouts import Layout
 from moba_train.tools.plan.render import OWN_LAYOUT
@@ -82,8 +82,7 @@ def _try(
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         arguments = [str(recipe), *overrides, *layout.arguments, *_shortened(config, layout, steps, run)]
-        torchrun = [sys.executable, "-m", "moba_train.tools.launcher", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [*torchrun, "-m", "moba_train.train", *arguments]
+        command = [*torchrun_command(ranks), "-m", "moba_train.train", *arguments]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode:
             lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
