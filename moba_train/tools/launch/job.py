@@ -18,7 +18,7 @@ MAX_STOP_S = 65_535
 _HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
 """A host name or an IPv4 address."""
 _ZONE = re.compile("[A-Za-z0-9._-]+")
-"""What stands behind the % of an IPv6 address."""
+"""The zone of an IPv6 address, behind its %."""
 _TIME = re.compile(
     "(?:(?P<days>[0-9]{1,9})-)?(?P<first>[0-9]{1,9})(?::(?P<second>[0-9]{1,9}))?(?::(?P<third>[0-9]{1,9}))?"
 )

@@ -23,7 +23,7 @@ from moba_train.tools.report.history import History, number, read_history
 PFLOPS_DAY = 1e15 * 86400
 """FLOPs of one PFLOP/s-day, the unit of published fits."""
 COMPUTES = ("6ND", "real")
-"""Ways to count compute: 6 FLOPs for each parameter outside embeddings and each token; `planning.flops.real_flops`."""
+"""Ways to count compute: 6 FLOPs for each parameter outside embeddings and each token; `memory.flops.real_flops`."""
 Compute = Literal["6ND", "real"]
 
 _ELSEWHERE = "one document per sequence: corpora are not below the working folder or $MOBA_TRAIN_DATA_ROOTS"
@@ -195,7 +195,7 @@ def _value(folder: Path, config: RunConfig, key: str) -> str:
 
 
 def comparison_warnings(runs: Sequence[ScalingRun]) -> Iterator[str]:
-    """What makes the losses or computes of these runs hard to compare, a sentence each."""
+    """Differences of the recipes that make losses or computes hard to compare, a sentence each."""
     for key in _SAME:
         values = {_value(run.folder, run.config, key): run.folder for run in runs}
         if len(values) > 1:
