@@ -14,7 +14,7 @@ import math
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -280,8 +280,11 @@ class Calibration:
         """The attention of these kinds with these options, shortest sequences first."""
         found = []
         measured = set()
+        width = self._model.head_width
+        widths = {kind: (width, width // 2) if kind in _VARIANTS else (width,) for kind in kinds}
+        rows = [(kind, options, head_dim) for kind in kinds for options in kinds[kind] for head_dim in widths[kind]]
         for tokens in self._shapes.lengths:
-            for kind, options, head_dim in self._rows(kinds):
+            for kind, options, head_dim in rows:
                 name = " ".join([kind, *(f"{key}={value}" for key, value in options.items())])
                 layer = LayerAttention(kind, KINDS[kind].Options.model_validate(options))
                 model = MEASURED_MODEL.model_copy(update={"head_dim": head_dim})
@@ -297,22 +300,13 @@ class Calibration:
                     self._left_out.setdefault(name, problem)
                     continue
                 measured.add(name)
-                if kind == "full" and head_dim == self._model.head_width:
+                if kind == "full" and head_dim == width:
                     self._full_s[tokens] = both_s
                 self._say(f"{name}, {tokens} tokens, head width {head_dim}: {1e3 * both_s:.4g} ms")
                 times = {"forward_ms": _rounded(1e3 * forward_s), "both_ms": _rounded(1e3 * both_s)}
                 found.append(MeasuredLayer(kind=kind, options=options, head_dim=head_dim, tokens=tokens, **times))
         self._left_out = {name: why for name, why in self._left_out.items() if name not in measured}
         return found
-
-    def _rows(self, kinds: Mapping[str, Sequence[Options]]) -> Iterator[tuple[str, Options, int]]:
-        """Kind, options and head width of each row."""
-        width = self._model.head_width
-        for kind, variants in kinds.items():
-            for options in variants:
-                yield kind, options, width
-                if kind in _VARIANTS:
-                    yield kind, options, width // 2
 
     def _attention_seconds(self, layer: LayerAttention, model: ModelConfig, tokens: int) -> tuple[float, float]:
         """Seconds of a kind's forward pass, and of both, without the rotary embedding, which a block's passes have."""
