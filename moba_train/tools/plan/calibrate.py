@@ -323,7 +323,7 @@ class Calibration:
         k_TKd, v_TKd = (self._random(tokens, model.kv_heads, model.head_width) for _ in range(2))
         inputs = [x.requires_grad_() for x in (x_TD, q_THd, k_TKd, v_TKd)]
         layout = packed_layout([tokens], self._device)
-        given = LayerInput(*inputs, lambda x: x, layout, LOCAL_ENGINE, lambda x, positions: x)
+        given = LayerInput(x_TD, q_THd, k_TKd, v_TKd, lambda x: x, layout, LOCAL_ENGINE, lambda x, positions: x)
         between = SublayerInput(x_TD, lambda x: x, layout, LOCAL_ENGINE)
         leaves = [*inputs, *(parameter for parameter in own if parameter.requires_grad)]
 
