@@ -18,7 +18,7 @@ from moba_train.memory.moments import MEMORY_PARTS
 from moba_train.memory.pipeline import PipelinePlan
 from moba_train.memory.plan import ContextPlan, Plan, StagePlan
 from moba_train.memory.shortage import format_gib, over_budget, usable_bytes
-from moba_train.tools.plan.fit import Change, Changes, largest_stage
+from moba_train.tools.plan.changes import Change, Changes, largest_stage
 from moba_train.tools.plan.layouts import Layout, Layouts
 from moba_train.tools.plan.step_time import Machine, StageStep
 
