@@ -1,22 +1,16 @@
 """Native checkpoints: saved in the background, published atomically, verified, loaded on any layout.
 
 checkpointer   saves a checkpoint in the background
-finite         finds NaN and infinite values in what is saved
-planned        DCP's save with one save plan for all saves
-threads        a rank's files, written, hashed and read side by side
-rank_group     the collectives of a save, and errors of single ranks
-state          the tensors that a run consists of
+staging        copies in CPU memory, and a search for NaN and infinite values
+writer         the save plan, and a rank's safetensors files
+publisher      agreement of the ranks on where a checkpoint is published
+process_group  the collectives of a save, and errors of single ranks
 publish        how a checkpoint becomes visible, and how one is found again
-files          opens files, and tries again what fails
-manifest       sizes and hashes of its files
-index          DCP's index, read without trust
-index_pickle   decodes the index
-coverage       whether the index covers every tensor
-retention      which checkpoints stay on disk
-marks          checkpoints that are passed over although they are intact
-evaluated      what the evaluations of a checkpoint's step found
-small_file     small JSON files beside the checkpoints
+retention      what became known about checkpoints later, and which stay on disk
 load           loads into tensors that exist, on any layout
+index          which bytes of which file hold each part of a tensor
+manifest       sizes and hashes of the files; the meta
+files          opens files, tries again what fails, and works in threads
+state          the tensors that a run consists of, and a trained model from them
 recipe         the recipe that training wrote into a checkpoint
-trained_model  a trained model on one device
 """

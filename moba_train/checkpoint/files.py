@@ -1,21 +1,26 @@
-"""Files of a checkpoint, read from a file system that may fail for a moment and from people who may be hostile.
+"""Files of a checkpoint, read from a file system that may fail for a moment and from people who may be hostile, by the
+threads of a rank.
 
 A network file system may return an error (EIO, ESTALE, even ENOENT) that is gone a moment later. What fails is tried
 again, and what keeps failing raises UnreadableError: a file that could not be read is not a damaged file. Only regular
 files are opened: a link would lead out of the checkpoint, and a FIFO would block for ever.
+
+One core writes, hashes and reads 1 to 3 GiB of a checkpoint a second, and a rank may have tens of GiB: hence threads.
 """
 
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from moba_train.checkpoint.threads import in_threads
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import open_foreign
 
+Item = TypeVar("Item")
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -23,6 +28,11 @@ RETRY_DELAYS_S = (0.1, 0.3, 0.6)
 """Pauses before the second and later attempts to read: four attempts within a second."""
 
 NOT_REGULAR = "not a regular file; links and folders have no place in a checkpoint"
+
+PART_BYTES = 2**30
+"""How much there is to do for each thread, on average at least."""
+MOST_THREADS = 4
+"""How many pay is not known; training goes on beside those that write."""
 
 
 class UnreadableError(CheckpointError):
@@ -36,40 +46,6 @@ class UnreadableError(CheckpointError):
             "and stays where it is. Check the disk or the mount and run the same command again; to use an older "
             "checkpoint instead, move this one away"
         )
-
-
-def try_all(keys: Iterable[K], action: Callable[[K], T], threads: int = 1) -> tuple[dict[K, T], dict[K, OSError]]:
-    """Calls `action` with each key, in so many threads, and again with those for which it raised an OSError. Returns
-    the results, and the last errors of the others. All keys share the pauses, so a hundred failing files take no longer
-    than one."""
-
-    def attempt(key: K) -> OSError | None:
-        try:
-            results[key] = action(key)
-        except OSError as error:
-            return error
-        return None
-
-    results: dict[K, T] = {}
-    errors: dict[K, OSError] = {}
-    pending = list(keys)
-    for delay in (0.0, *RETRY_DELAYS_S):
-        if errors:
-            time.sleep(delay)
-        outcomes = zip(pending, in_threads(attempt, pending, threads), strict=True)
-        errors = {key: error for key, error in outcomes if error is not None}
-        if not errors:
-            break
-        pending = list(errors)
-    return results, errors
-
-
-def retried(action: Callable[[], T]) -> T:
-    """The result of `action`, tried again when it raises an OSError. Raises the OSError of the last attempt."""
-    results, errors = try_all([None], lambda _: action())
-    for error in errors.values():
-        raise error
-    return results[None]
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -108,3 +84,95 @@ def is_missing(path: Path, error: OSError) -> bool:
         return path.name not in retried(lambda: os.listdir(path.parent))
     except OSError:
         return False
+
+
+def try_all(keys: Iterable[K], action: Callable[[K], T], threads: int = 1) -> tuple[dict[K, T], dict[K, OSError]]:
+    """Calls `action` with each key, in so many threads, and again with those for which it raised an OSError. Returns
+    the results, and the last errors of the others. All keys share the pauses, so a hundred failing files take no longer
+    than one."""
+
+    def attempt(key: K) -> OSError | None:
+        try:
+            results[key] = action(key)
+        except OSError as error:
+            return error
+        return None
+
+    results: dict[K, T] = {}
+    errors: dict[K, OSError] = {}
+    pending = list(keys)
+    for delay in (0.0, *RETRY_DELAYS_S):
+        if errors:
+            time.sleep(delay)
+        outcomes = zip(pending, in_threads(attempt, pending, threads), strict=True)
+        errors = {key: error for key, error in outcomes if error is not None}
+        if not errors:
+            break
+        pending = list(errors)
+    return results, errors
+
+
+def retried(action: Callable[[], T]) -> T:
+    """The result of `action`, tried again when it raises an OSError. Raises the OSError of the last attempt."""
+    results, errors = try_all([None], lambda _: action())
+    for error in errors.values():
+        raise error
+    return results[None]
+
+
+def threads_for(size: int) -> int:
+    """How many threads of this rank work on `size` bytes: at most half of its share of the node's cores."""
+    machine = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    share = min(usable, machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # ranks may be bound to cores of theirs
+    return max(1, min(MOST_THREADS, share // 2, size // PART_BYTES))
+
+
+def in_threads(action: Callable[[Item], T], items: Sequence[Item], threads: int) -> list[T]:
+    """What `action` returns for each item, in their order, by so many threads.
+
+    After an error no further item is begun; it is raised, the first in time, once all threads have ended. They do not
+    keep a process from ending, whatever they wait for.
+    """
+    if min(threads, len(items)) <= 1:
+        return [action(item) for item in items]
+    pending = deque(enumerate(items))
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while pending and not errors:
+            try:
+                number, item = pending.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                results[number] = action(item)
+            except BaseException as error:
+                errors.append(error)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(min(threads, len(items)))]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    except BaseException:  # Ctrl-C, for which no one waits
+        pending.clear()
+        raise
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(items))]
+
+
+def evenly(items: Sequence[Item], size_of: Callable[[Item], int]) -> list[list[Item]]:
+    """`items` in their order, cut into a part of about equal size for each thread that works on them."""
+    sizes = [size_of(item) for item in items]
+    total = sum(sizes)
+    before = 0
+    parts: list[list[Item]] = [[] for _ in range(threads_for(total))]
+    for item, size in zip(items, sizes, strict=True):
+        middle = before + size / 2
+        parts[int(len(parts) * middle / (total + 1))].append(item)
+        before += size
+    return [part for part in parts if part]

@@ -87,8 +87,21 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
     OSError if the file system refuses, CheckpointError if a file differs from its entry. A `latest` that cannot be
     replaced is only a warning: the checkpoint is found without it.
     """
-    folder = temporary.parent
     final = temporary.parent / step_name(step)
+    install(temporary, final, step, files)
+    try:
+        _move_latest(final.parent, final.name)
+    except OSError as error:
+        logger.warning("%s is published, but %s still names another one: %s", final, LATEST, error)
+    return final
+
+
+def install(temporary: Path, final: Path, step: int, files: dict[str, FileEntry]) -> None:
+    """Makes a finished temporary folder the checkpoint `final` beside it, in the place of one that has this name.
+
+    Arguments and errors as of `publish`, which also makes it the newest.
+    """
+    folder = temporary.parent
     if problems := size_problems(temporary, files):
         raise CheckpointError(
             f"{temporary.name} is not as it was written: {listed(problems)}. "
@@ -101,12 +114,7 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
         final.rename(replaced)  # `clean_up` puts it back if this process dies before the next line
     temporary.rename(final)
     _fsync_folder(folder)
-    try:
-        _move_latest(folder, final.name)
-    except OSError as error:
-        logger.warning("%s is published, but %s still names another one: %s", final, LATEST, error)
     shutil.rmtree(replaced, ignore_errors=True)
-    return final
 
 
 def prepare(folder: Path) -> None:

@@ -79,8 +79,8 @@ def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
         saved = reader.tensors.get(f"model.{name}")
         if saved is None:
             problems.append(f"{name} is not in its index")
-        elif (saved.size, saved.properties.dtype) != (shape, torch.float32):
-            problems.append(f"{name} is {list(saved.size)} {saved.properties.dtype}, must be {list(shape)} float32")
+        elif (saved.shape, saved.dtype) != (shape, torch.float32):
+            problems.append(f"{name} is {list(saved.shape)} {saved.dtype}, must be {list(shape)} float32")
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems[:20])}; use another checkpoint")
     return reader

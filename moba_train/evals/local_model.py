@@ -3,7 +3,7 @@
 import torch
 
 from moba_train.checkpoint.recipe import SavedRun
-from moba_train.checkpoint.trained_model import load_trained
+from moba_train.checkpoint.state import load_trained
 from moba_train.convert.hf_weights import load_hf_weights
 from moba_train.convert.initial_weights import is_hf_folder
 from moba_train.model.build import build_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from moba_train.checkpoint.evaluated import Numbers
+from moba_train.checkpoint.retention import Numbers
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.evals.evaluation import EvaluationContext, EvaluationStoppedError

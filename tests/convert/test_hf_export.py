@@ -1,7 +1,6 @@
 """A checkpoint as a Hugging Face folder: the same bits back, and read by transformers, with full attention and MoBA."""
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens, save_as_checkpoint
 from safetensors.torch import load_file
 
+from moba_train.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import hash_file
 from moba_train.config.attention import resolve_layers
@@ -190,13 +190,11 @@ def test_a_tensor_that_the_index_lacks_is_named_and_nothing_is_exported(
     """Memory that no one has written would be exported in its place."""
     shutil.copytree(exported[1].parent / "run", tmp_path / "run")
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
-    index = pickle.loads((checkpoint / ".metadata").read_bytes())
-    name = "model.blocks.1.attention.o_proj.weight"
-    del index.state_dict_metadata[name]
-    index.storage_data = {key: place for key, place in index.storage_data.items() if key.fqn != name}
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    index = json.loads((checkpoint / CHECKPOINT_INDEX).read_text())
+    del index["tensors"]["model.blocks.1.attention.o_proj.weight"]
+    (checkpoint / CHECKPOINT_INDEX).write_text(json.dumps(index))
     content = json.loads((checkpoint / "manifest.json").read_text())
-    content["files"][".metadata"] = hash_file(checkpoint / ".metadata")
+    content["files"][CHECKPOINT_INDEX] = hash_file(checkpoint / CHECKPOINT_INDEX)
     (checkpoint / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"blocks\.1\.attention\.o_proj\.weight is not in its index"):
         export_to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", torch.float32, shard_bytes=40_000)

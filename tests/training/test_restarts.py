@@ -15,8 +15,8 @@ from trainer_ranks import Ranks
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta, write_json
-from moba_train.checkpoint.marks import MARKS, Mark, Marks
 from moba_train.checkpoint.publish import Accept
+from moba_train.checkpoint.retention import MARKS, Mark, Marks
 from moba_train.errors import CheckpointError, ReproducibleFaultError
 from moba_train.train import main
 from moba_train.training import checkpoints as checkpoints_module

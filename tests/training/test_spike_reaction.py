@@ -427,7 +427,7 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
 
     def damage_first(recovery: Recovery, stage: Stage, end: type[TrainingError]) -> None:
         recovery._checkpoints._checkpointer.wait()
-        shard = run.newest_checkpoint / "__0_0.distcp"
+        shard = run.newest_checkpoint / "rank_0_0.safetensors"
         shard.write_bytes(bytes(shard.stat().st_size))
         roll_back(recovery, stage, end)
 
@@ -437,7 +437,7 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     monkeypatch.setattr(Recovery, "_roll_back", damage_first)
     assert run.train_here() == 0
     assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(10, 4)]
-    assert "step_00000008 is damaged: __0_0.distcp: its SHA-256" in caplog.text
+    assert "step_00000008 is damaged: rank_0_0.safetensors: its SHA-256" in caplog.text
     assert (run.run_dir / "checkpoints" / "set-aside-step_00000008").is_dir()
 
 

@@ -14,8 +14,8 @@ import torch
 from tiny_run import Run, assert_same_tensors
 from trainer_ranks import Ranks
 
-from moba_train.checkpoint.evaluated import Evaluated
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.retention import Evaluated
 from moba_train.evals import validation_loss
 from moba_train.evals.evaluation import EvaluationStoppedError
 from moba_train.evals.stage import StageEvaluations
