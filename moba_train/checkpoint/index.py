@@ -12,7 +12,7 @@ an index with a gap would leave in a model, or in an exported file, what the mem
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +44,6 @@ DTYPES = {
 
 _SMALLEST_LIMIT = 1 << 20
 _MOST_DIMENSIONS = 16
-_CUT_AXES = 4
-"""Dimensions along which a tensor may be cut: a chunk has 2^4 corners then. FSDP cuts one axis, tensor parallelism one
-more."""
 
 Sizes = tuple[int, ...]
 
@@ -170,24 +167,22 @@ def _are_sizes(value: Any) -> bool:
 
 
 def check_coverage(tensors: Mapping[str, SavedTensor], file_sizes: Mapping[str, int]) -> None:
-    """Raises ValueError, which names the tensor, unless the chunks of every tensor lie inside it and cover it exactly
-    once, and each is stored in bytes of its own of one of the files, whose sizes are given by name. Takes a time in
-    proportion to the number of chunks, but for a sort."""
+    """Raises ValueError, which names the tensor, unless the chunks of every tensor cover it exactly once, and each is
+    stored in bytes of its own of one of the files, whose sizes are given by name. Takes the time of a sort."""
     stored = sum(file_sizes.values())
     ranges = []
     for name, tensor in tensors.items():
         if math.prod(tensor.shape) * tensor.dtype.itemsize > stored:
             raise ValueError(f"{shown(name)} of shape {list(tensor.shape)} is larger than all files")
+        if not _is_grid(tensor.chunks, tensor.shape):
+            raise ValueError(f"{shown(name)} of shape {list(tensor.shape)}: its chunks do not cover it exactly once")
         for chunk in tensor.chunks:
-            _check_inside(name, chunk, tensor.shape)
             end = chunk.begin + math.prod(chunk.sizes) * tensor.dtype.itemsize
             if chunk.file not in file_sizes:
                 raise ValueError(f"{shown(name)} is in a file that is none of the checkpoint's files")
             if end > file_sizes[chunk.file]:
                 raise ValueError(f"{shown(name)} ends beyond {chunk.file}")
             ranges.append((chunk.file, chunk.begin, end, name))
-        if not _tile(tensor.chunks, tensor.shape):
-            raise ValueError(f"{shown(name)} of shape {list(tensor.shape)}: its chunks do not cover it exactly once")
     ranges.sort()
     for (file, _, end, name), (next_file, begin, _, next_name) in pairwise(ranges):
         if file == next_file and begin < end:  # the index could claim any multiple of the files
@@ -199,42 +194,22 @@ def shown(name: str) -> str:
     return repr(name if len(name) <= 200 else name[:200] + "...")
 
 
-def _check_inside(name: str, chunk: Chunk, shape: Sizes) -> None:
-    if not len(chunk.offsets) == len(chunk.sizes) == len(shape) or not all(
-        0 <= offset < offset + size <= whole
-        for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
-    ):
-        raise ValueError(
-            f"{shown(name)} of shape {list(shape)}: the chunk of shape {list(chunk.sizes)} at {list(chunk.offsets)} "
-            "is empty or not inside it"
-        )
+def _is_grid(chunks: Sequence[Chunk], shape: Sizes) -> bool:
+    """Whether the chunks are the cells of a grid over a tensor, each of them once, as the parts of a DTensor are: along
+    one axis they are cut alike wherever they lie along the others. They then cover it exactly once.
 
-
-def _tile(chunks: Sequence[Chunk], shape: Sizes) -> bool:
-    """Whether chunks inside a tensor cover it exactly once.
-
-    They do if and only if their indicator functions add up to the tensor's. A box's indicator function is determined by
-    its corners with alternating signs (its mixed difference), so these are added up, however the chunks are cut.
-    Corners are numbered: the hash of a tuple of numbers is one that a hostile index can make collide.
+    Sorted, not put into a set: the hash of a tuple of numbers is one that a hostile index can make collide.
     """
     if 0 in shape:
         return not chunks
-    cut = [axis for axis, whole in enumerate(shape) if any(chunk.sizes[axis] != whole for chunk in chunks)]
-    if len(cut) > _CUT_AXES:
+    if any(not len(chunk.offsets) == len(chunk.sizes) == len(shape) or 0 in chunk.sizes for chunk in chunks):
         return False
-    balance: dict[int, int] = {}
-    boxes = [(chunk.offsets, chunk.sizes, 1) for chunk in chunks] + [((0,) * len(shape), shape, -1)]
-    for offsets, sizes, sign in boxes:
-        corners = [(0, sign)]
-        for axis in cut:
-            begin = offsets[axis]
-            end = begin + sizes[axis]
-            corners = [
-                corner
-                for place, s in corners
-                for base in (place * (shape[axis] + 1),)
-                for corner in ((base + begin, s), (base + end, -s))
-            ]
-        for place, s in corners:
-            balance[place] = balance.get(place, 0) + s
-    return not any(balance.values())
+    cells = 1
+    for axis, whole in enumerate(shape):
+        cuts = sorted((chunk.offsets[axis], chunk.offsets[axis] + chunk.sizes[axis]) for chunk in chunks)
+        distinct = [cut for cut, _ in groupby(cuts)]
+        if [0, *(end for _, end in distinct)] != [*(begin for begin, _ in distinct), whole]:
+            return False
+        cells *= len(distinct)
+    offsets = sorted(chunk.offsets for chunk in chunks)
+    return len(offsets) == cells and all(one != other for one, other in pairwise(offsets))
