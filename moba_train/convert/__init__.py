@@ -1,4 +1,4 @@
-"""Import and export of Hugging Face models (Llama, Qwen2, Qwen3, SmolLM2), a tensor at a time.
+"""Import and export of Hugging Face models (Llama, Qwen2, Qwen3, SmolLM2), a tensor at a time; older checkpoints.
 
 hf_import           a Hugging Face folder to a checkpoint
 hf_export           a checkpoint to a Hugging Face folder
@@ -12,4 +12,5 @@ hf_rope             rotary embeddings of config.json and of `model.rope`
 hf_names            parameter names of Hugging Face
 initial_weights     `init_from`: the first weights of a run
 safetensors_folder  tensors in safetensors files
+pickled_checkpoints checkpoints of the format before into those of this one
 """
