@@ -173,9 +173,19 @@ class _Overlap(NamedTuple):
     """The same box of the rank's part, a view."""
 
     @property
+    def rows(self) -> Sizes:
+        """Shape of what is read: all of the chunk's rows, along its first axis, that have a number of the box."""
+        return (self.target.shape[0], *self.chunk.sizes[1:]) if self.chunk.sizes else ()
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
-        return self.target.nbytes
+        """Bytes of the rows."""
+        return math.prod(self.rows) * self.target.itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the rows can be read into the target."""
+        return self.target.shape == self.rows and self.target.device.type == "cpu" and self.target.is_contiguous()
 
 
 def _overlaps(part: Part, values: Tensor, chunks: Collection[Chunk]) -> list[_Overlap]:
@@ -204,12 +214,14 @@ def _read(path: Path, tensors: dict[str, Tensor], saved: Mapping[str, SavedTenso
     def read_some(overlaps: list[_Overlap]) -> None:
         if gpu is not None:
             torch.cuda.set_device(gpu)  # a new thread's is GPU 0
+        largest = max((overlap.nbytes for overlap in overlaps if not overlap.is_direct), default=0)
+        buffer = torch.empty(largest, dtype=torch.uint8)
         for name, group in groupby(overlaps, key=lambda overlap: overlap.chunk.file):
             with open_regular(path / name) as stream:
                 if stream.read(9)[8:] != b"{":  # a file that a power failure has left full of zeros
                     raise ValueError(f"{name} is not a safetensors file")
                 for overlap in group:
-                    _read_overlap(stream, overlap)
+                    _read_overlap(stream, overlap, buffer)
 
     def read() -> None:
         found: list[_Overlap] = []
@@ -226,23 +238,18 @@ def _read(path: Path, tensors: dict[str, Tensor], saved: Mapping[str, SavedTenso
         raise CheckpointError(f"checkpoint {path} cannot be read although its hashes are right: {error!r}") from error
 
 
-def _read_overlap(stream: BufferedReader, overlap: _Overlap) -> None:
-    """Reads the rows of a chunk (along its first axis) that are needed, and copies what is needed of them."""
-    begin = overlap.chunk.begin
-    sizes = overlap.chunk.sizes
+def _read_overlap(stream: BufferedReader, overlap: _Overlap, buffer: Tensor) -> None:
+    """Fills the target from a file, by way of `buffer` (bytes) if it has another layout or device than the file."""
     target = overlap.target
-    rows = (target.shape[0], *sizes[1:]) if sizes else ()
-    if sizes:
-        begin += overlap.begin[0] * math.prod(sizes[1:]) * target.itemsize
-    direct = target.shape == rows and target.device.type == "cpu" and target.is_contiguous()
-    buffer = target if direct else torch.empty(rows, dtype=target.dtype)
-    stream.seek(begin)
-    if stream.readinto(byte_view(buffer)) < buffer.nbytes:
+    rows = target if overlap.is_direct else buffer[: overlap.nbytes].view(target.dtype).view(overlap.rows)
+    before = overlap.begin[0] * math.prod(overlap.rows[1:]) * target.itemsize if overlap.begin else 0
+    stream.seek(overlap.chunk.begin + before)
+    if stream.readinto(byte_view(rows)) < overlap.nbytes:
         raise EOFError(f"{overlap.chunk.file} ends within a tensor")
-    if not direct:
+    if rows is not target:
         for axis, first in enumerate(overlap.begin[1:], start=1):
-            buffer = buffer.narrow(axis, first, target.shape[axis])
-        target.copy_(buffer)
+            rows = rows.narrow(axis, first, target.shape[axis])
+        target.copy_(rows)
 
 
 def _on_every_rank(path: Path, action: Callable[[], T]) -> T:
