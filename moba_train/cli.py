@@ -370,7 +370,7 @@ def checkpoints(
 
     They hold pickles: no code in them is run, but nothing limits their memory, so convert only your own. Needs free
     space for one checkpoint."""
-    from moba_train.convert.pickled_checkpoints import convert_checkpoints
+    from moba_train.convert.older_checkpoints import convert_checkpoints
 
     count = 0
     for converted in convert_checkpoints(path):

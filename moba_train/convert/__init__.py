@@ -12,5 +12,5 @@ hf_rope             rotary embeddings of config.json and of `model.rope`
 hf_names            parameter names of Hugging Face
 initial_weights     `init_from`: the first weights of a run
 safetensors_folder  tensors in safetensors files
-pickled_checkpoints checkpoints of the format before into those of this one
+older_checkpoints   checkpoints of the format before into those of this one
 """
