@@ -1,9 +1,9 @@
 """The pages of the docs site: hooks that MkDocs calls. Pages keep their paths of the repository, so that links in
 README and docs lead to the same places on the site as on GitHub:
 
-    README.md, CHANGELOG.md, benchmarks/README.md, docs/*.md     pages
-    docs/*.ipynb                                                 pages, with the outputs that the notebook holds
-    every other file that a page links to                        copied; a folder becomes a page that lists its files
+    README.md, PROJECT, docs/*.md, benchmarks/*.md, experiments/*.md     pages
+    docs/*.ipynb                               pages, with the outputs that the notebook holds
+    every other file that a page links to      copied; a folder becomes a page that lists its files
 
 Guides come in the order of README's "Guides, in reading order".
 """
@@ -20,19 +20,22 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+MEASURED = ("benchmarks", "experiments")
+"""Folders whose pages say what was measured."""
+PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]
 LINK = re.compile(r"(?<=\]\()[\w./-]+")
 TERMINAL_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 GUIDES = re.compile(r"^## Guides, in reading order$(.*?)^## ", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Set the navigation: README, the guides that it lists, what was measured, the changes."""
+    """Set the navigation: README, the guides that it lists, what was measured, the project."""
     guides = GUIDES.search((ROOT / "README.md").read_text())
     if guides is None:
         raise PluginError("README.md: the section 'Guides, in reading order', which orders the site, is missing")
     pages = [_page_name(link) for link in LINK.findall(guides[1]) if link.startswith("docs/")]
-    measured = {"Benchmarks": "benchmarks/README.md"}
-    config.nav = [{"Overview": "README.md"}, {"Guides": pages}, measured, {"Changes": "CHANGELOG.md"}]
+    measured = [_path(page) for folder in MEASURED for page in _documents(folder, "*.md")]
+    config.nav = [{"Overview": "README.md"}, {"Guides": pages}, {"Measured": measured}, {"Project": PROJECT}]
     return config
 
 
@@ -40,10 +43,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs/ by the pages and all that these link to."""
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *_documents("*.md")]
+    pages = [ROOT / name for name in ("README.md", *PROJECT)]
+    pages += [page for folder in ("docs", *MEASURED) for page in _documents(folder, "*.md")]
     for path in pages:
         files.append(_from_repository(path, config))
-    for path in _documents("*.ipynb"):
+    for path in _documents("docs", "*.ipynb"):
         _add_notebook(path, files, config)
         pages.append(path)
     for target in sorted({target for page in pages for target in _targets(page)} - set(pages)):
@@ -65,9 +69,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(page_of, markdown)
 
 
-def _documents(pattern: str) -> list[Path]:
-    """Files of docs/."""
-    return sorted((ROOT / "docs").glob(pattern))
+def _documents(folder: str, pattern: str) -> list[Path]:
+    """Files of a folder of the repository."""
+    return sorted((ROOT / folder).glob(pattern))
 
 
 def _path(path: Path) -> str:

@@ -6,7 +6,7 @@ Symbols: T tokens, H query heads, Hkv key/value heads, d head width, B block siz
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moba_train.attention.moba.kind import attended_pairs
+from moba_train.attention.moba.moba_kind import attended_pairs
 
 MATRIX_TFLOPS = 790.0
 """bf16 matrix products, measured on one H200."""

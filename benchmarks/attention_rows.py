@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.attention_cost import Cost, Heads, moba_cost
 from benchmarks.attention_routing import ROUTINGS, routed_inputs
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Layout, Selection, packed_layout
-from moba_train.config.quantities import parse_number
+from moba_train.config.base import parse_number
 
 LONGEST_DOCUMENT = 2**15
 SYNTAX = "TOKENS:BLOCK/TOPK[,heads=N][,kv=N][,d=N][,routing=" + "|".join(ROUTINGS) + "][,documents=SEED|COUNTxTOKENS]"

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import moba_train.checkpoint.manifest as manifest
 import moba_train.parallel.forward as forward
+import moba_train.run.trainer as trainer
 import moba_train.train
-import moba_train.training.trainer as trainer
 from moba_train.data.batch import Batch
 from moba_train.model.transformer import LossSums, Transformer
 from moba_train.parallel.run_lock import run_folder_lock

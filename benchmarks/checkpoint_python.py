@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.record import save, spread
 from moba_train.checkpoint.process_group import SaveGroup
 from moba_train.checkpoint.writer import ShardFile, ShardWriter
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
 
 NAMES = ("q", "k", "v", "o", "gate", "up", "down", "attention_norm", "mlp_norm")
 STATES = ("model", "exp_avg", "exp_avg_sq", "step")

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.record import insert_tables, markdown
+from moba_train.config.base import format_duration
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
-from moba_train.planning.documents import stage_documents
-from moba_train.planning.fit import format_gib
-from moba_train.planning.layouts import Layout, best_layouts
-from moba_train.planning.render import format_duration
-from moba_train.planning.step_time import Machine, StageStep
-from moba_train.validation.recipe import validate
+from moba_train.memory.flops import stage_documents
+from moba_train.memory.shortage import format_gib
+from moba_train.resolve.recipe import validate
+from moba_train.tools.plan.layouts import Layout, best_layouts
+from moba_train.tools.plan.step_time import Machine, StageStep
 
 RECIPE = Path(__file__).parent.parent / "configs" / "recipes" / "continue-1m.yaml"
 MARKER = "<!-- layouts -->"

@@ -32,7 +32,7 @@ from benchmarks.record import save, spread
 from benchmarks.timing import queued
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import (
     BackwardState,
@@ -42,12 +42,17 @@ from moba_train.attention.protocol import (
     Selection,
     packed_layout,
 )
-from moba_train.parallel.context.checks import check_heads, check_sizes
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.costs import predict_cost
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.layout import SequenceLayout
-from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS, AttentionShape, CPStrategy
+from moba_train.parallel.context.strategy import (
+    GATHERING_TRANSPORTS,
+    AttentionShape,
+    CPStrategy,
+    check_heads,
+    check_sizes,
+)
 from moba_train.parallel.world import World, joined_world
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.context_parallel import Setting, both_passes
 from benchmarks.options import length
 from benchmarks.record import save, spread
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import AttentionTimer
 from moba_train.attention.protocol import Layout, packed_layout
 from moba_train.parallel.context.comm import Communicator

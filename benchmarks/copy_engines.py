@@ -33,7 +33,7 @@ from benchmarks.record import markdown, save
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.protocol import packed_layout
 from moba_train.parallel.context.comm import Work
-from moba_train.parallel.copy_engines import symmetric_memory
+from moba_train.parallel.transfers import symmetric_memory
 from moba_train.parallel.world import joined_world
 
 TRANSFERS = 3

@@ -26,7 +26,7 @@ from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.full import FullAttention
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention, TokenRange, packed_layout
 
 HEADS = 32

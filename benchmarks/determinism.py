@@ -27,11 +27,11 @@ from benchmarks.timing import milliseconds
 from benchmarks.trainer_run import WARM_UP_STEPS, launch, model_shape, recipe, write_corpus
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention, packed_layout
-from moba_train.report.compare import compare
+from moba_train.run.determinism import deterministic
 from moba_train.telemetry.jsonl import read_records
-from moba_train.training.determinism import deterministic
+from moba_train.tools.report.compare import compare
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 REPEATS = 5

@@ -206,7 +206,7 @@ def main() -> None:
         nargs="+",
         choices=list(KERNELS),
         default=[name for name in KERNELS if name != "cuDNN varlen"],
-        help="cuDNN varlen is wrong and can end the process (docs/performance-log.md)",
+        help="cuDNN varlen is wrong and can end the process (benchmarks/LOG.md)",
     )
     parser.add_argument("--budget", type=float, default=0.5, help="seconds of GPU time per measurement")
     parser.add_argument("--output", type=Path)

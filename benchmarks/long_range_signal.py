@@ -34,17 +34,16 @@ from data_tools.build_corpus import build_corpus
 from data_tools.corpus_manifest import TOKENIZER, read_manifest
 from data_tools.corpus_options import CorpusOptions
 from data_tools.corpus_sources import Source
-from moba_train.config.quantities import format_count
+from moba_train.config.base import format_count
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.samples import Sample
-from moba_train.data.shuffle import permutation
-from moba_train.data.stream import DocumentPart
-from moba_train.evals.local_model import load_on_this_machine
+from moba_train.data.stream import DocumentPart, permutation
 from moba_train.evals.position_wise import position_wise_loss
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import DataShard
+from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
-from moba_train.validation.checkpoints import read_checkpoint
+from moba_train.resolve.saved_recipe import read_checkpoint
+from moba_train.tools.evaluate import load_on_this_machine
 
 MODEL = {"hidden_size": 384, "intermediate_size": 1024, "layers": 6, "heads": 6, "kv_heads": 3}
 STAGES: list[dict[str, Any]] = [

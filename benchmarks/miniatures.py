@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import markdown, save
-from moba_train.config.quantities import format_count
+from moba_train.config.base import format_count
 from moba_train.telemetry.jsonl import read_records
 
 RECIPES = ("short-then-long", "continue-1m", "hybrid-90-10", "sft-1m", "16k-from-scratch", "128k-from-scratch")

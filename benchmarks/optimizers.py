@@ -34,7 +34,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.model.transformer import Transformer
 from moba_train.optim.adamw import implementation_problem
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model

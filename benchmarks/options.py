@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from moba_train.config.quantities import parse_number
+from moba_train.config.base import parse_number
 
 
 def length(text: str) -> int:

@@ -29,7 +29,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.run import PrecisionConfig
 from moba_train.model.transformer import FeedForward, Transformer
 from moba_train.parallel.float8 import convert_linears, float8_problem
-from moba_train.parallel.norms import norm_problem, use_apex_norms
+from moba_train.parallel.fsdp import norm_problem, use_apex_norms
 
 Call = Callable[[], Sequence[Tensor]]
 """Forward and backward pass: outputs and gradients, in the same order for every implementation of a table."""

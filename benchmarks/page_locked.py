@@ -1,4 +1,4 @@
-"""What page-locked memory for the copies of a save takes: ours (moba_train/parallel/page_locked.py) beside torch's.
+"""What page-locked memory for the copies of a save takes: ours (moba_train/parallel/offload.py) beside torch's.
 
     python -m benchmarks.page_locked --model llama3-8b --ranks 4 --output benchmarks/results/page-locked-h200.json
 
@@ -21,7 +21,7 @@ from benchmarks.record import markdown, save, spread
 from benchmarks.trainer_run import model_shape
 from moba_train.config.model import ModelConfig
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.page_locked import PageLockedMemory
+from moba_train.parallel.offload import PageLockedMemory
 
 KINDS = ("torch", "ours")
 COPIES = 16

@@ -21,7 +21,7 @@ from benchmarks.record import markdown, save
 from benchmarks.trainer_run import planned_here
 from benchmarks.training_rows import Row
 from moba_train import train
-from moba_train.planning.moments import MEMORY_PARTS
+from moba_train.memory.moments import MEMORY_PARTS
 
 _ENTRIES = 2_000_000
 """Allocations that torch keeps; a step of 32 layers has some 30,000."""

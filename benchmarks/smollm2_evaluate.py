@@ -24,14 +24,14 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.convert.initial_weights import load_initial_weights
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.evals.position_wise import position_wise_loss
+from moba_train.hf.initial_weights import load_initial_weights
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import DataShard
+from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
-from moba_train.validation.checkpoints import open_checkpoint
+from moba_train.resolve.saved_recipe import open_checkpoint
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.convert.hf_config import CONFIG, hf_config
-from moba_train.convert.safetensors_folder import write_safetensors
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
+from moba_train.hf.config import CONFIG, hf_config
+from moba_train.hf.weights import write_safetensors
 
 _PARTS = {
     "attn_norm": "input_layernorm",

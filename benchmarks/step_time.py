@@ -6,7 +6,7 @@
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
 Measured are the median steps of result files that were made for other purposes; where a file says that they leave out
-the optimizer's update (`lacks_update`), it is added as plan predicts it. Six rates of planning/rates.py are fitted to
+the optimizer's update (`lacks_update`), it is added as plan predicts it. Six rates of tools/plan/rates.py are fitted to
 the rows marked so; every other row is predicted. Rows of another GPU than an H200 count with its rates.
 Compared are STEPS and each row of the files `WHOLE_FILES` that are there; rows that are left out have a reason.
 Nothing is measured here, so no GPU is needed.
@@ -29,11 +29,11 @@ from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.stages import resolve_stages
-from moba_train.planning.devices import Gpu, known_gpu
-from moba_train.planning.documents import stage_documents
-from moba_train.planning.layer_time import attention_flops
-from moba_train.planning.rates import RATES, Rates
-from moba_train.planning.step_time import Machine, StageStep, predict_step
+from moba_train.memory.devices import Gpu, known_gpu
+from moba_train.memory.flops import stage_documents
+from moba_train.tools.plan.layer_time import attention_flops
+from moba_train.tools.plan.rates import RATES, Rates
+from moba_train.tools.plan.step_time import Machine, StageStep, predict_step
 
 RESULTS = Path(__file__).parent / "results"
 COMPARED = "docs/planning.md"
@@ -261,7 +261,7 @@ def measured_gpu(step: Measured) -> Gpu:
     """The GPU that the file names. Raises ValueError for one whose rates nothing is known of."""
     device = _content(RESULTS / step.file)["device"]
     if (gpu := known_gpu(device)) is None:
-        raise ValueError(f"{step.file}: measured on {device!r}, which moba_train/planning/devices.py does not know")
+        raise ValueError(f"{step.file}: measured on {device!r}, which moba_train/memory/devices.py does not know")
     return gpu
 
 

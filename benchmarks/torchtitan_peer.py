@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moba_train.data.indexed import IndexedDataset
-from moba_train.parallel.gpu_memory import grow_segments
+from moba_train.parallel.world import grow_segments
 
 
 class Sequences:

@@ -17,8 +17,8 @@ import yaml
 
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.planning.devices import local_gpu, local_host_bytes, peak_or_default
-from moba_train.planning.plan import StagePlan, make_plan
+from moba_train.memory.devices import local_gpu, local_host_bytes, peak_or_default
+from moba_train.memory.plan import StagePlan, make_plan
 
 Found = TypeVar("Found")
 MODELS = Path(__file__).parent.parent / "configs" / "models"

@@ -38,7 +38,7 @@ from benchmarks.record import markdown, provenance, save, spread
 from benchmarks.trainer_run import model_shape, planned_here, run_until, torchrun, trainer_command, write_corpus
 from benchmarks.training_rows import POLICIES, Row, parse_row
 from moba_train.errors import UserError
-from moba_train.planning.devices import peak_tflops
+from moba_train.memory.devices import peak_tflops
 from moba_train.telemetry.jsonl import read_records
 
 _SPREAD = ("tokens_per_s_per_device", "step_s", "data_s", "mfu", "mfu_dense")

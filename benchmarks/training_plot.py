@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import insert_tables
 from benchmarks.training import table
-from moba_train.config.quantities import format_count
+from moba_train.config.base import format_count
 
 _FILES = (
     "h200-x2",

@@ -28,7 +28,7 @@ from benchmarks.step_trace import Kernel
 from benchmarks.timing import kernel_names
 from benchmarks.training_rows import Row
 from moba_train import train
-from moba_train.training.trainer import Trainer
+from moba_train.run.trainer import Trainer
 
 _ALLOCATOR = ("num_device_alloc", "num_device_free", "num_alloc_retries", "num_sync_all_streams")
 _WAIT_S = 120.0

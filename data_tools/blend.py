@@ -6,7 +6,7 @@ from rich.table import Table
 
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.data.stage_data import training_data
+from moba_train.data.loader import training_data
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from data_tools import cli_corpus
-from moba_train.commands.shared import command_group, parse_length, table_console
+from moba_train.tools.cli_options import command_group, parse_length, table_console
 
 if TYPE_CHECKING:
     from moba_train.data.indexed import IndexedDataset
@@ -297,7 +297,7 @@ def blend(
     """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
     from data_tools.blend import blend_table, preview
     from moba_train.config.load import load_config
-    from moba_train.validation.recipe import validate
+    from moba_train.resolve.recipe import validate
 
     config = load_config(recipe, overrides or [])
     validate(config, check_files=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from moba_train.commands.shared import parse_budget, parse_length, table_console
 from moba_train.errors import DataError
+from moba_train.tools.cli_options import parse_budget, parse_length, table_console
 
 
 def corpus(

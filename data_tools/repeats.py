@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from moba_train.config.quantities import format_count
+from moba_train.config.base import format_count
 from moba_train.data.indexed import IndexedDataset
 
 DISTANCES = (512, 2048, 8192, 32768, 131072)

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data_tools.encoders import load_tiktoken_encoding
-from moba_train.data.control_tokens import decode
 from moba_train.data.indexed import IndexedDataset, outside
 from moba_train.data.loss_mask import LossWeights
-from moba_train.data.tokenizer import TIKTOKEN, load_text_tokenizer, tokenizer_hashes
+from moba_train.data.tokenizer import TIKTOKEN, decode, load_text_tokenizer, tokenizer_hashes
 from moba_train.errors import DataError
 
 

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from rich.table import Table
 
 from data_tools.outputs import check_output_file, writing_file
-from moba_train.attention.moba.kind import attended_pairs
-from moba_train.data.best_fit import split_documents
+from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.packers import split_documents
 from moba_train.errors import DataError
 
 PLOT_FORMATS = ("png", "svg", "pdf")

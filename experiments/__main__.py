@@ -1,9 +1,9 @@
-"""The figures of docs/science.md: their arms are trained by the real trainer, side by side, and grow into one result.
+"""The figures of REPORT.md: their arms are trained by the real trainer, side by side, and grow into one result.
 
     python -m experiments --list                                            figures, arms, GPU minutes
     python -m experiments scaling --corpus data/long --gpus 2            a call; run it again to go on
     python -m experiments scaling needles --longest-first --arms-per-gpu 6  arms of several figures, mixed
-    python -m experiments scaling --plot                                    docs/science-scaling.svg and docs/science.md
+    python -m experiments scaling --plot                                    plots/scaling.svg and its part of REPORT.md
     python -m experiments scaling --quick                                   its smallest form, on any machine
 
 Arms that the result file holds are not run again, every arm that ends is added to it at once, and none begins that
@@ -28,7 +28,7 @@ from experiments.corpus import Corpus, open_corpus, quick_corpus
 from experiments.estimate import Estimates, modelled_seconds, size_of
 from experiments.figure import Arm, Figure, Result
 from experiments.multi_process import multi_process_service
-from experiments.registry import FIGURES
+from experiments.registry import FIGURES, trained
 from experiments.results import read_results
 from experiments.schedule import Outcome, gpus_for, run_arms
 from experiments.stop import is_asked, stoppable
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"figures: {', '.join(FIGURES)}")
     parser.add_argument("--list", action="store_true", help="what there is, with GPU minutes; with NAME: its arms")
-    parser.add_argument("--plot", action="store_true", help="draw the result file and fill in docs/science.md")
+    parser.add_argument("--plot", action="store_true", help="draw the result file and fill in experiments/REPORT.md")
     parser.add_argument("--quick", action="store_true", help="the smallest form: tiny models, text of this environment")
     parser.add_argument(
         "--arms",
@@ -93,18 +93,13 @@ def _parser() -> argparse.ArgumentParser:
 def _output(figure: Figure, given: argparse.Namespace) -> Path:
     if given.output is not None:
         return Path(given.output)
-    return given.runs / f"{_trained(figure).name}-quick.json" if given.quick else page.result_file(figure)
-
-
-def _trained(figure: Figure) -> Figure:
-    """The figure whose arms this one shows."""
-    return FIGURES[figure.source] if figure.source else figure
+    return given.runs / f"{trained(figure).name}-quick.json" if given.quick else page.result_file(figure)
 
 
 def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
     deadline = time.monotonic() + given.seconds
     estimates = Estimates(_finished(figures, given))
-    works = {trained.name: _work(trained, given, estimates) for trained in dict.fromkeys(map(_trained, figures))}
+    works = {one.name: _work(one, given, estimates) for one in dict.fromkeys(map(trained, figures))}
     owners = {id(arm): work for work in works.values() for arm in work.needed}
     arms = [arm for work in works.values() for arm in work.needed]
     if given.longest_first:
@@ -122,7 +117,7 @@ def _run(figures: Sequence[Figure], given: argparse.Namespace) -> int:
         )
         stopped = is_asked()
         for figure in figures:
-            _report(figure, works[_trained(figure).name], given, outcome)
+            _report(figure, works[trained(figure).name], given, outcome)
     return 1 if outcome.failed or stopped else 0
 
 
@@ -206,9 +201,8 @@ def _plot(figure: Figure, given: argparse.Namespace) -> int:
     source = given.output or page.result_file(figure)
     if given.output is None:
         page.write_section(figure)
-        page.write_overview(FIGURES)
     if source.exists():
-        plot = source.with_suffix(".svg") if given.output else page.PAGE.parent / f"science-{figure.name}.svg"
+        plot = source.with_suffix(".svg") if given.output else page.plot_file(figure)
         results = read_results(source)
         print("\n".join(page.summary_lines(figure, results)))
         if figure.find(results).is_begun:
@@ -233,7 +227,7 @@ def _headline(figure: Figure) -> str:
 def _listed(figure: Figure) -> list[str]:
     """The arms of one seed, with what they cost on one H100."""
     rows = [["arm", "parameters", "tokens", "minutes on one H100"]]
-    for arm in _trained(figure).arms(0, quick=False):
+    for arm in trained(figure).arms(0, quick=False):
         parameters, tokens = size_of(arm)
         rows.append([arm.name, f"{parameters / 1e6:.1f}M", f"{tokens / 1e6:.0f}M", f"{modelled_seconds(arm) / 60:.1f}"])
     return [_headline(figure), markdown(rows)]

@@ -2,15 +2,15 @@
 
 A training token takes its real FLOPs (those of `moba-train plan`), a time for each channel of each layer (norms,
 rotary, copies, optimizer), and, where attention is sparse, a time for each query head and block that it selects. These
-constants are those of the kernels of 10M models at 8K tokens, full attention and MoBA 512/3 (docs/performance-log.md,
-"small models on a GPU").
+constants are those of the kernels of 10M models at 8K tokens, full attention and MoBA 512/3 (benchmarks/LOG.md,
+"Host time of small models").
 
 A step takes the host a time for each layer, however few its tokens. Arms that share a GPU wait for each other only
 where the GPU is full: an arm takes the longer of its host's time and the GPU's time for all of them. With CUDA's
 Multi-Process Service their kernels run at the same time, and the GPU does more for all of them.
 
 What the model says is multiplied by what arms took that ran under the same conditions: kind of attention, length,
-device, and how they shared it. docs/performance-log.md ("how long arms take") compares both.
+device, and how they shared it. benchmarks/LOG.md ("Time of small models") compares both.
 """
 
 import functools
@@ -26,8 +26,7 @@ from experiments.figure import Arm, Result
 from experiments.multi_process import service_runs
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.planning.flops import real_flops
-from moba_train.planning.parameters import count_recipe_parameters
+from moba_train.memory.flops import count_recipe_parameters, real_flops
 
 START_S = 45.0
 """Start, compilation and evaluation at the end."""

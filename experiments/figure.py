@@ -1,6 +1,7 @@
-"""What a figure of docs/science.md is: its arms, and what it makes of their results.
+"""A figure of REPORT.md: its arms, and what it makes of their results.
 
-A new figure is one file with a subclass of `Figure`, one line in registry.py and one line in README.md.
+A new figure is one file with a subclass of `Figure`, one line in registry.py, one line in README.md and a section of
+REPORT.md.
 """
 
 from abc import ABC, abstractmethod
@@ -87,14 +88,6 @@ class Figure(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    claim: ClassVar[str]
-    """What was published, with its source: the figure shows or refutes it. Markdown."""
-    setup: ClassVar[str]
-    """What is trained, and where the budget is below the specification and why. Markdown."""
-    found: ClassVar[tuple[str, ...]] = ()
-    """Statements about the present result file, listed after the verdicts. Markdown."""
-    result: ClassVar[str] = ""
-    """What the result file of today says, in one line for the table of all figures; empty: there is none. Markdown."""
     seeds: ClassVar[tuple[int, ...]] = (0, 1)
     """Seeds of a complete figure, without the arms that it refuses; its smallest form has the first of them."""
     source: ClassVar[str] = ""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from experiments.comparison import CONFIDENCE, POWER, Cell, Estimate, t_quantile
 from experiments.figure import Result
 from experiments.readings import Losses
-from moba_train.report.scaling_fit import FEWEST_RUNS, ScalingFit, fit_power_law, percentile_interval
+from moba_train.tools.report.scaling import FEWEST_RUNS, ScalingFit, fit_power_law, percentile_interval
 
 COLOURS = {"full": "#797979", "moba": "#d9480f"}
 AXES = {"6ND": "6ND", "real": "real FLOPs"}

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,29 +41,6 @@ class ForcedChoices(Figure):
 
     name = "forced"
     title = "F12. Forced choices"
-    claim = (
-        "The FAQ of MoBA's author: forcing the previous block, or one selection for the heads of a group, gains "
-        "little; left to themselves, heads choose at distances of their own. It gives no numbers."
-    )
-    setup = (
-        "A model of 10M parameters at 8K, 100M tokens, a fifth of them documents with hidden numbers; MoBA with "
-        "blocks of 128, 4 selected, the own one and forced ones included; two query heads share keys. *Taste* is "
-        "the Jensen-Shannon divergence, in bits, between the distances at which the heads of one layer select "
-        "blocks, mean over layers; sampling alone gives about 0.001."
-    )
-    result: ClassVar[str] = (
-        "forcing the first block costs 0.06 nats, other choices nothing that could be told; heads select at "
-        "distances of their own"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "Forcing the previous block, or one selection for a group, lowers the trailing loss by 0.01 to 0.02 nats, and "
-        "needles found from 25 to 20 %, which may be chance; that it gains little is what the FAQ says.",
-        "Forcing the first block costs 0.06 nats: probably the gate has a better use for one of its four blocks.",
-        "Forcing both leaves one choice; the needle is then found in 3 and 15 % of the cases (two seeds), for 24 and "
-        "25 %.",
-        "Heads of one layer do choose at distances of their own, by 0.11 bits where sampling gives 0.001, and by less "
-        "in every other arm.",
-    )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """The gate's own choice first."""

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from benchmarks.plotting import GREY, powers_of_two, titled
 from experiments import published
@@ -30,42 +30,6 @@ class Granularity(Figure):
 
     name = "granularity"
     title = "F4. Block granularity"
-    claim = (
-        "A 1.5B model at 32K, a quarter of the blocks selected: 8 blocks lose about 1e-2 to finer ones, 2.258 against "
-        "2.240 to 2.243, full attention 2.242 ([MoBA](https://arxiv.org/abs/2502.13189), figure 4, read off the plot). "
-        "FlashMoBA ([arXiv:2511.11571](https://arxiv.org/abs/2511.11571)) predicts that smaller blocks and a short "
-        "convolution over keys select better at an equal number of keys."
-    )
-    setup = (
-        "One model of 6.5M parameters, 20 tokens for each: at 32K 8 to 128 blocks, a quarter selected, and full "
-        "attention; at 8K 1,536 selected keys in blocks of 512, 256 and 128, without a convolution and with "
-        "`key_conv: 3`. The published model is 230 times as large. The losses at 32K are over "
-        "64 sequences, those of F2 over 32: their levels cannot be compared."
-    )
-    result: ClassVar[str] = (
-        "at 1,536 keys blocks of 128 are better than of 512, and `key_conv` helps, both by 0.02 nats, as FlashMoBA "
-        "predicts; at 32K 8 blocks lose 0.05 nats to 128 (in the paper 0.02), and whether 128 are level with "
-        "full attention cannot be told"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "At 1,536 keys of 8K both of FlashMoBA's predictions agree, with two seeds: blocks of 128 keys are 0.021 "
-        "nats better than blocks of 512, and `key_conv: 3` is better than none with all three sizes and both seeds, "
-        "by 0.027 (512), 0.010 (256) and 0.024 (128) on average. Blocks of 256 keys are level with blocks of 128 "
-        "without it and 0.014 behind them with it, which was no claim.",
-        "With blocks of 128 `key_conv` is 0.020 better in F10, too, but not in F11, whose models are those of F10: "
-        "0.027 worse with one seed, 0.003 with the other.",
-        "At 32K 8 blocks are 0.022 and 0.073 nats behind 128, in the plot of the paper 0.017: that they "
-        "lose 0.005 agrees, barely, as the interval begins at 0.0053.",
-        "128 blocks are 0.020 behind full attention with one seed and 0.026 ahead of it with the other, so that their "
-        "being level, as the published model is, cannot be told; a difference of 0.06 could have been.",
-        "With the first seed losses fall from 8 to 128 blocks (1.602, 1.595, 1.586, 1.582, 1.580), but by steps "
-        "that training again moves a loss by as well. With the second they do not: 16 and 32 blocks (1.579, 1.576) "
-        "are ahead of 64 (1.599) and of full attention (1.589).",
-        "Training again changes a loss, too: with equal seeds and functions MoBA 512/3 ended 0.007 (seed 0, both on "
-        "H200) and 0.001 nats apart (seed 1, H100 and H200) here and in F1, and four models of F10, on H200, 0.007 to "
-        "0.040 from those of F11, on H100. Here the first seed was trained on H200, but for 16 and 64 blocks, which "
-        "like the second seed were trained on H100.",
-    )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """The coarsest, the finest and full attention first."""

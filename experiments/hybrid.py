@@ -4,7 +4,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,33 +40,6 @@ class Hybrid(Figure):
 
     name = "hybrid"
     title = "F5. 90 % MoBA, 10 % full"
-    claim = (
-        "A model that is trained with MoBA for 90 % of its tokens and with full attention for the rest has nearly the"
-        " loss of full attention at every position, and no spike where the attention changes; MoBA alone is worse at "
-        "the last positions ([MoBA](https://arxiv.org/abs/2502.13189), section 3.2, figure 5a: 1.5B parameters, 30B "
-        "tokens at 32K)."
-    )
-    setup = (
-        "Three arms of 4.4M parameters, 20 tokens for each, at 8K, MoBA 512/3, one cosine over both stages, so that "
-        "the learning rate is low and still falling at the switch. Each is evaluated with the attention it ends with."
-        " The trainer's spike detector starts anew at a switch; here its code looks back across it, over the losses "
-        "and gradient norms of the steps before, as if nothing had changed. The published model is 340 times as "
-        "large, and its sequences are four times as long. A first run with larger batches and one seed decided "
-        "nothing ([file](../experiments/results/hybrid-first.json)); F0 says what was wrong with it."
-    )
-    result: ClassVar[str] = (
-        "as published: 90 % MoBA, then full attention, ends near full attention at every position, without a spike; "
-        "MoBA throughout does not"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "The shape of the published figure.",
-        "MoBA throughout is not told apart from full attention in the first 1.5K tokens, where it sees all keys, and "
-        "falls behind from there on, to 0.12 nats in the last 512; a tenth of the tokens with full attention takes "
-        "that back: the hybrid is within 0.012 nats of full attention in all 16 buckets. Two seeds do not suffice to "
-        "say 0.01 of it.",
-        "The switch is no spike: for ten steps the training loss is 0.04 lower than without it, and the detector "
-        "flags the same one step in all three arms of the second seed.",
-    )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """Full attention, MoBA, and one after the other."""

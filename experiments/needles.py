@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.needle_signal import by_gate, draw_heads, draw_misses, retrieving, summary
 from benchmarks.plotting import plain
@@ -36,46 +36,6 @@ class Needles(Figure):
 
     name = "needles"
     title = "F11. Why MoBA finds needles"
-    claim = (
-        "FlashMoBA ([arXiv:2511.11571](https://arxiv.org/abs/2511.11571)) models a block's score as a mean of B "
-        "random products of which one is larger by δ: another block is scored above the needle's with probability "
-        "Φ(-δ √(d / 2B)). What follows from it, smaller blocks and `key_conv`, is tested there by the quality of "
-        "models; the probability itself is not."
-    )
-    setup = (
-        "A model of 10M parameters at 8K, 100M tokens, a fifth of them documents with hidden numbers; trained with "
-        "full attention, and with MoBA of 512/3, 128/12 and 128/12 with `key_conv: 3`, and run with the attention "
-        "that it was trained with. In every layer and head, gates with blocks of 32 to 512 and 1,536 keys are "
-        "asked whether they select the needle's block, at the queries of 40 answers. δ, variances and rates are "
-        "measured as [retrieval.md](retrieval.md#why-a-gate-finds-a-needle) says. *Missed* is what was observed, "
-        "*paper* the formula's prediction, and in each of the next three one assumption is dropped: *spread* has the "
-        "variance as measured, *cluster* all keys of the needle's block, *scores* blocks' scores with means and "
-        "variances as measured. Heads that give the needle's key a tenth of their attention or more count as heads "
-        "that retrieve. A published model, SmolLM2-135M, is [measured](retrieval.md#why-a-gate-finds-a-needle) the "
-        "same way."
-    )
-    result: ClassVar[str] = (
-        "the formula is too pessimistic: it has another block above the needle's too often by 0.09, measured means "
-        "and spreads by 0.01; smaller blocks miss fewer needles, as predicted"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "Two seeds; the intervals are over eight models, which have 28 heads that retrieve.",
-        "The formula is too pessimistic: in heads that retrieve, another block is scored above the needle's less "
-        "often than it says, by 0.09. A normal distribution with mean and spread of the scores as measured is within "
-        "0.01, so the error is in how the formula arrives at these. Both are means over gates: the formula is wrong "
-        "by 0.03 (blocks of 512) to 0.15 (64), the distribution by 0.02 at most.",
-        "How often the needle's block is missed, which was no claim, the formula puts too high with every gate, by "
-        "0.04 (256) to 0.24 (64) on average over heads that retrieve; the distribution is within 0.03 with blocks of "
-        "32, 64 and 512, but 0.07 and 0.08 too low with blocks of 128 and 256.",
-        "In these heads, at 1,536 keys, blocks of 32 miss the needle in 30 to 34 % of the cases and blocks of 512 in "
-        "76 to 77 %, also in models that were trained with full attention: smaller blocks select better, as the "
-        "formula says. Over all 36 heads of a model it is 69 to 72 % with blocks of 32 and 75 to 76 % with blocks of "
-        "512.",
-        "Full attention finds 98 % of the answers, MoBA 61 % with blocks of 128, 60 % with `key_conv` and 38 % with "
-        "blocks of 512.",
-        "That `key_conv` helps does not show here: 53 and 66 % of the answers by seed where there are 59 and 62 % "
-        "without it, and no lower loss; in F4 and in F10 it lowers the loss.",
-    )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """Full attention first: all gates are asked of the same queries and keys."""

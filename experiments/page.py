@@ -1,96 +1,79 @@
-"""The section of a figure in docs/science.md and its picture, made from the result file alone, and the table of all
-figures."""
+"""The section of a figure in REPORT.md and its picture, made from the result file alone."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plotting import STYLE, stamp
 from benchmarks.record import insert_tables, markdown
 from experiments.figure import Figure, Finding, Result, key_of
+from experiments.registry import trained
 from experiments.results import read_results
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "science.md"
-RESULTS = Path(__file__).parent / "results"
+FOLDER = Path(__file__).parent
+PAGE = FOLDER / "REPORT.md"
 
 
 def result_file(figure: Figure) -> Path:
     """Where the results that the figure is drawn from are kept."""
-    return RESULTS / f"{figure.source or figure.name}.json"
+    return FOLDER / "results" / f"{trained(figure).name}.json"
+
+
+def plot_file(figure: Figure) -> Path:
+    """Where the picture is kept."""
+    return FOLDER / "plots" / f"{figure.name}.svg"
 
 
 def command(figure: Figure) -> str:
     """What runs its arms."""
-    return f"python -m experiments {figure.source or figure.name} --corpus data/long --gpus 2"
+    return f"python -m experiments {trained(figure).name} --corpus data/long --gpus 2"
 
 
 def marker(figure: Figure) -> str:
-    """The line of the page behind which the figure's section begins."""
+    """The line of the page behind which stands what its result file says."""
     return f"<!-- figure: {figure.name} -->"
 
 
 def section(figure: Figure, path: Path) -> str:
-    """The figure's section, from its result file where there is one."""
-    parts = [f"**Published.** {figure.claim}", f"**Here.** {figure.setup}"]
+    """Picture, table and verdicts of the figure, from its result file where there is one."""
     if not path.exists():
-        missing = (
+        return (
             f"**No result yet.** It takes GPUs: `{command(figure)}`, then `python -m experiments {figure.name} --plot`."
         )
-        return "\n\n".join([*parts, missing])
     content = json.loads(path.read_text())
-    finding = figure.find(content["results"]["arms"])
-    where = f"../experiments/results/{path.name}"
-    if finding.is_begun:
-        parts += [f"![{figure.title}](science-{figure.name}.svg)", markdown(finding.rows)]
-    parts += [f"- {line}" for line in _sentences(finding)]
-    if not finding.verdicts and not figure.found:
-        parts.append("The arms that are finished do not suffice for a verdict.")
-    if figure.found:
-        parts.append("\n".join(["**Found.**", "", *(f"- {statement}" for statement in figure.found)]))
-    parts.append(f"[Result file]({where}), {_arms(content)}; last call: `{content['command']}`")
+    results = content["results"]["arms"]
+    finding = figure.find(results)
+    parts = [f"![{figure.title}](plots/{figure.name}.svg)", markdown(finding.rows)] if finding.is_begun else []
+    if sentences := _sentences(finding):
+        parts.append("\n".join(f"- {line}" for line in sentences))
+    arms = f"{progress(figure, results)} on {_origin(content)}"
+    parts.append(f"[Result file](results/{path.name}): {arms}; last call: `{content['command']}`")
     return "\n\n".join(parts)
 
 
-def _arms(content: dict[str, Any]) -> str:
+def progress(figure: Figure, results: list[Result]) -> str:
+    """How many of the arms that make the figure complete have a result; arms that it refuses do not count."""
+    arms = [arm for seed in trained(figure).seeds for arm in trained(figure).arms(seed, quick=False)]
+    arms = [arm for arm in arms if not trained(figure).refusal(arm, results, quick=False)]
+    keys = {key_of(result) for result in results}
+    return f"{sum(arm.key in keys for arm in arms)} of {len(arms)} arms"
+
+
+def _origin(content: dict[str, Any]) -> str:
+    """Devices and corpus of the arms in a result file."""
     results: list[Result] = content["results"]["arms"]
-    arms = f"{len(results)} arms on {', '.join(sorted({str(result['device']) for result in results}))}"
+    devices = ", ".join(sorted({str(result["device"]) for result in results}))
     if all({"train", "validation"} <= result["recipe"].get("data", {}).keys() for result in results):
-        return f"{arms}, documents of their own"
+        return f"{devices}, documents of their own"
     tokens = content["settings"]["corpus"]["training_tokens"]
     most = max(result["tokens"] for result in results)
     read = f", which the longest arm reads {most / tokens:.1f} times"
-    return f"{arms}, corpus of {tokens / 1e6:.0f}M tokens{read if most > tokens else ''}"
+    return f"{devices}, corpus of {tokens / 1e6:.0f}M tokens{read if most > tokens else ''}"
 
 
-OVERVIEW = "<!-- all figures -->"
-"""The line of the page behind which the table of all figures begins."""
-
-
-def overview(figures: Mapping[str, Figure]) -> str:
-    """A table of all figures: how many of their arms there are, and what came out."""
-    rows = [["figure", "arms finished", "result so far"]]
-    for figure in figures.values():
-        trained = figures[figure.source] if figure.source else figure
-        results = read_results(result_file(figure))
-        arms = [arm for seed in trained.seeds for arm in trained.arms(seed, quick=False)]
-        arms = [arm for arm in arms if not trained.refusal(arm, results, quick=False)]
-        keys = {key_of(result) for result in results}
-        finished = sum(arm.key in keys for arm in arms)
-        rows.append([figure.title, f"{finished} of {len(arms)}", figure.result or "none"])
-    return markdown(rows)
-
-
-def write_overview(figures: Mapping[str, Figure], page: Path = PAGE) -> None:
-    """Bring the page's table of all figures up to date."""
-    page.write_text(insert_tables(page.read_text(), {OVERVIEW: overview(figures)}))
-
-
-def write_section(figure: Figure, page: Path = PAGE, results: Path | None = None) -> None:
+def write_section(figure: Figure) -> None:
     """Bring the page's section of the figure up to date with its result file."""
-    text = insert_tables(page.read_text(), {marker(figure): section(figure, results or result_file(figure))})
-    page.write_text(text)
+    PAGE.write_text(insert_tables(PAGE.read_text(), {marker(figure): section(figure, result_file(figure))}))
 
 
 def draw(figure: Figure, source: Path, plot: Path) -> None:

@@ -1,78 +1,47 @@
-"""Numbers that others have published, each with its place. Losses in nats per token, compute in PFLOP/s-days.
+"""Published numbers that figures draw, from published.json, which names the source of each."""
 
-"MoBA" is Lu et al. 2025, arXiv:2502.13189, read in the report that its repository holds (MoBA_Tech_Report.pdf).
-"""
-
-from typing import NamedTuple
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 class Law(NamedTuple):
-    """L(C) = a * C^b"""
+    """L(C) = a * C^b: loss in nats a token over compute in PFLOP/s-days."""
 
     a: float
     b: float
 
     def __call__(self, compute: float) -> float:
-        """Loss at `compute`."""
+        """Return the loss at `compute`."""
         return float(self.a * compute**self.b)
 
 
-VALIDATION_8K = {"moba": Law(2.625, -0.063), "full": Law(2.622, -0.063)}
-"""MoBA, figure 3c, "LM loss (seqlen=8K)": block 512, top-3, five models of 545M to 2.1B parameters (table 1)."""
-VALIDATION_GAP = 1e-3
-"""MoBA, section 3.1: validation losses "remain consistent within a range of 1e-3"."""
+_PUBLISHED: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 
-TRAILING_32K = {"moba": Law(1.546, -0.108), "full": Law(1.464, -0.097)}
-"""MoBA, figure 3c, "Trailing LM loss (seqlen=32K, last 2K)": the same models and blocks, 95.31 % sparsity."""
+
+def _laws(name: str) -> dict[str, Law]:
+    return {attention: Law(*law) for attention, law in _PUBLISHED[name]["laws"].items()}
+
+
+VALIDATION_8K = _laws("validation_8k")
+"""Validation loss at 8K tokens, by attention."""
+TRAILING_32K = _laws("trailing_32k")
+"""Loss of the last 2K of 32K tokens, by attention."""
 TRAINED_COMPUTE = tuple(
-    6 * parameters * tokens / (1e15 * 86400)
-    for parameters, tokens in ((545e6, 10.8e9), (822e6, 15.3e9), (1.1e9, 20.6e9), (1.5e9, 27.4e9), (2.1e9, 36.9e9))
+    6 * parameters * tokens / (1e15 * 86400) for parameters, tokens in _PUBLISHED["models"]["parameters_and_tokens"]
 )
-"""MoBA, table 1: 6ND of the five models, by parameters without embeddings and training tokens."""
+"""6ND of the five models, PFLOP/s-days."""
 
-POSITION_BUCKET = 2048
+POSITION_BUCKET: int = _PUBLISHED["position_32k"]["bucket_tokens"]
+"""Tokens of a bucket of `POSITION_32K`."""
 POSITION_32K = {
-    "moba": (
-        Law(3.075, -0.078),
-        Law(2.415, -0.084),
-        Law(2.085, -0.081),
-        Law(1.899, -0.092),
-        Law(1.789, -0.091),
-        Law(1.721, -0.092),
-        Law(1.670, -0.089),
-        Law(1.630, -0.089),
-        Law(1.607, -0.090),
-        Law(1.586, -0.091),
-        Law(1.571, -0.093),
-        Law(1.566, -0.089),
-        Law(1.565, -0.091),
-        Law(1.562, -0.095),
-        Law(1.547, -0.097),
-        Law(1.546, -0.108),
-    ),
-    "full": (
-        Law(3.068, -0.078),
-        Law(2.411, -0.083),
-        Law(2.077, -0.081),
-        Law(1.894, -0.092),
-        Law(1.774, -0.089),
-        Law(1.697, -0.087),
-        Law(1.645, -0.088),
-        Law(1.600, -0.087),
-        Law(1.567, -0.087),
-        Law(1.542, -0.087),
-        Law(1.519, -0.086),
-        Law(1.513, -0.085),
-        Law(1.502, -0.085),
-        Law(1.493, -0.088),
-        Law(1.471, -0.091),
-        Law(1.464, -0.097),
-    ),
+    attention: [Law(*law) for law in laws] for attention, laws in _PUBLISHED["position_32k"]["laws"].items()
 }
-"""MoBA, table 3: loss over compute by position in 32K tokens, 2K a bucket."""
+"""Loss by position in 32K tokens: a law for each bucket, by attention."""
 
-GRANULARITY_LOSS = {8: 2.258, 16: 2.243, 32: 2.240, 64: 2.242, 128: 2.241}
-"""MoBA, figure 4: loss of a 1.5B model at 32K by the number of blocks, of which a quarter is selected; read off the
-plot, to about 0.001."""
-GRANULARITY_FULL = 2.242
-"""MoBA, figure 4: full attention, read off the plot."""
+GRANULARITY_LOSS: dict[int, float] = {
+    int(blocks): loss for blocks, loss in _PUBLISHED["granularity_32k"]["loss_by_blocks"].items()
+}
+"""Loss at 32K tokens by the number of blocks, of which a quarter is selected."""
+GRANULARITY_FULL: float = _PUBLISHED["granularity_32k"]["full"]
+"""Loss of full attention in the same place."""

@@ -33,3 +33,8 @@ FIGURES: dict[str, Figure] = {
         ForcedChoices(),
     )
 }
+
+
+def trained(figure: Figure) -> Figure:
+    """The figure whose arms and result file this one shows: its own, or its `source`'s."""
+    return FIGURES[figure.source] if figure.source else figure

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.record import provenance
 from experiments.figure import Arm, Result, key_of
 from moba_train.errors import UserError
-from moba_train.evals.results import finite
-from moba_train.telemetry.atomic import write_atomically
+from moba_train.telemetry.jsonl import write_atomically
+from moba_train.tools.evaluate import finite
 
 _LOCK = threading.Lock()
 

@@ -24,14 +24,14 @@ from moba_train.config.stages import resolve_stages
 from moba_train.evals.registry import EVALUATIONS
 from moba_train.foreign_files import ROOTS
 from moba_train.health.spike import RECOVERY_STEPS
-from moba_train.report.scaling_runs import read_runs
 from moba_train.telemetry.jsonl import read_records
+from moba_train.tools.report.scaling_runs import read_runs
 
 CURVE_POINTS = 200
 """Points that are kept of each curve over the steps."""
 STEPS_BEFORE, STEPS_AFTER = SpikeConfig().window, RECOVERY_STEPS
 """Steps around a switch of stage that are kept one by one, for the spike detector."""
-_EVALUATIONS = tuple(evaluation.name for evaluation in EVALUATIONS)
+_EVALUATIONS = tuple(EVALUATIONS)
 _HOW_IT_RAN = ("time", "wall_time", "run_id", "checkpoint", "type")
 _OF_THE_MACHINE = ("message", "dump")
 """Keys of a spike's record that name folders, which a result leaves out."""
@@ -109,7 +109,7 @@ def run_arm(arm: Arm, corpus: Corpus, runs: Path, devices: Sequence[int], saved:
     for name, arguments in arm.evaluations.items():
         output = runs / f"{arm.key}-{name}"
         shutil.rmtree(output, ignore_errors=True)
-        command = [sys.executable, "-m", "moba_train.cli", "eval", str(folder), "--output", str(output)]
+        command = [sys.executable, "-m", "moba_train.tools.cli", "eval", str(folder), "--output", str(output)]
         start([*command, *_with_corpora(arguments, corpus)], environment, runs / f"{arm.key}.log")
         evaluated[name] = _kept(json.loads((output / "evaluation.json").read_text()))
     found = arm_result(arm, folder, evaluated, roots)
@@ -157,13 +157,13 @@ def check_complete(arm: Arm, records: Sequence[Mapping[str, Any]]) -> None:
 
 def _program(command: Sequence[str]) -> str:
     """What a command runs, in words."""
-    return "the evaluation" if "moba_train.cli" in command else "training"
+    return "the evaluation" if "moba_train.tools.cli" in command else "training"
 
 
 def arm_result(arm: Arm, folder: Path, evaluated: Mapping[str, Any], data_roots: Sequence[Path]) -> Result:
     """What is kept of a finished run, whose corpora are below `data_roots`: enough to draw and to judge it, and small.
 
-    `parameters` without embeddings, `compute` in PFLOP/s-days by 6ND and by real FLOPs (report/scaling_runs.py), median
+    `parameters` without embeddings, `compute` in PFLOP/s-days by 6ND and by real FLOPs (scaling_runs.py), median
     `tokens_per_s`; `losses` and `gradient_norms`, the mean and the maximum of equal parts of the steps; by stage, the
     last evaluation of each name with all its data (`stages`), and the numbers of every evaluation (`history`);
     `spikes` and `boundaries` as they were logged; `switches`, loss and gradient norm of every step around a switch of

@@ -158,45 +158,6 @@ class Scaling(ScalingFigure):
 
     name = "scaling"
     title = "F1. Scaling at 8K: MoBA against full attention"
-    claim = (
-        "Five models of 545M to 2.1B parameters at 8K, blocks of 512, 3 of 16 selected (81 % sparsity): 2.625 C^-0.063 "
-        "with MoBA, 2.622 C^-0.063 with full attention; losses within 1e-3 of each other "
-        "([MoBA](https://arxiv.org/abs/2502.13189), figure 3, section 3.1)."
-    )
-    setup = (
-        "Five models of 4M to 21M parameters outside embeddings, 20 tokens for each, at 8K, with the same blocks and "
-        "sparsity; equal seeds give both attentions equal weights and data. The plan asked for sizes up to 60M: "
-        "that model takes about 50 minutes of an H100, by estimate. The largest one here takes 13, and has to be given "
-        "that by `--seconds`. Text and tokenizer are others than the published ones: gaps and "
-        "exponents can be compared, levels cannot."
-    )
-    result: ClassVar[str] = (
-        "MoBA is 4 to 6 % behind at equal tokens (published: 0.1 %), at all five sizes; at equal real FLOPs it "
-        "is about 1 % ahead by the fits"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "At all five sizes and with both seeds MoBA is behind, by 0.04 to 0.08 nats, 3.5 to 5.8 %; the published "
-        "fits are 0.003 nats, 0.1 %, apart.",
-        "The gap is not from the short stage, in which the training losses are alike, and F5 has it by position: "
-        "none in the first 1.5K tokens, where MoBA sees all keys, 0.12 nats at the end of 8K.",
-        "It is smallest in the largest model, 0.043 nats of 1.10 (3.9 %), which also reads its text 2.8 times, the "
-        "one of 4M part of it once. Whether it shrinks with size was no claim of this figure; looked at after the "
-        "results, its slope is -0.017 nats for each factor of ten of compute, 95 % interval -0.034 to -0.001.",
-        "Most of this corpus is source code, which repeats what stands further back, and models this small may "
-        "select blocks badly; whether either is the cause was not tested.",
-        "The exponents are alike, -0.124 over 6ND for both, and their difference is known to 0.005: its interval "
-        "leaves the claim's range by 0.0001. Losses of two seeds of a size are up to 0.12 nats apart, but those of "
-        "both attentions move together. Part of that is that each seed is evaluated on other sequences (standard "
-        "error of a loss: 0.02 to 0.03).",
-        "For equal real FLOPs, of which MoBA takes fewer for each token, the fits have MoBA 0.5 to 1.5 % ahead from "
-        "1e-4 to 1e-3 PFLOP/s-days, where both have models: 1.0 % at 3e-4 (0.2 to 2.1), at 1e-3 not beyond chance. "
-        "Where they cross is not known.",
-        "Samples for the intervals of the fits were first drawn apart for both attentions, which gave the "
-        "exponents' difference 0.022 on either side. Since the results are known they draw the same runs of both, "
-        "as these read the same text.",
-        "Of one pair, 6M with seed 1, full attention was trained on an H100 and MoBA on an H200; the same MoBA in F4, "
-        "on an H100, ended 0.001 nats apart. In the other pairs both were on the same kind.",
-    )
     sizes = ("4m", "6m", "10m", "15m", "21m")
     seq_len = 8192
     loss_name = "validation loss"

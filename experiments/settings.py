@@ -60,28 +60,6 @@ class Settings(Figure):
 
     name = "settings"
     title = "F0. Batch and learning rate"
-    claim = "Nothing: this is no claim of the paper's. The other figures take their batch and learning rate from here."
-    setup = (
-        "A model of 4M parameters with full attention, 20 tokens for each, at 8K, one cosine; batches of 32K and "
-        "128K tokens, with the trainer's initial weights and larger ones, as the model is narrow. No arm has MoBA, "
-        "so that the choice cannot favour it. A first F5 ([file](../experiments/results/hybrid-first.json)), of 9.7M "
-        "parameters, was trained with batches of 128K tokens and a rate of 3e-3 at a width of 256, in 1,486 steps: "
-        "its arms fell steeply between the 500th and 700th step, one earlier than another, and were 0.09 nats apart "
-        "at the end even in the first 512 tokens, where both attentions are one function."
-    )
-    result: ClassVar[str] = (
-        "batches of 32K tokens, half the first rate, a fifth of the tokens at 1K first; the other figures take it over"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "Batches of 32K tokens, half the first rate, initial weights of one over the root of the width, and a fifth "
-        "of the tokens in sequences of 1K first learn most, 1.65 nats where the others end at 1.77 to 3.94; the other "
-        "figures take them over.",
-        "The same without the fifth at 1K ends at 1.77 nats, and with untied embeddings besides at 2.55. Batches of "
-        "128K tokens take a quarter of the steps and end at 3.74 and, at the first rate, 3.94.",
-        "One seed each, so neighbours are not told apart: F5's two runs with full attention have this setting too, "
-        "and end at 1.75 and 1.65.",
-        "What tells the arms apart is when the loss falls steeply, probably as copying from the context is learned.",
-    )
     seeds: ClassVar[tuple[int, ...]] = (0,)
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import moba_train.attention.registry  # noqa: F401  # attention kinds, which the recipe names
 from benchmarks.plotting import GREY, titled
@@ -24,7 +24,7 @@ from experiments.readings import (
 )
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
-from moba_train.planning.flops import real_flops
+from moba_train.memory.flops import real_flops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -47,39 +47,6 @@ class ShortFirst(Figure):
 
     name = "short-first"
     title = "F7. Short first, or long from scratch"
-    claim = (
-        "MoBA's first task was a model of 16B parameters trained at 16K from its first token on, then one at 128K. Its "
-        "author reports that training short with full attention first, and then long with MoBA, makes better use of "
-        "every token; there is no published number."
-    )
-    setup = (
-        "The attention and length of two recipes in miniature, in a model of 9.7M parameters: "
-        "[128k-from-scratch](../configs/recipes/mini/128k-from-scratch.yaml), 32K tokens and MoBA 512/8, and "
-        "[16k-from-scratch](../configs/recipes/mini/16k-from-scratch.yaml), 4K tokens and MoBA 256/3. Of each three "
-        "arms of 70M tokens, 7 for each parameter, a third of what is usual: all long with MoBA; all long with full "
-        "attention; 75 % at 2K with full attention, then long with MoBA. Two more at 32K have as many real FLOPs as "
-        "the one with full attention if sequences were one document each; as it is they have 7 % more. At 4K it has "
-        "1.35 times MoBA's and 1.25 times those of short first, which is not evened out. One cosine over each run."
-    )
-    result: ClassVar[str] = (
-        "short first is ahead at 32K, as its author reports, by 2.0 to 2.1 nats at equal tokens and 0.6 to 2.7 at "
-        "equal FLOPs; at 4K it is ahead with both seeds, by 0.11 to 0.57, which the seeds' spread does not let tell"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "At 32K it is as the author reports, with both seeds and by far.",
-        "What begins at 2K is at 1.87 nats after 70M tokens, where both arms of 32K from the first token on are at "
-        "3.9, at every position between 3.8 and 4.1: they make no use of the context yet, unlike short first at the "
-        "end of its 52.5M short tokens (2.2 and 2.1). With 2.8 times the tokens MoBA does, too, and is at 1.87, "
-        "where short first is at 1.24 for as many FLOPs.",
-        "At 4K, where all three have begun to use it, short first is still ahead with both seeds: 1.75 and 1.82, "
-        "where full attention from the first token on is at 1.86 and 2.39 and MoBA at 2.01 and 1.99, each "
-        "difference with an error of evaluation of 0.03 to 0.07. But full attention is ahead of MoBA with one seed "
-        "and 0.41 behind with the other, and with such a spread only a difference of 1.1 could have been told.",
-        "So in models of this size it is perhaps about when they learn to use the context, which was not tested "
-        "apart; whether anything is left of it at the end of a long training is not shown.",
-        "Verdicts were first over both lengths at once, as if a seed raised losses at 4K and at 32K by the same; since "
-        "the results are known they are within a length, which changed numbers and intervals, but no verdict.",
-    )
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """Three arms of equal tokens for each length, and at 32K two that have the FLOPs of full attention."""

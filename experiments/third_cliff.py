@@ -57,53 +57,6 @@ class ThirdCliff(Figure):
 
     name = "third-cliff"
     title = "F6. The third cliff: sparse loss masks"
-    claim = (
-        "In supervised fine-tuning most tokens carry no loss, and the gradient reaches a MoBA layer's context through"
-        " selected blocks alone; MoBA then learns less than full attention. Full attention in the last layers closes "
-        "the gap: 1.145 with none, 1.136, 1.117, 1.099 and 1.077 with the last 1, 3, 5 and 10, 1.0755 with all "
-        "([MoBA](https://arxiv.org/abs/2502.13189), section 3.2, figure 5). Switching back to MoBA afterwards is said"
-        " to do no harm."
-    )
-    setup = (
-        "A model of 8 layers, MoBA 64/8 in all of them, learns synthetic recall: one fact in documents of "
-        "64 tokens first, then more in longer ones, with loss only on what can be recalled; at last whole documents of "
-        "2K tokens with loss on every token. It has to pass: at most 0.1 nats on each recalled token of held-out "
-        "documents, else nothing is fine-tuned; the last two stages go on, up to a limit, until 0.3 and 0.05 nats are "
-        "reached. Fine-tuning asks for something that the base has not seen, the first of two values that a key was "
-        "given. 10 % of the tokens are such answers, all alike; loss is on every token, on all answers, or on a tenth "
-        "or a thirtieth of them (100, 10, 1, 0.3 % of the tokens), so that what carries no loss needs recall as much. "
-        "Everything else is equal: first weights, documents and their order, 300 steps, learning rate. The loss is "
-        "that of answers in held-out documents, nats per token; *as MoBA* and *as full* evaluate the same weights with "
-        "one attention in all layers. A first base failed: 1.23 nats with MoBA in all layers, 0.63 with full attention "
-        "([file](../experiments/results/third-cliff-first-base.json)). It had loss on every token, began with "
-        "documents of six facts, and went on to longer ones before it recalled, which it did in its last third only. "
-        "Seeds were to be taken in their order until the bases of two pass. Of six one did, and the figure was begun "
-        "anew with [smaller blocks](#f6-with-smaller-blocks)."
-    )
-    result: ClassVar[str] = (
-        "full attention in the last 3 of 8 layers closes the gap at every mask; one seed, as one base of six passes"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "One seed, so no verdict: of six bases that of seed 0 alone passes (0.08 nats on each recalled token). "
-        "Those of seeds 1 to 4 recall with full attention in all layers (0.001 to 0.002), and miss the bar with "
-        "MoBA, which they were trained with (0.15 to 0.35): what they lack is what the gate leaves out. That of "
-        "seed 5 learned more slowly: 0.46 with MoBA, 0.76 with full attention, falling still when its steps ended. "
-        "Nothing is fine-tuned from these. Seeds 2 to 5 were trained at the same time, to save a call for each.",
-        "At every mask MoBA in all layers ends at 0.40 to 0.80 nats, full attention below 0.05, the last 3 or 4 of 8 "
-        "layers full within 0.02 of it; full attention in the last layer alone helps at 10 % (0.27), hardly at 1 and "
-        "100 %, and not at 0.3 %.",
-        "The gap is 0.75 nats at 0.3 % and 0.40 at 100 %, with 0.75 at 10 % between: that it grows as the mask thins "
-        "is not shown.",
-        "Switched back to MoBA, models with 3, 4 or 8 full layers end at 3 to 4.5 nats; those with "
-        "one full layer do not change.",
-        "The other way round, fine-tuning with MoBA and evaluation with full attention is better than MoBA "
-        "throughout, at every mask.",
-        "MoBA and full attention do not begin alike, 0.35 apart of 13 nats, probably as the base is sure of the value "
-        "that is not asked for.",
-        "At 0.3 % the gradient of the context, by that of the loss tokens, is 1.4 to 3.5 times as large with full "
-        "attention, but for the last layer, and 1.4 to 4.6 times with the last 3 full; with the last 4 full, which "
-        "learn as well, only 0.8 to 2.4 times.",
-    )
     seeds: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4, 5)
     block: ClassVar[Mapping[str, int]] = {"block_size": 64, "topk": 8}
     """`attention.moba`; with `quick` blocks are a quarter as long, and so is what is selected of them."""
@@ -168,33 +121,6 @@ class ThirdCliffSmallerBlocks(ThirdCliff):
 
     name = "third-cliff-smaller-blocks"
     title = "F6 with smaller blocks"
-    claim = "That of [F6](#f6-the-third-cliff)."
-    setup = (
-        "All as in F6 but the blocks: MoBA 32/16, as many keys. Four bases of F6 recall with full attention and miss "
-        "the bar with MoBA, so that their gates leave out what is asked for, and smaller blocks miss less "
-        "([F11](#f11-why-moba-finds-needles)). The bar is the same, and models are fine-tuned from those bases of "
-        "four seeds that pass it."
-    )
-    result: ClassVar[str] = (
-        "one base of four passes; full attention in the last 3 of 8 layers closes the gap at every mask here, too"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "One seed, so no verdict: of four bases that of seed 0 alone passes (0.09 nats on each recalled token). Those "
-        "of seeds 1 to 3 recall with full attention (0.001 to 0.002) and miss the bar with MoBA (0.19 to 0.42), so "
-        "that smaller blocks were no remedy. With F6 two bases of ten pass.",
-        "At every mask MoBA in all layers ends at 0.34 to 0.91 nats, full attention at 0.20 at 0.3 % and below 0.06 "
-        "elsewhere, the last 3 or 4 of 8 layers full within 0.02 of it. Full attention in the last layer alone closes "
-        "a third of the gap at 10 %, two fifths at 0.3 and 1 %, three fifths at 100 %; in F6 it helped at 10 % alone.",
-        "The gap is 0.71 nats at 0.3 %, 0.55 at 1 %, 0.33 at 10 % and 0.38 at 100 %. Larger at 0.3 % than at 100 %, by "
-        "0.34 ± 0.05 of evaluation alone, it is in F6, too (0.35); but there it is as large at 10 %.",
-        "Switched back to MoBA, models with the last 3, 4 or all 8 layers full end at 1.6 to 3.5 nats, and those with "
-        "the last layer full, which in F6 did not change, at 1.1 to 1.7.",
-        "Fine-tuning with MoBA and evaluation with full attention is better than MoBA throughout, at every mask, as "
-        "in F6.",
-        "MoBA and full attention begin alike here, 0.001 apart of 14 nats.",
-        "At 0.3 % the gradient of the context, by that of the loss tokens, is with full attention 0.5 to 0.8 times "
-        "MoBA's in the first two layers and 1.1 to 1.8 times in the others, whether 3, 4 or 8 layers are full.",
-    )
     seeds: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
     block: ClassVar[Mapping[str, int]] = {"block_size": 32, "topk": 16}
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,35 +37,6 @@ class Trailing(ScalingFigure):
 
     name = "trailing"
     title = "F2. Trailing loss at 32K"
-    claim = (
-        "The same models at 32K, 95 % sparsity, last 2K tokens: 1.546 C^-0.108 with MoBA, 1.464 C^-0.097 with full "
-        "attention; MoBA is slightly worse in all five, and the gap narrows with compute "
-        "([MoBA](https://arxiv.org/abs/2502.13189), figure 3, section 3.1)."
-    )
-    setup = (
-        "Four models of 4M to 15M parameters, 20 tokens for each, at 32K, blocks of 512, 3 of 64 selected. The "
-        "largest model of F1 is left out for time: with full attention at 32K it takes 17 minutes of an H100, by "
-        "estimate. Samples of the trailing loss lie inside one document. Every model is evaluated with both "
-        "attentions, which F3 and F9 use."
-    )
-    result: ClassVar[str] = (
-        "MoBA is behind at every size, as published, by 0.22 nats on average; whether the gap narrows with compute "
-        "cannot be told"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "MoBA is behind at all four sizes and with both seeds, by 0.09 to 0.32 nats: 12, 16, 20 and 18 % from 4M to "
-        "15M. The published fits, of models with 1,400 to 200,000 times the compute, say 3.7 to 6.6 % there, and 15 "
-        "to 19 % if one extends them down to these.",
-        "Whether the gap narrows with compute cannot be told: these sizes span a factor of 11 in compute, and the two "
-        "gaps of the model of 4M, 0.09 and 0.32 nats, are further apart than those of the published fits at the "
-        "smallest and the largest published model, 0.11 and 0.05.",
-        "On documents of synthetic recall alone the gap is as large on average, 0.22 nats; of 4M with seed 0 there is "
-        "none.",
-        "In validation loss, over all positions, MoBA is behind, too, but in one pair, 4M with seed 0, where it is "
-        "0.02 ahead.",
-        "Of two pairs, 10M and 15M with seed 0, one arm was trained on an H100 and the other on an H200; in the "
-        "others both were on the same kind.",
-    )
     sizes = ("4m", "6m", "10m", "15m")
     seq_len = 32_768
     loss_name = "trailing loss"
@@ -119,25 +90,6 @@ class Position(Figure):
     name = "position"
     source = "trailing"
     title = "F3. Loss by position"
-    claim = (
-        "Fits by position (table 3): from 3.075 C^-0.078 against 3.068 C^-0.078 in the first 2K to 1.546 C^-0.108 "
-        "against 1.464 C^-0.097 in the last; trailing tokens account for most of the difference "
-        "([MoBA](https://arxiv.org/abs/2502.13189), appendix A.1)."
-    )
-    setup = (
-        "The largest models of F2 that both attentions have, on samples that lie inside one document, 2K a bucket. Of "
-        "the last bucket alone the loss of each sample is kept, and with it the error of evaluation."
-    )
-    result: ClassVar[str] = "the gap grows with position, as published, to 0.20 nats in the last 2K"
-    found: ClassVar[tuple[str, ...]] = (
-        "Two seeds of 14.8M parameters, and the claim agrees, by little: the interval begins just above zero, as two "
-        "seeds tell a spread badly. With seed 0 full attention was trained on an H100 and MoBA on an H200.",
-        "The gap is 0.01 nats in the first 2K tokens, where MoBA sees all keys in three quarters of the positions, "
-        "and 0.20 in the last. It grows otherwise than the published one: here more than half of it is there at 8K "
-        "(0.12), there it is below 0.6 % up to 12K and grows behind that.",
-        "In the last bucket the gap, in per cent of the loss, is five times that of the published fits at their "
-        "largest compute, of a model 140 times as large.",
-    )
 
     def find(self, results: Sequence[Result]) -> Finding:
         """The gap by position, and whether it grows."""

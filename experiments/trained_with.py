@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from benchmarks.plotting import GREY, titled
 from experiments.comparison import Verdict, compare, shared
@@ -24,32 +24,6 @@ class TrainedWith(Figure):
     name = "trained-with"
     source = "trailing"
     title = "F9. Train with, run with"
-    claim = (
-        "Run with sparse attention, a 1B model trained with sparse attention has the lower perplexity, because "
-        "training and running match; but training with sparse attention alone does not reach what full attention does "
-        "([SSA](https://arxiv.org/abs/2511.20102), abstract and figure 1)."
-    )
-    setup = (
-        "The models of F2, all sizes, at 32K and 95 % sparsity: every checkpoint is evaluated with both attentions on "
-        "the same weights. The published models are 70 to 230 times as large."
-    )
-    result: ClassVar[str] = (
-        "run with full attention, training with it is better; run with MoBA, training with MoBA gains nothing that "
-        "could be told (published: it does)"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "Run with full attention, models trained with it are ahead, as published: by 0.07 nats in validation loss, "
-        "by 0.14 in the last 2K tokens.",
-        "Run with MoBA, models that were trained with it should be ahead, which cannot be told: at 10M and 15M the "
-        "two are level in validation loss (0.01 ahead to 0.01 behind), in the last 2K tokens MoBA's are 0.00 to 0.04 "
-        "behind. A difference of 0.07, mean over all sizes, would probably have been seen.",
-        "At 4M and 6M the seeds say different things: models that were trained with MoBA are 0.17 and 0.01 ahead at "
-        "4M, level and 0.07 ahead at 6M; in the last 2K tokens 0.12 ahead and 0.02 behind at 4M, 0.02 behind and 0.06 "
-        "ahead at 6M. Why was not tested.",
-        "All 16 models have the lower loss when they are run with full attention. In the last 2K tokens the eight "
-        "that were trained with MoBA gain 0.04 to 0.14 nats by it, the eight that were trained with full attention "
-        "0.19 to 0.29.",
-    )
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Means over seeds by size, and the crossover over all of them."""

@@ -51,46 +51,6 @@ class Versions(Figure):
 
     name = "versions"
     title = "F8. The three versions"
-    claim = (
-        "The account of MoBA's author: v0.5 adds layers with parameters of their own; v1 adds up the blocks' "
-        "results, could not be debugged against full attention, and large models spiked; v2, one softmax over all "
-        "selected keys, ended both. It gives no numbers."
-    )
-    setup = (
-        "Models of 4M, 10M and 25M parameters at 8K, blocks of 512, 3 of 16, with 60M, 100M and 90M tokens: 4 to "
-        "14 for a parameter, because 45 arms shall cost hours and not days. Peak learning rates of half, once and "
-        "four times that of the other figures; an arm whose loss is no longer finite ends and has no row. v1 with "
-        "`merge: softmax` is v2, bit for bit (`tests/attention/test_moba_v1.py`), and not trained again. *Full in "
-        "place* is the same weights evaluated with full attention in all layers; v0.5's second sublayer then has "
-        "no place, so that it is another model. *Inserted*: the full model of 10M at the middle rate goes on with "
-        "each version for 8M tokens, without anything else new; the cost is the validation loss before "
-        "the first step over that before the insertion. What an attention sink does to the owner of the first "
-        "blocks under v1's transport is [measured elsewhere](mechanisms.md#the-transport-dispatch): the busiest of "
-        "two GPUs has 1.99 times the mean work."
-    )
-    result: ClassVar[str] = (
-        "v2 is 0.07 nats behind full attention at three sizes, v0.5 0.14 to 0.52, v1 0.26 to 1.05; v1 had no more "
-        "spikes; one seed"
-    )
-    found: ClassVar[tuple[str, ...]] = (
-        "One seed, all arms. At every size and for every version the usual rate is the best of the three.",
-        "At that rate v2 is 0.067 to 0.072 nats behind full attention, whatever the size; v0.5 0.14 and 0.15 at 25M "
-        "and 10M and 0.52 at 4M; v1 0.26 to 0.30 there and 0.61 (`gate`) and 1.05 (`sum`) at 4M, where all are at the "
-        "beginning of what they learn: 60M tokens, and at half the rate full attention itself is at 3.4.",
-        "So v2 is ahead of v0.5 and v1 at each size by many times the error of evaluation, but of v1 with sums by 0.2 "
-        "nats at two sizes and 1.0 at the third, whose mean says nothing.",
-        "That large models spiked with v1 does not show at 25M: of the steps of three rates the detector flags 68 "
-        "(`sum`) and 74 (`gate`) with v1, 89 with v2 and 99 with full attention, and the one large gradient norm, "
-        "3,507, is full attention's at four times the usual rate.",
-        "What does show is why v1 could not be debugged against full attention: in v2's place it lowers the loss by "
-        "0.04 to 0.05 without training, in v1's and v0.5's it raises it by 1.7 to 2.8, as these are other models.",
-        "Inserted into a model that was trained with full attention, v2 costs 0.07 nats at once, v0.5 0.49, v1 1.2 "
-        "(`gate`) and 4.0 (`sum`). After 8M more tokens at a tenth of the rate v1 is at 0.18 and 0.23, v2 and v0.5 "
-        "are where they were.",
-        "Verdicts were first over all rates, with one spread for all versions. Some arms hardly learn at some rates, "
-        "which made that spread; since the results are known, verdicts are at the best rates, of two versions at a "
-        "time.",
-    )
     seeds: ClassVar[tuple[int, ...]] = (0,)
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

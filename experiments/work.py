@@ -12,7 +12,7 @@ from experiments.figure import Arm, Figure, Result, key_of
 from experiments.results import add_result, held, read_results
 from experiments.run_arm import losses_of, run_arm
 from moba_train.errors import UserError
-from moba_train.evals.results import finite
+from moba_train.tools.evaluate import finite
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source launch/corpus.sh
 
 recipe=configs/recipes/mini/$name.yaml
-resolved=$("$PYTHON" -m moba_train.cli config "$recipe" "$@")  # wrong keys are refused before data is prepared
+resolved=$("$PYTHON" -m moba_train.tools.cli config "$recipe" "$@")  # wrong keys are refused before data is prepared
 run=$("$PYTHON" -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])' <<<"$resolved")
 
 data=runs/mini/data
 ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')
 moba_data=("$PYTHON" -m data_tools)
-moba_train=("$PYTHON" -m moba_train.cli)
+moba_train=("$PYTHON" -m moba_train.tools.cli)
 choose_corpus "$data"
 [ -e "$data/text.jsonl" ] ||
     "${moba_data[@]}" long-range --input "$corpus" ${select[@]+"${select[@]}"} --output "$data/text.jsonl" \

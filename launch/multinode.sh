@@ -33,13 +33,15 @@ done
 recipe=$1
 if [ -e "$recipe" ]; then  # relative to the caller's folder; all other paths are relative to the repository's
     [[ $recipe == /* ]] || recipe=$PWD/$recipe
-elif [[ $recipe != -* && ! -e $(dirname "${BASH_SOURCE[0]}")/../$recipe ]]; then
-    refuse "RECIPE: $recipe is neither in $PWD nor in the repository's folder"
+elif [[ $recipe != -* ]]; then
+    repository=$(dirname "${BASH_SOURCE[0]}")/..
+    [ -e "$repository/$recipe" ] || [ -e "$repository/configs/recipes/$recipe.yaml" ] ||
+        refuse "RECIPE: $recipe is neither in $PWD nor in the repository's folder, nor the name of a packaged recipe"
 fi
 shift
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 gpus=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
-exec "$PYTHON" -m moba_train.launch \
+exec "$PYTHON" -m moba_train.tools.launcher \
     --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \
     --master-addr "${MASTER:-localhost}" --master-port "${PORT:-29500}" --max-restarts "${RESTARTS:-3}" \
     -m moba_train.train "$recipe" "$@"

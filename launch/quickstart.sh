@@ -23,7 +23,7 @@ source launch/corpus.sh
 run=runs/quickstart
 recipe=configs/recipes/quickstart.yaml
 ranks=$("$PYTHON" -c 'import torch; print(min(2, torch.cuda.device_count()) or 2)')
-moba_train=("$PYTHON" -m moba_train.cli)
+moba_train=("$PYTHON" -m moba_train.tools.cli)
 moba_data=("$PYTHON" -m data_tools)
 overrides=()
 [ "$ranks" -ge 2 ] || overrides=(stages.1.parallel.cp=1)  # one GPU: no second rank to share a sequence with

@@ -33,18 +33,18 @@ train)
 retrieval)
     tasks=(--tasks "position_wise,gate_probe,needle,ruler" --attention both)
     common=(evaluation.position_wise.sequences=16 evaluation.gate_probe.sequences=4 evaluation.needle.samples=8)
-    "$PYTHON" -m moba_train.cli eval "$folder/hf" "${tasks[@]}" --data "$folder/data/valid" --seq-len 8K "${common[@]}" \
+    "$PYTHON" -m moba_train.tools.cli eval "$folder/hf" "${tasks[@]}" --data "$folder/data/valid" --seq-len 8K "${common[@]}" \
         attention.default=moba attention.full_layers=last:3 attention.moba.block_size=512 attention.moba.topk=8 \
         evaluation.position_wise.bucket=1024 "evaluation.needle.lengths=[1K,2K,4K,8K]" "evaluation.ruler.lengths=[4K,8K]" \
         --output "$folder/published"
-    "$PYTHON" -m moba_train.cli eval "$folder/run" "${tasks[@]}" "${common[@]}" evaluation.position_wise.bucket=2048 \
+    "$PYTHON" -m moba_train.tools.cli eval "$folder/run" "${tasks[@]}" "${common[@]}" evaluation.position_wise.bucket=2048 \
         "evaluation.needle.lengths=[4K,8K,16K,32K]" "evaluation.ruler.lengths=[4K,8K,16K,32K]" --output "$folder/extended"
     "$PYTHON" -m benchmarks.smollm2_retrieval --published "$folder/published/evaluation.json" \
         --extended "$folder/extended/evaluation.json" --output "$folder/retrieval.json"
     ;;
 signal)
     gates="[{block_size: 32, topk: 64}, {block_size: 64, topk: 32}, {block_size: 128, topk: 16}, {block_size: 256, topk: 8}, {block_size: 512, topk: 4}]"
-    "$PYTHON" -m moba_train.cli eval "$folder/hf" --tasks needle_signal --attention full --data "$folder/data/valid" --seq-len 8K \
+    "$PYTHON" -m moba_train.tools.cli eval "$folder/hf" --tasks needle_signal --attention full --data "$folder/data/valid" --seq-len 8K \
         attention.default=moba attention.moba.block_size=512 attention.moba.topk=4 "evaluation.needle_signal.gates=$gates" \
         "evaluation.needle_signal.lengths=[8K]" evaluation.needle_signal.samples=4 --output "$folder/signal"
     "$PYTHON" -m benchmarks.needle_signal "$folder/signal/evaluation.json" --output "$folder/signal.json" --plot "$folder/signal.svg"
@@ -56,11 +56,11 @@ finish)
     "$PYTHON" -m benchmarks.smollm2_evaluate "$folder/run" --output "$folder/loss.json"
     "$PYTHON" -m benchmarks.smollm2_evaluate --draw "$folder/loss.json" --output "$folder/loss.svg"
     rm -rf "$folder/export"
-    "$PYTHON" -m moba_train.cli convert moba-to-hf "$folder/run" "$folder/export"
+    "$PYTHON" -m moba_train.tools.cli convert moba-to-hf "$folder/run" "$folder/export"
     for model in hf export; do
         "$PYTHON" -m benchmarks.smollm2_compare "$folder/$model" --corpus "$folder/data/valid" --output "$folder/compare-$model.json"
     done
-    "$PYTHON" -m moba_train.cli generate "$folder/run" --temperature 0 \
+    "$PYTHON" -m moba_train.tools.cli generate "$folder/run" --temperature 0 \
         --prompt $'<|im_start|>user\nWhat is attention in a neural network?<|im_end|>\n<|im_start|>assistant\n'
     ;;
 esac

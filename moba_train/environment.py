@@ -1,15 +1,30 @@
-"""Versions, GPUs and optional packages of this machine. A package is probed by importing the features that we use."""
+"""Versions, GPUs and optional packages of this machine.
+
+A package is probed by importing the features that we use.
+"""
 
 import importlib.metadata
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from moba_train import __version__
-from moba_train.optional_imports import import_problem
+
+
+def import_problem(features: Iterable[tuple[str, str]]) -> str:
+    """Reason why one of these (module, attribute) pairs cannot be imported, on one line with the kind of error; empty
+    when all can. Every module is imported, and every attribute looked up."""
+    for module, attribute in features:
+        try:
+            getattr(import_module(module), attribute)
+        except Exception as error:  # a broken build raises anything: ImportError, OSError, RuntimeError, ...
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -19,7 +34,7 @@ class OptionalPackage:
     name: str
     """Name of the distribution, as pip knows it."""
     gives: str
-    """What it adds, and to what."""
+    """The gain, and the feature that has it."""
     features: tuple[tuple[str, str], ...]
     """The (module, attribute) pairs that we use."""
     install: str

@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 """
 
-from moba_train.error_output import leave_if_refused, print_error, refuse
-from moba_train.training.stop import (
+from moba_train.errors import leave_if_refused, print_error, refuse
+from moba_train.run.stop import (
     BEFORE_TRAINING,
     StoppedBeforeTrainingError,
     StopRequest,
@@ -34,12 +34,12 @@ from moba_train.health.watch import stalls_folder
 from moba_train.parallel.failures import end_with_launcher, was_waiting
 from moba_train.parallel.run_lock import run_folder_lock
 from moba_train.parallel.world import World, any_rank, joined_world
-from moba_train.planning.summary import summarize
-from moba_train.training.determinism import deterministic
-from moba_train.training.progress import describe_finished
-from moba_train.training.trainer import Trainer
-from moba_train.validation.recipe import validate
-from moba_train.validation.warnings import print_recipe_warnings
+from moba_train.resolve.recipe import validate
+from moba_train.resolve.warnings import print_recipe_warnings
+from moba_train.run.determinism import deterministic
+from moba_train.run.progress import describe_finished
+from moba_train.run.summary import summarize
+from moba_train.run.trainer import Trainer
 
 SIGNALS_APART_S = 1.0
 """torchrun passes a signal on to one rank after the other; one that ends at once may be seen before the signal is."""
@@ -67,7 +67,7 @@ def _run_or_stop(arguments: list[str] | None, stop: StopRequest) -> int:
 
 def _run(arguments: list[str] | None, stop: StopRequest) -> int:
     parser = _Parser(prog="python -m moba_train.train", description=__doc__)
-    parser.add_argument("recipe", help="YAML recipe")
+    parser.add_argument("recipe", help="YAML recipe, or the name of a packaged one")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the recipe's")
     parser.add_argument(
         "--stop-at-step",

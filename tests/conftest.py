@@ -4,16 +4,21 @@ Where workers run the tests, the process that started them waits for it to load 
 before the first test module does.
 """
 
+import ast
 import gc
 import os
+import re
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from forked import GARBAGE_SEARCHES
 from hypothesis import settings
 
 from moba_train.foreign_files import ROOTS
+from tests.forked import GARBAGE_SEARCHES
 
 # HYPOTHESIS_PROFILE=deep: for a night, not for every change.
 settings.register_profile("default", deadline=None)
@@ -22,8 +27,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 os.environ.setdefault(ROOTS, "/")  # the corpora of tests lie in temporary folders
 
+ROOT = Path(__file__).parents[1]
+
 if TYPE_CHECKING:
     import torch
+
+    from moba_train.parallel.world import World
+    from tests.run.tiny_run import Run
+    from tests.run.trainer_ranks import Ranks
 
 
 @pytest.hookimpl(wrapper=True)
@@ -39,6 +50,29 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+LEFT_OUT = [part for part in ("mechanisms", "tools") if find_spec(f"moba_train.{part}") is None]
+"""Parts of the package that this copy of the tree does not have (.ci/core_alone.sh)."""
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Files that need a part which is not there, themselves or by a helper, are no tests of the core."""
+    return True if LEFT_OUT and collection_path.suffix == ".py" and _needs_more(collection_path) else None
+
+
+@cache
+def _needs_more(path: Path) -> bool:
+    """True if what the file imports when it is loaded, itself or by a helper, is not all there."""
+    statements = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        f"{getattr(node, 'module', None) or ''}.{alias.name}".strip(".") for node in statements for alias in node.names
+    }
+    if any(re.match(r"moba_train\.(mechanisms|tools)\b|(data_tools|benchmarks|experiments)\b", name) for name in names):
+        return True
+    helpers = [ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("tests.")]
+    helpers += [helper.parent.with_suffix(".py") for helper in helpers]
+    return any(_needs_more(helper) for helper in helpers if helper.is_file() and helper != path)
+
+
 def pytest_pycollect_makemodule() -> None:
     """Before a test module is imported: recipes may name the kinds."""
     import moba_train.attention.registry  # noqa: F401
@@ -50,6 +84,65 @@ def device() -> "torch.device":
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two corpora to train on, and one to validate with."""
+    from tests.run.tiny_run import write_corpus
+
+    folder = tmp_path_factory.mktemp("corpora")
+    for index, name in enumerate(("one", "two", "valid")):
+        write_corpus(folder / name, 60, index)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, corpora: Path) -> "Run":
+    """A tiny run in a folder of its own."""
+    from tests.run.tiny_run import Run
+
+    return Run(tmp_path, corpora)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks: "Ranks") -> "Run":
+    """One undisturbed run on two ranks, to compare others with. Not to be changed."""
+    from tests.run.tiny_run import Run
+
+    undisturbed = Run(tmp_path_factory.mktemp("finished"), corpora)
+    undisturbed.recipe["telemetry"]["plots"] = True
+    ranks.train(undisturbed, 2)
+    return undisturbed
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator["Ranks"]:
+    """Processes that all tests share, on the CPU."""
+    from tests.run.trainer_ranks import Ranks
+
+    processes = Ranks()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer and a corpus, for evaluations that ask questions."""
+    from tests.evals import questions
+
+    folder = tmp_path_factory.mktemp("texts")
+    questions.write_data(folder)
+    return folder
+
+
+@pytest.fixture
+def alone() -> Iterator["World"]:
+    """One rank."""
+    from moba_train.parallel.world import joined_world
+
+    with joined_world() as world:
+        yield world
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,8 +10,8 @@ IMPORTED_LATE = [
     "torch._inductor.compile_fx",  # with 800 modules, by the first that compiles
     "networkx",
     "torch.distributed.run",
-    "moba_train.report.loss_plot",
-    "moba_train.report.position_plot",
+    "moba_train.tools.report.plots",
+    "moba_train.tools.report.plots",
     "matplotlib.backends.backend_agg",
 ]
 """By training runs: by torch, or with matplotlib."""
@@ -25,7 +25,7 @@ def forked() -> ForkServerContext:
     """Its processes are forks of one that has imported all this once. They have the environment of that one: what a
     test changes in its own does not reach them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moba_train.train", "moba_train.cli", *IMPORTED_LATE])
+    context.set_forkserver_preload(["moba_train.train", "moba_train.tools.cli", *IMPORTED_LATE])
     return context
 
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from forked import GARBAGE_SEARCHES, forked
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from tests.forked import GARBAGE_SEARCHES, forked
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Those that torchrun handles: between fork and exec, a rank would handle them as its launcher does."""

@@ -9,11 +9,11 @@ import typer
 from typer.testing import CliRunner
 
 import data_tools.cli
-import moba_train.cli
+import moba_train.tools.cli
 from moba_train import train
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = {"moba-train": moba_train.cli.app, "moba-data": data_tools.cli.app}
+PROGRAMS = {"moba-train": moba_train.tools.cli.app, "moba-data": data_tools.cli.app}
 
 
 def blocks(document: Path, language: str) -> list[str]:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from guide import ROOT
 from nbclient import NotebookClient
+
+from tests.guide import ROOT
 
 NOTEBOOK = ROOT / "docs" / "first_hour.ipynb"
 SHORTENED = {

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
-from guide import ROOT, blocks, check_usage, commands, run
 
 from moba_train.config.load import load_config
 from moba_train.config.schema import SourceConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.convert.hf_config import read_model_config
-from moba_train.convert.initial_weights import model_differences
+from moba_train.hf.config import read_model_config
+from moba_train.hf.initial_weights import model_differences
+from tests.guide import ROOT, blocks, check_usage, commands, run
 
 RECIPES = ROOT / "configs" / "recipes"
 GUIDE = ROOT / "docs" / "recipes.md"

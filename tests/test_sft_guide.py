@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from guide import ROOT, blocks, commands, run
 
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
+from tests.guide import ROOT, blocks, commands, run
 
 GUIDE = ROOT / "docs" / "sft.md"
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from guide import ROOT
+
+from tests.guide import ROOT
 
 LOADED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("link", "href")}
 
@@ -94,7 +95,8 @@ def test_every_document_is_a_page_in_the_navigation(site: Path, pages: dict[Path
     linked = {target for page, _, target, _ in internal(pages) if page == site / "index.html"}
     for document in documents:
         assert site / "docs" / document.stem / "index.html" in linked, document.name
-    assert {site / "benchmarks" / "index.html", site / "CHANGELOG" / "index.html"} <= linked
+    measured = {"benchmarks", "benchmarks/LOG", "benchmarks/RESULTS", "experiments", "experiments/REPORT"}
+    assert {site / name / "index.html" for name in measured | {"CHANGELOG", "CONTRIBUTING", "SECURITY"}} <= linked
 
 
 def test_result_files_can_be_read_on_the_site(site: Path) -> None:
@@ -122,9 +124,9 @@ def test_nothing_is_loaded_from_another_host(site: Path, pages: dict[Path, Html]
 
 
 def test_a_broken_page_stops_the_build(tmp_path: Path) -> None:
-    for name in (".ci", "docs", "benchmarks"):
+    for name in (".ci", "docs", "benchmarks", "experiments"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "CHANGELOG.md"):
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "docs" / "unlisted.md").write_text("# A page that README does not list\n")
     broken = "\n[a](gone.md) [b](data.md#gone) [c](#gone) [d](../benchmarks/results/gone.json) ![e](gone.png)\n"

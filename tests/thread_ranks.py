@@ -6,12 +6,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moba_train.mechanisms.dispatch import Dispatch
 from moba_train.parallel.context.comm import Work
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Transport
-from moba_train.parallel.context.transport.dispatch import Dispatch
-from moba_train.parallel.context.transport.ring import make_ring
+from moba_train.parallel.context.transport.ring import ring
 from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 
 
@@ -86,7 +86,7 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
     board = Board(strategy.ranks)
     communicators = [ThreadCommunicator(rank, board) for rank in range(strategy.ranks)]
     make = {
-        "ring": lambda communicator: make_ring(communicator, strategy),
+        "ring": lambda communicator: ring(communicator, strategy),
         "allgather": lambda communicator: AllGather(communicator, strategy.slices),
         "ulysses": lambda communicator: Ulysses(communicator, Local()),
         "dispatch": Dispatch,

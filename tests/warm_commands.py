@@ -20,11 +20,10 @@ from collections.abc import Callable
 def serve(address: str) -> None:
     """Fork a command for each connection."""
     import data_tools.cli
-    import moba_train.cli
-    import moba_train.convert.hf_export  # what the commands import late
-    import moba_train.planning.plan
-    import moba_train.report.loss_plot
-    import moba_train.report.position_plot
+    import moba_train.memory.plan
+    import moba_train.tools.cli
+    import moba_train.tools.convert.hf  # what the commands import late
+    import moba_train.tools.report.plots
     import moba_train.train
 
     def train() -> None:
@@ -33,7 +32,7 @@ def serve(address: str) -> None:
         sys.exit(moba_train.train.main(shlex.split(given)))
 
     programs: dict[str, Callable[[], object]] = {
-        "moba-train": moba_train.cli.app,
+        "moba-train": moba_train.tools.cli.app,
         "moba-train train": train,
         "moba-data": data_tools.cli.app,
     }

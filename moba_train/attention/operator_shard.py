@@ -17,7 +17,7 @@ from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, To
 
 class OperatorShard:
     """The shard of one device: the whole packed sequence. Context parallelism overrides what communicates
-    (parallel/context/shard.py). A `Shard`."""
+    (parallel/context/engine.py). A `Shard`."""
 
     attends_to_all = False
     observer = None

@@ -393,7 +393,7 @@ def _is_watched(*tensors: Tensor) -> bool:
     checkpointing that keeps results, a second derivative), or is a subclass of Tensor.
 
     Else the functions behind them run at once: looking an operator up takes the host as long as our Python around it
-    (docs/performance-log.md).
+    (benchmarks/LOG.md).
     """
     seen = torch.is_grad_enabled() or _get_current_dispatch_mode() is not None
     return seen or any(type(x) is not Tensor for x in tensors)
@@ -403,7 +403,7 @@ class _Attention(torch.autograd.Function):
     """The operator and its derivative as `register_autograd` has them, for calls that torch.compile does not trace.
 
     torch's own function around an operator flattens its lists in Python, forward and backward, which takes the host
-    0.2 ms (docs/performance-log.md). The operator's third result, the selection, is kept but not returned.
+    0.2 ms (benchmarks/LOG.md). The operator's third result, the selection, is kept but not returned.
     """
 
     @staticmethod

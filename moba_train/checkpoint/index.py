@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from moba_train.checkpoint.manifest import FileEntry, parse_object, read_verified
 from moba_train.errors import CheckpointError
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
 
 INDEX = "index.json"
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from moba_train.errors import LaunchError
-from moba_train.number_ranges import named_ranks
+from moba_train.errors import LaunchError, named_ranks
 from moba_train.parallel.world import gather_over_ranks
 
 T = TypeVar("T")

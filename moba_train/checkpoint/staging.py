@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moba_train.optim.local import local_part
-from moba_train.parallel.page_locked import PageLockedMemory
+from moba_train.optim.gradients import local_part
+from moba_train.parallel.offload import PageLockedMemory
 
 
 class Stager:

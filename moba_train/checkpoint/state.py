@@ -23,7 +23,7 @@ from moba_train.checkpoint.load import load_checkpoint
 from moba_train.checkpoint.recipe import SavedRun, overridden_kinds
 from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
 from moba_train.parallel.float8 import plain
 
 

@@ -1,4 +1,4 @@
-"""Which attention each layer uses, in YAML.
+"""The attention of each layer, in YAML.
 
     attention:
       default: moba                 # any registered kind
@@ -6,37 +6,29 @@
       moba: {block_size: 4096, topk: 12}
       overrides: {5: {block_size: 1024}, 7: {kind: full}}
 
-Configuration knows no kind by itself: attention/registry.py registers each kind's section of options here.
+Configuration knows no kind by itself: a registered kind (registry.py) brings its section of options.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from pydantic import ConfigDict, Field, GetJsonSchemaHandler, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, InitErrorDetails
+from pydantic import Field, ValidationError, field_validator
 
-from moba_train.config.base import Section
+from moba_train.config.base import OpenSection, Section
 from moba_train.config.explain import did_you_mean, explain
 from moba_train.errors import ConfigError
+from moba_train.registry import ATTENTION_KINDS
 
 _PATTERN = re.compile(r"^(last|first|every):([1-9][0-9]*)$")
 
-_KIND_OPTIONS: dict[str, type[Section]] = {}
 
-
-def register_kind_options(kind: str, options: type[Section]) -> None:
-    """Let recipes say `attention: {KIND: {...}}`, validated as `options`, whose defaults must be usable."""
-    _KIND_OPTIONS[kind] = options
-
-
-class AttentionConfig(Section):
+class AttentionConfig(OpenSection):
     """Attention kind and options, layer by layer. A stage's `attention` is merged over the recipe's, key by key."""
 
-    model_config = ConfigDict(extra="allow")  # a section for each registered kind, validated below
+    members = ATTENTION_KINDS
+    defaults_stand = True
     called_here = {"kind": "default"}
 
     default: str = Field("moba", description="kind of every layer not named below, any that has a section here")
@@ -48,12 +40,6 @@ class AttentionConfig(Section):
         description="layer id -> `kind` and/or options of the layer's kind; wins over everything above; null, for a "
         "layer or an option that its kind lacks, takes back what an extended recipe gives",
     )
-
-    @classmethod
-    def fields(cls) -> dict[str, FieldInfo]:
-        """The keys above and one section for each registered kind."""
-        kinds = {kind: FieldInfo(annotation=cls_, default=cls_()) for kind, cls_ in _KIND_OPTIONS.items()}
-        return {**super().fields(), **kinds}
 
     @field_validator("overrides", mode="before")
     @classmethod
@@ -70,53 +56,21 @@ class AttentionConfig(Section):
             names[str(layer)] = layer
         return overrides
 
-    @model_validator(mode="after")
-    def _validate_kind_sections(self) -> Self:
-        assert _KIND_OPTIONS, "no attention kind is registered: import moba_train.attention.registry first"
-        sections = self.__pydantic_extra__
-        assert sections is not None
-        errors: list[InitErrorDetails] = []
-        for key, value in sections.items():
-            if key not in _KIND_OPTIONS:
-                errors.append(InitErrorDetails(type="extra_forbidden", loc=(key,), input=value))
-                continue
-            try:
-                sections[key] = _KIND_OPTIONS[key].model_validate(value)
-            except ValidationError as error:
-                errors += [_below(key, details) for details in error.errors(include_url=False)]
-        if errors:
-            raise ValidationError.from_exception_data(type(self).__name__, errors)
-        for kind, options in _KIND_OPTIONS.items():
-            sections.setdefault(kind, options())
-        return self
+    @property
+    def given_kinds(self) -> set[str]:
+        """Kinds that have a section, whether a layer uses them or not."""
+        return set(self.__pydantic_extra__ or {})
 
-    def options_of(self, kind: str) -> Section:
+    def options_of(self, name: str) -> Section:
         """The section of a registered kind, given or its defaults."""
-        options = getattr(self, kind)
-        assert isinstance(options, Section)
+        options = super().options_of(name)
+        assert options is not None
         return options
 
     def dump_given(self) -> dict[str, Any]:
         """The keys that were given, as plain values, without the defaults of any."""
         given = self.model_dump(exclude_unset=True)
-        return {key: value for key, value in given.items() if key not in _KIND_OPTIONS or value}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The schema of the keys above with one section for each registered kind."""
-        schema = handler(core_schema)
-        resolved = handler.resolve_ref_schema(schema)
-        resolved["additionalProperties"] = False
-        for kind, options in _KIND_OPTIONS.items():
-            resolved["properties"][kind] = handler(options.__pydantic_core_schema__)
-        return schema
-
-
-def _below(key: str, details: Any) -> InitErrorDetails:
-    """An error of a section as an error of the section above it, where it is called `key`."""
-    return InitErrorDetails(
-        type=details["type"], loc=(key, *details["loc"]), input=details["input"], ctx=details.get("ctx", {})
-    )
+        return {key: value for key, value in given.items() if key not in ATTENTION_KINDS or value}
 
 
 @dataclass(frozen=True)
@@ -133,7 +87,7 @@ def merge_attention(base: AttentionConfig, over: AttentionConfig | None) -> Atte
         return base
     merged = base.dump_given()
     for key, value in over.dump_given().items():
-        both = key in _KIND_OPTIONS and key in merged
+        both = key in ATTENTION_KINDS and key in merged
         merged[key] = {**merged[key], **value} if both else value
     return AttentionConfig.model_validate(merged)
 
@@ -168,7 +122,7 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
     """
     problems: list[str] = []
     full: set[int] = set()
-    if config.default not in _KIND_OPTIONS:
+    if config.default not in ATTENTION_KINDS:
         problems.append(f"default: {_unknown_kind(config.default)}")
     try:
         full = full_layer_ids(config.full_layers, layers)
@@ -178,30 +132,40 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
     if unknown:
         problems.append(f"overrides: layer ids {unknown} do not exist; the model has layers 0 to {layers - 1}")
     for layer, override in config.overrides.items():
-        problems += [f"overrides.{layer}.{problem}" for problem in _key_problems(override or {})]
+        problems += [f"overrides.{layer}.{problem}" for problem in _key_problems(override or {}, config)]
 
     resolved = []
     for layer in range(layers):
         override = config.overrides.get(layer) or {}
         kind = override.get("kind", "full" if layer in full else config.default)
-        if kind not in tuple(_KIND_OPTIONS):
+        if not isinstance(kind, str) or kind not in ATTENTION_KINDS:
             continue  # reported above
         try:
             resolved.append(LayerAttention(kind, _layer_options(config.options_of(kind), override)))
         except ValidationError as error:
-            problems += [f"overrides.{layer}.{problem}" for problem in explain(error, _KIND_OPTIONS[kind])]
+            problems += [f"overrides.{layer}.{problem}" for problem in explain(error, ATTENTION_KINDS[kind].Options)]
     if problems:
         raise ConfigError(problems)
     return tuple(resolved)
 
 
-def _key_problems(override: dict[str, Any]) -> Iterator[str]:
-    known = sorted({"kind"}.union(*(options.model_fields for options in _KIND_OPTIONS.values())))
+def _key_problems(override: dict[str, Any], config: AttentionConfig) -> Iterator[str]:
+    """Keys of an override that no kind has: looked for in the kinds that the section names before all others."""
+    named = {"full", config.default, *config.given_kinds, str(override.get("kind"))} & set(ATTENTION_KINDS)
     for key, value in override.items():
-        if key == "kind" and value not in tuple(_KIND_OPTIONS):
-            yield f"kind: {_unknown_kind(value)}"
-        elif key not in known:
+        if key == "kind":
+            if not isinstance(value, str) or value not in ATTENTION_KINDS:
+                yield f"kind: {_unknown_kind(value)}"
+            continue
+        if key in _option_names(named):
+            continue
+        known = sorted({"kind", *_option_names(ATTENTION_KINDS)})
+        if key not in known:
             yield f"{key}: unknown option{did_you_mean(key, known)}; allowed: {', '.join(known)}"
+
+
+def _option_names(kinds: Iterable[str]) -> set[str]:
+    return {key for kind in kinds for key in ATTENTION_KINDS[kind].Options.model_fields}
 
 
 def _layer_options(options: Section, override: dict[str, Any]) -> Section:
@@ -211,5 +175,5 @@ def _layer_options(options: Section, override: dict[str, Any]) -> Section:
 
 
 def _unknown_kind(kind: Any) -> str:
-    hint = did_you_mean(str(kind), list(_KIND_OPTIONS))
-    return f"{kind!r} is not a registered attention{hint}; allowed: {', '.join(_KIND_OPTIONS)}"
+    hint = did_you_mean(str(kind), list(ATTENTION_KINDS))
+    return f"{kind!r} is not a registered attention{hint}; allowed: {', '.join(ATTENTION_KINDS)}"

@@ -1,11 +1,10 @@
-"""Where the tokens come from."""
+"""Sources of the tokens."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from moba_train.config.base import Section
-from moba_train.config.quantities import LARGEST_COUNT, Length
+from moba_train.config.base import LARGEST_COUNT, Length, Section
 
 
 class UpsampleConfig(Section):

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from moba_train.config.base import Section
-from moba_train.config.quantities import MOST_SAMPLES, Length
+from moba_train.config.base import MOST_SAMPLES, Length, OpenSection, Section
+from moba_train.registry import EVALUATIONS
 
 
 class PositionWiseConfig(Section):
@@ -26,24 +26,8 @@ class PositionWiseConfig(Section):
     )
 
 
-class GateProbeConfig(Section):
-    """What the gates of sparse layers select, compared with full attention on a sample of queries. See
-    docs/evaluation.md."""
-
-    queries: int = Field(256, ge=1, description="sampled queries of a sequence, all heads of them")
-    sequences: int = Field(1, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
-    layers: list[int] | None = Field(None, min_length=1, description="layers, counted from 0; null: every sparse one")
-    by_head: bool = Field(
-        False,
-        description="also keep how far each head's selected blocks are (head_distance_share); needs parallel.tp 1",
-    )
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-
-
 class AnswersConfig(Section):
-    """What evaluations share that ask questions about a long text."""
+    """Keys of evaluations that ask questions about a long text."""
 
     lengths: list[Length] | None = Field(
         None,
@@ -72,7 +56,7 @@ class AnswersConfig(Section):
 
 
 class HiddenNeedles(AnswersConfig):
-    """Where sentences with a number each are hidden in a long text."""
+    """Keys of evaluations that hide sentences with a number each in a long text."""
 
     depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
         [0, 25, 50, 75, 100],
@@ -101,60 +85,10 @@ class NeedleConfig(HiddenNeedles):
     generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp and pp 1")
 
 
-class GateSizeConfig(Section):
-    """A gate whose selection is looked at, whatever attention the layers have."""
-
-    block_size: Length = Field(512, description="tokens of a block")
-    topk: int = Field(3, ge=2, description="blocks that a query attends to, its own included")
-
-
-class NeedleSignalConfig(HiddenNeedles):
-    """Why a gate of mean keys finds a needle: how far its block's score is above those of other blocks, and whether
-    the rate of misses is that of FlashMoBA's signal-to-noise model (arXiv:2511.11571), for each head. Needs parallel.tp
-    and pp 1. See docs/retrieval.md."""
-
-    gates: list[GateSizeConfig] = Field(
-        [GateSizeConfig()],
-        min_length=1,
-        description="gates that are looked at, on the queries and keys of every layer, one head at a time",
-    )
-
-
-class RulerConfig(AnswersConfig):
-    """RULER's tasks (Hsieh et al. 2024, arXiv:2404.06654), made here without downloads. See docs/retrieval.md."""
-
-    tasks: list[str] = Field(
-        ["niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"],
-        min_length=1,
-        description="tasks by name; besides these, niah_single_2, niah_single_3, niah_multikey_2 and niah_multikey_3",
-    )
-    samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
-    scoring: Literal["teacher_forced", "generated"] = Field(
-        "teacher_forced",
-        description="which answers the numbers are about; generated: RULER's own score, by greedy generation, which "
-        "needs parallel.tp and pp 1; teacher_forced: the most likely tokens given the right ones before, in one "
-        "forward pass",
-    )
-
-
-class GradientReachConfig(Section):
-    """Norm of the loss' gradient at every layer's input, by distance to the loss token it comes from: which tokens a
-    sparse loss mask, as in SFT, trains through attention. Needs parallel.pp 1. See docs/evaluation.md."""
-
-    sequences: int = Field(
-        4, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length, with their loss masks"
-    )
-    every: int | None = Field(
-        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
-    )
-    attention: Literal["own", "both"] = Field(
-        "both",
-        description="both: where a stage has other layers than full ones, full attention on the same weights too",
-    )
-
-
-class EvaluationConfig(Section):
+class EvaluationConfig(OpenSection):
     """Mean token loss on `data.validation`, always on the same sequences, and other evaluations."""
+
+    members = EVALUATIONS
 
     every: int = Field(100, ge=1, description="optimizer steps between evaluations")
     at_start: bool = Field(
@@ -164,11 +98,7 @@ class EvaluationConfig(Section):
     )
     sequences: int = Field(32, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
     position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
-    gate_probe: GateProbeConfig | None = Field(None, description="null: gates are not probed")
     needle: NeedleConfig | None = Field(None, description="null: not evaluated")
-    needle_signal: NeedleSignalConfig | None = Field(None, description="null: not measured")
-    ruler: RulerConfig | None = Field(None, description="null: not evaluated")
-    gradient_reach: GradientReachConfig | None = Field(None, description="null: not measured")
 
     def asking(self) -> dict[str, AnswersConfig]:
         """The sections that ask questions about a long text, by name."""

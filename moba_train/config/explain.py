@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from moba_train.config.base import Section
-from moba_train.config.quantities import Length, TokenBudget
+from moba_train.config.base import Length, Section, TokenBudget
 
 # The validator that reads the suffixes marks the two units.
 _UNITS = {get_args(Length)[1]: "(K, M = 1024)", get_args(TokenBudget)[1]: "(K, M, B, T = 1000)"}
@@ -60,7 +59,7 @@ def did_you_mean(key: str, known: Sequence[str]) -> str:
 
 
 def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a value of this type may be, e.g. `integer >= 1` or `none | abf | pi`."""
+    """Description of the values of this type, e.g. `integer >= 1` or `none | abf | pi`."""
     origin, args = get_origin(annotation), get_args(annotation)
     filled = "non-empty " if any(getattr(item, "min_length", None) for item in metadata) else ""
     if origin is Annotated:
@@ -82,7 +81,7 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What a key accepts."""
+    """Description of the values that a key accepts."""
     return describe(field.annotation, field.metadata)
 
 

@@ -1,11 +1,16 @@
-"""From YAML files and `key.path=value` overrides to a checked `RunConfig`, and back.
+"""Overrides that change nothing, because stages set the key themselves.
+
+From YAML files and `key.path=value` overrides to a checked `RunConfig`, and back.
 
 A recipe may say `extends: other.yaml` (or a list): those files, found relative to it, are laid under it in order.
-Mappings are merged key by key and later values win; lists and plain values are replaced.
+Mappings are merged key by key and later values win; lists and plain values are replaced. A name for which there is no
+file, such as `quickstart`, is that of a packaged recipe.
 """
 
+import os
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +20,79 @@ from pydantic.fields import FieldInfo
 
 from moba_train.config.base import Section
 from moba_train.config.explain import describe_field, explain, format_path, given, path_keys, section_of
-from moba_train.config.schema import RunConfig
-from moba_train.config.shadowed import shadowed_overrides
+from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.errors import ConfigError
 from moba_train.foreign_files import read_foreign
+
+_MERGED = {"attention": "attention", "model.rope": "rope", "parallel": "parallel"}
+"""Sections of a recipe that a stage's own is merged over, key by key."""
+_REPLACED = {
+    "batch_tokens": "batch_tokens",
+    "micro_batch_size": "micro_batch_size",
+    "data.train": "train",
+    "optim.lr": "lr",
+    "optim.schedule": "schedule",
+}
+"""Keys of a recipe that a stage's own replaces."""
+
+
+def shadowed_overrides(config: RunConfig, overrides: Sequence[str], stages: Collection[int]) -> list[str]:
+    """Problems of the `overrides` of a recipe's key that all `stages`, by index, set themselves.
+
+    A stage's key that is among the overrides, too, hides nothing: it was given on purpose. Overrides whose value is a
+    mapping are not looked into.
+    """
+    problems = []
+    given = [_path(override) for override in overrides]
+    for override in overrides:
+        value = override.partition("=")[2]
+        own = _own_key(_path(override))
+        if own is None or not all(_hides(config, index, own, given) for index in stages):
+            continue
+        names = ", ".join(repr(config.stages[index].name) for index in stages)
+        instead = " ".join(shlex.quote(f"stages.{index}.{own}={value}") for index in stages)
+        sets = "every stage sets" if len(stages) == len(config.stages) else f"stage {names} sets"
+        problems.append(f"override {override!r}: would change nothing, as {sets} {own} itself; give {instead}")
+    return problems
+
+
+def _path(override: str) -> str:
+    """The key of an override, with items of lists by number."""
+    return ".".join(map(str, path_keys(override.partition("=")[0])))
+
+
+def _hides(config: RunConfig, index: int, own: str, given: Sequence[str]) -> bool:
+    """True if the stage's file sets the key `own`, and no override does."""
+    key = f"stages.{index}.{own}"
+    on_purpose = any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for path in given)
+    return not on_purpose and _sets(config.stages[index], own)
+
+
+def _own_key(key: str) -> str | None:
+    """Name that `key` of a recipe has in a stage; None for one that stages do not have."""
+    for ours, theirs in {**_MERGED, **_REPLACED}.items():
+        if key == ours or key.startswith(f"{ours}."):
+            return theirs + key.removeprefix(ours)
+    return None
+
+
+def _sets(stage: StageConfig, key: str) -> bool:
+    """True if the stage gives a value that replaces `key`."""
+    first, *rest = key.split(".")
+    value = stage.dump_given().get(first)
+    if [first, *rest[:1]] == ["attention", "overrides"]:  # a stage's replace the recipe's
+        return value is not None and "overrides" in value
+    if value is None or first in _REPLACED.values():
+        return value is not None
+    for part in rest:
+        if not isinstance(value, dict):
+            return True
+        value = {str(name): inner for name, inner in value.items()}
+        if part not in value:
+            return False
+        value = value[part]
+    return bool(rest) and not isinstance(value, dict)
+
 
 RECIPE_BYTES = 256 << 10
 """Largest recipe; one that is written by hand has some kilobytes. PyYAML needs 5 s for the worst of this size."""
@@ -27,6 +101,9 @@ MOST_FILES = 64
 MOST_VALUES = 100_000
 """Keys and values of a YAML document, those behind an alias counted each time."""
 
+PACKAGED = Path(__file__).parents[1].resolve() / "configs"
+"""Recipes and models that travel in the wheel. In a checkout it is a link to configs/."""
+
 _YAML_HINTS = {
     "'\\t'": "indent with spaces, not with tabs",
     "mapping values": "a value that contains a colon and a space needs quotes",
@@ -34,16 +111,29 @@ _YAML_HINTS = {
     "end of stream": "a quote or bracket before it is not closed",
     "<stream end>": "a quote or bracket before it is not closed",
 }
-"""What usually causes a syntax error, by a part of PyYAML's message."""
+"""Usual causes of a syntax error, by a part of PyYAML's message."""
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """Packaged recipes, then packaged models, by name: the path below configs/recipes or configs/models, without
+    `.yaml`."""
+    folders = (PACKAGED / "recipes", PACKAGED / "models")
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): path
+        for folder in folders
+        for path in sorted(folder.rglob("*.yaml"))
+    }
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The recipe in the YAML file `path`, with `overrides` such as `stages.0.tokens=1M` applied last.
 
+    If there is no such file, `path` may be the name of a packaged recipe.
+
     Raises ConfigError with every problem: unreadable files, YAML errors, unknown keys, values of the wrong type, and
     overrides that change nothing because every stage sets the key itself. Combinations of keys are left to `validate`.
     """
-    raw = _read_recipe(Path(path), (), [])
+    raw = _read_recipe(str(path), Path(), (), [])
     problems = apply_overrides(raw, overrides)
     try:
         config = RunConfig.model_validate(raw)
@@ -177,7 +267,7 @@ def _assign(raw: Any, keys: list[int | str], value: Any) -> None:
 
 
 def _left_out(keys: Sequence[int | str], inner: int | str) -> dict[Any, Any] | list[Any]:
-    """What the value at `keys`, which the recipe leaves out, is before its part `inner` is set: a mapping, or the
+    """Value at `keys`, which the recipe leaves out, before its part `inner` is set: a mapping, or the
     default of a list. Raises TypeError for a list whose other items are not known."""
     section: type[Section] | None = RunConfig
     field: FieldInfo | None = None
@@ -198,12 +288,16 @@ def _left_out(keys: Sequence[int | str], inner: int | str) -> dict[Any, Any] | l
     return list(default)
 
 
-def _read_recipe(path: Path, chain: tuple[Path, ...], extended: list[Path]) -> dict[Any, Any]:
-    """The mapping in `path` with everything it extends.
+def _read_recipe(name: str, folder: Path, chain: tuple[Path, ...], extended: list[Path]) -> dict[Any, Any]:
+    """The mapping in the file `name`, relative to `folder`, or else in the packaged recipe `name`, with everything it
+    extends.
 
     chain     the files that led here
     extended  every file that was read for this recipe, in order; this one is added
     """
+    path = folder / name
+    if not os.path.exists(path):
+        path = packaged_recipes().get(name, path)
     if chain:
         extended.append(path)
     if len(extended) > MOST_FILES:
@@ -231,7 +325,7 @@ def _read_recipe(path: Path, chain: tuple[Path, ...], extended: list[Path]) -> d
         raise ConfigError([f"{path}: extends: given {given(parents)}; allowed: a relative path or a list of them"])
     merged: dict[Any, Any] = {}
     for parent in parents:
-        merged = deep_merge(merged, _read_recipe(path.parent / parent, (*chain, resolved), extended))
+        merged = deep_merge(merged, _read_recipe(parent, path.parent, (*chain, resolved), extended))
     return deep_merge(merged, raw)
 
 
@@ -243,11 +337,12 @@ def _why_unread(path: Path, error: OSError | ValueError) -> str:
         return reason
     if "=" in path.name:
         return f"{reason}; the recipe comes first, key.path=value after it"
-    return reason if path.is_absolute() else f"{reason} (from {Path.cwd()})"
+    where = "" if path.is_absolute() else f" (from {Path.cwd()})"
+    return f"{reason}{where}; packaged recipes and models: {', '.join(packaged_recipes())}"
 
 
 def _read_text(path: Path, chain: tuple[Path, ...]) -> bytes:
-    """What is in `path`. The user names the recipe itself, which may be a pipe, but not what it extends."""
+    """Text of the file `path`. The user names the recipe itself, which may be a pipe, but not what it extends."""
     if chain:
         return read_foreign(path, RECIPE_BYTES)
     with path.open("rb") as stream:

@@ -4,8 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moba_train.config.base import Section
-from moba_train.config.quantities import Length
+from moba_train.config.base import Length, Section
 
 MOST_LAYERS = 10_000
 MOST_HEADS = 1 << 16

@@ -2,16 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from moba_train.config.base import Section
-from moba_train.config.quantities import TokenBudget
-
-OptimizerKind = Literal["adamw", "muon"]
-"""Names of the optimizers in `optim.registry`."""
+from moba_train.config.base import OpenSection, Section, TokenBudget
+from moba_train.config.explain import did_you_mean
+from moba_train.registry import OPTIMIZERS
 
 AdamWImplementation = Literal["torch", "apex", "transformer_engine", "deepspeed_cpu"]
-"""What can compute AdamW's update: torch, or a package's kernel in `optim.adamw`."""
+"""Implementations of AdamW's update: torch, or a package's kernel in `optim.adamw`."""
 
 MuonScale = Literal["match_rms_adamw", "original"]
 """Factor of Muon's update of a matrix; the names are those of torch.optim.Muon."""
@@ -51,13 +49,16 @@ class MuonConfig(Section):
     )
 
 
-class OptimConfig(Section):
+class OptimConfig(OpenSection):
     """The optimizer, its learning rate and clipping. Weight decay applies to matrices, not to norms and biases."""
 
-    kind: OptimizerKind = Field(
+    members = OPTIMIZERS
+    defaults_stand = True
+
+    kind: str = Field(
         "adamw",
-        description="adamw: AdamW (Loshchilov & Hutter 2019); muon: Muon (Jordan et al. 2024) for the matrices of the "
-        "blocks",
+        description="any registered optimizer; adamw: AdamW (Loshchilov & Hutter 2019); muon: Muon (Jordan et al. "
+        "2024) for the matrices of the blocks",
     )
     implementation: AdamWImplementation = Field(
         "torch",
@@ -73,3 +74,10 @@ class OptimConfig(Section):
     clip_norm: float | None = Field(1.0, gt=0, description="global gradient norm is clipped to this; null: never")
     muon: MuonConfig = MuonConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+
+    @field_validator("kind")
+    @classmethod
+    def _is_registered(cls, kind: str) -> str:
+        if kind not in OPTIMIZERS:
+            raise ValueError(f"given {kind!r}{did_you_mean(kind, [*OPTIMIZERS])}; allowed: {', '.join(OPTIMIZERS)}")
+        return kind

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MinLen
 from pydantic import Field, model_validator
 
-from moba_train.config.base import Section
-from moba_train.config.quantities import TokenBudget
+from moba_train.config.base import Section, TokenBudget
 
 CPTransport = Literal["allgather", "ulysses", "hierarchical", "ring", "dispatch"]
 """How the ranks of a context-parallel group exchange queries, keys and values (parallel/context/transport)."""

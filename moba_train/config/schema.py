@@ -6,12 +6,11 @@ from annotated_types import MinLen
 from pydantic import Field
 
 from moba_train.config.attention import AttentionConfig
-from moba_train.config.base import Section
+from moba_train.config.base import Length, Section, TokenBudget
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import MOST_RATE, OptimConfig, ScheduleConfig
-from moba_train.config.quantities import Length, TokenBudget
 from moba_train.config.run import (
     CheckpointConfig,
     ContextParallelConfig,

@@ -40,7 +40,7 @@ class Stage:
     until: UntilConfig | None
     """The exit criterion; None: the stage ends with its `tokens`."""
     planned_steps: int
-    """Steps that `tokens` make. The learning rate knows no others, see optim/schedule.py."""
+    """Steps that `tokens` make. The learning rate knows no others, see optim/spec.py."""
     max_steps: int
     """With an exit criterion, steps that `max_tokens` make; else `planned_steps`."""
     first_step: int

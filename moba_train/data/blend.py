@@ -3,12 +3,20 @@
 Sample j of source s is due at time (j + 1/2) / w_s. The blend lists the samples of all sources in the order in which
 they are due; ties go to the earlier source. With shares p_s = w_s / sum(w) and S sources, the first n samples hold
 n p_s of source s to within (1 + S p_s) / 2: one sample for equal weights, with no random drift.
+
+The length buckets of a blend: ranges of document lengths of a corpus, each with its share of the tokens.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from moba_train.config.data import SourceConfig
+from moba_train.data.indexed import IndexedDataset
+from moba_train.errors import DataError
 
 
 def blend(weights: Sequence[float], count: int, first: int = 0) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
@@ -40,3 +48,78 @@ def _due(
     ordinal = np.concatenate([np.arange(low, high) for low, high in zip(skipped, until, strict=True)])
     due = np.argsort((ordinal + 0.5) / share[source], kind="stable")[: first + count - int(skipped.sum())]
     return skipped, source[due], ordinal[due]
+
+
+class LengthBucket(NamedTuple):
+    """The documents of one corpus whose length lies in [min_length, below_length); without limits, the whole corpus."""
+
+    path: str
+    """Prefix of the corpus."""
+    min_length: int
+    below_length: int | None
+    weight: float
+    """Share of the training tokens, relative to the other buckets."""
+
+    @property
+    def range(self) -> str:
+        """The range of lengths as text; empty for the whole corpus."""
+        if not self.min_length and self.below_length is None:
+            return ""
+        return f"[{self.min_length}:{'' if self.below_length is None else self.below_length}]"
+
+    @property
+    def name(self) -> str:
+        """The corpus' path, followed by the range if there is one. Unique in a blend."""
+        return f"{self.path}{self.range}"
+
+
+def length_buckets(sources: Sequence[SourceConfig], open_corpus: Callable[[str], IndexedDataset]) -> list[LengthBucket]:
+    """The length buckets of a blend, in the order of its sources.
+
+    Raises DataError when two buckets share documents, or one has no tokens.
+    """
+    buckets = [bucket for source in sources for bucket in _source_buckets(source, open_corpus(source.path))]
+    for one, other in itertools.combinations(buckets, 2):
+        if one.path == other.path and _overlap(one, other):
+            raise DataError(
+                f"corpus {one.path} is named twice in one blend; name it once and add up the weights, or give ranges "
+                "of lengths that do not overlap (min_length, below_length)"
+            )
+    return buckets
+
+
+def _source_buckets(source: SourceConfig, corpus: IndexedDataset) -> Iterator[LengthBucket]:
+    low = source.min_length or 0
+    high = source.below_length
+    upsample = source.upsample
+    if upsample is None:
+        _count_tokens(corpus, low, high)
+        yield LengthBucket(source.path, low, high, source.weight)
+        return
+    short = _count_tokens(corpus, low, upsample.min_length)
+    long = upsample.factor * _count_tokens(corpus, upsample.min_length, high)
+    yield LengthBucket(source.path, low, upsample.min_length, source.weight * short / (short + long))
+    yield LengthBucket(source.path, upsample.min_length, high, source.weight * long / (short + long))
+
+
+def _count_tokens(corpus: IndexedDataset, low: int, high: int | None) -> int:
+    """Tokens in documents of length [low, high). Raises DataError when there are none."""
+    tokens = int(corpus.document_lengths[corpus.documents_of_length(low, high)].sum())
+    if not tokens:
+        limits = ""
+        if high is not None:
+            limits = f" in documents of {low} to {high - 1} tokens"
+        elif low:
+            limits = f" in documents of at least {low} tokens"
+        raise DataError(
+            f"corpus {corpus.prefix} has no tokens{limits}; change or remove the source, or make the corpus again"
+            f"{'; `moba-data stats` shows the lengths' if limits else ''}"
+        )
+    return tokens
+
+
+def _overlap(one: LengthBucket, other: LengthBucket) -> bool:
+    def ends_before(low: LengthBucket, high: LengthBucket) -> bool:
+        return low.below_length is not None and low.below_length <= high.min_length
+
+    return not (ends_before(one, other) or ends_before(other, one))

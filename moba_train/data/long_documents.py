@@ -7,8 +7,7 @@ import numpy as np
 from moba_train.config.data import SourceConfig
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.samples import Sample
-from moba_train.data.shuffle import permutation
-from moba_train.data.stream import DocumentPart
+from moba_train.data.stream import DocumentPart, permutation
 from moba_train.errors import DataError
 
 

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from moba_train.data.fingerprint import Fingerprint
 from moba_train.data.indexed import IndexedDataset, corpus_file
+from moba_train.data.sidecar import Fingerprint
 from moba_train.errors import DataError
 
 LossNorm = Literal["token", "sequence"]

@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from moba_train.config.data import SourceConfig
-from moba_train.data.blend import blend, samples_taken
-from moba_train.data.fingerprint import Fingerprint
+from moba_train.data.blend import LengthBucket, blend, length_buckets, samples_taken
 from moba_train.data.indexed import IndexedDataset, outside, vocabulary_error
-from moba_train.data.length_buckets import LengthBucket, length_buckets
 from moba_train.data.loss_mask import LossNorm, LossWeights
 from moba_train.data.packers import BestFitPacker, ConcatPacker, Packer
+from moba_train.data.sidecar import Fingerprint
 from moba_train.data.stream import DocumentPart, DocumentStream
 from moba_train.errors import DataError
 

@@ -1,7 +1,9 @@
-"""The interface of an evaluation: what it needs, when it is due, and what it gives.
+"""Which attentions a model is evaluated with, on the same weights.
 
-A new evaluation is one file with a subclass of `Evaluation`, its section in config/evaluation.py, null by
-default, and one line in registry.py. It then runs while a stage trains (stage.py) and in `moba-train eval`
+The interface of an evaluation: what it needs, when it is due, and what it gives.
+
+A new evaluation is one file with a subclass of `Evaluation` and its section, and one entry point of the group
+`moba_train.evaluations`. It then runs while a stage trains (stage.py) and in `moba-train eval`
 (checkpoint.py), and a stage may train `until` one of its numbers is good.
 
 `moba-train eval RUN --tasks NAME,...` asks for evaluations by `Evaluation.name`, whether the recipe has them or not:
@@ -10,21 +12,55 @@ overrides such as `evaluation.<name>.<key>=value` are laid over it. A class whos
 need not define `switched_on`. `problems` is then asked of the tasks that run, for a recipe with that stage alone.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from moba_train.attention.full import FullAttention
+from moba_train.config.attention import LayerAttention, resolve_layers
+from moba_train.config.base import Section
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
-from moba_train.evals.variants import Layers, name_of
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import DataShard
+from moba_train.parallel.data_shard import DataShard
+
+Layers = tuple[LayerAttention, ...]
+"""The attention of every layer, first to last."""
+
+
+def name_of(layers: Layers) -> str:
+    """The attention kinds of the layers but `full`, in alphabetical order: `moba`, `moba+nsa`; "full" where all layers
+    are. Layers of full attention among others, as in hybrid recipes, do not count: `full` is what these are compared
+    with."""
+    return "+".join(sorted({layer.kind for layer in layers} - {"full"})) or "full"
+
+
+def with_full(layers: Layers) -> dict[str, Layers]:
+    """These layers, and full attention in every layer where they are anything else, by name."""
+    full = tuple(LayerAttention("full", FullAttention.Options()) for _ in layers)
+    return {name_of(layers): layers} | ({"full": full} if name_of(layers) != "full" else {})
+
+
+def variants(config: RunConfig, stage: Stage, wanted: Literal["full", "own", "both"]) -> dict[str, Layers]:
+    """The attentions that a checkpoint of `stage` is evaluated with, by name.
+
+    `own` is the stage's attention or, where all its layers are full, the recipe's; where those are full, too, it is
+    `full`.
+    """
+    own = stage.attention
+    if name_of(own) == "full":
+        own = resolve_layers(config.attention, config.model.layers)
+    found = with_full(own)
+    if wanted == "both":
+        return found
+    name = name_of(own) if wanted == "own" else "full"
+    return {name: found[name]}
 
 
 class EvaluationStoppedError(Exception):
@@ -103,8 +139,10 @@ class Evaluation(ABC):
     data_name: ClassVar[str] = ""
     """Field of its data in metrics.jsonl where that is not `name`, because one of its numbers is called so; it begins
     with `name`, by which the report finds it."""
+    Options: ClassVar[type[Section] | None] = None
+    """Its section in YAML, which switches it on: `evaluation.NAME`; None: other keys do."""
     key: ClassVar[str]
-    """YAML key that switches it on."""
+    """YAML key that switches it on; by default that of its section."""
     numbers: ClassVar[frozenset[str]]
     """Names of the numbers that it gives in every stage."""
     numbers_against_full: ClassVar[frozenset[str]] = frozenset()
@@ -121,10 +159,19 @@ class Evaluation(ABC):
     def __init__(self, config: RunConfig, stage: Stage) -> None:
         """Open the data for `stage`. Raises DataError when a corpus is damaged."""
 
+    def __init_subclass__(cls) -> None:
+        if cls.Options is not None:
+            cls.key = f"evaluation.{cls.name}"
+
     @classmethod
-    @abstractmethod
+    def options_in(cls, config: RunConfig) -> Section | None:
+        """Its section of the recipe; None where the recipe does not ask for it."""
+        return config.evaluation.options_of(cls.name)
+
+    @classmethod
     def enabled(cls, config: RunConfig) -> bool:
         """Whether the recipe asks for it."""
+        return cls.options_in(config) is not None
 
     @classmethod
     def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
@@ -141,6 +188,11 @@ class Evaluation(ABC):
     def problems(cls, config: RunConfig) -> Iterator[str]:
         """Each problem of its section of the recipe, named by its key. Reads no file."""
         yield from ()
+
+    @classmethod
+    def pipeline_problem(cls, config: RunConfig) -> tuple[str, str] | None:
+        """Key and value that a pipeline cannot do while it trains, and what to set instead; None: it can do all."""
+        return None
 
     @classmethod
     def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
@@ -172,5 +224,11 @@ class Evaluation(ABC):
         `between_batches` before each forward pass, and leaves its exceptions alone.
         """
 
-    def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:  # noqa: B027  # optional, not abstract
-        """Draw the data of results, by the name of what was evaluated, into `folder`."""
+
+def finite(value: Any) -> Any:
+    """`value` with null in place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

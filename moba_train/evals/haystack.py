@@ -1,18 +1,219 @@
-"""The text around what is asked for: natural, from a tokenised corpus, or synthetic."""
+"""English words for keys and word lists: what RULER takes from packages that the project does not need.
+
+The words of needle-in-a-haystack questions: RULER's (Hsieh et al. 2024, arXiv:2404.06654).
+
+Prompt templates are those of RULER (NVIDIA, github.com/NVIDIA/RULER, Apache-2.0), because scores can only be compared
+where the words are the same.
+
+Lengths of the samples of questions about a long text.
+
+The tokenizer of questions: they begin as the documents that the model was trained on.
+
+The text around what is asked for: natural, from a tokenised corpus, or synthetic.
+"""
 
 import random
 import re
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.data import tokenizer as control_tokens
+from moba_train.data.corpus_marks import CorpusMarks
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.load_template import load_chat_template
-from moba_train.data.tokenizer import TextTokenizer, tokenizer_hashes
+from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_hashes
 from moba_train.errors import DataError
-from moba_train.evals.question_tokenizer import QuestionTokenizer
+
+_ADJECTIVES = """
+able amber ancient arctic bitter black blank blind blue bold brave brief bright broad broken bronze brown busy
+calm careful cheap civil clean clear clever cloudy coarse cold common cool coral crimson crisp cruel curly curved daily
+damp dark dear deep dense distant double dry dull eager early eastern easy elder empty equal exact faint fair famous
+fancy fast fierce final fine firm fixed flat foreign formal former fragile fresh frozen full gentle giant glad golden
+grand gray great green hidden hollow honest huge humble hungry idle inner jolly keen large late lazy light little local
+lonely long loose loud loyal lucky marble mellow mild minor misty modern narrow native neat noble northern odd old
+open orange outer pale patient plain pleasant polite proud purple quick quiet rapid rare raw ready recent rich rigid
+ripe rough round royal rural rusty sandy scarlet secret severe shallow sharp short shy silent silver simple slim slow
+small smart smooth soft solid southern spare steady steep stern still strange strict strong sunny sweet swift tall tame
+tender thick thin tidy tiny tough tropical upper useful vast violet vivid warm weak wealthy western wet white whole wide
+wild wise wooden yellow young
+"""
+_NOUNS = """
+acorn actor airport album anchor angle ankle apple apron arrow artist atlas autumn bakery balcony banana barrel basket
+beach beard bell bench bicycle bird biscuit blanket boat bottle bowl bracelet branch bread brick bridge broom brother
+bucket button cabin cable camel camera candle canvas canyon captain carpet carrot castle cattle cave ceiling chair
+chapel cherry chimney circle clock cloud coat coffee collar comet compass copper corner cottage cotton cousin cradle
+crane crown curtain cushion daisy dancer desert desk dinner dragon drawer drum eagle easel elbow engine envelope fabric
+falcon farmer feather fence ferry fiddle flag flame flute forest fossil fountain fox garden garlic gate ginger glacier
+glove goat grape guitar hammer harbor hat hawk helmet hill honey horse hotel insect island ivory jacket jar jewel
+judge jungle kettle kitchen kite knee ladder lake lamp lantern laundry lawyer leaf lemon letter library lion lizard
+lobster locket lumber machine magnet mango map market meadow melon mirror monkey moon morning motor mountain mouse
+museum mushroom needle nest nurse oasis ocean office olive onion orchard otter oven owl paddle painter palace panther
+paper parrot pasture peach pearl pebble pencil pepper piano pigeon pillow pilot planet plate pocket pond pony porch
+potato prairie puzzle rabbit radio raft railway rain ribbon river road robin rocket roof rope saddle sailor salmon
+sandal saucer scarf school sculptor shadow shelter shirt shovel sister sleeve snow soldier sparrow spider spoon spring
+stable staircase statue stone stove stream summer sweater table tailor teacher temple tent theater thunder tiger tomato
+tower tractor train tree trumpet tulip tunnel turtle umbrella valley vase village violin wagon waiter wallet walnut
+water weaver whale wheel whistle window winter wolf zebra
+"""
+_VERBS = """
+admire agree allow answer appear arrive ask bake balance become begin behave believe belong borrow bring build burn
+carry catch celebrate change choose climb close collect compare complain consider copy cough count cover create cross
+dance decide deliver describe discover divide draw dream drink drive earn eat enjoy enter escape examine expect explain
+explore fall feed fetch find finish float follow forget forgive gather give glance greet grow guess guide happen hear
+hide hope hunt imagine improve include invent invite jump knock laugh learn leave lend lift listen manage measure
+mention move notice obey observe offer paint perform plant practice prefer prepare pretend promise protect prove provide
+publish receive refuse remain remember repair repeat replace rescue return sail search seem settle share shout sing sit
+skate sleep smile solve speak spell stand stay suggest swim teach thank think travel trust try understand visit wait
+walk wander wash watch whisper wonder write
+"""
+
+ADJECTIVES = _ADJECTIVES.split()
+NOUNS = _NOUNS.split()
+
+PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
+"""Names such as `amber-acorn`, all different: keys of needles."""
+
+WORDS = [*dict.fromkeys([*ADJECTIVES, *NOUNS, *_VERBS.split()]), *PAIRS]
+"""All different: single words first, then pairs."""
+
+SINGLE_WORDS = len(WORDS) - len(PAIRS)
+"""How many of `WORDS` are single words."""
+
+
+ValueType = Literal["numbers", "uuids"]
+
+
+class NeedleFrame(NamedTuple):
+    """The text around a haystack."""
+
+    before: str
+    after: str
+    answer: str
+    """How the answer begins."""
+
+
+def needle_sentence(key: str, value: str, kind: ValueType) -> str:
+    """The sentence that hides `value`."""
+    return needle_parts(key, kind)[0] + f" {value}" + needle_parts(key, kind)[1]
+
+
+def needle_parts(key: str, kind: ValueType) -> tuple[str, str]:
+    """The sentence before the space and the value, and after."""
+    return f"One of the special magic {kind} for {key} is:", "."
+
+
+def needle_frame(keys: Sequence[str], values: int, kind: ValueType) -> NeedleFrame:
+    """The question for all values of `keys`, `values` in total."""
+    query = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+    if values == 1:
+        some, thing, verb, are = "A", kind[:-1], "is", "is"
+    else:
+        some, thing, verb, are = "Some", kind, "are", "are all"
+    before = (
+        f"{some} special magic {thing} {verb} hidden within the following text. Make sure to memorize it. "
+        f"I will quiz you about the {thing} afterwards.\n"
+    )
+    after = f"\nWhat {are} the special magic {thing} for {query} mentioned in the provided text?"
+    return NeedleFrame(before, after, f"The special magic {thing} for {query} mentioned in the provided text {verb}")
+
+
+def separated(values: Sequence[str], comma: str = ",") -> list[tuple[str, bool]]:
+    """The text of an answer in parts, each with whether it counts: the values, and not the commas between them."""
+    parts: list[tuple[str, bool]] = []
+    for index, value in enumerate(values):
+        if index and comma:
+            parts.append((comma, False))
+        parts.append((f" {value}", True))
+    return parts
+
+
+def draw_keys(count: int, rng: random.Random) -> list[str]:
+    """Different keys such as `amber-acorn`."""
+    return rng.sample(PAIRS, count)
+
+
+def draw_values(count: int, kind: ValueType, rng: random.Random) -> list[str]:
+    """Different values: numbers of seven digits, or UUIDs."""
+    if kind == "numbers":
+        return [str(number) for number in rng.sample(range(10**6, 10**7), count)]
+    return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(count)]
+
+
+def stage_lengths(wanted: AnswersConfig, stage: Stage) -> list[int]:
+    """The lengths that `stage` is evaluated with, ascending."""
+    if wanted.lengths is None:
+        return [length for length in (stage.seq_len // 4, stage.seq_len // 2, stage.seq_len) if length]
+    lengths = sorted(set(wanted.lengths))
+    return lengths if wanted.extrapolate else [length for length in lengths if length <= stage.seq_len]
+
+
+def trained_length(config: RunConfig, stage: Stage) -> int:
+    """The longest sequences that the model was trained on by the end of `stage`."""
+    return max([stage.seq_len, *(other.seq_len for other in config.stages[: stage.index + 1])])
+
+
+def length_problems(config: RunConfig, wanted: AnswersConfig, key: str) -> Iterator[str]:
+    """No tokenizer, and lengths beyond the longest stage's."""
+    if config.data.tokenizer is None:
+        yield f"{key}: needs the model's tokenizer; set data.tokenizer"
+    longest = max(stage.seq_len for stage in config.stages)
+    for length in wanted.lengths or ():
+        if length > longest and not wanted.extrapolate:
+            yield (
+                f"{key}.lengths: given {length}; allowed: at most {longest}, the longest seq_len that is trained, or "
+                "any with extrapolate: true"
+            )
+
+
+class QuestionTokenizer:
+    """The recipe's tokenizer.
+
+    info: the sidecar of the corpus that the text of questions comes from; empty: none
+    chat: whether special tokens that a text spells out become these tokens, as in fine-tuning; a chat template spells
+        them out
+
+    Raises DataError without a tokenizer, and for one with more tokens than the model.
+    """
+
+    def __init__(self, config: RunConfig, info: dict[str, Any], chat: bool) -> None:
+        path = config.data.tokenizer
+        if path is None:
+            raise DataError("data.tokenizer: not set; questions about a text need the tokenizer of the model")
+        self._text = load_text_tokenizer(path)
+        self._chat = chat
+        self._marks = CorpusMarks.from_sidecar(info)
+        self.vocab_size = self._text.vocab_size
+        self.eos_id = self._text.eos_id
+        if self.vocab_size > config.model.vocab_size:
+            raise DataError(
+                f"data.tokenizer: {path} has {self.vocab_size} tokens, more than model.vocab_size "
+                f"{config.model.vocab_size}; give the tokenizer that the model was trained with"
+            )
+
+    @property
+    def marks(self) -> frozenset[int]:
+        """The tokens at the ends of documents, which are no text."""
+        return frozenset(mark for mark in (self.eos_id, self._marks.bos_id, self._marks.eos_id) if mark is not None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` within a prompt."""
+        return control_tokens.encode(self._text, text) if self._chat else self._text.encode(text)
+
+    def begin(self, text: str) -> list[int]:
+        """Token ids of `text` at the beginning of a prompt."""
+        return self._marks.begin(self.encode(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`."""
+        return self._text.decode(tokens)
+
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's repeated sentences (NVIDIA, github.com/NVIDIA/RULER, Apache-2.0)."""

@@ -3,21 +3,38 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from moba_train.attention.protocol import TokenRange
-from moba_train.config.evaluation import HiddenNeedles
-from moba_train.config.quantities import format_count
+from moba_train.config.base import format_count
+from moba_train.config.evaluation import HiddenNeedles, NeedleConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import DataError
-from moba_train.evals.answers import Question, encode_segments, generated_answers, predicted_answers, share
+from moba_train.evals.answers import (
+    Question,
+    SelectedBlocks,
+    encode_segments,
+    generated_answers,
+    predicted_answers,
+    share,
+)
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
-from moba_train.evals.haystack import Conversation, NaturalText, corpus_of, noise_tokens, open_tokenizer
-from moba_train.evals.lengths import length_problems, stage_lengths, trained_length
-from moba_train.evals.niah import draw_keys, draw_values, needle_frame, needle_parts, separated
-from moba_train.evals.selected_blocks import SelectedBlocks
+from moba_train.evals.haystack import (
+    Conversation,
+    NaturalText,
+    corpus_of,
+    draw_keys,
+    draw_values,
+    length_problems,
+    needle_frame,
+    needle_parts,
+    noise_tokens,
+    open_tokenizer,
+    separated,
+    stage_lengths,
+    trained_length,
+)
 
 GENERATED = 16
 """Tokens that are generated for each needle, at least: numbers have seven digits."""
@@ -27,14 +44,14 @@ class Needle(Evaluation):
     """Share of the samples, over lengths and depths, in which every token of the answer is the most likely one."""
 
     name = "needle"
+    Options = NeedleConfig
     data_name = "needle_map"
-    key = "evaluation.needle"
     numbers = frozenset({"needle"})
     numbers_against_full = frozenset({"needle_full"})
 
     def __init__(self, config: RunConfig, stage: Stage) -> None:
-        wanted = config.evaluation.needle
-        assert wanted is not None
+        wanted = self.options_in(config)
+        assert isinstance(wanted, NeedleConfig)
         self.every = wanted.every or config.evaluation.every
         self.compare_with_full = wanted.attention == "both"
         self._wanted = wanted
@@ -47,25 +64,27 @@ class Needle(Evaluation):
             self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {stage.seq_len} and holds a needle"
 
     @classmethod
-    def enabled(cls, config: RunConfig) -> bool:
-        """Where the recipe has the section."""
-        return config.evaluation.needle is not None
-
-    @classmethod
     def problems(cls, config: RunConfig) -> Iterator[str]:
         """No tokenizer, no text, lengths that no stage has, or fewer keys than needles."""
-        wanted = config.evaluation.needle
-        if wanted is None:
+        wanted = cls.options_in(config)
+        if not isinstance(wanted, NeedleConfig):
             return
         yield from text_problems(config, wanted, cls.key)
         if wanted.generate and config.parallel.tp > 1:
             yield f"{cls.key}.generate: given true, which parallel.tp {config.parallel.tp} cannot do; set it to false"
 
     @classmethod
+    def pipeline_problem(cls, config: RunConfig) -> tuple[str, str] | None:
+        """Generation."""
+        wanted = cls.options_in(config)
+        generates = isinstance(wanted, NeedleConfig) and wanted.generate
+        return (f"{cls.key}.generate: given true", "set it to false") if generates else None
+
+    @classmethod
     def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
         """No length of the recipe's that the stage has."""
-        wanted = config.evaluation.needle
-        if wanted is not None and not stage_lengths(wanted, stage):
+        wanted = cls.options_in(config)
+        if isinstance(wanted, NeedleConfig) and not stage_lengths(wanted, stage):
             yield f"{cls.key}.lengths has none of at most seq_len {stage.seq_len}; add one, or set extrapolate: true"
 
     @classmethod
@@ -105,12 +124,6 @@ class Needle(Evaluation):
         table = [line for name, found in maps.items() for line in found.table(name, self._lengths, wanted.depths)]
         table.append(f"{where}; trained on {trained} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
-
-    def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:
-        """`needle.png`."""
-        from moba_train.report.needle_plot import draw_needle  # matplotlib is slow to import
-
-        draw_needle(data, folder / "needle.png")
 
     def _map(self, context: EvaluationContext, questions: Mapping[int, list[Question]], name: str) -> "NeedleMap":
         """What the model finds with its present attention."""

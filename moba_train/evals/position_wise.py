@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,30 +10,30 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from moba_train.config.quantities import format_count
+from moba_train.config.base import format_count
+from moba_train.config.evaluation import PositionWiseConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.data.samples import Sample
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, never_stops
-from moba_train.evals.results import finite
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, finite, never_stops
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import token_losses
-from moba_train.parallel.stage import DataShard
 
 
 class PositionWise(Evaluation):
     """Loss by position in the context, in buckets; the last bucket's is the trailing loss. See docs/stages.md."""
 
     name = "position_wise"
-    key = "evaluation.position_wise"
+    Options = PositionWiseConfig
     numbers = frozenset({"trailing_loss", "trailing_loss_error"})
     numbers_against_full = frozenset({"trailing_loss_full", "trailing_gap", "trailing_gap_error"})
 
     def __init__(self, config: RunConfig, stage: Stage) -> None:
-        wanted = config.evaluation.position_wise
-        assert wanted is not None
+        wanted = self.options_in(config)
+        assert isinstance(wanted, PositionWiseConfig)
         self.every = wanted.every or config.evaluation.every
         self.compare_with_full = wanted.attention == "both"
         self._bucket = wanted.bucket
@@ -43,11 +42,6 @@ class PositionWise(Evaluation):
         )
         if not len(self._samples):
             self.missing = f"data.validation has no document longer than the stage's {stage.seq_len} tokens"
-
-    @classmethod
-    def enabled(cls, config: RunConfig) -> bool:
-        """Where the recipe has the section."""
-        return config.evaluation.position_wise is not None
 
     @classmethod
     def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
@@ -60,8 +54,8 @@ class PositionWise(Evaluation):
     @classmethod
     def problems(cls, config: RunConfig) -> Iterator[str]:
         """No documents to evaluate on, or a bucket that does not divide a stage's length."""
-        wanted = config.evaluation.position_wise
-        if wanted is None:
+        wanted = cls.options_in(config)
+        if not isinstance(wanted, PositionWiseConfig):
             return
         if not config.data.validation:
             yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
@@ -101,12 +95,6 @@ class PositionWise(Evaluation):
             for name in context.each_attention()
         }
         return summarize(curves, context.own)
-
-    def plot(self, data: Mapping[str, dict[str, Any]], folder: Path) -> None:
-        """`position_wise.png`."""
-        from moba_train.report.position_plot import draw_position_wise  # matplotlib is slow to import
-
-        draw_position_wise(data, folder / "position_wise.png")
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import StageData
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, never_stops
-from moba_train.evals.results import finite
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, finite, never_stops
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import token_losses
-from moba_train.parallel.stage import DataShard
 
 
 class ValidationLoss(Evaluation):

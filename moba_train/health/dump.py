@@ -33,11 +33,11 @@ from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.statistics import Statistics, joined
 from moba_train.attention.watched import WatchedEngine
 from moba_train.data.batch import Batch
+from moba_train.model.build import watched_layers
 from moba_train.model.transformer import Transformer
-from moba_train.model.watch import watched_layers
 from moba_train.optim.gradients import Gradients
+from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import token_losses
-from moba_train.parallel.stage import DataShard
 from moba_train.parallel.world import broadcast, gather_over_ranks
 from moba_train.strict_json import to_json
 

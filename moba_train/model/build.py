@@ -1,9 +1,14 @@
-"""A recipe's model: its attention kinds layer by layer, and initial weights that do not depend on the world size."""
+"""A recipe's model: its attention kinds layer by layer, and initial weights that do not depend on the world size.
+
+Watching the attention of a model's layers.
+"""
 
 import functools
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moba_train.attention.kind import AttentionKind
+from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.registry import KINDS
+from moba_train.attention.watched import WatchedEngine
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.schema import RunConfig
@@ -167,3 +174,23 @@ def _copy_full(parameter: Tensor, full: Tensor) -> None:
         full = full[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
         parameter = parameter.to_local()
     parameter.copy_(full)
+
+
+Watched = TypeVar("Watched", bound=WatchedEngine)
+
+
+@contextmanager
+def watched_layers(
+    model: Transformer, engine: OperatorEngine, watch: Callable[[int], Watched]
+) -> Iterator[list[Watched]]:
+    """Inside, `watch(layer)` runs the attention of each layer of the whole model, first to last, in place of `engine`.
+
+    Compiled blocks run uncompiled there: they would be compiled anew for other engines.
+    """
+    engines = [watch(layer) for layer in range(model.config.layers)]
+    model.set_engines(engines)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield engines
+    finally:
+        model.set_engines([engine] * len(engines))

@@ -50,7 +50,7 @@ class CompiledChunkLoss:
 
 def chunk_tokens(vocab_size: int) -> int:
     """Tokens whose logits exist at once: a power of two, more for a small vocabulary, as each chunk costs the host 2 ms
-    of a step (an H100's host, docs/performance-log.md)."""
+    of a step (an H100's host, benchmarks/LOG.md)."""
     fitting = 1 << (CHUNK_LOGITS // vocab_size).bit_length() >> 1
     return min(max(CHUNK_TOKENS, fitting), MOST_CHUNK_TOKENS)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
 
 
 class _Region(NamedTuple):
@@ -99,7 +99,7 @@ class MatrixExchange:
         return shards
 
     def _sends(self, index: int, owner: int) -> bool:
-        """Whether this rank sends its region of a matrix to its owner."""
+        """True if this rank sends its region of a matrix to its owner."""
         ranks = self._holders[index].get(self._regions[index][self._rank])
         return ranks is not None and self._sender(ranks, owner) == self._rank
 

@@ -1,20 +1,18 @@
-"""The optimizers that a recipe can name.
+"""The optimizers that a recipe can name: entry points of the group `moba_train.optimizers`."""
 
-To add one: a file with its OptimizerSpec, a line here, its name in `config.optim.OptimizerKind` and in the parameters
-of tests/optim/test_optimizers.py.
-"""
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from moba_train.config.optim import OptimConfig, OptimizerKind
-from moba_train.optim.adamw import ADAMW
-from moba_train.optim.muon import MUON
+from moba_train import registry
+from moba_train.config.optim import OptimConfig
 from moba_train.optim.spec import OptimizerSpec
 
-OPTIMIZERS: dict[OptimizerKind, OptimizerSpec] = {"adamw": ADAMW, "muon": MUON}
+OPTIMIZERS = cast(registry.Registry[OptimizerSpec], registry.OPTIMIZERS)
+"""By name."""
 
 
 def build_optimizer(

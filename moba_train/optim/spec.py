@@ -1,14 +1,25 @@
-"""What an optimizer must say about itself to be registered (`optim.registry`)."""
+"""Parts of optimization that know no single optimizer: the specification by which one is registered (registry.py), the
+learning rate, and the parameters that a stage trains.
 
+The learning rate is a pure function of the tokens consumed, so that resuming needs no scheduler state. A stage names
+its parameters by glob patterns, such as `blocks.*.attention.*`. A frozen parameter gets no gradient, and so no
+optimizer step, no change of its optimizer state and no weight decay.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from moba_train.config.optim import OptimConfig
+from moba_train.config.base import Section
+from moba_train.config.optim import OptimConfig, ScheduleConfig
+from moba_train.config.stages import Stage
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -30,6 +41,8 @@ class OptimizerSpec:
     the parameter; 0: a single number whatever the parameter's size."""
     matrix_state: Mapping[str, int]
     """The state tensors, as in `state`, of each of the `block_matrices`."""
+    Options: type[Section] | None = None
+    """Its section of the recipe, `optim.NAME`; None: it has no keys of its own."""
 
     def state_bytes(self, matrices: int, others: int) -> int:
         """Bytes of optimizer state for so many numbers in `block_matrices` and in all other parameters."""
@@ -45,3 +58,65 @@ def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {name: weight for name, weight in model.named_parameters() if name in linears and name.startswith("blocks.")}
+
+
+def learning_rate(schedule: ScheduleConfig, peak: float, tokens: int, span: int) -> float:
+    """Learning rate of the step that brings the schedule's own consumed tokens to `tokens`, out of `span`."""
+    if tokens < schedule.warmup_tokens:
+        return peak * tokens / schedule.warmup_tokens
+    low = schedule.min_lr_ratio
+    done = min(1.0, (tokens - schedule.warmup_tokens) / max(1, span - schedule.warmup_tokens))
+    match schedule.kind:
+        case "constant":
+            factor = 1.0
+        case "linear":
+            factor = 1.0 - (1.0 - low) * done
+        case "cosine":
+            factor = low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * done))
+        case "wsd":  # warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395)
+            left = max(0, span - tokens)
+            factor = low + (1.0 - low) * min(1.0, left / max(1, schedule.decay_tokens))
+    return peak * factor
+
+
+def stage_learning_rate(stages: Sequence[Stage], index: int, run_schedule: ScheduleConfig, tokens: int) -> float:
+    """Learning rate of the step of stage `index` that brings the run to `tokens` consumed tokens.
+
+    A stage with a schedule of its own starts it anew and spans it over the stage; otherwise the run's schedule goes on.
+    Schedules count planned tokens: while a stage goes on beyond its `tokens` (`until`), their time stands still, so the
+    rate stays what it is at the end of the stage's `tokens`, and later stages have the rates of a run without `until`.
+    """
+    stage = stages[index]
+    last = stages[-1]
+    own_tokens = min(tokens - stage.first_token, stage.planned_tokens)
+    if stage.schedule is not None:
+        return learning_rate(stage.schedule, stage.lr, own_tokens, stage.planned_tokens)
+    span = last.planned_first_token + last.planned_tokens
+    return learning_rate(run_schedule, stage.lr, stage.planned_first_token + own_tokens, span)
+
+
+def is_trainable(name: str, patterns: Sequence[str]) -> bool:
+    """True if the parameter `name` matches any of `patterns`; `*` matches any text, dots included."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def set_trainable(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let gradients reach the parameters of `model` whose names match any of `patterns`, and no others.
+
+    For a plain model or one under FSDP2, between steps, on all ranks together.
+    """
+    fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in fsdp_modules:
+        module.reshard()  # an evaluation leaves the outermost one gathered, and the optimizer knows its shards only
+    changed = False
+    for name, parameter in model.named_parameters():
+        trainable = is_trainable(name, patterns)
+        changed |= parameter.requires_grad != trainable
+        parameter.requires_grad_(trainable)
+    if changed:
+        # FSDP2 hands the flag of a shard on to the gathered parameter at each gather, but reads the dtypes of gradient
+        # reduction off the parameters that were trainable when it initialized itself: a module that was frozen then
+        # would reduce in bf16. `unshard` initializes again.
+        for module in fsdp_modules:
+            module.unshard()
+            module.reshard()

@@ -172,7 +172,7 @@ def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
 
     Products are told apart by the shapes of their weights: under torch.compile a policy does not see which weight it
     is. An `intermediate_size` equal to `hidden_size` or to the width of all (key/value) heads confuses them, of which
-    validation/warnings.py warns.
+    resolve/warnings.py warns.
     """
     sums: Counter[bool] = Counter()
 

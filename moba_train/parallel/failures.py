@@ -1,4 +1,5 @@
-"""Which rank ended the run, and why: heartbeats and failure reports of all ranks, in a store that every rank can read.
+"""Heartbeats and failure reports of all ranks, in a store that every rank can read: they name the rank that ended the
+run, and its error.
 
 The store, torchrun's, outlives the ranks. A rank whose torchrun dies is killed, too.
 """
@@ -17,18 +18,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moba_train.errors import CommunicationError, UserError
-from moba_train.number_ranges import named_ranks
+from moba_train.errors import CommunicationError, UserError, named_ranks
 
 GRACE_S = 5.0
-"""How long a rank that gives up waits for the reports of others: ranks that wait for the same one give up within
+"""Seconds that a rank that gives up waits for the reports of others: ranks that wait for the same one give up within
 moments of each other."""
 
 SAME_S = 1.0
-"""How long a rank waits for rank 0 to say the same error: the ranks that find one together do so in far less."""
+"""Seconds that a rank waits for rank 0 to say the same error: the ranks that find one together do so in far less."""
 
 _MOST_NAMED = 16
-"""How many of the ranks without a report are described."""
+"""Ranks without a report that are described, at most."""
 
 _POLL_S = 0.05
 """Pause between two requests for what has not come yet."""
@@ -57,7 +57,7 @@ class Heartbeat:
     stack: str
     """Stack of the main thread, once half of `limit_s` has passed; empty before."""
     waits: bool
-    """Whether that stack ends in a collective."""
+    """True if that stack ends in a collective."""
 
     def publish(self, store: dist.Store, rank: int) -> None:
         """Store this as the latest heartbeat of `rank`."""
@@ -76,12 +76,12 @@ def _heartbeat_key(rank: int) -> str:
 
 @dataclass(frozen=True)
 class _Report:
-    """Why one rank ended."""
+    """The end of one rank."""
 
     rank: int
     text: str
     waited: bool
-    """Whether it was waiting in a collective, so that another rank may be the cause."""
+    """True if it was waiting in a collective, so that another rank may be the cause."""
     code: int | None
     """Exit code of an error of the user's that is this rank's own."""
 
@@ -95,7 +95,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class _Account:
-    """What is known about all ranks."""
+    """The known facts about all ranks."""
 
     ended: dict[str, str]
     """Text of an error: the ranks that ended with it, in words. The first error, and all that are a rank's own."""
@@ -148,7 +148,7 @@ class FailureReports:
         return "\n".join([*lines, *account.last_seen])
 
     def is_said_elsewhere(self, error: UserError) -> bool:
-        """Whether another rank says `error`, which this rank has reported: rank 0 if it comes to the same, else the
+        """True if another rank says `error`, which this rank has reported: rank 0 if it comes to the same, else the
         first rank to ask."""
         digest = _digest(_summary(error))
         try:
@@ -164,7 +164,7 @@ class FailureReports:
         return self._code_of_others
 
     def _account(self) -> _Account:
-        """What the first of the ranks that waited has found. A rank that it did not wait for, or that waits for it in
+        """The account of the first rank that waited. A rank that it did not wait for, or that waits for it in
         vain, reads the reports itself."""
         if self._store.add("moba_train/waiting_ranks", 1) == 1:
             account = self._read_account(GRACE_S)
@@ -200,8 +200,8 @@ class FailureReports:
         return _Account({first.text: named_ranks([first.rank])}, silent=[], last_seen=[], code=None)
 
     def _appears(self, key: str, seconds: float) -> bool:
-        """Whether the store has `key` within so many seconds. Asks again and again, because torch writes warnings about
-        a `wait` that ends in vain."""
+        """True if the store has `key` within this number of seconds. Asks again and again, because torch writes
+        warnings about a `wait` that ends in vain."""
         deadline = time.monotonic() + seconds
         while not (found := self._store.check([key])) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -224,7 +224,7 @@ def end_with_launcher() -> None:
 
 
 def was_waiting(error: BaseException) -> bool:
-    """Whether `error` comes from a collective, so that another rank may be its cause."""
+    """True if `error` comes from a collective, so that another rank may be its cause."""
     return isinstance(error, CommunicationError) or _collective(error) is not None
 
 

@@ -21,7 +21,7 @@ from moba_train.config.run import PrecisionConfig
 from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model, kind_of_parameter
 from moba_train.model.transformer import Transformer
-from moba_train.optim.local import unwrapped
+from moba_train.optim.gradients import unwrapped
 from moba_train.parallel import float8_nvidia
 
 _LEAST_CAPABILITY = (8, 9)

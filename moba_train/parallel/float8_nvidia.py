@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.optional_imports import import_problem
+from moba_train.environment import import_problem
 
 _MULTIPLE = 16
 """Rows of an input must be divisible by it: the gradient of a weight is a product over rows."""

@@ -1,26 +1,65 @@
-"""FSDP2: float32 master weights in shards, gathered in the compute dtype; gradients are reduced in float32."""
+"""RMS norms by NVIDIA apex's fused kernel, in the place of torch's.
+
+FSDP2: float32 master weights in shards, gathered in the compute dtype; gradients are reduced in float32.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
+from moba_train.environment import import_problem
 from moba_train.model.build import build_model, initialize_weights, kind_parameters
 from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Block, Transformer
 from moba_train.parallel.activations import wrap_blocks
-from moba_train.parallel.copy_engines import CopyEngineGather, CopyEngineReduceScatter, gathered_bytes
 from moba_train.parallel.dims import SHARD, ParallelDims
 from moba_train.parallel.float8 import compile_for_float8, convert_linears
-from moba_train.parallel.norms import use_apex_norms
-from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace
-from moba_train.parallel.pipeline.split import model_parts
-from moba_train.parallel.reduction import AllToAllReduceScatter, ExchangedGradients
+from moba_train.parallel.pipeline.model import PipelineModel, PipelinePlace, model_parts
 from moba_train.parallel.tensor import apply_tensor_parallel, overlap_transfers
+from moba_train.parallel.transfers import (
+    AllToAllReduceScatter,
+    CopyEngineGather,
+    CopyEngineReduceScatter,
+    ExchangedGradients,
+    gathered_bytes,
+)
+
+
+def norm_problem(implementation: str, device: str | None) -> str:
+    """Why `norm_implementation` cannot run on `device` ("cuda", "cpu"; None: not known); empty when it can."""
+    if implementation == "torch" or device is None:
+        return ""
+    if device != "cuda":
+        return f"the run trains on {device}, a GPU needed"
+    kernels = ("fused_layer_norm_cuda", "__name__"), ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
+    reason = import_problem(kernels)
+    install = "build NVIDIA apex from its source with its CUDA extensions, see docs/packages.md"
+    return f"apex.normalization cannot be used: {reason} ({install})" if reason else ""
+
+
+class ApexRMSNorm(nn.RMSNorm):
+    """torch's RMSNorm, its weight included, computed by apex's kernel: one operator, which torch.compile leaves as it
+    is. Input and weight have one dtype, float32 or a 16-bit one; the sum of squares is float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from apex.normalization.fused_layer_norm import fused_rms_norm_affine
+
+        epsilon = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # as torch, also in 16 bits
+        out: Tensor = fused_rms_norm_affine(x, self.weight, list(self.normalized_shape), epsilon)
+        return out
+
+
+def use_apex_norms(model: nn.Module) -> None:
+    """Compute all RMS norms of `model` by apex, in place. Parameters stay the same ones, under the same names."""
+    for module in model.modules():
+        if type(module) is nn.RMSNorm:
+            module.__class__ = ApexRMSNorm
+
 
 COMPILED_FORMS = 64
 """How often torch may compile the blocks' code in one stage: for each attention kind and sequence length, with
@@ -56,7 +95,7 @@ def sharded_model(
 ) -> Transformer:
     """The recipe's model with its initial weights, sharded over the ranks of `dims`.
 
-    layers: with pipeline parallelism, the number of layers in each part of the model (planning/pipeline.py).
+    layers: with pipeline parallelism, the number of layers in each part of the model (memory/pipeline.py).
     copy_engines: on GPUs, FSDP's transfers by them, among ranks of one node.
 
     Each block is a unit of FSDP, and so are the last norm and the output projection together; a small model on one rank

@@ -20,7 +20,7 @@ from moba_train.parallel.world import World, broadcast
 LOCK = "lock"
 
 WAIT_S = 30.0
-"""How long to wait for the lock: the ranks of a run whose launcher was killed may need a moment to end."""
+"""Seconds to wait for the lock: the ranks of a run whose launcher was killed may need a moment to end."""
 
 _POLL_S = 0.1
 
@@ -72,7 +72,7 @@ class RunLock:
         )
 
     def is_current(self) -> bool:
-        """Whether `check` passes."""
+        """True if `check` passes."""
         try:
             self.check()
         except LaunchError:

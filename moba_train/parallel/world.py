@@ -1,10 +1,18 @@
 """This process among all ranks: rank, device, default process group, and small collectives on host values.
 
 torchrun describes the world in environment variables; without them it has one rank, this process.
+
+Each restart attempt of torchrun has its own key-value store, so that ranks do not read what dead ranks left behind.
+
+torchrun (2.11 to 2.13) hands the same store to every attempt, and process groups read the addresses of their ranks from
+it. A restarted rank that is faster than another reads the address of the other's dead predecessor and fails, in every
+attempt again. TORCHELASTIC_RESTART_COUNT does not identify the attempt: it may differ between nodes.
 """
 
 import os
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,10 +22,101 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from moba_train.errors import EndedElsewhereError, LaunchError, UserError
+from moba_train.errors import EndedElsewhereError, LaunchError, UserError, named_ranks
 from moba_train.parallel.failures import FailureReports, was_waiting
-from moba_train.parallel.gpu_memory import grow_segments
-from moba_train.parallel.restart import attempt_store
+
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch's variables, the second its older name."""
+
+
+def grow_segments() -> None:
+    """Let the allocator's segments grow and shrink, for the rest of the process, unless the environment sets it.
+
+    With segments of fixed size, memory that is free in pieces is of no use to a larger tensor: near the end of a GPU's
+    memory the allocator then waits for the GPU and gives all free pieces back, again and again, or the run ends with
+    gigabytes free (docs/memory.md). Segments that exist stay as they are.
+    """
+    if not any(name in os.environ for name in _SETTINGS):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+_POLL_S = 0.05
+
+
+def attempt_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """A view of `store` whose keys belong to this restart attempt alone; called on every rank.
+
+    Every process publishes a new random name. Rank 0 gives one token to all the names that it finds, and a new token
+    whenever one of them is replaced; the attempt begins once every rank has confirmed the token. Raises LaunchError
+    when that takes longer than `timeout`; rank 0 names the missing ranks.
+    """
+    attempt = _lead(store, size, timeout) if rank == 0 else _follow(store, rank, timeout)
+    return dist.PrefixStore(f"moba_train/attempt/{attempt}", store)
+
+
+def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
+    others = range(1, size)
+    token = uuid.uuid4().hex
+    names: list[bytes] | None = None
+    for _ in _until(timeout):
+        if store.check([_name(rank) for rank in others]):
+            found = store.multi_get([_name(rank) for rank in others])
+            if found != names:
+                names = found
+                token = uuid.uuid4().hex
+                for name in names:
+                    store.set(_token(name.decode()), token)
+            if store.check([_confirmed(token, rank) for rank in others]):
+                store.set(_go(token), "")
+                return token
+    missing = [rank for rank in others if not store.check([_name(rank)])]
+    missing = missing or [rank for rank in others if not store.check([_confirmed(token, rank)])]
+    raise LaunchError(
+        f"{named_ranks(missing)} of {size} did not start within "
+        f"{timeout.total_seconds():g} s (parallel.timeout); look at their output"
+    )
+
+
+def _follow(store: dist.Store, rank: int, timeout: timedelta) -> str:
+    name = uuid.uuid4().hex
+    store.set(_name(rank), name)
+    confirmed = ""
+    for _ in _until(timeout):
+        if store.check([_token(name)]):
+            token = store.get(_token(name)).decode()
+            if token != confirmed:
+                store.set(_confirmed(token, rank), "")
+                confirmed = token
+            if store.check([_go(token)]):
+                return token
+    raise LaunchError(
+        f"rank {rank}: rank 0 did not find all ranks within {timeout.total_seconds():g} s (parallel.timeout); look at "
+        "its output"
+    )
+
+
+def _until(timeout: timedelta) -> Iterable[None]:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(_POLL_S)
+
+
+def _name(rank: int) -> str:
+    return f"moba_train/name/{rank}"
+
+
+def _token(name: str) -> str:
+    return f"moba_train/token/{name}"
+
+
+def _confirmed(token: str, rank: int) -> str:
+    return f"moba_train/confirmed/{token}/{rank}"
+
+
+def _go(token: str) -> str:
+    return f"moba_train/go/{token}"
+
 
 T = TypeVar("T")
 
@@ -41,7 +140,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that writes logs."""
+        """True on rank 0, the one that writes logs."""
         return self.rank == 0
 
 
@@ -158,7 +257,7 @@ def gather_over_ranks(value: T) -> list[T]:
 
 
 def any_rank(value: bool) -> bool:
-    """Whether `value` is true on any rank. Called on all ranks together, and never touches the GPU."""
+    """True if `value` is true on any rank. Called on all ranks together, and never touches the GPU."""
     return sum_over_ranks([float(value)])[0] > 0
 
 

@@ -1,4 +1,6 @@
-"""`metrics.jsonl`: the complete history of a run, one JSON object per line (strict_json.py says how numbers are written
+"""Small files that are either as they were or as they shall be, whenever the process dies.
+
+`metrics.jsonl`: the complete history of a run, one JSON object per line (strict_json.py says how numbers are written
 that are not finite).
 
 A resumed run trains the steps after its checkpoint again. Their records of before are moved to
@@ -19,8 +21,23 @@ from pathlib import Path
 from typing import Any
 
 from moba_train.strict_json import from_json, to_json
-from moba_train.telemetry.atomic import write_atomically
-from moba_train.telemetry.outage import DelayedError
+from moba_train.telemetry.telemetry import DelayedError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the content of `path`, on the disk too, or raise OSError and leave it as it was."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
 
 logger = logging.getLogger(__name__)
 

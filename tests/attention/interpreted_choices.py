@@ -2,20 +2,19 @@
 
 import pytest
 import torch
-from kernel_checks import error, inputs, layout_of
-from quick_interpreter import quicken
 
 from moba_train.attention.blocks import choose
 from moba_train.attention.blocks.triton import choose as triton_choose
-from moba_train.attention.gates import grid, msa_operators, seer_operators
-from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
-from moba_train.attention.infllm_v2.scores import window_means
-from moba_train.attention.nsa import kernel as nsa_kernel
-from moba_train.attention.nsa import selection as nsa_selection
-from moba_train.attention.nsa.compressed import CompressedAttention
-from moba_train.attention.nsa.geometry import CompressedBlocks
 from moba_train.attention.operators import layout_arguments
 from moba_train.attention.protocol import TokenRange
+from moba_train.mechanisms.gates import grid, msa_operators, seer_operators
+from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
+from moba_train.mechanisms.infllm_v2.scores import window_means
+from moba_train.mechanisms.nsa import selection as nsa_selection
+from moba_train.mechanisms.nsa import selection_kernel as nsa_kernel
+from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
+from tests.attention.kernel_checks import error, inputs, layout_of
+from tests.attention.quick_interpreter import quicken
 
 quicken()
 
@@ -65,7 +64,7 @@ def test_the_highest_scores_are_chosen_as_in_plain_pytorch(first, local, count):
 @pytest.mark.parametrize(("window", "block_size", "together"), [(32, 64, 2), (48, 96, 1)])
 def test_scores_of_blocks_equal_plain_pytorch(window, block_size, together, monkeypatch):
     """In chunks of queries, over documents, for the queries of a shard; heads of a group at once, or one by one."""
-    monkeypatch.setattr("moba_train.attention.infllm_v2.kernel.together", lambda group: together)
+    monkeypatch.setattr("moba_train.mechanisms.infllm_v2.score_kernels.together", lambda group: together)
     sizes = {"block_size": block_size, "topk": 5, "local_blocks": 2, "window": window, "stride": 16}
     options = InfLLMV2Attention.Options(**sizes, dense_len=1)
     whole = layout_of([190, 0, 1, 20, 90], "cpu")

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
-from kernel_checks import assert_results, build, build_summed, exact, inputs, layout_of, run, run_in_parts
-from quick_interpreter import quicken
 
 from moba_train.attention.blocks import composed
+from tests.attention.kernel_checks import (
+    assert_results,
+    build,
+    build_summed,
+    exact,
+    inputs,
+    layout_of,
+    run,
+    run_in_parts,
+)
+from tests.attention.quick_interpreter import quicken
 
 quicken()
 

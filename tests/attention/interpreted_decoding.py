@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_checks import build, error
-from quick_interpreter import quicken
 
 from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
 from moba_train.attention.protocol import TokenRange, packed_layout
+from tests.attention.kernel_checks import build, error
+from tests.attention.quick_interpreter import quicken
 
 quicken()
 

@@ -4,8 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from kernel_checks import PACKED, assert_results, build, check_lists, error, exact, inputs, layout_of, run, run_in_parts
-from quick_interpreter import quicken
 
 from moba_train.attention.blocks import reference
 from moba_train.attention.blocks.geometry import block_bound
@@ -14,6 +12,19 @@ from moba_train.attention.blocks.triton.tiles import tile_shapes, work_ranges
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.moba.triton import select
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange
+from tests.attention.kernel_checks import (
+    PACKED,
+    assert_results,
+    build,
+    check_lists,
+    error,
+    exact,
+    inputs,
+    layout_of,
+    run,
+    run_in_parts,
+)
+from tests.attention.quick_interpreter import quicken
 
 quicken()
 

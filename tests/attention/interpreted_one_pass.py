@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gluon_interpreter import Interpreter
-from kernel_checks import build, error, exact, inputs, layout_of
-from quick_interpreter import quicken
 
 from moba_train.attention.blocks.triton import call, gathered_pass, history_pass, one_pass, own_pass
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes
 from moba_train.attention.protocol import BackwardState
+from tests.attention.gluon_interpreter import Interpreter
+from tests.attention.kernel_checks import build, error, exact, inputs, layout_of
+from tests.attention.quick_interpreter import quicken
 
 quicken()
 

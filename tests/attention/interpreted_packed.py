@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-import one_pass_model
 import pytest
 import torch
-from kernel_checks import PACKED, assert_results, build, exact, inputs, layout_of, list_bounds, run
-from quick_interpreter import quicken
 
 from moba_train.attention.blocks.triton import call, one_pass, packed
 from moba_train.attention.blocks.triton.lists import BlockLists
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes, work_ranges
 from moba_train.attention.protocol import BackwardState
+from tests.attention import one_pass_model
+from tests.attention.kernel_checks import PACKED, assert_results, build, exact, inputs, layout_of, list_bounds, run
+from tests.attention.quick_interpreter import quicken
 
 quicken()
 

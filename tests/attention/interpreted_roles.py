@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from gluon_interpreter import Interpreter
-from kernel_checks import build, error, exact, inputs, layout_of
-from quick_interpreter import quicken
 
 from moba_train.attention.blocks.triton import forward_launches, forward_pass
 from moba_train.attention.blocks.triton.call import BlockCall
 from moba_train.attention.protocol import TokenRange
+from tests.attention.gluon_interpreter import Interpreter
+from tests.attention.kernel_checks import build, error, exact, inputs, layout_of
+from tests.attention.quick_interpreter import quicken
 
 quicken()
 

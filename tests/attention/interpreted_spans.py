@@ -1,12 +1,12 @@
 """Attention to spans of neighbouring keys, alone and beside selected blocks, in Triton's interpreter."""
 
 import torch
-from kernel_checks import assert_results, exact, inputs, layout_of, run, run_in_parts
-from quick_interpreter import quicken
 
 from moba_train.attention.blocks.triton import call
-from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
-from moba_train.attention.moa.attention import SpanAttention
+from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
+from moba_train.mechanisms.moa.moa_kind import SpanAttention
+from tests.attention.kernel_checks import assert_results, exact, inputs, layout_of, run, run_in_parts
+from tests.attention.quick_interpreter import quicken
 
 quicken()
 

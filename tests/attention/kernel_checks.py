@@ -1,16 +1,15 @@
 """What the Triton kernels are held to, in the interpreter and on a GPU: the reference, and the selection held fixed."""
 
 import torch
-from helpers import make_qkv
 from torch import Tensor
 
 from moba_train.attention.blocks.reference import selected_mask
 from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.merge import merge
-from moba_train.attention.moba.attention import MobaAttention
-from moba_train.attention.moba_v1.attention import SummedMoba
-from moba_train.attention.moba_v1.kind import MobaV1Kind
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, TokenRanges, packed_layout
+from moba_train.mechanisms.moba_v1 import MobaV1Kind, SummedMoba
+from tests.attention.helpers import make_qkv
 
 
 def build(kind: str, head_dim: int, **options) -> MobaAttention:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from thread_ranks import thread_transports
 from torch import Tensor, nn
 
 from moba_train.attention.kind import AttentionKind, Engine, LayerInput, SublayerInput
@@ -25,10 +24,10 @@ from moba_train.inference.cache import CachedAttention, CachePlan, Decode
 from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.context.engine import ContextParallel
-from moba_train.parallel.context.shard import RankShard
+from moba_train.parallel.context.engine import ContextParallel, RankShard
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import Transport
+from tests.thread_ranks import thread_transports
 
 MODEL = ModelConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=8, init_std=0.3

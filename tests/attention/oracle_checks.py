@@ -1,9 +1,8 @@
 """`moba_attention` against the specification written down a second time (oracle.py)."""
 
-from helpers import assert_all_close, edges, make_qkv, run
-from oracle import moba as oracle_moba
-
 from moba_train.attention.moba import moba_attention
+from tests.attention.helpers import assert_all_close, edges, make_qkv, run
+from tests.attention.oracle import moba as oracle_moba
 
 
 def assert_equals_oracle(lengths, heads, kv_heads, head_dim, device, seed=0, backend="reference", **options):

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from kind_checks import small_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention.full import FullAttention
-from moba_train.attention.full.kind import FullKind
+from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.moba.attention import MobaAttention
-from moba_train.attention.moba.kind import MobaKind
+from moba_train.attention.moba.moba_kind import MobaKind
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.operators import SAVED_OPERATORS, _attention
 from moba_train.attention.protocol import Layout, LocalAttention, OperatorHandles, packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
+from tests.attention.kind_checks import small_model
 
 LENGTHS = [37, 0, 1, 90]
 KINDS: dict[str, LocalAttention] = {

@@ -5,16 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_checks import build
-from kernel_checks import layout_of as packed
 
 from moba_train.attention.blocks import available, backends, composed, reference
 from moba_train.attention.blocks.attention import BlockAttention
 from moba_train.attention.blocks.backends import pick_backend
-from moba_train.attention.moba import attention as moba
 from moba_train.attention.moba import gate
-from moba_train.attention.moba.attention import pick_selector
+from moba_train.attention.moba.moba_local import pick_selector
 from moba_train.attention.protocol import BackwardState
+from tests.attention.kernel_checks import build
+from tests.attention.kernel_checks import layout_of as packed
 
 KEY = "attention.moba.backend"
 
@@ -23,7 +22,7 @@ KEY = "attention.moba.backend"
 def a_gpu_with_triton_and_flash(monkeypatch):
     monkeypatch.setattr(available, "has_triton", lambda: True)
     monkeypatch.setattr(backends, "_triton", lambda: "triton")
-    monkeypatch.setattr(moba, "_triton", lambda: "triton")
+    monkeypatch.setattr("moba_train.attention.moba.moba_local._triton", lambda: "triton")
     monkeypatch.setattr(composed, "refuses", lambda *call: "")
     monkeypatch.setattr(composed, "kernel_name", lambda *call: "some kernel")
     backends._picked.cache_clear()

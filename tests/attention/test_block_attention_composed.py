@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import make_qkv
-from kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive, run, run_in_parts
-from oracle_checks import assert_equals_oracle
 
 from moba_train.attention import varlen
 from moba_train.attention.blocks import composed
 from moba_train.attention.moba import moba_attention
 from moba_train.attention.protocol import Layout
+from tests.attention.helpers import make_qkv
+from tests.attention.kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive, run, run_in_parts
+from tests.attention.oracle_checks import assert_equals_oracle
 
 GRID = pytest.mark.parametrize(
     "lengths",

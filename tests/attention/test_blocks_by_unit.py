@@ -8,7 +8,7 @@ from moba_train.attention.blocks.by_unit import BlocksByUnit
 from moba_train.attention.blocks.geometry import block_ids
 from moba_train.attention.by_unit import UnitQueries
 from moba_train.attention.masked import masked_attend, masked_attend_backward
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
 
 LENGTHS = [75, 0, 1, 53]

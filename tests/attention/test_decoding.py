@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kind_checks import MODEL, small_model
 from torch import Tensor
 
 from moba_train.attention.decoding import CachedKeys, last_tokens
 from moba_train.attention.full import FullAttention
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention, TokenRange, packed_layout
 from moba_train.inference import generate as generate_module
 from moba_train.inference.generate import generate
+from tests.attention.kind_checks import MODEL, small_model
 
 LENGTHS = [451, 1, 128, 700]
 

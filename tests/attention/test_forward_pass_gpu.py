@@ -4,17 +4,17 @@ import time
 
 import pytest
 import torch
-from helpers import make_qkv
+
+from tests.attention.helpers import make_qkv
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_in_gluon")]
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kernel_checks import build, error, exact, inputs, layout_of, naive  # noqa: E402
-
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.protocol import TokenRange  # noqa: E402
+from tests.attention.kernel_checks import build, error, exact, inputs, layout_of, naive  # noqa: E402
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -2,22 +2,22 @@
 
 import pytest
 import torch
-from helpers import assert_all_close, make_qkv, run
-from oracle import full as oracle_full
 
 from moba_train.attention import masked
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.kernels import BACKENDS
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
-from moba_train.training.determinism import deterministic
+from moba_train.run.determinism import deterministic
+from tests.attention.helpers import assert_all_close, make_qkv, run
+from tests.attention.oracle import full as oracle_full
 
 PACKED = [9, 0, 1, 21]
 
 
 @pytest.mark.parametrize("lengths", [[31], PACKED])
 def test_attention_by_blocks_equals_the_specification(lengths, monkeypatch):
-    monkeypatch.setattr("moba_train.attention.full.attention._BLOCK", 4)
+    monkeypatch.setattr("moba_train.attention.full.full_kind._BLOCK", 4)
     monkeypatch.setattr(FullAttention, "fixed_order_by_blocks", lambda *_: True)
     qkv = make_qkv(31, 4, 2, 16)
     assert_all_close(results("auto", qkv, lengths), run(lambda q, k, v: oracle_full(q, k, v, lengths), qkv))

@@ -5,14 +5,14 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from helpers import NAMES, assert_all_close, edges, make_qkv, run
-from oracle import full as oracle_full
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.calls import kernel_calls, query_chunks
 from moba_train.attention.full.kernels import Cudnn
 from moba_train.attention.merge import merge
 from moba_train.attention.protocol import BackwardState, Layout, TokenRanges
+from tests.attention.helpers import NAMES, assert_all_close, edges, make_qkv, run
+from tests.attention.oracle import full as oracle_full
 
 LENGTHS = {"one": [37], "packed": [5, 0, 1, 0, 17, 1, 13, 0], "long": [2, 30, 5], "short": [1] * 37}
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 37, 4, 2, 16

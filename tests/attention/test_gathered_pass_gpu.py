@@ -8,9 +8,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gathered_rows")]
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-import test_triton_gpu as checks  # noqa: E402
-
 from moba_train.attention.blocks.triton import call  # noqa: E402
+from tests.attention import test_triton_gpu as checks  # noqa: E402
 
 SIZES = (128,)
 

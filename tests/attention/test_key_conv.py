@@ -5,7 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kind_checks import (
+from torch import nn
+
+from moba_train.attention.registry import KINDS
+from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
     Layer,
@@ -16,10 +20,6 @@ from kind_checks import (
     results,
     run_layer,
 )
-from torch import nn
-
-from moba_train.attention.registry import KINDS
-from moba_train.parallel.context.strategy import CPStrategy
 
 LENGTHS = [12, 0, 1, 27]
 SMALL = {"block_size": 4, "topk": 3}

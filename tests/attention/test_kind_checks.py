@@ -4,7 +4,15 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from kind_checks import (
+from torch import Tensor, nn
+
+from moba_train.attention import registry
+from moba_train.attention.blocks.geometry import block_ids, first_blocks
+from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.kind import AttentionKind, LayerInput
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+from tests.attention.kind_checks import (
     STRATEGIES,
     assert_decodes_like_training,
     assert_documents_are_independent,
@@ -13,15 +21,6 @@ from kind_checks import (
     results,
     run_layer,
 )
-from torch import Tensor, nn
-
-from moba_train.attention import registry
-from moba_train.attention.blocks.geometry import block_ids, first_blocks
-from moba_train.attention.blocks.given import GivenBlocks
-from moba_train.attention.kind import AttentionKind, LayerInput
-from moba_train.config import attention as attention_config
-from moba_train.config.base import Section
-from moba_train.config.model import ModelConfig
 
 LENGTHS = [12, 0, 1, 27]
 
@@ -65,9 +64,8 @@ class FirstBlocks(AttentionKind):
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> Iterator[None]:
-    registry.register(FirstBlocks)
-    yield
-    del registry.KINDS["first"], attention_config._KIND_OPTIONS["first"]
+    with registry.KINDS.registered("first", FirstBlocks):
+        yield
 
 
 CASES = [("first", {}), ("moba", {"block_size": 4, "topk": 3}), ("full", {})]

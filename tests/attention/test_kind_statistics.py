@@ -8,18 +8,18 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from kind_checks import Layer, make_layer, run_layer
-from thread_ranks import thread_transports
 from torch import Tensor
 
-from moba_train.attention.linear import delta
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.registry import KINDS
 from moba_train.attention.statistics import Statistics, joined
 from moba_train.attention.watched import WatchedEngine
-from moba_train.config.quantities import Length
+from moba_train.config.base import Length
+from moba_train.mechanisms.linear import delta
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention.kind_checks import Layer, make_layer, run_layer
+from tests.thread_ranks import thread_transports
 
 LENGTHS = [60, 3, 37]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -115,7 +115,7 @@ def naive_state(layer: Layer) -> Tensor:
     if layer.kind.name == "kda":
         patch = pytest.MonkeyPatch()
         rule = delta.delta_attention
-        patch.setattr("moba_train.attention.linear.kda.delta_attention", lambda *a: states.append(r := rule(*a)) or r)
+        patch.setattr("moba_train.mechanisms.linear.kda.delta_attention", lambda *a: states.append(r := rule(*a)) or r)
         with patch.context(), torch.no_grad():
             run_layer(layer)
         patch.undo()

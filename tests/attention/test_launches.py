@@ -10,15 +10,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from launches import counted_launches, kernels_not_run
-from thread_ranks import thread_transports
-
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.protocol import BackwardState, Layout, packed_layout
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention.launches import counted_launches, kernels_not_run
+from tests.thread_ranks import thread_transports
 
 
 @pytest.fixture(autouse=True)

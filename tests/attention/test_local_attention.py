@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import make_qkv
 
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.merge import merge
 from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, TokenRanges, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.attention.window import WindowAttention
+from tests.attention.helpers import make_qkv
 
 # The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.
 CASES = [

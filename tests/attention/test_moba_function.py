@@ -4,12 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import assert_all_close, edges, make_qkv, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import full as oracle_full
-from oracle import moba as oracle_moba
-from oracle_checks import assert_equals_oracle
 from torch._dynamo.testing import CompileCounter
 
 from moba_train.attention import masked
@@ -17,6 +13,10 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba import moba_attention as any_moba_attention
 from moba_train.attention.protocol import packed_layout
+from tests.attention.helpers import assert_all_close, edges, make_qkv, run
+from tests.attention.oracle import full as oracle_full
+from tests.attention.oracle import moba as oracle_moba
+from tests.attention.oracle_checks import assert_equals_oracle
 
 moba_attention = partial(any_moba_attention, backend="reference")
 

@@ -1,15 +1,15 @@
 """Which blocks a query attends to. In 16-bit dtypes near-ties may flip, so there the selection is checked as a
 selection, and the attention with that selection held fixed."""
 
-import oracle
 import pytest
 import torch
-from helpers import make_qkv
 from torch import Tensor
 
-from moba_train.attention.moba.attention import MobaAttention
 from moba_train.attention.moba.gate import gate_scores, pool_keys
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Layout, packed_layout
+from tests.attention import oracle
+from tests.attention.helpers import make_qkv
 
 
 def selected_by(q, k, lengths, **options) -> Tensor:

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import make_qkv
 
 from moba_train.attention.local import LocalEngine
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import AttentionObserver, AttentionTimer
 from moba_train.attention.protocol import packed_layout
+from tests.attention.helpers import make_qkv
 
 FUNCTIONS = ["summarize", "select", "selected", "attend", "attended", "attend_backward"]
 

@@ -5,17 +5,17 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
-from helpers import make_qkv
 from torch import Tensor
 
 from moba_train.attention.blocks.reference import selected_mask
 from moba_train.attention.blocks.statistics import Choice, routing_statistics
-from moba_train.attention.infllm_v2.attention import InfLLMV2Attention
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
+from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
+from tests.attention import oracle
+from tests.attention.helpers import make_qkv
 
 BLOCK = 4
 LENGTHS = [37, 0, 3, 22, 12]

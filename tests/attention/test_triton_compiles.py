@@ -28,11 +28,11 @@ from moba_train.attention.blocks.triton import (  # noqa: E402
     tile_tables,
 )
 from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes  # noqa: E402
-from moba_train.attention.gates import msa_kernels as msa  # noqa: E402
-from moba_train.attention.gates import seer_kernel as seer  # noqa: E402
-from moba_train.attention.infllm_v2 import kernel as infllm_v2  # noqa: E402
 from moba_train.attention.moba.triton import pool, select  # noqa: E402
-from moba_train.attention.nsa import kernel as nsa  # noqa: E402
+from moba_train.mechanisms.gates import msa_kernels as msa  # noqa: E402
+from moba_train.mechanisms.gates import seer_kernel as seer  # noqa: E402
+from moba_train.mechanisms.infllm_v2 import score_kernels as infllm_v2  # noqa: E402
+from moba_train.mechanisms.nsa import selection_kernel as nsa  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 227 * 1024

@@ -6,19 +6,30 @@ import time
 
 import pytest
 import torch
-from helpers import make_qkv
+
+from tests.attention.helpers import make_qkv
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kernel_checks import PACKED, build, check_lists, error, exact, inputs, layout_of, naive, run, run_in_parts  # noqa: E402
-
 from moba_train.attention.blocks.geometry import block_bound  # noqa: E402
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
 from moba_train.attention.protocol import BackwardState, Layout  # noqa: E402
+from tests.attention.kernel_checks import (  # noqa: E402
+    PACKED,
+    build,
+    check_lists,
+    error,
+    exact,
+    inputs,
+    layout_of,
+    naive,
+    run,
+    run_in_parts,
+)
 
 LONG = [1500, 0, 1, 333, 0, 700, 128]
 

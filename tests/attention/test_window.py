@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import make_qkv
 
 from moba_train.attention import window
 from moba_train.attention.kind import Engine
@@ -10,6 +9,7 @@ from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
 from moba_train.attention.window import WindowAttention, bands
+from tests.attention.helpers import make_qkv
 
 
 @pytest.mark.parametrize("width", [1, 3, 7, 100])

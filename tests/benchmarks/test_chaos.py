@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
-from forked_program import ForkedProgram
 
 from benchmarks import chaos_disturbances
 from benchmarks.chaos import Chaos, plan
@@ -17,6 +16,7 @@ from benchmarks.chaos_actions import ACTIONS, KILLS
 from benchmarks.chaos_disturbances import Disturbance
 from benchmarks.chaos_run import ChaosRun
 from benchmarks.chaos_tally import Tally
+from tests.forked_program import ForkedProgram
 
 
 class Agent(ForkedProgram):

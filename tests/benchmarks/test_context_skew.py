@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch.multiprocessing as mp
-from forked import forked
 
 from benchmarks import context_skew, context_skew_plot
+from tests.forked import forked
 
 
 def measure(rank: int, folder: str) -> None:

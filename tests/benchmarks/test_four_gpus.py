@@ -14,9 +14,9 @@ import moba_train.attention.registry  # noqa: F401  # the kinds' sections
 from benchmarks import checkpoint_layouts
 from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
-from moba_train.planning.memory import USABLE
-from moba_train.planning.plan import make_plan
-from moba_train.validation.recipe import validate
+from moba_train.memory.memory import USABLE
+from moba_train.memory.plan import make_plan
+from moba_train.resolve.recipe import validate
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peak_memory import GIB, Site, at_peak, report
-from moba_train.planning.moments import MEMORY_PARTS
+from moba_train.memory.moments import MEMORY_PARTS
 
 
 def frame(filename: str, line: int, name: str) -> dict[str, Any]:

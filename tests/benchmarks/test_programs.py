@@ -24,8 +24,8 @@ RESULTS = sorted((FOLDER / "results").glob("*.json"))
 FIGURES = sorted((EXPERIMENTS / "results").glob("*.json"))
 MODULES = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
 PROGRAMS = [name for name in MODULES if "\ndef main(" in (FOLDER / f"{name}.py").read_text()]
-OF_EARLIER_CODE = {"dkdv-tiles-h200.json", "sft-layers-h200.json"}
-"""Results of kernels that lost and of a program that was wrong; both are gone, and their `note` says so."""
+OF_EARLIER_CODE = {"sft-layers-h200.json"}
+"""Results of a program that was wrong; it is gone, and their `note` says so."""
 
 
 class ParsedError(Exception):
@@ -89,13 +89,19 @@ def test_a_result_names_its_commit_and_a_command_of_todays_code(path: Path, monk
         read_options(monkeypatch, "experiments.__main__" if name == "experiments" else name, options)
 
 
-def test_the_contents_list_every_program_and_some_document_cites_every_result() -> None:
-    contents = (FOLDER / "README.md").read_text()
-    assert [name for name in PROGRAMS if f"`{name}`" not in contents] == []
-    assert [path.name for path in RESULTS if path.name not in contents] == []
+def test_the_contents_list_every_program_and_every_result() -> None:
+    programs, results = ((FOLDER / name).read_text() for name in ("README.md", "RESULTS.md"))
+    assert [name for name in PROGRAMS if f"`{name}`" not in programs] == []
+    assert [path.name for path in (FOLDER / "results").iterdir() if f"(results/{path.name})" not in results] == []
+
+
+def test_some_page_or_comment_cites_every_result_and_the_log_alone_does_not_suffice() -> None:
     root = FOLDER.parent
-    documents = "".join(path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md")))
-    assert [path.name for path in (*RESULTS, *FIGURES) if path.name not in documents] == []
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *EXPERIMENTS.glob("*.md")]
+    code = [path for path in (root / "moba_train").rglob("*") if path.suffix in (".py", ".json")]
+    cited = set(re.findall(r"[\w-]+\.(?:json|txt)", "".join(path.read_text() for path in (*pages, *code))))
+    held = {path.name for folder in (FOLDER, EXPERIMENTS) for path in (folder / "results").iterdir()}
+    assert held - cited == set()
 
 
 @pytest.mark.parametrize("path", [*RESULTS, *FIGURES], ids=lambda path: path.name)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guide import ROOT
 
 from benchmarks import step_time
 from benchmarks.step_time import (
@@ -24,8 +23,9 @@ from benchmarks.step_time import (
     summary,
     table,
 )
-from moba_train.planning.rates import RATES
-from moba_train.planning.step_time import StageStep
+from moba_train.tools.plan.rates import RATES
+from moba_train.tools.plan.step_time import StageStep
+from tests.guide import ROOT
 
 
 def test_every_measured_step_is_predicted_within_10_percent() -> None:

@@ -17,9 +17,9 @@ from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.planning.activations import FILLED
-from moba_train.planning.devices import Gpu
-from moba_train.validation.recipe import validate
+from moba_train.memory.activations import FILLED
+from moba_train.memory.devices import Gpu
+from moba_train.resolve.recipe import validate
 
 BEGAN = datetime(2026, 11, 26, 15, 30).timestamp()
 

@@ -10,7 +10,7 @@ from benchmarks import own_rank
 from benchmarks.step_trace import IDLE
 from benchmarks.training_profile import Recorder, measure, report, summary
 from benchmarks.training_rows import Row, parse_row
-from moba_train.training.trainer import Trainer
+from moba_train.run.trainer import Trainer
 
 
 def _rank(folder: Path, start: float) -> dict[str, object]:

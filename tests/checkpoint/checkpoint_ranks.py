@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.forked import run_processes
 
 
 @contextmanager

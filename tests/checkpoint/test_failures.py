@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import own_device, process_group, run_ranks
-from forked import forked
-from test_publish import failing_reads, flip_byte, steps
 
 from moba_train.checkpoint import checkpointer as checkpointer_module
 from moba_train.checkpoint import load, manifest, publish
@@ -28,6 +25,9 @@ from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.writer import ShardFile, ShardWriter
 from moba_train.errors import CheckpointError
 from moba_train.parallel.world import gather_over_ranks
+from tests.checkpoint.checkpoint_ranks import own_device, process_group, run_ranks
+from tests.checkpoint.test_publish import failing_reads, flip_byte, steps
+from tests.forked import forked
 
 
 class Logged(logging.Handler):

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import process_group, run_ranks
-from test_publish import steps
 
 from moba_train.checkpoint import publisher as module
 from moba_train.checkpoint.checkpointer import Checkpointer
@@ -19,6 +17,8 @@ from moba_train.checkpoint.publisher import Place
 from moba_train.checkpoint.retention import Marks, Retention
 from moba_train.checkpoint.writer import ShardWriter
 from moba_train.errors import CheckpointError, LaunchError
+from tests.checkpoint.checkpoint_ranks import process_group, run_ranks
+from tests.checkpoint.test_publish import steps
 
 
 def fallback_in(folder: Path) -> Place:

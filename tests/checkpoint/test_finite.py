@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import build, process_group, run_ranks, train
-from test_publish import steps
 
 from moba_train.checkpoint.checkpointer import MOST_NAMED, Checkpointer
 from moba_train.checkpoint.manifest import read_meta
@@ -14,7 +12,9 @@ from moba_train.checkpoint.publish import is_finite, is_good, latest_checkpoint
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.staging import FiniteCheck
 from moba_train.checkpoint.state import TrainingTensors
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
+from tests.checkpoint.checkpoint_ranks import build, process_group, run_ranks, train
+from tests.checkpoint.test_publish import steps
 
 
 def test_nan_and_infinity_are_found_and_nothing_else(device: torch.device) -> None:

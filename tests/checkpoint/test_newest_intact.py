@@ -4,11 +4,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from checkpoint_ranks import process_group
-from test_publish import cut_in_half, failing_reads, flip_byte, publish_step, steps
 
 from moba_train.checkpoint.load import newest_intact
 from moba_train.errors import CheckpointError
+from tests.checkpoint.checkpoint_ranks import process_group
+from tests.checkpoint.test_publish import cut_in_half, failing_reads, flip_byte, publish_step, steps
 
 
 @pytest.fixture(autouse=True)

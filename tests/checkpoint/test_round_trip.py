@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import assert_equal, build, full_values, process_group, run_ranks, train
 from torch import nn
 
 from moba_train.checkpoint.checkpointer import Checkpointer
@@ -19,6 +18,7 @@ from moba_train.checkpoint.state import (
     load_model_and_optimizer,
 )
 from moba_train.errors import CheckpointError
+from tests.checkpoint.checkpoint_ranks import assert_equal, build, full_values, process_group, run_ranks, train
 
 
 @pytest.fixture

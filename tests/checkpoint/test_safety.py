@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import process_group
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_publish import publish_step
 
 from moba_train.checkpoint import manifest, publish
 from moba_train.checkpoint.checkpointer import Checkpointer
@@ -25,6 +23,8 @@ from moba_train.checkpoint.index import INDEX, Chunk, SavedTensor, check_coverag
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
+from tests.checkpoint.checkpoint_ranks import process_group
+from tests.checkpoint.test_publish import publish_step
 
 
 def republish(path: Path) -> None:

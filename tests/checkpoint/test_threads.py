@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import assert_equal, build, full_values, own_device, process_group, run_ranks, train
 from hypothesis import given
 from hypothesis import strategies as st
-from test_publish import flip_byte
 
 from moba_train.checkpoint import files, publish
 from moba_train.checkpoint.checkpointer import Checkpointer
@@ -31,6 +29,16 @@ from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
 from moba_train.checkpoint.writer import ShardFile
 from moba_train.errors import CheckpointError
+from tests.checkpoint.checkpoint_ranks import (
+    assert_equal,
+    build,
+    full_values,
+    own_device,
+    process_group,
+    run_ranks,
+    train,
+)
+from tests.checkpoint.test_publish import flip_byte
 
 
 @contextmanager

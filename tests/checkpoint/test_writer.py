@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import process_group, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -18,7 +17,8 @@ from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.process_group import SaveFailedError, SaveGroup
 from moba_train.checkpoint.publish import publish
 from moba_train.checkpoint.writer import ShardFile, ShardWriter, build_index, write_checkpoint
-from moba_train.optim.local import local_part
+from moba_train.optim.gradients import local_part
+from tests.checkpoint.checkpoint_ranks import process_group, run_ranks
 
 
 def tensors(rows: int) -> dict[str, Tensor]:

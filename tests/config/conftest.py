@@ -1,5 +1,5 @@
 """The small recipe that the tests of this folder change."""
 
-from small_recipe import load, recipe, write
+from tests.small_recipe import load, recipe, write
 
 __all__ = ["load", "recipe", "write"]

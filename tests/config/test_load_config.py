@@ -14,11 +14,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moba_train.config.attention import LayerAttention
-from moba_train.config.load import RECIPE_BYTES, apply_overrides, deep_merge, dump_config, load_config, parse_yaml
+from moba_train.config.load import (
+    RECIPE_BYTES,
+    apply_overrides,
+    deep_merge,
+    dump_config,
+    load_config,
+    packaged_recipes,
+    parse_yaml,
+)
 from moba_train.config.run import ParallelConfig
 from moba_train.config.stages import resolve_stages, used_kinds
 from moba_train.errors import ConfigError
-from moba_train.validation.recipe import validate
+from moba_train.resolve.recipe import validate
 
 ROOT = Path(__file__).parents[2]
 FUZZ = settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=150)
@@ -84,6 +92,26 @@ def test_missing_and_unreadable_files_are_config_errors(tmp_path: Path, write):
     path = tmp_path / "latin1.yaml"
     path.write_bytes(b"name: \xe9")
     assert "cannot be read" in problems(path)[0]
+
+
+def test_packaged_recipes_are_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write):
+    files = sorted((ROOT / "configs").rglob("*.yaml"))
+    assert sorted(path.resolve() for path in packaged_recipes().values()) == files, "names are unique"
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "mini/continue-1m"):
+        assert load_config(name, ["seed=3"]) == load_config(ROOT / f"configs/recipes/{name}.yaml", ["seed=3"])
+    config = load_config(write("own.yaml", "extends: [quickstart, llama3.1-8b]\nname: own\n"))
+    assert (config.name, config.batch_tokens, config.model.layers) == ("own", 4096, 32)
+    write("quickstart", "extends: recipes/quickstart.yaml")
+    assert "recipes/quickstart.yaml (extended by" in problems("quickstart")[0], "a file comes first"
+
+
+def test_a_name_that_no_packaged_recipe_has_is_refused_with_the_names(tmp_path: Path, monkeypatch, write):
+    monkeypatch.chdir(tmp_path)
+    for (problem,) in (problems("quickstrat"), problems(write("own.yaml", "extends: llama-2b"))):
+        assert problem.endswith(f"; packaged recipes and models: {', '.join(packaged_recipes())}")
+        assert ", mini/sft-1m, " in problem
+        assert ", llama-1b, " in problem
 
 
 def test_extends_lays_files_over_each_other_in_order(write, recipe):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from moba_train.config.quantities import Length, TokenBudget, format_count, parse_number
+from moba_train.config.base import Length, TokenBudget, format_count, parse_number
 
 length, budget = TypeAdapter(Length), TypeAdapter(TokenBudget)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpora import MakeCorpus
 
 from moba_train.data.indexed import IndexedDatasetWriter
+from tests.data.corpora import MakeCorpus
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moba_train.data.best_fit import best_fit, split_documents
+from moba_train.data.packers import best_fit, split_documents
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

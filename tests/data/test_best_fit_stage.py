@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from corpora import MakeCorpus, numbered_documents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +9,7 @@ from moba_train.config.data import SourceConfig
 from moba_train.data.batch import collate
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.samples import Sample, StageData
+from tests.data.corpora import MakeCorpus, numbered_documents
 
 LENGTHS = [3, 20, 0, 8, 5, 1, 2, 7, 16, 4, 6, 9]
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from corpora import MakeCorpus, numbered_documents
 
 from moba_train.config.data import SourceConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.loader import Prefetcher, step_batches
 from moba_train.data.samples import StageData
+from tests.data.corpora import MakeCorpus, numbered_documents
 
 
 @pytest.fixture

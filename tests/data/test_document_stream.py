@@ -3,12 +3,12 @@
 import shutil
 from pathlib import Path
 
-from corpora import MakeCorpus, numbered_documents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.stream import DocumentStream
+from tests.data.corpora import MakeCorpus, numbered_documents
 
 LENGTHS = [3, 0, 5, 1, 0, 7, 2, 0]
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import MakeCorpus, numbered_documents
 
 from moba_train.config.data import SourceConfig
 from moba_train.config.load import load_config
 from moba_train.data.samples import StageData
 from moba_train.errors import ConfigError, DataError
-from moba_train.validation.recipe import validate
+from moba_train.resolve.recipe import validate
+from tests.data.corpora import MakeCorpus, numbered_documents
 
 
 def stage(*sources: SourceConfig, sequences: int = 400) -> StageData:

@@ -8,10 +8,10 @@ import pytest
 
 from moba_train.config.data import SourceConfig
 from moba_train.data.batch import collate
-from moba_train.data.fingerprint import Fingerprint
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import LossNorm, mask_prefix
 from moba_train.data.samples import Sample, StageData
+from moba_train.data.sidecar import Fingerprint
 from moba_train.errors import DataError
 
 PADDING_ID = 0

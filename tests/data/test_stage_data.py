@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpora import MakeCorpus, numbered_documents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from moba_train.config.data import SourceConfig
 from moba_train.data.indexed import HEADER, MAGIC, IndexedDataset
 from moba_train.data.samples import StageData
 from moba_train.errors import DataError
+from tests.data.corpora import MakeCorpus, numbered_documents
 
 
 def stage(*paths: str, weights: tuple[float, ...] = (), **changes: Any) -> StageData:

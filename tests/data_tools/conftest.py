@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from prose import prose
 
 from data_tools.train_tokenizer import train_tokenizer
+from tests.data_tools.prose import prose
 
 
 @pytest.fixture(scope="session")

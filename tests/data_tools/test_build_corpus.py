@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from prose import prose
 from typer.testing import CliRunner
 
 from data_tools.cli import app
@@ -25,6 +24,7 @@ from data_tools.corpus_documents import group_files
 from data_tools.corpus_manifest import read_manifest
 from data_tools.verify import verify_corpus
 from moba_train.data.indexed import IndexedDataset
+from tests.data_tools.prose import prose
 
 MINIMUM = 512
 MAXIMUM = 4096

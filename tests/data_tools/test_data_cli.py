@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prose import prose
 from typer.testing import CliRunner
 
 from data_tools.cli import app
 from moba_train.data.indexed import IndexedDatasetWriter
+from tests.data_tools.prose import prose
 
 runner = CliRunner()
 

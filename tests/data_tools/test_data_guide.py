@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
-from guide import ROOT, blocks, commands, run
-from prose import prose
 
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.data.samples import StageData
-from moba_train.validation.recipe import validate
+from moba_train.resolve.recipe import validate
+from tests.data_tools.prose import prose
+from tests.guide import ROOT, blocks, commands, run
 
 GUIDE = ROOT / "docs" / "data.md"
 

@@ -11,12 +11,12 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from prose import TEXT, prose
 
 from data_tools.encoders import load_encoder
 from data_tools.segments import SegmentedSentencepiece
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
+from tests.data_tools.prose import TEXT, prose
 
 TEXTS = st.text(
     st.one_of(st.sampled_from(" \u2581\n\tabé1_.,«"), st.characters(exclude_categories=["Cs"])), max_size=60

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from prose import prose
 from typer.testing import CliRunner
 
 from data_tools.cli import app
+from tests.data_tools.prose import prose
 
 CHARACTERS = 60_000
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prose import prose
 from typer.testing import CliRunner
 
 from data_tools.cli import app
 from data_tools.outputs import replace_file, write_errors
 from moba_train.errors import DataError
+from tests.data_tools.prose import prose
 
 
 @pytest.fixture

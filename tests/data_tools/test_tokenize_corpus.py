@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from prose import prose
 from typer.testing import CliRunner
 
 from data_tools.cli import app
@@ -24,6 +23,7 @@ from data_tools.shards import cut_shards
 from data_tools.tokenize_corpus import TokenizeResult, tokenize_corpus
 from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError
+from tests.data_tools.prose import prose
 
 SUFFIXES = ("bin", "idx", "json")
 

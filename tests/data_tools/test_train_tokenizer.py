@@ -10,11 +10,11 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from prose import prose
 
 from data_tools import train_tokenizer as module
 from data_tools.train_tokenizer import train_tokenizer
 from moba_train.errors import DataError, UserError
+from tests.data_tools.prose import prose
 
 
 def test_control_ids(tokenizer: str) -> None:

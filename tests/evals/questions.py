@@ -17,12 +17,10 @@ from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.evals.answers import encode_segments
-from moba_train.evals.evaluation import EvaluationContext
-from moba_train.evals.haystack import NOISE
-from moba_train.evals.variants import with_full
-from moba_train.evals.words import WORDS
+from moba_train.evals.evaluation import EvaluationContext, with_full
+from moba_train.evals.haystack import NOISE, WORDS
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import DataShard
+from moba_train.parallel.data_shard import DataShard
 
 VOCAB = 512
 PROSE = "the quick brown fox jumps over lazy dogs while reading long documents about sparse attention . It rained."

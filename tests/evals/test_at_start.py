@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from moba_train.cli import app
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.evals.stage import StageEvaluations
+from moba_train.run.evaluations import StageEvaluations
+from moba_train.run.trainer import Trainer
 from moba_train.telemetry.jsonl import read_records
+from moba_train.tools.cli import app
 from moba_train.train import main
-from moba_train.training.trainer import Trainer
 
 RECIPE = """
 name: test

@@ -8,32 +8,38 @@ from typing import Any
 
 import numpy as np
 import pytest
-import questions
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from moba_train.cli import app
 from moba_train.config.attention import AttentionConfig, resolve_layers
+from moba_train.config.base import Section
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
-from moba_train.evals import registry
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationStoppedError
+from moba_train.evals.evaluation import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationResult,
+    EvaluationStoppedError,
+    name_of,
+    with_full,
+)
 from moba_train.evals.needle import Needle
-from moba_train.evals.needle_signal import NeedleSignalEvaluation
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
-from moba_train.evals.ruler import Ruler
-from moba_train.evals.ruler_tasks import TASKS
-from moba_train.evals.stage import StageEvaluations
-from moba_train.evals.variants import name_of, with_full
+from moba_train.mechanisms.probes.needle_signal import NeedleSignalEvaluation
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.stage import DataShard
+from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import World, joined_world
+from moba_train.run.evaluations import StageEvaluations
 from moba_train.telemetry.jsonl import read_records
+from moba_train.tools.cli import app
+from moba_train.tools.ruler.ruler import Ruler
+from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.train import main
+from tests.evals import questions
 
 RECIPE = """
 name: test
@@ -78,7 +84,7 @@ def world() -> Iterator[World]:
         yield alone
 
 
-@pytest.mark.parametrize("evaluation", EVALUATIONS)
+@pytest.mark.parametrize("evaluation", EVALUATIONS.values(), ids=EVALUATIONS)
 def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type[Evaluation]) -> None:
     """The exit criterion is judged from the end of the stage's tokens on."""
     running = SimpleNamespace(every=5)
@@ -87,7 +93,7 @@ def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type
     assert due == [5, 7, 10, 12]
 
 
-@pytest.mark.parametrize("evaluation", EVALUATIONS)
+@pytest.mark.parametrize("evaluation", EVALUATIONS.values(), ids=EVALUATIONS)
 @pytest.mark.parametrize("attentions", ["own", "both"])
 def test_an_evaluation_gives_what_it_declares(
     recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation], attentions: str
@@ -172,29 +178,38 @@ def test_an_attention_is_named_by_all_its_kinds_beside_full(attention: dict[str,
 
 
 def test_no_two_evaluations_give_the_same_number_or_name() -> None:
-    numbers = [name for evaluation in EVALUATIONS for name in evaluation.numbers | evaluation.numbers_against_full]
+    numbers = [
+        name for evaluation in EVALUATIONS.values() for name in evaluation.numbers | evaluation.numbers_against_full
+    ]
     assert len(numbers) == len(set(numbers))
     # A record of metrics.jsonl has the numbers and, under this name, the data.
-    fields = {evaluation.data_name or evaluation.name for evaluation in EVALUATIONS}
+    fields = {evaluation.data_name or evaluation.name for evaluation in EVALUATIONS.values()}
     assert fields.isdisjoint(numbers)
-    assert len({evaluation.name for evaluation in EVALUATIONS}) == len(EVALUATIONS)
+    assert {name: evaluation.name for name, evaluation in EVALUATIONS.items()} == {name: name for name in EVALUATIONS}
     assert evaluation_of("loss") is None
+
+
+@pytest.fixture
+def countdown() -> Iterator[None]:
+    """Registers `Countdown`."""
+    with EVALUATIONS.registered("countdown", Countdown):
+        yield
+
+
+class CountdownOptions(Section):
+    """No options."""
 
 
 class Countdown(Evaluation):
     """Gives 3, 2, 1 at its evaluations, and the number of ranks."""
 
     name = "countdown"
-    key = "evaluation"
+    Options = CountdownOptions
     numbers = frozenset({"left"})
     left = 3.0
 
     def __init__(self, config: RunConfig, stage: Stage) -> None:
         self.every = 1
-
-    @classmethod
-    def enabled(cls, config: RunConfig) -> bool:
-        return True
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """One less than at the last evaluation."""
@@ -205,15 +220,13 @@ class Countdown(Evaluation):
         return EvaluationResult({"left": left}, f"{left:g} left", [f"left: {left:g}"], data)
 
 
+@pytest.mark.usefixtures("countdown")
 def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for module in (registry, "moba_train.validation.recipe", "moba_train.validation.stage_exit"):
-        target = module if isinstance(module, str) else module.__name__
-        monkeypatch.setattr(f"{target}.EVALUATIONS", (*EVALUATIONS, Countdown))
     monkeypatch.setattr(Countdown, "left", 3.0)
     until = "{metric: left, at_most: 1, max_tokens: 1024}"
-    overrides = [f"run_dir={tmp_path}/run", "stages.0.tokens=128", f"stages.0.until={until}"]
+    overrides = [f"run_dir={tmp_path}/run", "evaluation.countdown={}", "stages.0.tokens=128", f"stages.0.until={until}"]
     assert main([str(recipe), *overrides]) == 0
 
     records = read_records(tmp_path / "run" / "metrics.jsonl")

@@ -9,31 +9,30 @@ from unittest.mock import patch
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from questions import Reader, context, recipe
 from typer.testing import CliRunner
 
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import AttentionObserver
 from moba_train.attention.protocol import TokenRange
-from moba_train.cli import app
 from moba_train.config.load import dump_config
 from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import ConfigError, DataError
 from moba_train.evals import answers
-from moba_train.evals.answers import Question, answer_batch, encode_segments, predicted_answers
+from moba_train.evals.answers import Question, SelectedBlocks, answer_batch, encode_segments, predicted_answers
 from moba_train.evals.haystack import noise_tokens
 from moba_train.evals.needle import Needle, NeedleTexts
-from moba_train.evals.selected_blocks import SelectedBlocks
 from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
-from moba_train.report.needle_plot import draw_needle
+from moba_train.resolve.recipe import validate
 from moba_train.telemetry.jsonl import read_records
+from moba_train.tools.cli import app
+from moba_train.tools.report.plots import draw_needle
 from moba_train.train import main
-from moba_train.validation.recipe import validate
+from tests.evals.questions import Reader, context, recipe
 
 LENGTH = 448
 

@@ -24,9 +24,8 @@ from moba_train.errors import DataError
 from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, position_wise_loss, summarize
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import SequenceLayout
-from moba_train.parallel.stage import DataShard
+from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.world import World, joined_world
 
 SEQ_LEN, VOCAB = 16, 200

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
-from questions import VOCAB, recipe
 
 from data_tools.sft import encode_record
 from moba_train.config.schema import RunConfig
@@ -19,10 +18,10 @@ from moba_train.data.load_template import load_chat_template
 from moba_train.data.tokenizer import load_tokenizer, tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.evals.answers import Question
-from moba_train.evals.haystack import NaturalText
+from moba_train.evals.haystack import NaturalText, QuestionTokenizer
 from moba_train.evals.needle import Needle, NeedleTexts
-from moba_train.evals.question_tokenizer import QuestionTokenizer
-from moba_train.evals.ruler import RulerTexts
+from moba_train.tools.ruler.ruler import RulerTexts
+from tests.evals.questions import VOCAB, recipe
 
 LENGTH = 3072
 BOS, EOS = 1, 2

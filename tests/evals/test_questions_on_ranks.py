@@ -9,23 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from forked import forked
-from questions import recipe
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.evals.answers import predicted_answers
-from moba_train.evals.evaluation import EvaluationContext
-from moba_train.evals.gate_probe import GateProbe
+from moba_train.evals.evaluation import EvaluationContext, with_full
 from moba_train.evals.needle import Needle, NeedleTexts
-from moba_train.evals.needle_signal import NeedleSignalEvaluation
-from moba_train.evals.ruler import Ruler
-from moba_train.evals.variants import with_full
+from moba_train.mechanisms.probes.gate_probe import GateProbe
+from moba_train.mechanisms.probes.needle_signal import NeedleSignalEvaluation
+from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.world import World, joined_world
+from moba_train.tools.ruler.ruler import Ruler
+from tests.evals.questions import recipe
+from tests.forked import forked
 
 LENGTH = 403
 """Odd, so that samples are padded for the ranks."""

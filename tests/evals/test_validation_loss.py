@@ -15,9 +15,8 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import StageData
 from moba_train.evals.validation_loss import SequenceLosses, validation_loss
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.context.batch import shard_batch
 from moba_train.parallel.context.layout import SequenceLayout
-from moba_train.parallel.stage import DataShard
+from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.world import World, joined_world
 
 SEQ_LEN, SEQUENCES = 16, 5

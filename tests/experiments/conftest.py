@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments import run_arm, schedule
-from moba_train.cli import app
+from moba_train.tools.cli import app
 from moba_train.train import main as train
 
 
@@ -39,7 +39,7 @@ def start_here(command: list[str], environment: Mapping[str, str], log: Path) ->
     if "moba_train.train" in command:
         assert train([command[command.index("moba_train.train") + 1]]) == 0
     else:
-        result = CliRunner().invoke(app, command[command.index("moba_train.cli") + 1 :])
+        result = CliRunner().invoke(app, command[command.index("moba_train.tools.cli") + 1 :])
         assert result.exit_code == 0, result.output
 
 

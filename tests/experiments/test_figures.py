@@ -1,5 +1,6 @@
 """Figures: their arms are valid and fit the time, and what they find in results of a known law is that law."""
 
+import ast
 import dataclasses
 import json
 from pathlib import Path
@@ -25,8 +26,9 @@ from experiments.trained_with import evaluated
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.planning.parameters import count_recipe_parameters
-from moba_train.validation.recipe import validate
+from moba_train.memory.flops import count_recipe_parameters
+from moba_train.resolve.recipe import validate
+from tests.guide import ROOT, anchors, links
 
 TRAINED = [figure for figure in FIGURES.values() if not figure.source]
 DAY = 1e15 * 86400
@@ -259,7 +261,7 @@ def test_trailing_and_what_is_drawn_from_its_arms(tmp_path: Path) -> None:
         page.draw(FIGURES[name], file, tmp_path / f"{name}.svg")
         text = page.section(FIGURES[name], file)
         assert all(str(verdict) in text for verdict in FIGURES[name].find(results).verdicts)
-        assert f"science-{name}.svg" in text
+        assert f"plots/{name}.svg" in text
         assert "corpus of 100M tokens, which the longest arm reads 2.9 times" in text
         assert text.endswith("; last call: `python -m experiments trailing`")
     again = tmp_path / "again.svg"
@@ -267,11 +269,11 @@ def test_trailing_and_what_is_drawn_from_its_arms(tmp_path: Path) -> None:
     assert again.read_bytes() == (tmp_path / "position.svg").read_bytes()
     file.write_text(json.dumps({**content, "results": {"arms": results[:1]}}))
     alone = page.section(FIGURES["position"], file)
-    assert "science-position.svg" not in alone, "one arm has nothing to be compared with"
+    assert "position.svg" not in alone, "one arm has nothing to be compared with"
     own = results[0] | {"recipe": {"data": {"train": [], "validation": []}}}
     file.write_text(json.dumps({**content, "results": {"arms": [own]}}))
     without_the_corpus = page.section(FIGURES["position"], file)
-    assert "1 arms on a GPU, documents of their own; last call" in without_the_corpus
+    assert "1 of 16 arms on a GPU, documents of their own; last call" in without_the_corpus
 
 
 def test_both_runs_of_a_model_do_not_count_as_two_models() -> None:
@@ -335,24 +337,29 @@ def test_the_page_says_what_the_result_files_say(figure: Figure) -> None:
     _, found, rest = text.partition(page.marker(figure))
     assert found
     assert rest.startswith(f"\n\n{page.section(figure, page.result_file(figure))}\n\n<!-- end of table -->")
-    readme = (page.ROOT / "experiments" / "README.md").read_text()
+    readme = (page.FOLDER / "README.md").read_text()
     assert f"`{figure.name}`" in readme
 
 
-def test_the_table_of_all_figures_counts_the_arms_that_make_a_figure_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_counts_the_arms_that_make_a_figure_complete() -> None:
     losses = {0: 0.05, 1: 0.2}  # the base of seed 1 does not pass, and 20 arms are refused
-    arms = [
+    bases = [
         {"name": "base", "seed": seed, "evaluations": {"recall": {"validation_loss": {"moba": loss, "full": 0.0}}}}
         for seed, loss in losses.items()
     ]
-    (tmp_path / "some.json").write_text(json.dumps({"results": {"arms": arms}}))
-    monkeypatch.setattr(page, "result_file", lambda figure: tmp_path / "some.json")
-    assert "| 2 of 106 |" in page.overview({"third-cliff": FIGURES["third-cliff"]})
+    assert page.progress(FIGURES["third-cliff"], bases) == "2 of 106 arms"
 
 
-def test_the_page_has_the_table_of_all_figures() -> None:
-    table = page.overview(FIGURES)
-    assert len(table.splitlines()) == 2 + len(FIGURES)
-    assert table in page.PAGE.read_text(), "python -m experiments NAME --plot"
+def test_the_summary_links_to_every_section_of_the_report() -> None:
+    linked = {link.partition("#")[2] for link in links(ROOT / "docs" / "science.md") if "REPORT.md#" in link}
+    assert len(linked) == len(FIGURES)
+    assert linked < anchors(page.PAGE)
+
+
+@pytest.mark.parametrize("path", sorted(page.FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_results_and_discussion_stand_on_pages_and_not_in_programs(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            assert len(node.value) < 200, node.value

@@ -9,7 +9,6 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from finished_arms import finished_arm
 
 from experiments import __main__ as program
 from experiments import estimate, page, recall_documents, work
@@ -22,6 +21,7 @@ from experiments.short_first import EQUAL_FLOPS, SHORT, ShortFirst, flops_per_to
 from experiments.third_cliff import VALIDATION, ThirdCliff
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.loss_mask import LossWeights
+from tests.experiments.finished_arms import finished_arm
 
 SIZES = Recall(length=120, facts=4, values=3, filler_ids=10, key_ids=16, value_ids=50)
 Run = Callable[[Figure, Sequence[str]], list[Result]]

@@ -2,7 +2,7 @@
 
 import math
 
-from moba_train.health.rerun import RankEvidence, reproducible_fault, too_many_transient, transient_fault
+from moba_train.health.reaction import RankEvidence, reproducible_fault, too_many_transient, transient_fault
 
 FIRST = {"loss": math.nan, "grad_norm": math.nan}
 SECOND = {"loss": 2.5, "grad_norm": 0.75}

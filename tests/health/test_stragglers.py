@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.health import stragglers
-from moba_train.health.stragglers import Stragglers
+from moba_train.health import watch as stragglers
+from moba_train.health.watch import Stragglers
 
 
 def test_the_longest_times_are_compared_with_the_mean_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

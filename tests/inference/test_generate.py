@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from moba_train.attention.full.kind import FullKind
-from moba_train.attention.moba.attention import MobaAttention
-from moba_train.attention.moba.kind import MobaKind
+from moba_train.attention.full.full_kind import FullKind
+from moba_train.attention.moba.moba_kind import MobaKind
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.inference import generate as generate_module

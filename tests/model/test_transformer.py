@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moba_train.attention.full.kind import FullKind
-from moba_train.attention.moba.kind import MobaKind
+from moba_train.attention.full.full_kind import FullKind
+from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.protocol import packed_layout
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.build import initialize_weights

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from adam_stand_ins import StandInAdam, multi_tensor_adam
 from torch import nn
 
 from moba_train.config.optim import AdamWImplementation, OptimConfig
 from moba_train.errors import LaunchError
-from moba_train.optim import adamw_cpu
+from moba_train.optim import adamw as adamw_cpu
 from moba_train.optim.adamw import IMPLEMENTATIONS, implementation_problem
 from moba_train.optim.registry import build_optimizer, set_learning_rate
+from tests.adam_stand_ins import StandInAdam, multi_tensor_adam
 
 FUSED = ["apex", "transformer_engine"]
 

@@ -1,12 +1,10 @@
 """What every registered optimizer promises: parameter groups, the state it keeps, and what it leaves alone."""
 
-from typing import get_args
-
 import pytest
 import torch
 from torch import nn
 
-from moba_train.config.optim import OptimConfig, OptimizerKind
+from moba_train.config.optim import OptimConfig
 from moba_train.optim.registry import OPTIMIZERS, build_optimizer, set_learning_rate
 
 KINDS = ["adamw", "muon"]
@@ -38,12 +36,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_every_optimizer_that_a_recipe_can_name_is_registered_and_tested() -> None:
-    assert list(get_args(OptimizerKind)) == list(OPTIMIZERS) == KINDS
+    assert list(OPTIMIZERS) == KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_is_in_one_group_and_groups_follow_the_rate_by_their_factor(
-    kind: OptimizerKind, model: nn.Module
+    kind: str, model: nn.Module
 ) -> None:
     optimizer = build_optimizer(model, OptimConfig(kind=kind), CPU)
     found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -55,7 +53,7 @@ def test_every_parameter_is_in_one_group_and_groups_follow_the_rate_by_their_fac
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_state_is_what_it_says_by_name_and_size(kind: OptimizerKind, model: nn.Module) -> None:
+def test_its_state_is_what_it_says_by_name_and_size(kind: str, model: nn.Module) -> None:
     spec = OPTIMIZERS[kind]
     optimizer = build_optimizer(model, OptimConfig(kind=kind), CPU)
     step(model, optimizer)
@@ -72,7 +70,7 @@ def test_its_state_is_what_it_says_by_name_and_size(kind: OptimizerKind, model: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_parameter_without_gradient_is_left_alone_with_its_state(kind: OptimizerKind, model: nn.Module) -> None:
+def test_a_parameter_without_gradient_is_left_alone_with_its_state(kind: str, model: nn.Module) -> None:
     optimizer = build_optimizer(model, OptimConfig(kind=kind, weight_decay=0.5), CPU)
     step(model, optimizer)
     frozen = model.get_parameter("blocks.0.weight")
@@ -86,7 +84,7 @@ def test_a_parameter_without_gradient_is_left_alone_with_its_state(kind: Optimiz
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_matrices_decay_and_nothing_else(kind: OptimizerKind, model: nn.Module) -> None:
+def test_matrices_decay_and_nothing_else(kind: str, model: nn.Module) -> None:
     optimizer = build_optimizer(model, OptimConfig(kind=kind, weight_decay=0.5), CPU)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for parameter in model.parameters():

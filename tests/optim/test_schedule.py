@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
-from moba_train.optim.schedule import learning_rate, stage_learning_rate
+from moba_train.optim.spec import learning_rate, stage_learning_rate
 
 SPAN = 1000
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import thread_transports
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,6 +30,7 @@ from moba_train.parallel.activations import (
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.offload import HostMemory, buffer_bytes
+from tests.thread_ranks import thread_transports
 
 TOKENS, HEADS = 48, 4
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=80, layers=2, heads=HEADS, kv_heads=2)

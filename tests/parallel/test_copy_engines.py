@@ -1,7 +1,7 @@
 """Weights and gradients that ranks copy into each other's memory: FSDP trains the same bits as with its own transfers.
 
 Files in shared memory stand in for the memory of GPUs that reach each other; streams and copy engines run on GPUs only
-(tests/training/test_fsdp_units.py).
+(tests/run/test_fsdp_units.py).
 """
 
 import os
@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked import run_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from moba_train.parallel.copy_engines import (
+from moba_train.parallel.transfers import (
     GATHER_BUFFERS,
+    AllToAllReduceScatter,
     CopyEngineGather,
     CopyEngineReduceScatter,
+    ExchangedGradients,
     SharedBuffer,
     gathered_bytes,
 )
-from moba_train.parallel.reduction import AllToAllReduceScatter, ExchangedGradients
+from tests.forked import run_processes
 
 WIDTHS = [5, 7, 4, 9, 6, 8]
 BUFFER = 128

@@ -18,7 +18,7 @@ def _printed(program: str, **environment: str) -> str:
 
 
 _GROWN = (
-    "import torch; from moba_train.parallel.gpu_memory import grow_segments\n"
+    "import torch; from moba_train.parallel.world import grow_segments\n"
     "before = torch._C._accelerator_getAllocatorSettings(); grow_segments()\n"
     "print(repr((before, torch._C._accelerator_getAllocatorSettings())))\n"
 )

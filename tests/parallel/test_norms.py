@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moba_train.config.model import ModelConfig
 from moba_train.model.transformer import Transformer
-from moba_train.parallel.norms import norm_problem, use_apex_norms
+from moba_train.parallel.fsdp import norm_problem, use_apex_norms
 
 
 def norm_and_gradients(norm: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:

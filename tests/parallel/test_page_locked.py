@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moba_train.parallel import page_locked
-from moba_train.parallel.page_locked import PageLockedMemory
+from moba_train.parallel import offload as page_locked
+from moba_train.parallel.offload import PageLockedMemory
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from moba_train.errors import LaunchError
-from moba_train.parallel.restart import attempt_store
+from moba_train.parallel.world import attempt_store
 
 LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.2)
 

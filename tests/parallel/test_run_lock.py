@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked import run_processes
 
 from moba_train.errors import LaunchError
 from moba_train.parallel.run_lock import run_folder_lock
 from moba_train.parallel.world import World
+from tests.forked import run_processes
 
 HOLD = """
 import fcntl, sys

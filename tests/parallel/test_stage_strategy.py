@@ -11,11 +11,11 @@ import torch.distributed as dist
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
-from moba_train.parallel import stage as stage_module
+from moba_train.parallel import data_shard as stage_module
 from moba_train.parallel.context.costs import gather_cost, predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
+from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import StageDims
-from moba_train.parallel.stage import ContextEngines
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy
 from moba_train.parallel.world import World
 

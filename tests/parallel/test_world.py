@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked import run_processes
 
 from moba_train.errors import LaunchError
 from moba_train.parallel import world
@@ -19,6 +18,7 @@ from moba_train.parallel.world import (
     sum_over_ranks,
     values_of_ranks,
 )
+from tests.forked import run_processes
 
 
 def tell_each_other(rank: int, folder: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from moba_train.telemetry.boundary import STEPS, Boundary
+from moba_train.run.progress import STEPS, Boundary
 
 
 def test_the_last_losses_before_are_compared_once_with_the_first_after() -> None:

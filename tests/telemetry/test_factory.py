@@ -7,8 +7,9 @@ import pytest
 
 from moba_train import __version__
 from moba_train.config.schema import RunConfig
-from moba_train.telemetry import code_version
-from moba_train.telemetry.factory import make_telemetry
+from moba_train.telemetry import sinks as code_version
+from moba_train.telemetry.sinks import make_telemetry
+from moba_train.telemetry.telemetry import SinkRun
 
 RECIPE = {
     "name": "run",
@@ -30,14 +31,14 @@ RECIPE = {
 @pytest.mark.parametrize(
     ("section", "console", "files"),
     [
-        ({"console": False, "wandb": {"mode": "disabled"}}, False, {"metrics.jsonl"}),
-        ({"tensorboard": True, "wandb": {"mode": "disabled"}}, True, {"metrics.jsonl", "tensorboard"}),
+        ({"console": False, "plots": False, "wandb": {"mode": "disabled"}}, False, {"metrics.jsonl"}),
+        ({"tensorboard": True, "plots": False, "wandb": {"mode": "disabled"}}, True, {"metrics.jsonl", "tensorboard"}),
     ],
 )
 def test_the_sinks_asked_for(tmp_path, capsys, section: dict, console: bool, files: set[str]) -> None:
     run_dir: Path = tmp_path / "run"
     config = RunConfig.model_validate(RECIPE | {"telemetry": section})
-    telemetry = make_telemetry(config, run_dir, "run-id", None, 100)
+    telemetry = make_telemetry(config.telemetry, SinkRun(run_dir, "run", "run-id", None, 100, {}))
     telemetry.log(1, 4096, {"loss": 3.5})
     telemetry.close()
     assert {path.name for path in run_dir.iterdir()} == files

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from moba_train.telemetry import jsonl, outage
+from moba_train.telemetry import jsonl
+from moba_train.telemetry import telemetry as outage
 from moba_train.telemetry.jsonl import JsonlSink, read_records, read_since
 from moba_train.telemetry.telemetry import Telemetry
 
@@ -155,7 +156,7 @@ def test_a_failing_sink_is_reported_once_a_minute_and_when_it_works_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0]))
     sink = FlakySink()
     telemetry = Telemetry([sink])
     with caplog.at_level(logging.WARNING):

@@ -10,12 +10,11 @@ import pytest
 from rich.console import Console
 
 from moba_train.errors import UserError
-from moba_train.report.compare import Comparison, compare
-from moba_train.report.loss_plot import plot_run
-from moba_train.telemetry.console import ConsoleSink
 from moba_train.telemetry.jsonl import JsonlSink, read_records
+from moba_train.telemetry.sinks import ConsoleSink, TensorBoardSink
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.telemetry.tensorboard_sink import TensorBoardSink
+from moba_train.tools.report.compare import Comparison, compare
+from moba_train.tools.report.plots import plot_run
 
 
 class ListSink:

@@ -16,8 +16,7 @@ import moba_train
 from moba_train.config.run import WandbConfig
 from moba_train.telemetry import wandb_sink
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.telemetry.wandb_history import WandbHistory
-from moba_train.telemetry.wandb_sink import WandbSink
+from moba_train.telemetry.wandb_sink import WandbHistory, WandbSink
 
 
 class FakeRun:

@@ -18,7 +18,7 @@ from moba_train.attention.protocol import BackwardState, Gradients, Layout, Sele
 logger = logging.getLogger(__name__)
 
 _COMPOSED_PAYS_FROM = {"flash-attn-4": 2048}
-"""Block size from which `composed` on a varlen kernel of this name beats `triton` (docs/performance-log.md)."""
+"""Block size from which `composed` on a varlen kernel of this name beats `triton` (benchmarks/LOG.md)."""
 _COMPOSED_ROWS = 2**21
 """Query rows (tokens x heads) from which its partial results are small compared with what dense attention takes."""
 _COMPOSED_ROWS_OF_A_SHARD = 2**19

@@ -1,8 +1,4 @@
-"""Attention of one new token at a time to cached keys.
-
-cached  the keys and values of several sequences so far
-kernel  a Triton kernel that reads all keys of a sequence, or those of listed blocks
-"""
+"""Attention of one new token at a time to cached keys."""
 
 from moba_train.attention.decoding.cached import CachedKeys, kernel_decodes, last_tokens
 

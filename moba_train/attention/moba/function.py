@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import Layout
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

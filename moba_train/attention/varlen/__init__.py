@@ -1,10 +1,4 @@
-"""Attention inside many segments at once: full attention and the composed block attention are built from it.
-
-protocol           `Segments` of rows, and `VarlenKernel`: attention inside them, forward and backward
-flash_attention_4  the package flash-attn-4
-flash_attention_2  FlashAttention-2: torch's own, and the package flash-attn
-cpu                torch's fused CPU kernel
-"""
+"""Attention inside many segments at once: full attention and the composed block attention are built from it."""
 
 from torch import Tensor
 

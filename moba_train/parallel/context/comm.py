@@ -16,10 +16,13 @@ Shape suffixes: L rows of a shard, R ranks.
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moba_train.errors import CommunicationError
 
@@ -196,3 +199,17 @@ class Communicator:
                 f"context parallelism: rank {members[self.rank]} gave up after {time.monotonic() - began:.1f} s in "
                 f"{name} with ranks {members}, tensors {[tuple(x.shape) for x in received]}: {error}"
             ) from error
+
+
+class Ranks(NamedTuple):
+    """The ranks that a transport is made for."""
+
+    group: ProcessGroup
+    device: torch.device
+    timeout: timedelta | None
+    """Of the groups that the transport creates; None: torch's own."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """Communication among all of them."""
+        return Communicator(self.group, self.device)

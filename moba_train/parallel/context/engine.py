@@ -1,28 +1,135 @@
-"""The attention engine of a model whose sequence is sharded over ranks."""
+"""The rows before each of a rank's token ranges, from the ranks that hold them.
 
+Shape suffixes: n tokens of this rank, m rows that every rank sends, r ranges of this rank, c rows before each, R ranks.
+
+One rank's shard of a packed sequence, as a layer's kind sees it (attention/shard.py).
+
+Shape suffixes: L rows of a shard (padding included), n tokens in it, T tokens of the sequence, R ranks.
+
+The attention engine of a model whose sequence is sharded over ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moba_train.attention.call import AttentionCall
+from moba_train.attention.operator_shard import OperatorShard, all_ranks
 from moba_train.attention.operators import OperatorEngine
 from moba_train.attention.previous import previous_rows, previous_rows_backward
-from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
-from moba_train.parallel.context.checks import check_heads, check_merges, check_sizes
-from moba_train.parallel.context.comm import Communicator
-from moba_train.parallel.context.edges import edges
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection, TokenRanges
+from moba_train.parallel.context.comm import Ranks
 from moba_train.parallel.context.layout import SequenceLayout
-from moba_train.parallel.context.shard import RankShard
-from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.transport.allgather import AllGather
-from moba_train.parallel.context.transport.base import ShardedCall, Transport
-from moba_train.parallel.context.transport.dispatch import Dispatch
-from moba_train.parallel.context.transport.ring import make_ring
-from moba_train.parallel.context.transport.ulysses import Local, Ulysses
-from moba_train.parallel.dims import hierarchical_groups
+from moba_train.parallel.context.strategy import CPStrategy, check_heads, check_merges, check_sizes
+from moba_train.parallel.context.transport.base import MakeTransport, ShardedCall, Transport
+from moba_train.registry import TRANSPORTS
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What a rank sends and receives, so that all ranks have the rows before their ranges."""
+
+    sent_n: Tensor
+    """int64: this rank's rows that others need."""
+    rows: int
+    """m: as many as any rank sends."""
+    heads_rc: Tensor
+    """int64: which of the rows that all ranks send come before each range; R * m where there is no token."""
+
+    def to_send(self, x_nx: Tensor) -> Tensor:
+        """This rank's rows, filled up with zeros: [m, ...]."""
+        sent_x = x_nx[self.sent_n]
+        return torch.cat([sent_x, sent_x.new_zeros((self.rows - len(sent_x), *sent_x.shape[1:]))])
+
+    def heads(self, sent_Rmx: Tensor) -> Tensor:
+        """The rows before each range, [r, c, ...], from those of all ranks; zeros where there is no token."""
+        return torch.cat([sent_Rmx, sent_Rmx.new_zeros((1, *sent_Rmx.shape[1:]))])[self.heads_rc]
+
+    def heads_backward(self, grad_rcx: Tensor, ranks: int) -> Tensor:
+        """The gradient [R * m, ...] of `heads`."""
+        grad_Rmx = grad_rcx.new_zeros((ranks * self.rows + 1, *grad_rcx.shape[2:]))
+        return grad_Rmx.index_put_((self.heads_rc,), grad_rcx, accumulate=True)[:-1]
+
+
+def edges(layout: Layout, sequence: SequenceLayout, rank: int, count: int) -> Edges:
+    """The edges of `count` rows before each range of `rank`; kept with the layout of the sequence."""
+    return layout.cached(
+        ("edges", sequence, rank, count), lambda: _edges(sequence, rank, count, layout.cu_seqlens.device)
+    )
+
+
+def _edges(sequence: SequenceLayout, rank: int, count: int, device: torch.device) -> Edges:
+    needed = sorted({token for ranges in sequence.ranges for token in _tokens_before(ranges, count) if token >= 0})
+    owned: list[list[int]] = [[] for _ in sequence.ranges]
+    for token in needed:
+        owned[sequence.owner(token)].append(token)
+    rows = max(map(len, owned))
+    place = {token: owner * rows + i for owner, tokens in enumerate(owned) for i, token in enumerate(tokens)}
+    before = [place.get(token, sequence.ranks * rows) for token in _tokens_before(sequence.ranges[rank], count)]
+    sent_n = sequence.local_rows(torch.tensor(owned[rank], dtype=torch.int64), rank)
+    heads_rc = torch.tensor(before, dtype=torch.int64).view(-1, count)
+    return Edges(sent_n.to(device), rows, heads_rc.to(device))
+
+
+def _tokens_before(ranges: TokenRanges, count: int) -> Iterator[int]:
+    """The `count` tokens before each of the ranges, negative before the sequence."""
+    return (token for start, _ in ranges for token in range(start - count, start))
+
+
+class RankShard(OperatorShard):
+    """The tokens of this rank. Attention runs on this rank alone, over keys that it has gathered."""
+
+    def __init__(self, engine: OperatorEngine, layout: Layout, sequence: SequenceLayout, rank: int) -> None:
+        """`layout`: of the whole packed sequence; `sequence`: how it is shared."""
+        super().__init__(engine, layout)
+        self._sequence = sequence
+        self.rank = rank
+        self.ranks = sequence.ranks
+        self._tokens = sequence.tokens(rank)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of this rank's queries and all keys."""
+        ranges = self._sequence.ranges[self.rank]
+        # torch.compile takes no layer as a whole that adds to a layout's cache; what it traces has operators for all
+        # that follows from a layout, so that nothing is derived twice.
+        if torch.compiler.is_compiling():
+            return replace(self._whole, q_ranges=ranges, _cache={})
+        return self._whole.part(ranges, None)
+
+    @property
+    def ranges_by_rank(self) -> tuple[TokenRanges, ...]:
+        """Tokens of each rank: one range, or two under the zigzag layout, or none."""
+        return self._sequence.ranges
+
+    def own(self, x_Lx: Tensor) -> Tensor:
+        """The rows before the padding."""
+        return x_Lx[: self._tokens]
+
+    def padded(self, x_nx: Tensor) -> Tensor:
+        """Zeros appended up to the rows of a shard."""
+        missing = self._sequence.rows - self._tokens
+        return F.pad(x_nx, (0, 0) * (x_nx.dim() - 1) + (0, missing)) if missing else x_nx
+
+    def gather(self, name: str, x_nx: Tensor) -> Tensor:
+        """The rows of all ranks in the order of the packed sequence, by one all-gather; gradients are sent back to the
+        owners, which sum them in float32 or float64."""
+        return self._sequence.to_packed(self._all_shards(self.padded(x_nx)))
+
+    def all_ranks(self, x: Tensor) -> Tensor:
+        """`x` of all ranks, [R, ...], by one all-gather."""
+        return self._all_shards(x.unsqueeze(0))
+
+    def _all_shards(self, x_Lx: Tensor) -> Tensor:
+        return all_ranks(x_Lx, self._sequence.ranks, self._engine.handle)
+
 
 _sequence = lru_cache(maxsize=64)(SequenceLayout.split)
 
@@ -132,16 +239,5 @@ def context_engine(
     if size != strategy.ranks:
         raise ValueError(f"parallel.cp: {strategy.ranks} given, the group has {size} ranks")
     check_sizes(strategy)
-    transport: Transport
-    if strategy.transport == "ring":
-        transport = make_ring(Communicator(group, device), strategy)
-    elif strategy.transport == "allgather":
-        transport = AllGather(Communicator(group, device), strategy.slices)
-    elif strategy.transport == "ulysses":
-        transport = Ulysses(Communicator(group, device), Local())
-    elif strategy.transport == "dispatch":
-        transport = Dispatch(Communicator(group, device))
-    else:
-        node, across = hierarchical_groups(group, strategy.node_size, timeout)
-        transport = Ulysses(Communicator(node, device), AllGather(Communicator(across, device), strategy.slices))
-    return ContextParallel(strategy, transport)
+    make = cast(MakeTransport, TRANSPORTS[strategy.transport])
+    return ContextParallel(strategy, make(strategy, Ranks(group, device, timeout)))

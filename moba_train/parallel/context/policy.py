@@ -4,9 +4,16 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from moba_train.config.run import CPLayout, CPTransport
-from moba_train.parallel.context.checks import check_heads, check_merges, check_sizes, check_units
 from moba_train.parallel.context.costs import TransportCost, predict_cost
-from moba_train.parallel.context.strategy import GATHERING_TRANSPORTS, AttentionShape, CPStrategy
+from moba_train.parallel.context.strategy import (
+    GATHERING_TRANSPORTS,
+    AttentionShape,
+    CPStrategy,
+    check_heads,
+    check_merges,
+    check_sizes,
+    check_units,
+)
 
 SEVERAL_SLICES = 4
 """Slices of keys and values where one slice does not fit in memory or crosses the network. Inside a node one slice is

@@ -5,17 +5,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
-from thread_ranks import thread_transports
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LocalEngine
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import AttentionObserver
 from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, Selection, packed_layout
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.thread_ranks import thread_transports
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 HEAD_DIM = 8

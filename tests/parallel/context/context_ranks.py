@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from context_cases import (
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from moba_train.attention.operators import SAVED_OPERATORS
+from moba_train.parallel.context.comm import Communicator
+from moba_train.parallel.context.engine import ContextParallel, context_engine
+from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.run.determinism import deterministic
+from tests.forked import run_processes
+from tests.parallel.context.context_cases import (
     NAMES,
     Case,
     Result,
@@ -25,15 +34,6 @@ from context_cases import (
     padded_shards,
     selected_by_ranks,
 )
-from forked import run_processes
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-from moba_train.attention.operators import SAVED_OPERATORS
-from moba_train.parallel.context.comm import Communicator
-from moba_train.parallel.context.engine import ContextParallel, context_engine
-from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.training.determinism import deterministic
 
 CASES = {
     "moba": Case((12, 0, 1, 33), heads=12, kv_heads=12),

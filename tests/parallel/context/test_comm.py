@@ -21,7 +21,7 @@ def communicator() -> Iterator[Communicator]:
 
 
 def test_an_exchange_sends_no_messages(communicator: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose memory torch holds back on a GPU: 38 GiB in training at 128K tokens (docs/performance-log.md)."""
+    """Whose memory torch holds back on a GPU: 38 GiB in training at 128K tokens (benchmarks/LOG.md)."""
     calls: list[str] = []
     for name in ("batch_isend_irecv", "isend", "irecv", "all_to_all_single"):
         monkeypatch.setattr(dist, name, lambda *_, name=name, **__: calls.append(name))

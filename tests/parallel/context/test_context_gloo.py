@@ -1,7 +1,8 @@
 """Context parallelism between real processes, over gloo."""
 
 import pytest
-from context_ranks import CHECKS, run_checks
+
+from tests.parallel.context.context_ranks import CHECKS, run_checks
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from functools import partial
 
 import pytest
 import torch
-from context_cases import Case
-from context_ranks import Check, Member, equal_to_one_device, run_checks, say
 
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.parallel.context.context_cases import Case
+from tests.parallel.context.context_ranks import Check, Member, equal_to_one_device, run_checks, say
 
 pytestmark = [
     pytest.mark.gpu,

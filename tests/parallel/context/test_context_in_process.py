@@ -7,16 +7,8 @@ from typing import get_args
 
 import pytest
 import torch
-from context_cases import (
-    Case,
-    assert_same,
-    for_the_same_selection,
-    on_one_device,
-    on_threads,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import ThreadCommunicator
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.local import LOCAL_ENGINE
@@ -24,6 +16,14 @@ from moba_train.attention.protocol import Layout, TokenRanges
 from moba_train.attention.watched import WatchedEngine
 from moba_train.config.run import CPTransport
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.parallel.context.context_cases import (
+    Case,
+    assert_same,
+    for_the_same_selection,
+    on_one_device,
+    on_threads,
+)
+from tests.thread_ranks import ThreadCommunicator
 
 TRANSPORTS = ("allgather", "ring", "ring in parts", "ulysses", "hierarchical", "dispatch")
 LAYOUTS = ("contiguous", "zigzag")

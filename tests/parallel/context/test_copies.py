@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moba_train.parallel.context.copies import contiguous, copy_into
+from moba_train.parallel.context.layout import contiguous, copy_into
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 

@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moba_train.parallel.context.checks import check_heads, check_merges, check_sizes, check_units
 from moba_train.parallel.context.engine import context_engine
-from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.context.strategy import CPStrategy, check_heads, check_merges, check_sizes, check_units
 
 
 @pytest.mark.parametrize(

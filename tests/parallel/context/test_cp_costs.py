@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from thread_ranks import Board, ThreadCommunicator
 
 from moba_train.parallel.context.costs import TransportCost, TransportMemory, most_memory, predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
+from tests.thread_ranks import Board, ThreadCommunicator
 
 LLAMA_8B = AttentionShape(tokens=2**17, heads=32, kv_heads=8, head_dim=128)
 

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from context_cases import Case, assert_same, on_one_device, on_threads
-from thread_ranks import ThreadCommunicator
 from torch import Tensor
 
 from moba_train.attention.blocks import by_unit
 from moba_train.attention.blocks.by_unit import BlocksByUnit
-from moba_train.attention.moba.attention import MobaAttention
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, Selection
 from moba_train.attention.registry import KINDS
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.parallel.context.context_cases import Case, assert_same, on_one_device, on_threads
+from tests.thread_ranks import ThreadCommunicator
 
 LAYOUTS = ("contiguous", "zigzag")
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moba_train.attention.protocol import packed_layout
-from moba_train.parallel.context.edges import edges
+from moba_train.parallel.context.engine import edges
 from moba_train.parallel.context.layout import SequenceLayout
 
 

@@ -3,7 +3,7 @@
 Four warps gather a tile of rows of q and dout, with what the backward pass needs of each, while two warpgroups multiply
 the tile before. So rows are not packed beforehand (history_pass.py), nothing but dq is held in memory, and a row's dq
 goes to the place of its entry. For longer blocks, of which each tile of keys would gather the rows anew, packing is
-faster (docs/performance-log.md).
+faster (benchmarks/LOG.md).
 """
 
 from triton.experimental import gluon

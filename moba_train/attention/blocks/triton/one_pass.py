@@ -31,7 +31,7 @@ _SHORT = 2**19
 _ROUNDED = 8
 """Tiles of keys that may add to a row's dq in the dtype of q, which rounds it each time. With random numbers in bf16 dq
 is off by 0.0047 in norm after 8 tiles and 0.0076 after 32, where two passes have 0.0029 and attention written plainly
-in bf16 0.0066; more where all keys have something in common (docs/performance-log.md)."""
+in bf16 0.0066; more where all keys have something in common (benchmarks/LOG.md)."""
 _FULL = 0.65
 """A program of `gradients_own` takes a whole block. Below this share of the multiprocessors in use, it loses what it
 gained over two kernels with a program for each tile (0.26 ms for 0.44 at 8K 512/3, where nearly all are)."""

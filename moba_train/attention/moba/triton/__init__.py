@@ -1,8 +1,5 @@
 """MoBA's gate as Triton kernels: bit for bit the mean keys of ../gate.py, and its selection.
 
-pool    mean key of each block
-select  gate and top-k in one kernel; the scores never reach memory
-
 Imported only when used, so that moba_train needs no Triton.
 """
 

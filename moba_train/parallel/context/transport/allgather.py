@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
-from moba_train.parallel.context.comm import Communicator, Work
-from moba_train.parallel.context.copies import contiguous, copy_into
-from moba_train.parallel.context.summaries import all_summaries
+from moba_train.parallel.context.comm import Communicator, Ranks, Work
+from moba_train.parallel.context.layout import contiguous, copy_into
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
@@ -25,9 +25,15 @@ from moba_train.parallel.context.transport.base import (
     sum_dtype,
     sum_over_ranks,
 )
+from moba_train.parallel.context.units import all_summaries
 
 Heads = tuple[slice, slice]
 """A slice of the key/value heads, and the query heads that share them."""
+
+
+def make_allgather(strategy: CPStrategy, ranks: Ranks) -> Transport:
+    """The transport `allgather`."""
+    return AllGather(ranks.communicator, strategy.slices)
 
 
 class AllGather(Transport):

@@ -4,6 +4,7 @@ Shape suffixes: L rows of a shard (padding included), n tokens in it, H query he
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from moba_train.attention.call import AttentionCall
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
-from moba_train.parallel.context.comm import Communicator
+from moba_train.parallel.context.comm import Communicator, Ranks
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.strategy import CPStrategy
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Transport(ABC):
     @abstractmethod
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, call: ShardedCall) -> Selection:
         """Tensors shaped like `forward`'s selection, with undefined contents, for tracing by torch.compile."""
+
+
+MakeTransport = Callable[[CPStrategy, Ranks], Transport]
+"""Member of the registry `TRANSPORTS`: the transport of a strategy, with all its connections. A collective over the
+whole world."""
 
 
 def sum_over_ranks(x_RLx: Tensor, communicator: Communicator) -> Tensor:

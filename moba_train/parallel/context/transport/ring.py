@@ -22,10 +22,9 @@ from torch import Tensor
 
 from moba_train.attention.merge import merge_into, nothing_seen
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
-from moba_train.parallel.context.comm import Communicator, Work
+from moba_train.parallel.context.comm import Communicator, Ranks, Work
 from moba_train.parallel.context.layout import SequenceLayout, sees
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.summaries import all_summaries
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import (
     ShardedCall,
@@ -35,9 +34,15 @@ from moba_train.parallel.context.transport.base import (
     sum_dtype,
     sum_over_ranks,
 )
+from moba_train.parallel.context.units import all_summaries
 
 
-def make_ring(communicator: Communicator, strategy: CPStrategy) -> Transport:
+def make_ring(strategy: CPStrategy, ranks: Ranks) -> Transport:
+    """The transport `ring`."""
+    return ring(ranks.communicator, strategy)
+
+
+def ring(communicator: Communicator, strategy: CPStrategy) -> Transport:
     """The transport that attends to as many chunks at once as the strategy says."""
     width = strategy.chunks_per_call
     if width == communicator.size:

@@ -11,8 +11,10 @@ Shape suffixes as in base.py; N rows of all shards of the group, h of the H head
 from torch import Tensor
 
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
-from moba_train.parallel.context.comm import Communicator
-from moba_train.parallel.context.copies import contiguous
+from moba_train.parallel.context.comm import Communicator, Ranks
+from moba_train.parallel.context.layout import contiguous
+from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import (
     ShardedCall,
     Transport,
@@ -21,6 +23,19 @@ from moba_train.parallel.context.transport.base import (
     sum_dtype,
     sum_over_ranks,
 )
+from moba_train.parallel.dims import hierarchical_groups
+
+
+def make_ulysses(strategy: CPStrategy, ranks: Ranks) -> Transport:
+    """The transport `ulysses`."""
+    return Ulysses(ranks.communicator, Local())
+
+
+def make_hierarchical(strategy: CPStrategy, ranks: Ranks) -> Transport:
+    """The transport `hierarchical`: Ulysses inside a node, all-gather across nodes."""
+    node, across = hierarchical_groups(ranks.group, strategy.node_size, ranks.timeout)
+    across_nodes = AllGather(Communicator(across, ranks.device), strategy.slices)
+    return Ulysses(Communicator(node, ranks.device), across_nodes)
 
 
 class Ulysses(Transport):

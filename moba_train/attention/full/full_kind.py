@@ -1,0 +1,183 @@
+"""Full attention as a LocalAttention.
+
+The kind `full`: dense causal attention.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moba_train.attention.blocks.attention import BlockAttention
+from moba_train.attention.blocks.available import triton_refuses
+from moba_train.attention.blocks.geometry import history_blocks, history_bound
+from moba_train.attention.decoding import CachedKeys, kernel_decodes
+from moba_train.attention.full import calls
+from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
+from moba_train.attention.kind import AttentionKind, StageContext
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+
+_BLOCK = 4096
+"""Tokens of a block where attention to all blocks stands in for a kernel of full attention."""
+_ENTRIES = 2**25
+"""Blocks of all query heads that are listed at once: 128 MiB of ids, and as much of lists."""
+_BLOCKS_PAY_FROM = 8192
+"""Tokens of one document from which blocks are faster than FlashAttention-2 in a fixed order: forward and backward 5.5
+for 9.4 ms at 8K, 68 for 142 at 32K (benchmarks/results/determinism-blocks-h200.json)."""
+
+
+class FullAttention(LocalAttention):
+    """Every query attends to all earlier tokens of its document and to itself."""
+
+    class Options(Section):
+        """Options of `kind: full`."""
+
+        backend: Literal["auto", "flash4", "cudnn", "flash", "flash2", "sdpa", "reference"] = Field(
+            "auto",
+            description="flash4: the package flash-attn-4; cudnn: CUDA, one document or equally long ones; flash: "
+            "CUDA, any documents; flash2: the same by the package flash-attn; sdpa: fused CPU kernel; reference: plain "
+            "PyTorch; auto: the fastest that can do it",
+        )
+
+    alignment = 1
+
+    def __init__(self, options: Section, head_dim: int, softmax_scale: float | None = None) -> None:
+        assert isinstance(options, FullAttention.Options)
+        self.options = options
+        self.scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.by_block = BlockAttention(_BLOCK, self.scale, "auto", "attention.full.backend")
+
+    def summarize(self, k_SKD: Tensor, layout: Layout) -> None:
+        """Nothing: full attention selects nothing."""
+        return None
+
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """Nothing: every query attends to all keys that causality allows."""
+        return ()
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Nothing, as `select`."""
+        return ()
+
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D], lse [H, T]) over the given keys that causality allows."""
+        if self.fixed_order_by_blocks(q_THD, layout):
+            return self.attend_by_blocks(q_THD, k_SKD, v_SKD, layout)
+        return calls.attend(self.pick(q_THD, layout), q_THD, k_SKD, v_SKD, layout, self.scale)
+
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """(dq, dk, dv) of `attend`."""
+        if self.fixed_order_by_blocks(state.q, layout):
+            return self.attend_backward_by_blocks(state, layout)
+        return calls.attend_backward(self.pick(state.q, layout), state, layout, self.scale)
+
+    def fixed_order_by_blocks(self, q_THD: Tensor, layout: Layout) -> bool:
+        """Whether every block is attended to with the kernels of block attention.
+
+        They always add in a fixed order, for which FlashAttention-2 pays: under torch's deterministic algorithms they
+        replace it where they were measured to be faster, on one whole document.
+        """
+        if self.options.backend != "auto" or not torch.are_deterministic_algorithms_enabled():
+            return False
+        one = layout.is_whole and layout.cu_seqlens.numel() == 2 and layout.total >= _BLOCKS_PAY_FROM
+        if not one or triton_refuses(q_THD, layout, _BLOCK, history_bound(layout, _BLOCK)):
+            return False
+        return self.pick(q_THD, layout) is Flash
+
+    def attend_by_blocks(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """(out, lse) of `attend`, block by block."""
+        out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        lse = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
+        for of, kv, selection in self._every_block(q_THD, k_SKD, layout):
+            attended = self.by_block.attend(q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv], layout, selection)
+            out[:, of], lse[of] = attended
+        return out, lse
+
+    def attend_backward_by_blocks(self, state: BackwardState, layout: Layout) -> Gradients:
+        """(dq, dk, dv) of `attend`, block by block."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
+        for of, kv, selection in self._every_block(state.q, state.k, layout):
+            gradients = self.by_block.attend_backward(state.with_heads(of, kv), layout, selection)
+            dq[:, of], dk[:, kv], dv[:, kv] = gradients
+        return dq, dk, dv
+
+    def _every_block(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Iterator[tuple[slice, slice, Selection]]:
+        """Query heads, their key/value heads and the selection of every block, for as many heads at a time as
+        `_ENTRIES` allows."""
+        tokens, heads, _ = q_THD.shape
+        kv_heads = k_SKD.shape[1]
+        group = heads // kv_heads
+        selected_TC = history_blocks(layout, self.by_block.block_size)
+        together = max(1, _ENTRIES // max(1, tokens * group * selected_TC.shape[1]))
+        for first in range(0, kv_heads, together):
+            kv = slice(first, min(first + together, kv_heads))
+            of = slice(kv.start * group, kv.stop * group)
+            selected_HTC = selected_TC.repeat(of.stop - of.start, 1, 1)
+            yield of, kv, self.by_block.selection(selected_HTC, q_THD[:, of], layout, kv_heads=kv.stop - kv.start)
+
+    def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
+        """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
+        if self.options.backend != "auto" or not kernel_decodes(q_BHD):
+            return super().decode(q_BHD, cached)
+        from moba_train.attention.decoding.kernel import decode
+
+        return decode(q_BHD, cached, scale=self.scale)
+
+    def pick(self, q_THD: Tensor, layout: Layout) -> type[FullBackend]:
+        """The backend for this call. Raises ValueError when the options demand one that cannot do it."""
+        able = [name for name, backend in BACKENDS.items() if backend.can(q_THD, layout)]
+        wanted = self.options.backend
+        if wanted == "auto":
+            return next(BACKENDS[name] for name in able if BACKENDS[name].pays(layout))
+        if wanted not in able:
+            raise ValueError(
+                f"attention.full.backend: {wanted!r} cannot run head dim {q_THD.shape[-1]}, {q_THD.dtype} on "
+                f"{q_THD.device.type}, {'all' if layout.is_whole else 'a part'} of the sequence; usable here: auto, "
+                f"{', '.join(able)}"
+            )
+        return BACKENDS[wanted]
+
+
+_DEVICES = {"flash4": "cuda", "cudnn": "cuda", "flash": "cuda", "flash2": "cuda", "sdpa": "cpu"}
+"""The device that a backend needs."""
+
+
+class FullKind(AttentionKind):
+    """Every query attends to all earlier tokens of its document and to itself."""
+
+    name = "full"
+    Options = FullAttention.Options
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        self.attentions = (FullAttention(options, head_dim),)
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """A backend that is not reproducible in a deterministic run, or not for the run's device."""
+        assert isinstance(options, FullAttention.Options)
+        if context.deterministic and options.backend == "cudnn":
+            yield (
+                f"backend: given 'cudnn' {context.layers}, whose backward pass is not reproducible, with "
+                "deterministic: true; set auto or flash"
+            )
+        needs = _DEVICES.get(options.backend)
+        if needs and context.device not in (None, needs):
+            yield (
+                f"backend: given {options.backend!r} {context.layers}, which runs on {needs} only; the run trains on "
+                f"{context.device}; set auto"
+            )
+
+    def workspace_bytes(self, model: ModelConfig, width: int) -> int:
+        """Flash kernels sum the gradients of queries in float32."""
+        return 4 * model.heads * model.head_width
+
+    def attended_pairs(self, lengths: Sequence[int]) -> float:
+        """Half of each document's square."""
+        return sum(length**2 for length in lengths) / 2

@@ -1,0 +1,182 @@
+"""Initial weights of a new run, `init_from`: a Hugging Face folder or a checkpoint."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from moba_train.checkpoint.files import UnreadableError
+from moba_train.checkpoint.load import CheckpointReader
+from moba_train.checkpoint.publish import find_checkpoint, published
+from moba_train.checkpoint.recipe import checkpoint_folders, run_folder, saved_recipe, saved_stage, trained_tokenizer
+from moba_train.checkpoint.state import load_model, parameter_sizes
+from moba_train.config.explain import given
+from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
+from moba_train.errors import CheckpointError
+from moba_train.hf.config import CONFIG, read_model_config
+from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, load_hf_weights
+from moba_train.model.build import (
+    Shapes,
+    describe_shapes,
+    describe_sizes,
+    different_shapes,
+    kind_of_parameter,
+    kind_prefix,
+    kind_shapes,
+)
+from moba_train.model.transformer import Transformer
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether `folder` looks like a Hugging Face model."""
+    return (folder / CONFIG).is_file()
+
+
+def source_model(folder: Path) -> ModelConfig:
+    """The model that `folder` holds, with the rotary embedding its weights were last trained with.
+
+    `folder` is a Hugging Face model, a checkpoint of ours, or a run folder (its newest checkpoint). Raises UserError
+    when it is none of these.
+    """
+    if is_hf_folder(folder):
+        return read_model_config(folder)
+    checkpoint = find_checkpoint(folder)
+    config = saved_recipe(checkpoint)
+    return config.model.model_copy(update={"rope": saved_stage(checkpoint, config).rope})
+
+
+def load_initial_weights(model: Transformer, folder: Path) -> str:
+    """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
+
+    Parameters of attention kinds that the folder's model does not have keep their initial values; those that `model`
+    does not have are left out. Returns what was loaded, left out and begun anew, as a sentence.
+
+    Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
+    it was written.
+    """
+    if problems := list(model_differences(model.config, folder)):
+        raise CheckpointError("\n".join(problems))
+    parameters = parameter_sizes(model)
+    own = {name for name in parameters if kind_of_parameter(name)}
+    if is_hf_folder(folder):
+        load_hf_weights(model, folder)
+        source = f"the Hugging Face model {folder}"
+        missing = own
+        left_out: set[str] = set()
+    else:
+        checkpoint = find_checkpoint(folder)
+        theirs = {kind_prefix(layer, kind) for layer, kind in _source_kinds(folder)}
+        load_model(model, checkpoint, optional=own | theirs, verify=True)
+        source = f"the checkpoint {checkpoint}"
+        tensors = CheckpointReader(checkpoint).tensors if own or theirs else {}
+        saved = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
+        missing = own - saved
+        left_out = {name for name in saved - parameters.keys() if kind_of_parameter(name)}
+    loaded = sum(size for name, size in parameters.items() if name not in missing)
+    new: Counter[str] = Counter()
+    for name in missing:
+        new[kind_of_parameter(name)] += parameters[name]
+    kept = f"; {describe_sizes(new)}, which are not there, begin anew" if new else ""
+    if left_out:
+        kinds = ", ".join(sorted({kind_of_parameter(name) for name in left_out}))
+        kept += f"; {len(left_out)} of attention kinds that no stage uses there ({kinds}) are left out"
+    return f"{len(parameters) - len(missing)} tensors ({loaded:,} parameters) loaded from {source}{kept}"
+
+
+def left_out_kinds(config: RunConfig) -> dict[tuple[int, str], Shapes]:
+    """Parameters of the attention kinds, by layer and kind, that the model in `init_from` has and no stage of the
+    recipe uses; none where `init_from` cannot be used, or is not read any more. Raises UserError as `source_model`."""
+    if config.init_from is None or _has_begun(config):
+        return {}
+    folder = Path(config.init_from)
+    if any(model_differences(config.model, folder)):
+        return {}
+    own = kind_shapes(config)
+    return {key: shapes for key, shapes in _source_kinds(folder).items() if key not in own}
+
+
+def initial_tokenizers(config: RunConfig) -> list[str]:
+    """SHA-256 of the tokenizer of the model in `init_from`, in each form that is known; none where it is not known, or
+    `init_from` is not read any more. Raises UserError when the model cannot be read."""
+    if config.init_from is None or _has_begun(config):
+        return []
+    folder = Path(config.init_from)
+    if not is_hf_folder(folder):
+        checkpoint = find_checkpoint(folder)
+        if digest := trained_tokenizer(checkpoint):
+            return [digest]
+        folder = run_folder(checkpoint)  # of an imported model: its tokenizer lies there
+    return [tokenizer_hash(folder / name) for name in TOKENIZERS if (folder / name).is_file()]
+
+
+def _source_kinds(folder: Path) -> dict[tuple[int, str], Shapes]:
+    """Parameters of the attention kinds of the model in `folder`, by layer and kind."""
+    return {} if is_hf_folder(folder) else kind_shapes(saved_recipe(find_checkpoint(folder)))
+
+
+def _has_begun(config: RunConfig) -> bool:
+    """Whether the run has checkpoints of its own, or has some that cannot be seen, so that `init_from` is not read."""
+    try:
+        return any(map(published, checkpoint_folders(config)))
+    except UnreadableError:
+        return True
+
+
+def initial_problems(config: RunConfig) -> Iterator[str]:
+    """Problems of `init_from` in a run that has no checkpoints yet; a resumed run does not read it."""
+    if config.init_from is None or _has_begun(config):
+        return
+    folder = Path(config.init_from)
+    if not folder.is_dir():
+        yield (
+            f"init_from: given {config.init_from!r}; there is no such folder (from {Path.cwd()}); allowed: a Hugging "
+            "Face model that was downloaded before, a checkpoint or a run folder"
+        )
+        return
+    try:
+        differences = list(model_differences(config.model, folder))
+        yield from differences or _kind_differences(config, folder)
+        if is_hf_folder(folder) and not differences:
+            with torch.device("meta"):
+                model = Transformer(config.model)
+            shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            check_hf_weights(shapes, SafetensorsFolder(folder))
+    except CheckpointError as error:
+        other = "" if is_hf_folder(folder) else f"; nor is there a {CONFIG}, which a Hugging Face model has"
+        yield f"init_from: {error}{other}"
+
+
+def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
+    """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
+    ours, theirs = _comparable(model), _comparable(source_model(folder))
+    for key, value in theirs.items():
+        if ours[key] != value:
+            hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
+            yield f"model.{key}: given {given(ours[key])}, but init_from ({folder}) has {given(value)}{hint}"
+
+
+def _kind_differences(config: RunConfig, folder: Path) -> Iterator[str]:
+    """Attention kinds whose parameters have other shapes in the recipe than in `folder`, one text for each kind."""
+    own = kind_shapes(config)
+    reported: set[str] = set()
+    for (layer, kind), shapes in _source_kinds(folder).items():
+        theirs, ours = different_shapes(shapes, own.get((layer, kind), shapes))
+        if (theirs or ours) and kind not in reported:
+            reported.add(kind)
+            yield (
+                f"attention.{kind}: gives layer {layer} parameters {describe_shapes(ours)}, but in init_from "
+                f"({folder}) they are {describe_shapes(theirs)}; the options that shape them must be those of that run"
+            )
+
+
+def _comparable(model: ModelConfig) -> dict[str, object]:
+    values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
+    rope = model.rope.model_dump(exclude_defaults=True)
+    if model.rope.kind in ("none", "abf"):
+        rope = {"theta": model.rope.theta}  # two names for the same frequencies
+    elif model.rope.kind != "pi":
+        rope["beta_fast"] = model.rope.fast_turns
+    return values | {"rope": rope}

@@ -1,0 +1,271 @@
+"""Names that Hugging Face's Llama, Qwen2 and Qwen3 give to the parameters of `model.transformer.Transformer`.
+
+The tensors are equal: rotary embeddings pair the two halves of a head on both sides, so nothing is permuted.
+
+Tensors in a folder of safetensors files: read by name, complete or in part, and written file by file.
+
+A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which names the file of each
+tensor. A reader opens one file at a time and reads the bytes asked for; a writer holds the tensors of one file.
+
+Weights from a Hugging Face folder into a model that exists, sharded or not, a tensor at a time.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from moba_train.config.explain import given
+from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError, ForeignFileError
+from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
+from moba_train.model.build import kind_of_parameter
+from moba_train.model.transformer import Transformer
+
+_OUTSIDE_BLOCKS = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+}
+_BLOCK = re.compile(r"blocks\.(\d+)\.(\w+)\.(.+)")
+
+
+def hf_name(name: str) -> str:
+    """The Hugging Face name of our parameter `name`. Raises KeyError when it has none."""
+    if match := _BLOCK.fullmatch(name):
+        layer, part, rest = match.groups()
+        return f"model.layers.{layer}.{_IN_BLOCK[part]}.{rest}"
+    return _OUTSIDE_BLOCKS[name]
+
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class SafetensorsFolder:
+    """The tensors of `folder`, found by their names. Raises CheckpointError when the folder cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._roots = folder_roots(folder)
+        self._file_of = self._index() if (folder / INDEX).exists() else self._single()
+        self._open: tuple[str, Any] | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._file_of)
+
+    def file_of(self, name: str) -> str:
+        """Name of the file that holds tensor `name`. Reading in the order of files opens each of them once."""
+        return self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of tensor `name`, from the file's header. Raises CheckpointError if its dtype is not floating-point."""
+        header = self._slice(name)
+        if header.get_dtype() not in DTYPES:
+            raise CheckpointError(
+                f"{self.folder / self._file_of[name]}: {name} is {header.get_dtype()}, allowed: {', '.join(DTYPES)}; "
+                "quantised weights must be converted first"
+            )
+        return tuple(header.get_shape())
+
+    def read(self, name: str, part: Sequence[slice] = ()) -> Tensor:
+        """The tensor on the CPU in the file's dtype, or the `part` of it: a slice for each leading dimension."""
+        try:
+            return self._slice(name)[tuple(part) or ...]
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(self._file_of[name], error) from error
+
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        if self._open is None or self._open[0] != file:
+            try:
+                self._open = file, self._open_file(file)
+            except (SafetensorError, OSError) as error:
+                raise self._unreadable(file, error) from error
+        try:
+            return self._open[1].get_slice(name)
+        except SafetensorError as error:
+            raise self._unreadable(file, error) from error
+
+    def _open_file(self, file: str) -> Any:
+        """The library's reader of `file`. Raises CheckpointError when it may not be read, OSError, SafetensorError."""
+        try:
+            with open_foreign(self.folder / file, None, self._roots) as stream:
+                # The library takes a path and maps the file at once; this one is the open file, whatever its name leads
+                # to by now.
+                return safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
+        except ForeignFileError as error:
+            raise CheckpointError(str(error)) from None
+
+    def _single(self) -> dict[str, str]:
+        if not (self.folder / SINGLE).exists():
+            raise CheckpointError(f"{self.folder}: has neither {SINGLE} nor {INDEX}")
+        try:
+            with self._open_file(SINGLE) as tensors:
+                return dict.fromkeys(tensors.keys(), SINGLE)
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(SINGLE, error) from error
+
+    def _index(self) -> dict[str, str]:
+        path = self.folder / INDEX
+        try:
+            files = read_foreign_json(path, INDEX_BYTES, self._roots)["weight_map"]
+            # A name with a path in it would lead out of the folder.
+            strange = [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: is not an index of safetensors files ({error})") from error
+        if strange:
+            raise CheckpointError(
+                f"{path}: names the file {given(strange[0])}, allowed: *.safetensors in the same folder"
+            )
+        missing = sorted({file for file in files.values() if not (self.folder / file).is_file()})
+        if missing:
+            raise CheckpointError(f"{path}: names {', '.join(missing[:20])}, not found in the folder")
+        return dict(files)
+
+    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.folder / file}: cannot be read ({error}); get the file again")
+
+
+def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Write `tensors` (names and CPU tensors) into files of at most `shard_bytes`; a larger tensor has its own file.
+
+    `tensors` is consumed as it is written: no more than a file's worth is held. One file is `model.safetensors`,
+    several get an index.
+    """
+    files: list[list[str]] = []
+    waiting: dict[str, Tensor] = {}
+    total = 0
+
+    def write() -> None:
+        # Final names contain the number of files, which is known only at the end.
+        file = folder / _part(len(files))
+        save_file(waiting, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors makes files that only their owner can read
+        files.append(list(waiting))
+        waiting.clear()
+
+    for name, tensor in tensors:
+        if waiting and _bytes(tensor) + sum(map(_bytes, waiting.values())) > shard_bytes:
+            write()
+        waiting[name] = tensor.contiguous()
+        total += _bytes(tensor)
+    write()
+    if len(files) == 1:
+        (folder / _part(0)).rename(folder / SINGLE)
+        return
+    final = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for number, file in enumerate(final):
+        (folder / _part(number)).rename(folder / file)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, names in zip(final, files, strict=True) for name in names},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05d}.safetensors"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+_DERIVED = ("rotary_emb.inv_freq",)
+"""Endings of tensors in old files that are not weights: their values follow from the config."""
+_OUTPUT = hf_name("output.weight")
+_EMBEDDING = hf_name("embedding.weight")
+_ROWS = 4096
+
+
+@torch.no_grad()
+def load_hf_weights(model: nn.Module, folder: Path) -> None:
+    """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
+
+    Parameters of attention kinds, which no such model has, keep their values. Each rank reads the bytes of its own
+    shards only, one tensor after the other, without communication; of a tied model that comes with a copy of its
+    embedding, both in full first, to compare them.
+    Raises CheckpointError with every tensor that is missing, superfluous or of another shape.
+    """
+    state: dict[str, Any] = get_model_state_dict(model)
+    parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
+    files = SafetensorsFolder(folder)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    if isinstance(model, Transformer) and not model.is_whole:
+        shapes = parameter_shapes(model.config)
+    check_hf_weights(shapes, files)
+    for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(hf_name(item[0]))):
+        if isinstance(parameter, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            part = [slice(first, first + size) for first, size in zip(offset, shape, strict=True)]
+            if parameter.to_local().numel():
+                parameter.to_local().copy_(files.read(hf_name(name), part))
+        else:
+            parameter.copy_(files.read(hf_name(name)))
+
+
+def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:
+    """Compare names and shapes of all parameters (ours) with the headers of `files`, and the embedding of a tied model
+    with its copy, where `files` has one; raises CheckpointError."""
+    wanted = {hf_name(name): shape for name, shape in shapes.items()}
+    problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
+    known = {*wanted}
+    if "output.weight" not in shapes and _OUTPUT in files.names:  # tied: it may come with a copy of its embedding
+        known.add(_OUTPUT)
+        # Software differs in which of two different ones it takes: transformers 5 the file's, 4 the embedding.
+        if _EMBEDDING in files.names and not _equal(files, _OUTPUT, _EMBEDDING):
+            problems.append(
+                f"{_OUTPUT}: differs from {_EMBEDDING}, although tie_word_embeddings is true in config.json; set it to "
+                f"false to keep both, or remove {_OUTPUT}"
+            )
+    problems += [
+        f"{name}: the model of config.json has no such tensor"
+        for name in sorted(files.names - known)
+        if not name.endswith(_DERIVED)
+    ]
+    problems += [
+        f"{name}: has shape {list(files.shape(name))}, the model of config.json has {list(shape)}"
+        for name, shape in sorted(wanted.items())
+        if name in files.names and files.shape(name) != shape
+    ]
+    if problems:
+        shown = problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
+        raise CheckpointError(
+            f"{files.folder}: the weights are not those of its config.json:\n" + "\n".join(f"  - {p}" for p in shown)
+        )
+
+
+def _equal(files: SafetensorsFolder, one: str, other: str) -> bool:
+    """Whether two matrices are equal, a part of their rows at a time."""
+    if files.shape(one) != files.shape(other):
+        return False
+    parts = ([slice(first, first + _ROWS)] for first in range(0, files.shape(one)[0], _ROWS))
+    return all(torch.equal(files.read(one, part).float(), files.read(other, part).float()) for part in parts)
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the model, by our names."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}

@@ -1,0 +1,130 @@
+"""The kind `msa`: MiniMax Sparse Attention, of MiniMax-M3 (arXiv:2606.13392).
+
+An index branch scores every earlier token: one index query head for each group of query heads that share a key/value
+head, and one index key head for all groups, two projections of the layer's input, rotated at the tokens' positions. A
+block's score is that of its best token. The heads of a group attend to the same blocks. The branch learns the group's
+own attention: the probability in each block, averaged over the group's heads.
+
+Shape suffixes: n queries of this rank, T tokens of the sequence, D hidden size, H query heads, K key/value heads, d
+head width, w index width, C selected blocks.
+"""
+
+from collections.abc import Sequence
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from moba_train.attention.kind import LayerInput
+from moba_train.attention.operators import layout_arguments, query_positions
+from moba_train.attention.shard import Shard
+from moba_train.config.base import Length, Section
+from moba_train.config.model import LARGEST_WIDTH, ModelConfig
+from moba_train.mechanisms.gates import msa_operators as operators
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions
+
+
+class IndexBranch(nn.Module):
+    """Two projections; normalised where the model normalises q and k, as in MiniMax-M3."""
+
+    def __init__(self, model: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.q_proj = nn.Linear(model.hidden_size, model.kv_heads * width, bias=False)
+        self.k_proj = nn.Linear(model.hidden_size, width, bias=False)
+        self.q_norm = nn.RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
+
+    def forward(self, x_nD: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries [n, K, w] and index keys [n, 1, w], not rotated."""
+        q_nKw = self.q_norm(self.q_proj(x_nD).unflatten(-1, (-1, self.width)))
+        return q_nKw, self.k_norm(self.k_proj(x_nD)).unsqueeze(1)
+
+
+class MsaKind(DistilledGate):
+    """The query heads of a group attend to the blocks whose best tokens an index branch scores highest."""
+
+    name = "msa"
+
+    class Options(GateOptions):
+        """Options of `kind: msa`."""
+
+        block_size: Length = Field(128, description="tokens per block; blocks start anew with each document")
+        topk: int = Field(16, ge=1, description="blocks each query attends to, its own included; 1: own block only")
+        train_gate: bool = Field(
+            True, description="mode sparse: whether the gate goes on learning; mode warmup: it always does"
+        )
+        index_dim: int | None = Field(
+            None,
+            ge=2,
+            le=LARGEST_WIDTH,
+            multiple_of=2,
+            description="width of index queries and keys; null: the head width",
+        )
+
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+        assert isinstance(options, MsaKind.Options)
+        return IndexBranch(model, options.index_dim or model.head_width)
+
+    def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
+        """Index queries [n, K, w] of this rank and index keys [T, w] of all tokens."""
+        shard = layer.shard
+        x_nD = shard.own(layer.x_TD).detach()
+        positions_n = query_positions(*layout_arguments(shard.layout), len(x_nD))
+        q_nKw, k_n1w = (layer.rotate_at(x, positions_n) for x in parameters(x_nD))
+        return q_nKw, shard.gather("index_k", k_n1w.squeeze(1))
+
+    def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
+        """The blocks with the best tokens, equal for the heads of a group."""
+        options = self.gate_options
+        where = layout_arguments(shard.layout)
+        reference = options.backend == "reference"
+        selected_KnC = operators.select(*features, *where, options.block_size, options.topk - 1, reference)
+        return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
+
+    def divergence(
+        self,
+        features: Features,
+        shard: Shard,
+        q_nHd: Tensor,
+        k_TKd: Tensor,
+        lse_Hn: Tensor,
+        selected_HnC: Tensor | None,
+    ) -> Tensor:
+        """The mean over groups."""
+        group = q_nHd.shape[1] // k_TKd.shape[1]
+        selected_KnC = None if selected_HnC is None else selected_HnC[::group]
+        where = layout_arguments(shard.layout)
+        sizes = self.gate_options.block_size, self.full.scale, self.gate_options.backend == "reference"
+        return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
+
+    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
+        """In the warm-up, beside full attention's: keys and index keys of other ranks, from which the gate learns."""
+        if self.gate_options.mode == "sparse":
+            return 0
+        return (cp - 1) * width * (model.kv_heads * model.head_width + self._index_width(model))
+
+    def gathered_bytes(self, model: ModelConfig, width: int) -> int | None:
+        """Keys, values and index keys in mode sparse."""
+        found = super().gathered_bytes(model, width)
+        return None if found is None else found + width * self._index_width(model)
+
+    def gate_flops(self, model: ModelConfig, lengths: Sequence[int], full_pairs: float) -> float:
+        """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
+        are attended to."""
+        options = self.gate_options
+        width = self._index_width(model)
+        matrices = model.hidden_size * (model.kv_heads + 1) * width
+        index = 2.0 * model.kv_heads * width
+        # The projections forward, and the gradient of their weights; the layer's input gets none.
+        flops = 2.0 * matrices * sum(lengths) * (2 if self.learns else 1) + index * full_pairs
+        if self.learns:
+            attended = self.attended_pairs(lengths)
+            # Probabilities of the heads; gradients of the index pass one token of a block.
+            flops += 2.0 * model.heads * model.head_width * attended + 2 * index * attended / options.block_size
+        return flops
+
+    def _index_width(self, model: ModelConfig) -> int:
+        options = self.gate_options
+        assert isinstance(options, MsaKind.Options)
+        return options.index_dim or model.head_width

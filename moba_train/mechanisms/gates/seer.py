@@ -1,0 +1,162 @@
+"""The kind `seer`: SeerAttention (Gao et al. 2024, arXiv:2410.13276).
+
+All queries of a block attend to the same blocks, each head to its own. The gate compares q and k, before the rotary
+embedding, pooled over each block: the mean of q, and mean, maximum and minimum of k, each through a matrix of its own
+for each head, rotated at the position of the block's first token as in the authors' code. It learns full attention's
+map, max-pooled over blocks of queries and keys, each row divided by its sum.
+
+Shape suffixes: n queries of this rank, N blocks, H query heads, K key/value heads, d head width, w width of the gate.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moba_train.attention.kind import LayerInput
+from moba_train.attention.operators import layout_arguments
+from moba_train.attention.shard import Shard
+from moba_train.config.base import Section
+from moba_train.config.model import LARGEST_WIDTH, ModelConfig
+from moba_train.mechanisms.gates import seer_operators as operators
+from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateOptions
+
+
+class SeerGate(nn.Module):
+    """A matrix for each query head and, for the three poolings of k together, one for each key/value head."""
+
+    def __init__(self, model: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.q_weight = nn.Parameter(torch.empty(model.heads, model.head_width, width))
+        self.k_weight = nn.Parameter(torch.empty(model.kv_heads, 3 * model.head_width, width))
+
+    def forward(self, q_NHd: Tensor, k_NKp: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [N, H, w] and [N, K, w]."""
+        return torch.einsum("nhd,hdw->nhw", q_NHd, self.q_weight), torch.einsum("nkp,kpw->nkw", k_NKp, self.k_weight)
+
+
+class SeerKind(DistilledGate):
+    """All queries of a block attend to the blocks that a gate on pooled q and k selects for each head."""
+
+    name = "seer"
+
+    class Options(GateOptions):
+        """Options of `kind: seer`."""
+
+        threshold: float | None = Field(
+            None,
+            gt=0,
+            lt=1,
+            description="of the topk blocks, only those with a larger share of the gate's softmax; null: all of them",
+        )
+        gate_dim: int | None = Field(
+            None,
+            ge=2,
+            le=LARGEST_WIDTH,
+            multiple_of=2,
+            description="width of the gate's features, for each head; null: the head width",
+        )
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        assert isinstance(options, SeerKind.Options)
+        self.seer_options = options
+
+    @property
+    def needs_full(self) -> bool:
+        """In mode sparse, too, while the gate learns: its target is the map of full attention."""
+        return self.learns
+
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+        assert isinstance(options, SeerKind.Options)
+        return SeerGate(model, options.gate_dim or model.head_width)
+
+    def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
+        """Features of every block's queries and keys, [N, H, w] and [N, K, w]; equal on all ranks of a sequence."""
+        shard = layer.shard
+        block_size = self.gate_options.block_size
+        positions_N, tokens_N = operators.blocks(*layout_arguments(shard.layout), block_size)
+        rows = shard.own(layer.q_THd).detach(), shard.own(layer.k_TKd).detach()
+        features = parameters(*_pooled(shard, *rows, tokens_N, block_size))
+        q_NHw, k_NKw = (layer.rotate_at(x, positions_N) for x in features)
+        return q_NHw, k_NKw
+
+    def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
+        """The blocks with the highest scores for each head and block of queries, the queries' own not counted."""
+        options = self.seer_options
+        where = layout_arguments(shard.layout)
+        return operators.select(*features, *where, len(q_nHd), options.block_size, options.topk - 1, options.threshold)
+
+    def divergence(
+        self,
+        features: Features,
+        shard: Shard,
+        q_nHd: Tensor,
+        k_TKd: Tensor,
+        lse_Hn: Tensor,
+        selected_HnC: Tensor | None,
+    ) -> Tensor:
+        """Each query has the divergence of its block, the mean over heads."""
+        assert selected_HnC is None, "the gate learns the map of full attention"
+        block_size = self.gate_options.block_size
+        where = layout_arguments(shard.layout)
+        sizes = block_size, self.full.scale, self.gate_options.backend == "reference"
+        own_map, ids_E, rows_EHN = operators.attention_map(q_nHd, k_TKd, lse_Hn, *where, *sizes)
+        edges = shard.all_ranks(ids_E), shard.all_ranks(rows_EHN)
+        kl_n, _ = operators.distill(*features, own_map, *edges, *where, len(q_nHd), block_size)
+        return kl_n
+
+    def gate_flops(self, model: ModelConfig, lengths: Sequence[int], full_pairs: float) -> float:
+        """Matrices and scores of blocks, and one more product of q and k where there is a map to learn."""
+        options = self.seer_options
+        width = options.gate_dim or model.head_width
+        blocks = [-(-length // options.block_size) for length in lengths]
+        matrices = (model.heads + 3 * model.kv_heads) * model.head_width * width
+        scores = model.heads * width * sum(count**2 for count in blocks) / 2
+        # Forward alone, or with the gradient of the matrices, and of both factors of the scores.
+        gate = 2.0 * matrices * sum(blocks) * (2 if self.learns else 1) + 2.0 * scores * (3 if self.learns else 1)
+        return gate + (2.0 * model.heads * model.head_width * full_pairs if self.learns else 0.0)
+
+    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
+        """Selected blocks, and while the gate learns its target: float32, blocks by blocks for each head."""
+        block_size = self.gate_options.block_size
+        target = 4 * model.heads * -(-seq_len // block_size) // block_size
+        return super().saved_bytes(model, seq_len) + (target if self.learns else 0)
+
+    @property
+    def prefill_unit(self) -> int:
+        """The block size: the queries of a block select by their mean."""
+        return self.gate_options.block_size
+
+    def own_decode_problem(self) -> str:
+        """In mode sparse a query's blocks depend on the mean of its whole block, which is not known yet."""
+        if self.gate_options.mode == "warmup":
+            return ""
+        return (
+            "decode: own given, but attention.seer.mode 'sparse' selects from the mean query of a whole block, which "
+            "is not known while its tokens are generated one by one; allowed: full, which reads the prompt with the "
+            "selected blocks, as published"
+        )
+
+
+@torch.no_grad()
+def _pooled(shard: Shard, q_nHd: Tensor, k_nKd: Tensor, tokens_N: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Mean q [N, H, d], and mean, maximum and minimum of k [N, K, 3 d], of all blocks; zeros for ids without a
+    block. `tokens_N`: of each block."""
+    if shard.ranks == 1:  # also while a prompt is read in parts: the first block may have begun in the part before
+        *sizes, _ = layout_arguments(shard.layout)
+        rows = shard.gather("q_unrotated", q_nHd), shard.gather("k_unrotated", k_nKd)
+        sums_NHd, extremes_NKd = operators.pool(*rows, *sizes, [0, shard.layout.total], block_size)
+    else:
+        sums, extremes = operators.pool(q_nHd, k_nKd, *layout_arguments(shard.layout), block_size)
+        sums_NHd = shard.all_ranks(sums).sum(0)
+        extremes_NKd = shard.all_ranks(extremes).amax(0)
+    tokens_N11 = tokens_N[:, None, None]
+    heads, kv_heads = q_nHd.shape[1], k_nKd.shape[1]
+    mean_NHd = sums_NHd / tokens_N11.clamp(min=1)
+    extremes_NKd = extremes_NKd.masked_fill(tokens_N11 == 0, 0.0)
+    q_NHd, k_NKd = mean_NHd.split([heads, kv_heads], 1)
+    largest_NKd, smallest_NKd = extremes_NKd.split([kv_heads, kv_heads], 1)
+    return q_NHd.to(q_nHd.dtype), torch.cat([k_NKd, largest_NKd, -smallest_NKd], -1).to(k_nKd.dtype)

@@ -1,0 +1,307 @@
+"""InfLLM's memory: the tokens that lie before a query's window (Xiao et al. 2024, arXiv:2402.04617).
+
+With a window of L tokens, the query at position p has the tokens up to p - L as its memory. It attends to the complete
+blocks with the highest scores, to the document's first blocks, and to the block that the window is leaving, up to
+p - L. That is attention to selected blocks (blocks/attention.py) for a query that stands at p - L.
+
+Shape suffixes: n queries that have a memory, t a chunk of them, T keys of the whole sequence, N blocks, B tokens of a
+block, H query heads, K key/value heads, D head width, C selected blocks.
+
+The kind `infllm`: training-free memory for evaluation and generation.
+
+Shape suffixes: T tokens of the sequence, n tokens of this layer, m those that have a memory, H query heads, K key/value
+heads, d head width.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moba_train.attention.blocks.attention import BlockAttention
+from moba_train.attention.blocks.choose import choose_blocks, query_blocks
+from moba_train.attention.blocks.geometry import block_edges
+from moba_train.attention.blocks.statistics import Choice, key_share, routing_statistics
+from moba_train.attention.full import FullAttention
+from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
+from moba_train.attention.masked import accumulation_dtype, query_chunks
+from moba_train.attention.merge import merge
+from moba_train.attention.moba.moba_kind import attended_pairs
+from moba_train.attention.protocol import Layout, joined_ranges
+from moba_train.attention.shard import Shard
+from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics, joined
+from moba_train.attention.window import WindowAttention
+from moba_train.config.base import Length, Section
+from moba_train.config.model import ModelConfig
+from moba_train.errors import UserError
+
+
+class MemorySizes(NamedTuple):
+    """What a memory looks at."""
+
+    window: int
+    """Tokens of the window, L."""
+    block_size: int
+    representatives: int
+    """Tokens of a block whose keys stand for it."""
+    first_blocks: int
+    topk: int
+    """Blocks besides the first ones."""
+
+
+class Readers(NamedTuple):
+    """The queries that have a memory."""
+
+    rows_n: Tensor
+    """int64: their rows among the layout's queries."""
+    layout: Layout
+    """The sequence, with these queries at p - L."""
+
+
+def readers(layout: Layout, window: int) -> Readers:
+    """The layout's queries at positions from `window` on. Kept with the layout."""
+
+    def make() -> Readers:
+        rows = []
+        ranges = []
+        row = 0
+        for start, stop in ((0, layout.total),) if layout.q_ranges is None else layout.q_ranges:
+            for begin, end in pairwise(layout.edges):
+                first, last = max(start, begin + window), min(stop, end)
+                if first < last:
+                    rows.append(torch.arange(row + first - start, row + last - start))
+                    ranges.append((first - window, last - window))
+            row += stop - start
+        rows_n = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        device = layout.cu_seqlens.device
+        return Readers(rows_n.to(device, non_blocking=True), layout.part(joined_ranges(ranges), None))
+
+    return layout.cached(("readers of a memory", window), make)
+
+
+def representative_keys(
+    queries_TKD: Tensor, k_TKD: Tensor, far_k_TKD: Tensor, layout: Layout, sizes: MemorySizes
+) -> Tensor:
+    """The sum of the representative keys of each block, [N, K, D] in float32 (float64 for float64).
+
+    A token's representative score is the mean of q . k over the L queries after it, here summed over the
+    query heads that share its key/value head. The tokens of a block with the highest scores represent it. Blocks that a
+    window still reaches have no meaning; nothing reads them.
+
+    queries_TKD  rotated queries, summed over the query heads of each key/value head
+    k_TKD        rotated keys
+    far_k_TKD    keys as a query sees them from beyond its window
+    """
+    tokens_NB = block_edges(layout, sizes.block_size)[:-1, None].long()
+    tokens_NB = tokens_NB + torch.arange(sizes.block_size, device=k_TKD.device)
+    tokens_NB = tokens_NB.clamp(max=max(layout.total - 1, 0))
+    last_T = (torch.arange(layout.total, device=k_TKD.device) + sizes.window).clamp(max=layout.total - 1)
+    sums = []
+    for head in range(k_TKD.shape[1]):  # a head at a time: prefix sums of long sequences need float64
+        prefix_TD = queries_TKD[:, head].double().cumsum(0)
+        score_T = ((prefix_TD[last_T] - prefix_TD) * k_TKD[:, head]).sum(-1)
+        best_NR = score_T[tokens_NB].topk(sizes.representatives, dim=-1).indices
+        keys_NRD = far_k_TKD[:, head][tokens_NB.gather(1, best_NR)]
+        sums.append(keys_NRD.to(accumulation_dtype(keys_NRD.dtype)).sum(1))
+    return torch.stack(sums, 1)
+
+
+def select_blocks(far_q_nHD: Tensor, representatives_NKD: Tensor, layout: Layout, sizes: MemorySizes) -> Tensor:
+    """The blocks of memory that each reader attends to, int32 [H, n, C]: the first ones, and those with the highest
+    scores.
+
+    A block's score is the sum of q . representative key over all query heads, so that a token's heads
+    read the same blocks, as in the authors' code.
+    """
+    queries, heads, _ = far_q_nHD.shape
+    blocks, kv_heads, _ = representatives_NKD.shape
+    where = query_blocks(layout, sizes.block_size)
+    representatives_EN = representatives_NKD.flatten(1).T
+    chosen = []
+    for rows in query_chunks(queries, blocks, far_q_nHD.device):
+        grouped_tKD = far_q_nHD[rows].to(representatives_EN.dtype).unflatten(1, (kv_heads, -1)).sum(2)
+        scores_1tN = (grouped_tKD.flatten(1) @ representatives_EN).unsqueeze(0)
+        count = sizes.first_blocks + sizes.topk
+        chosen.append(choose_blocks(scores_1tN, where.rows(rows), count, first=sizes.first_blocks))
+    return torch.cat(chosen, 1).repeat(heads, 1, 1)
+
+
+def attend_to_memory(
+    far_q_nHD: Tensor,
+    far_k_TKD: Tensor,
+    v_TKD: Tensor,
+    representatives_NKD: Tensor,
+    readers_layout: Layout,
+    blocks: BlockAttention,
+    sizes: MemorySizes,
+) -> tuple[Tensor, Tensor]:
+    """(out [n, H, D], lse [H, n]) of the readers over their memories."""
+    selected_HnC = select_blocks(far_q_nHD, representatives_NKD, readers_layout, sizes)
+    selection = blocks.selection(selected_HnC, far_q_nHD, readers_layout, kv_heads=far_k_TKD.shape[1])
+    return blocks.attend(far_q_nHD, far_k_TKD, v_TKD, readers_layout, selection)
+
+
+_ROWS_MERGED = 4096
+"""Queries whose results are merged at once: in float32, so in several times the memory of 16 bits."""
+
+
+class InfLLMOptions(Section):
+    """Options of `kind: infllm`."""
+
+    window: Length = Field(4096, description="tokens before a query, its own included, that it attends to as trained")
+    block_size: Length = Field(128, description="tokens per block of what lies before the window")
+    topk: int = Field(16, ge=0, description="blocks with the highest scores that a query attends to before its window")
+    first_blocks: int = Field(1, ge=0, description="blocks at a document's start that every query attends to")
+    representatives: int = Field(4, ge=1, description="tokens of a block whose keys give its score")
+    backend: Literal["auto", "triton", "composed", "reference"] = Field(
+        "auto",
+        description="of attention to blocks; triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash "
+        "attention over gathered queries, then a merge; reference: plain PyTorch, any device; auto: triton where it "
+        "can run, else composed where it can run",
+    )
+
+
+class InfLLMKind(AttentionKind):
+    """A window as trained, and the best blocks before it at one relative position, under one softmax."""
+
+    name = "infllm"
+    Options = InfLLMOptions
+    statistics = SOFTMAX | SELECTION | {"memory_mass": "probability of the keys before the window, where there are any"}
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        assert isinstance(options, InfLLMOptions)
+        if options.representatives > options.block_size:
+            raise ValueError(_too_many_representatives(options))
+        self.sizes = MemorySizes(
+            options.window, options.block_size, options.representatives, options.first_blocks, options.topk
+        )
+        self.scale = head_dim**-0.5
+        self.full = FullAttention(FullAttention.Options(), head_dim)
+        backend = "reference" if options.backend == "reference" else "auto"
+        self.window = WindowAttention(options.window, head_dim, backend)
+        self.blocks = BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm.backend")
+        self.attentions = ()
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """Training, tensor parallelism, and more representatives than a block has tokens."""
+        assert isinstance(options, InfLLMOptions)
+        if context.training:
+            yield (
+                f"kind: given 'infllm' {context.layers}, which has no gradient and cannot be trained with; train with "
+                "another kind, then: moba-train eval RUN attention.default=infllm (or lm-eval, generate)"
+            )
+        if context.tp > 1:
+            yield (
+                f"parallel.tp: given {context.tp}, but infllm {context.layers} scores blocks by all heads together; "
+                "set tp: 1"
+            )
+        if options.representatives > options.block_size:
+            yield f"{_too_many_representatives(options)} ({context.layers})"
+
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, None]:
+        """[n, H, d] without gradient. Raises UserError where one is asked for."""
+        if torch.is_grad_enabled() and layer.q_THd.requires_grad:
+            raise UserError(
+                "attention kind 'infllm' has no gradient: it is for evaluation and generation; leave out evaluations "
+                "that differentiate (gradient_reach), or choose another kind"
+            )
+        shard = layer.shard
+        layout = shard.layout
+        q_nHd = shard.own(layer.q_THd)
+        near_q_nHd = shard.own(layer.rotate(layer.q_THd))
+        unrotated_k_TKd = shard.gather("keys", shard.own(layer.k_TKd))
+        v_TKd = shard.gather("values", shard.own(layer.v_TKd))
+        kv_heads = v_TKd.shape[1]
+        queries_TKd = shard.gather("queries", near_q_nHd.unflatten(1, (kv_heads, -1)).sum(2))
+        k_TKd = layer.rotate_at(unrotated_k_TKd, layout.positions(layout.k_tokens, layout.k_documents))
+        if shard.attends_to_all:
+            out_nHd, _ = shard.attend(near_q_nHd, k_TKd, v_TKd, self.full)
+        else:
+            far_k_TKd = layer.rotate_at(unrotated_k_TKd, torch.zeros_like(layout.k_tokens))
+            far_q_nHd = layer.rotate_at(q_nHd, torch.full_like(layout.q_tokens, self.sizes.window - 1))
+            out_nHd = self._attend(near_q_nHd, far_q_nHd, k_TKd, far_k_TKd, v_TKd, queries_TKd, shard)
+        return shard.padded(out_nHd), None
+
+    @torch.compiler.disable
+    def _attend(
+        self,
+        q_nHd: Tensor,
+        far_q_nHd: Tensor,
+        k_TKd: Tensor,
+        far_k_TKd: Tensor,
+        v_TKd: Tensor,
+        queries_TKd: Tensor,
+        shard: Shard,
+    ) -> Tensor:
+        """One softmax over the window and the memory. The `far` tensors are rotated as beyond the window."""
+        layout = shard.layout
+        with torch.autocast(q_nHd.device.type, enabled=False):
+            out_nHd, lse_Hn = self.window.attend(q_nHd, k_TKd, v_TKd, layout, ())
+            rows_m, readers_layout = readers(layout, self.sizes.window)
+            if not len(rows_m):
+                if shard.observer and len(out_nHd):
+                    largest = Statistics({"max_lse": lse_Hn.max().item()})
+                    shard.observer.report(joined([largest, key_share(None, layout)]))
+                return out_nHd
+            representatives = representative_keys(queries_TKd, k_TKd, far_k_TKd, readers_layout, self.sizes)
+            memory_mHd, memory_lse_Hm = attend_to_memory(
+                far_q_nHd[rows_m], far_k_TKd, v_TKd, representatives, readers_layout, self.blocks, self.sizes
+            )
+            if shard.observer:
+                selected_mC = select_blocks(far_q_nHd[rows_m], representatives, readers_layout, self.sizes)[0]
+                shard.observer.report(
+                    self._statistics(lse_Hn, memory_lse_Hm, selected_mC, rows_m, readers_layout, layout)
+                )
+            parts = rows_m.split(_ROWS_MERGED), memory_mHd.split(_ROWS_MERGED), memory_lse_Hm.split(_ROWS_MERGED, 1)
+            for rows_r, *memory in zip(*parts, strict=True):
+                out_nHd[rows_r], _ = merge(out_nHd[rows_r], lse_Hn[:, rows_r], *memory)
+        return out_nHd
+
+    def _statistics(
+        self,
+        lse_Hn: Tensor,
+        memory_lse_Hm: Tensor,
+        selected_mC: Tensor,
+        rows_m: Tensor,
+        readers_layout: Layout,
+        layout: Layout,
+    ) -> Statistics:
+        """The statistics of window and memory together; all heads select the same blocks."""
+        sizes = self.sizes
+        choice = Choice(sizes.block_size, sizes.first_blocks + sizes.topk + 1, sizes.first_blocks)
+        both_Hm = torch.logaddexp(lse_Hn[:, rows_m], memory_lse_Hm)
+        positions_n, positions_m = (
+            each.positions(each.q_tokens, each.q_documents) for each in (layout, readers_layout)
+        )
+        keys = (positions_n + 1).clamp(max=sizes.window).sum() + (positions_m % sizes.block_size + 1).sum()
+        keys += (selected_mC >= 0).sum() * sizes.block_size
+        mass = (memory_lse_Hm - both_Hm).exp().mean().item()
+        extremes = {"max_lse": max(lse_Hn.max().item(), both_Hm.max().item())}
+        parts = [Statistics(extremes), Statistics({"memory_mass": mass}, len(rows_m)), key_share(float(keys), layout)]
+        return joined([*parts, routing_statistics([selected_mC], readers_layout, choice)])
+
+    def attended_pairs(self, lengths: Sequence[int]) -> float:
+        """The window, a query's own key counting half; before it the block that the window is leaving, the first blocks
+        and topk more."""
+        window, block_size, _, first, topk = self.sizes
+        pairs = 0.0
+        for length in lengths:
+            read = max(length - window, 0)
+            pairs += min(length, window) ** 2 / 2 + read * (window - 0.5)
+            pairs += attended_pairs(read, block_size, first + topk + 1) + read / 2
+        return pairs
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Attention and the scores of blocks, forward only: a third of what training would take."""
+        window, block_size, *_ = self.sizes
+        scores = sum(max(length - window, 0) ** 2 / 2 / block_size for length in lengths)
+        return super().flops(model, lengths) / 3 + 2 * model.kv_heads * model.head_width * scores
+
+
+def _too_many_representatives(options: InfLLMOptions) -> str:
+    return f"representatives: given {options.representatives}; allowed: at most block_size {options.block_size}"

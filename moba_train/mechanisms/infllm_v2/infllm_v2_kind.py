@@ -1,0 +1,322 @@
+"""Attention to blocks that all query heads of a key/value head select together, kept once for the group, and to local
+blocks besides, which need no ids at all.
+
+`BlockAttention` keeps ids for each query head, and the kernels' lists beside them: with 64 blocks more bytes than q
+has. Here a selection is the ids of each key/value head alone. Ids for all heads and lists exist for some heads at a
+time, and are made anew in the backward pass.
+
+Shape suffixes: T queries, S keys, H query heads, K key/value heads, G = H / K, D head width, C selected blocks.
+
+InfLLM-V2 as a LocalAttention: mean keys score blocks, `SharedBlocks` attends to the best and to local ones.
+
+Shape suffixes: T queries, t a chunk of them, S keys, U units, N blocks, H query heads, K key/value heads, D head width,
+C selected blocks.
+
+The kind `infllm_v2`: what a recipe, a plan and an export need to know about InfLLM-V2.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moba_train.attention.blocks.attention import BlockAttention
+from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
+from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks, query_blocks
+from moba_train.attention.blocks.dense_or_sparse import DenseOrSparse
+from moba_train.attention.blocks.geometry import block_bound
+from moba_train.attention.blocks.spans import KeySpans, LocalBlocks, with_local_blocks
+from moba_train.attention.blocks.statistics import Choice, key_share, selection_statistics
+from moba_train.attention.full import FullAttention
+from moba_train.attention.kind import AttentionKind, StageContext
+from moba_train.attention.moba.moba_kind import attended_pairs
+from moba_train.attention.moba.moba_local import pick_selector
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, Selection
+from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
+from moba_train.config.base import Length, Section
+from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.infllm_v2.scores import BlockScores, WindowSizes, window_means
+
+_ENTRIES = 2**25
+"""Selected blocks of all query heads that are attended to at once: 128 MiB of ids, and as much of lists."""
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """`BlockAttention` for selections that the query heads of a key/value head share, and to local blocks.
+
+    The Triton kernels attend to the local blocks as one span of keys; other backends are given their ids, too.
+    """
+
+    blocks: BlockAttention
+    local: LocalBlocks
+
+    def selection(self, selected_KTC: Tensor, q_THD: Tensor, layout: Layout) -> Selection:
+        """The selected blocks of the layout's queries, int32 [K, T, C], none of them local; their local history blocks,
+        int32 [T, 2], and a tensor without elements whose first sizes are H and L, the most of these."""
+        sizes = q_THD.shape[1], self.local.most(layout), 0
+        return selected_KTC, self.local.history(layout).clone(), selected_KTC.new_empty(sizes)
+
+    def empty_selection(self, selected: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
+        """Tensors of the shapes and dtypes of `selection`'s for C = `selected`, contents undefined."""
+        tokens, heads, _ = q_THD.shape
+        shapes = (kv_heads, tokens, selected), (tokens, 2), (heads, self.local.most(layout), 0)
+        return tuple(q_THD.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+    def selected_blocks(self, selection: Selection) -> Tensor:
+        """All blocks that a query attends to besides its own, local ones included: int32 [H, T, C]."""
+        kv_heads = list(self.selected_by_kv_head(selection))
+        return torch.stack(kv_heads).repeat_interleave(selection[2].shape[0] // len(kv_heads), dim=0)
+
+    def selected_by_kv_head(self, selection: Selection) -> Iterator[Tensor]:
+        """All blocks that a query attends to besides its own, int32 [T, C], for one key/value head after the other."""
+        selected_KTC, local_T2, sizes_HL0 = selection
+        for selected_1TC in selected_KTC.split(1):
+            yield with_local_blocks(selected_1TC, local_T2, sizes_HL0.shape[1]).squeeze(0)
+
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """out [T, H, D] and lse [H, T] over the own, the local and the selected blocks, as far as their keys are
+        given."""
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        wide = torch.promote_types(q_THD.dtype, torch.float32)
+        lse_HT = torch.empty(q_THD.shape[1::-1], dtype=wide, device=q_THD.device)
+        for kv, of in self._parts(selection):
+            part, spans = self._part(selection, kv, q_THD[:, of], layout)
+            tensors = q_THD[:, of], k_SKD[:, kv], v_SKD[:, kv]
+            out_THD[:, of], lse_HT[of] = self.blocks.attend(*tensors, layout, part, spans)
+        return out_THD, lse_HT
+
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """(dq, dk, dv) of `attend`."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (state.q, state.k, state.v))
+        for kv, of in self._parts(selection):
+            some = state.with_heads(of, kv)
+            part, spans = self._part(selection, kv, some.q, layout)
+            dq[:, of], dk[:, kv], dv[:, kv] = self.blocks.attend_backward(some, layout, part, spans)
+        return dq, dk, dv
+
+    def _parts(self, selection: Selection) -> Iterator[tuple[slice, slice]]:
+        """Key/value heads that are attended to at once, and their query heads."""
+        selected_KTC, _, sizes_HL0 = selection
+        kv_heads, tokens, selected = selected_KTC.shape
+        group = len(sizes_HL0) // kv_heads
+        together = max(1, _ENTRIES // max(1, tokens * group * selected))
+        for first in range(0, kv_heads, together):
+            last = min(first + together, kv_heads)
+            yield slice(first, last), slice(first * group, last * group)
+
+    def _part(
+        self, selection: Selection, kv: slice, q_THD: Tensor, layout: Layout
+    ) -> tuple[Selection, KeySpans | None]:
+        """The selection of some heads as `BlockAttention` takes it, and the spans of local blocks; None where these
+        are among the selected."""
+        selected_KTC, local_T2, sizes_HL0 = selection
+        selected_KTC = selected_KTC[kv]
+        spans = None
+        if self.blocks.takes_spans(q_THD, layout, selected_KTC.shape[2]):
+            spans = self.local.spans(layout)
+        else:
+            selected_KTC = with_local_blocks(selected_KTC, local_T2, sizes_HL0.shape[1])
+        selected_HTC = selected_KTC.repeat_interleave(q_THD.shape[1] // len(selected_KTC), dim=0)
+        return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=len(selected_KTC)), spans
+
+
+class InfLLMV2Attention(DenseOrSparse):
+    """Each query attends to the first blocks of its document, to the local ones and to those with the highest scores;
+    queries near the start of a document attend to everything."""
+
+    class Options(Section):
+        """Options of `kind: infllm_v2`."""
+
+        block_size: Length = Field(64, description="tokens per block; blocks start anew with each document")
+        topk: int = Field(
+            96, ge=1, description="blocks each query attends to: the first, the local and those with the highest scores"
+        )
+        first_blocks: int = Field(1, ge=0, description="blocks at a document's start that every query attends to")
+        local_blocks: int = Field(
+            32, ge=1, description="blocks up to a query's own that it attends to, its own included"
+        )
+        window: Length = Field(32, description="tokens of the windows whose mean keys score the blocks")
+        stride: Length = Field(16, description="tokens from the start of one window to the start of the next")
+        dense_len: Length = Field(
+            8192,
+            description="queries at the first dense_len positions of a document attend to all keys before; 1: none do",
+        )
+        backend: Literal["auto", "triton", "composed", "reference"] = Field(
+            "auto",
+            description="triton: kernels for CUDA and 16-bit dtypes; composed: varlen flash attention over gathered "
+            "queries, then a merge; reference: plain PyTorch, any device; auto: dense attention where no document is "
+            "long enough to leave a block out, else triton where it can run, else composed where it can run",
+        )
+
+        @property
+        def sizes(self) -> WindowSizes:
+            """The sizes that scores depend on."""
+            return WindowSizes(self.window, self.stride, self.block_size)
+
+        @property
+        def dense_tokens(self) -> int:
+            """Length of the longest document that is attended to completely."""
+            return max(self.dense_len, self.topk * self.block_size)
+
+        def contradictions(self) -> list[str]:
+            """What is wrong with these options together, each text beginning with the option."""
+            found = []
+            if self.topk < self.first_blocks + self.local_blocks:
+                found.append(
+                    f"topk: given {self.topk}, but first_blocks {self.first_blocks} and local_blocks "
+                    f"{self.local_blocks} count towards it; allowed: >= {self.first_blocks + self.local_blocks}"
+                )
+            for name, size in (("window", self.window), ("block_size", self.block_size)):
+                if size % self.stride:
+                    found.append(f"{name}: given {size}; allowed: multiples of stride {self.stride}")
+            if self.window > self.block_size:
+                found.append(f"window: given {self.window}; allowed: at most block_size {self.block_size}")
+            return found
+
+    blocks: SharedBlocks
+    couples_heads = True
+    work_grows = False  # every query attends to topk blocks; the scores, which do grow, are small
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        assert isinstance(options, InfLLMV2Attention.Options)
+        if problems := options.contradictions():
+            raise ValueError("; ".join(problems))
+        self.options = options
+        self.backend = options.backend
+        self.alignment = options.stride
+        self.scale = head_dim**-0.5
+        self.dense = FullAttention(FullAttention.Options(), head_dim)
+        self.blocks = SharedBlocks(
+            BlockAttention(options.block_size, self.scale, options.backend, "attention.infllm_v2.backend"),
+            LocalBlocks(options.block_size, options.local_blocks, options.dense_len),
+        )
+        self.scores = BlockScores(options.sizes, self.scale)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the blocks that `selected_blocks` counts."""
+        return self.options.block_size
+
+    @property
+    def dense_tokens(self) -> int:
+        """Tokens of topk blocks, or `dense_len` if that is more."""
+        return self.options.dense_tokens
+
+    def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
+        """The mean key of every unit of `stride` tokens, [U, K, D]; zeros for units without given keys."""
+        stride = self.options.stride
+        pool = pick_selector(self.options.backend, k_SKD, layout, block_size=stride, count=0).pool_keys
+        return pool(k_SKD, layout, stride)
+
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """The history blocks that each group of query heads selects besides the local ones, int32 [K, T, C], as
+        `SharedBlocks` keeps them; nothing where every block is selected."""
+        if self.is_dense(layout):
+            return ()
+        assert summaries is not None
+        local_T2 = self.blocks.local.history(layout).long()
+        first_T = query_blocks(layout, self.options.block_size).first_t
+        selected_KTC = q_THD.new_full((summaries.shape[1], len(q_THD), self._count(layout)), -1, dtype=torch.int32)
+        windows_UKD = window_means(summaries.detach(), self.options.sizes)
+        kernels = self.options.backend != "reference"
+        for rows, blocks, scores_KtN in self.scores.chunks(q_THD.detach(), windows_UKD, layout, kernels=kernels):
+            # What lies before the first local block; nothing, where that is the document's first.
+            candidates = QueryBlocks(local_T2[rows, 0] - blocks.start, first_T[rows] - blocks.start)
+            chosen_KtC = choose_blocks(scores_KtN, candidates, self._count(layout), first=self.options.first_blocks)
+            selected_KTC[:, rows, : chosen_KtC.shape[-1]] = torch.where(chosen_KtC < 0, -1, chosen_KtC + blocks.start)
+        return self.blocks.selection(selected_KTC, q_THD, layout)
+
+    def selected_blocks(self, selection: Selection) -> Tensor | None:
+        """int32 [H, T, C], local blocks included, equal for the query heads of a group; None where every block is
+        selected."""
+        return self.blocks.selected_blocks(selection) if selection else None
+
+    def describe_selection(self, selection: Selection, layout: Layout) -> Statistics:
+        """`selection_statistics` of the blocks of each key/value head, local ones included."""
+        if not selection:
+            return key_share(None, layout)
+        options = self.options
+        sizes = options.block_size, options.topk, options.first_blocks, options.local_blocks, options.dense_len
+        return selection_statistics(self.blocks.selected_by_kv_head(selection), layout, Choice(*sizes))
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
+        if self.is_dense(layout):
+            return ()
+        return self.blocks.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
+
+    def _count(self, layout: Layout) -> int:
+        """C: selected blocks of a query besides the local ones, at most; from sizes alone, which tracing knows."""
+        options = self.options
+        return min(options.topk - options.local_blocks, block_bound(layout, options.block_size))
+
+
+class InfLLMV2Kind(AttentionKind):
+    """Queries attend to the first, the local and the best blocks; near a document's start to everything."""
+
+    name = "infllm_v2"
+    statistics = SOFTMAX | SELECTION
+    Options = InfLLMV2Attention.Options
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        self.attentions = (InfLLMV2Attention(options, head_dim),)
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """Sizes that do not fit together, a block longer than the sequence, and a backend that cannot run."""
+        assert isinstance(options, InfLLMV2Attention.Options)
+        for problem in options.contradictions():
+            yield f"{problem} ({context.layers})"
+        if options.block_size > context.seq_len:
+            yield (
+                f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
+                f"{context.seq_len} tokens; allowed: at most seq_len"
+            )
+        reason = _kernels_refuse(options, context)
+        if options.backend == "triton" and reason:
+            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
+
+    def attended_pairs(self, lengths: Sequence[int]) -> float:
+        """All keys before queries at the first dense_len positions; else topk blocks, as MoBA counts them."""
+        options = self._options
+        pairs = 0.0
+        for length in lengths:
+            dense = min(length, options.dense_len)
+            sparse = (attended_pairs(tokens, options.block_size, options.topk) for tokens in (length, dense))
+            pairs += dense**2 / 2 + next(sparse) - next(sparse)
+        return pairs
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """Attention to the selected blocks, and the scores: 2 H d for every window before a query, forward only, in
+        documents that are long enough to leave blocks out (Zhao et al. 2025, arXiv:2509.24663)."""
+        options = self._options
+        windows = sum(length**2 / 2 / options.stride for length in lengths if length > options.dense_tokens)
+        return super().flops(model, lengths) + 2 * model.heads * model.head_width * windows
+
+    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
+        """The selected block ids of each key/value head and two numbers for the local ones, int32; none where every
+        block is selected."""
+        options = self._options
+        if seq_len <= options.dense_tokens:
+            return 0
+        return 4 * (model.kv_heads * (options.topk - options.local_blocks) + 2)
+
+    @property
+    def _options(self) -> InfLLMV2Attention.Options:
+        assert isinstance(self.options, InfLLMV2Attention.Options)
+        return self.options
+
+
+def _kernels_refuse(options: InfLLMV2Attention.Options, context: StageContext) -> str:
+    """Why the Triton kernels cannot run in this stage; empty when they can."""
+    if context.device not in (None, "cuda") and not interpreted():
+        return f"the run trains on {context.device}, CUDA needed"
+    remote = options.topk - options.local_blocks
+    return triton_limits(context.model.head_width, remote) or triton_block_size(options.block_size)

@@ -1,0 +1,308 @@
+"""Attention to selected blocks with a softmax for each block, whose results are added up.
+
+Nothing joins by (out, lse) here: the sum over blocks is not a softmax over their keys, so all keys of a block must be
+given at once (`LocalAttention.merges`).
+
+Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width, C selected blocks of a query.
+
+Attention to the blocks that MoBA's gate selects, a softmax for each, as a LocalAttention.
+
+Shape suffixes: T queries, t a chunk of them, S keys, N blocks, H query heads, K key/value heads, D head width,
+C selected blocks of a query.
+
+The kind `moba_v1`: what a recipe, a plan and an export need to know about it.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from moba_train.attention.blocks import composed
+from moba_train.attention.blocks.by_unit import BlocksByUnit
+from moba_train.attention.blocks.joins import WeightedSum
+from moba_train.attention.blocks.reference import selected_mask
+from moba_train.attention.decoding import CachedKeys
+from moba_train.attention.kind import StageContext
+from moba_train.attention.masked import Mask, accumulation_dtype, masked_attend, masked_attend_backward, query_chunks
+from moba_train.attention.merge import nothing_seen
+from moba_train.attention.moba.moba_kind import MobaKind
+from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class SummedBlocks:
+    """Each query and head attends to its own block, causally, and to selected earlier blocks of its document; each of
+    them has a softmax of its own, and the results are added up, those of the selected blocks times their weights.
+
+    The selector gives block ids as for `BlockAttention` (attention.py), and the weights where there are any. `lse` is
+    the log-sum-exp over all keys.
+    """
+
+    block_size: int
+    scale: float
+    """Factor on the scores: positive, finite."""
+    backend: str
+    """auto, composed or reference."""
+    key: str
+    """YAML key of `backend`, for messages."""
+    weighted: bool = False
+    """Whether `selection` is given weights; otherwise all are 1."""
+    own: bool = True
+    """Whether queries attend to their own block at all."""
+
+    def selection(
+        self, selected_HTC: Tensor, weights_HTC: Tensor | None, q_THD: Tensor, layout: Layout, kv_heads: int
+    ) -> Selection:
+        """(selected blocks, weights if there are any, what `composed` keeps with them).
+
+        `weights_HTC`: float32 or float64.
+        """
+        lists: Selection = ()
+        if self._composes(q_THD, layout):
+            lists = composed.block_lists(selected_HTC, layout, kv_heads, self.block_size)
+        return (selected_HTC, *([] if weights_HTC is None else [weights_HTC]), *lists)
+
+    def empty_selection(self, selected: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
+        """Tensors of the shapes and dtypes of `selection`'s for C = `selected`, contents undefined."""
+        shape = q_THD.shape[1], q_THD.shape[0]
+        selected_HTC = q_THD.new_empty((*shape, selected), dtype=torch.int32)
+        weights = [selected_HTC.new_empty(selected_HTC.shape, dtype=accumulation_dtype(q_THD.dtype))]
+        lists: Selection = ()
+        if self._can_compose(q_THD, layout):  # not kept: sizes may be symbolic in torch.compile's tracing
+            lists = composed.empty_block_lists(selected_HTC, layout, kv_heads, self.block_size)
+        return (selected_HTC, *(weights if self.weighted else []), *lists)
+
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """out [T, H, D] and lse [H, T]."""
+        selected_HTC, join, lists = self._taken_apart(selection)
+        if self._composes(q_THD, layout):
+            made = selected_HTC, *lists
+            return composed.attend(
+                q_THD, k_SKD, v_SKD, layout, made, block_size=self.block_size, scale=self.scale, join=join
+            )
+        out_THD = torch.zeros(q_THD.shape, dtype=accumulation_dtype(q_THD.dtype), device=q_THD.device)
+        lse_HT = out_THD.new_full((q_THD.shape[1], q_THD.shape[0]), -torch.inf)
+        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTC, layout):
+            part_THD, part_HT = masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
+            out_THD += _times(part_THD, weight_HT)
+            lse_HT = torch.logaddexp(lse_HT, part_HT)
+        return out_THD.to(q_THD.dtype), lse_HT
+
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """(dq, dk, dv) of `attend`; computes the results of each block anew."""
+        selected_HTC, join, lists = self._taken_apart(selection)
+        if self._composes(state.q, layout):
+            made = selected_HTC, *lists
+            return composed.attend_backward(
+                state, layout, made, block_size=self.block_size, scale=self.scale, join=join
+            )
+        _, q_THD, k_SKD, v_SKD, _, _ = state
+        sums = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q_THD, k_SKD, v_SKD)]
+        for mask, weight_HT in self._slots(selected_HTC, join.weights_HTC, layout):
+            out, lse = masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
+            own = state._replace(dout=_times(state.dout, weight_HT).to(q_THD.dtype), out=out, lse=lse)
+            grads = masked_attend_backward(own, mask, self.scale, prefix=layout.is_whole)
+            for total, grad in zip(sums, grads, strict=True):
+                total += grad
+        dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q_THD, k_SKD, v_SKD), strict=True))
+        return dq, dk, dv
+
+    def _taken_apart(self, selection: Selection) -> tuple[Tensor, WeightedSum, Selection]:
+        """(selected blocks, how they are joined, the lists of `composed`)."""
+        weights = selection[1] if self.weighted else None
+        return selection[0], WeightedSum(weights, self.own), selection[1 + self.weighted :]
+
+    def _slots(
+        self, selected_HTC: Tensor, weights_HTC: Tensor | None, layout: Layout
+    ) -> Iterator[tuple[Mask, Tensor | None]]:
+        """The mask and the weight of one block of each query after the other: the own one, then the selected ones."""
+        if self.own:
+            yield selected_mask(selected_HTC[..., :0], layout, self.block_size), None
+        for slot in range(selected_HTC.shape[2]):
+            mask = selected_mask(selected_HTC[..., slot : slot + 1], layout, self.block_size, own=False)
+            yield mask, None if weights_HTC is None else weights_HTC[..., slot]
+
+    def _composes(self, q_THD: Tensor, layout: Layout) -> bool:
+        """Whether composed.py takes the call, and not the plain PyTorch below; kept with the layout."""
+        key = ("summed blocks compose", self, q_THD.shape, q_THD.dtype, q_THD.device)
+        return layout.cached(key, lambda: self._can_compose(q_THD, layout))
+
+    def _can_compose(self, q_THD: Tensor, layout: Layout) -> bool:
+        if self.backend == "reference" or (self.backend == "auto" and not q_THD.is_cuda):
+            return False
+        refused = composed.refuses(q_THD, layout, self.block_size)
+        if refused and self.backend == "composed" and composed.composes(layout, self.block_size):
+            raise ValueError(f"{self.key}: 'composed' cannot run this call: {refused}; use 'auto'")
+        if refused and q_THD.is_cuda:
+            slow = f"{self.key}: {self.backend} takes plain PyTorch, which is very much slower than the kernels"
+            warnings.warn(f"{slow}: {refused}", stacklevel=2)  # shown once per place, Python's default
+        return not refused
+
+
+def _times(x_THD: Tensor, weight_HT: Tensor | None) -> Tensor:
+    return x_THD if weight_HT is None else x_THD * weight_HT.T.unsqueeze(-1)
+
+
+NO_TRITON_SUMS = "which has no kernels for sums over blocks; allowed here: auto, composed, reference"
+
+
+class SummedByUnit(BlocksByUnit):
+    """One block at a time: the results are added up with their weights."""
+
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """(selected blocks, weights [H, T, 1 + C] of the own block and of these)."""
+        assert summaries is not None
+        assert isinstance(self.attention, SummedMoba)
+        (units_HTC,) = super().select(q_THD, summaries, layout)
+        return units_HTC, self.attention.unit_weights(units_HTC, q_THD, summaries)
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of `select`'s, contents undefined."""
+        (units_HTC,) = super().empty_selection(q_THD, k_SKD, layout)
+        heads, tokens, count = units_HTC.shape
+        return units_HTC, q_THD.new_empty((heads, tokens, 1 + count), dtype=accumulation_dtype(q_THD.dtype))
+
+    def attend_own(self, q_UHD: Tensor, k_UKD: Tensor, v_UKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """(out [U, H, D], lse [H, U]) over the own blocks; (0, -inf) where queries do not attend to them."""
+        assert isinstance(self.attention, SummedMoba)
+        return super().attend_own(q_UHD, k_UKD, v_UKD, layout) if self.attention.sums.own else nothing_seen(q_UHD)
+
+    def attend_own_backward(self, state: BackwardState, layout: Layout) -> Gradients:
+        """(dq, dk, dv) of `attend_own`."""
+        assert isinstance(self.attention, SummedMoba)
+        if self.attention.sums.own:
+            return super().attend_own_backward(state, layout)
+        wide = accumulation_dtype(state.q.dtype)
+        return torch.zeros_like(state.q), torch.zeros_like(state.k, dtype=wide), torch.zeros_like(state.v, dtype=wide)
+
+
+class SummedMoba(MobaAttention):
+    """MoBA's gate, with the results of the own block and of the selected ones added up.
+
+    With `gated`, the selected blocks' results are weighted by the softmax of their gates, in the units of attention's
+    scaled scores; the own block, whose mean key would tell of later tokens, counts once. As the selection, the weights
+    carry no gradient. Without `own`, queries do not attend to their own block.
+    """
+
+    merges = False
+    decodes_full = False
+
+    def __init__(self, options: Section, head_dim: int, *, section: str, gated: bool = False, own: bool = True) -> None:
+        """Raises ValueError for a backend that has no kernels for sums. `section`: YAML path of the options."""
+        super().__init__(options, head_dim, section=section)
+        if self.options.backend == "triton":
+            raise ValueError(f"{section}.backend: 'triton' given, {NO_TRITON_SUMS}")
+        self.sums = SummedBlocks(
+            self.alignment, self.scale, self.options.backend, f"{section}.backend", weighted=gated, own=own
+        )
+
+    @property
+    def by_unit(self) -> SummedByUnit:
+        """This attention, one block at a time."""
+        return SummedByUnit(self, self.options.topk - 1)
+
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """The selected history blocks, their weights if the gates weigh them, and what the backend makes of them."""
+        assert summaries is not None
+        selected_HTC = self.select_blocks(q_THD, summaries, layout)
+        assert selected_HTC is not None
+        weights_HTC = self.weights(selected_HTC, q_THD, summaries) if self.sums.weighted else None
+        return self.sums.selection(selected_HTC, weights_HTC, q_THD, layout, kv_heads=summaries.shape[1])
+
+    def weights(self, selected_HTC: Tensor, q_THD: Tensor, summaries: Tensor) -> Tensor:
+        """The softmax of the selected blocks' gates, [H, T, C]; 0 for slots without a block."""
+        heads, queries, count = selected_HTC.shape
+        weights_HTC = q_THD.new_zeros((heads, queries, count), dtype=accumulation_dtype(q_THD.dtype))
+        if not count:
+            return weights_HTC
+        for rows in query_chunks(queries, heads * summaries.shape[0], q_THD.device):
+            gates_htN = self.block_scores(q_THD[rows], summaries)  # [K, t, N] where a group selects together
+            selected_HtC = selected_HTC[:, rows].long()
+            gates_HtN = gates_htN.repeat_interleave(heads // gates_htN.shape[0], dim=0)
+            found_HtC = gates_HtN.gather(2, selected_HtC.clamp(min=0)).masked_fill_(selected_HtC < 0, -torch.inf)
+            # Queries without history have no gate at all, and a softmax of nothing but -inf is NaN.
+            weights_HTC[:, rows] = found_HtC.softmax(-1).masked_fill_(selected_HtC < 0, 0.0)
+        return weights_HTC
+
+    def unit_weights(self, selected_HTC: Tensor, q_THD: Tensor, summaries: Tensor) -> Tensor:
+        """The weights of the own block and of the selected ones, [H, T, 1 + C]; 0 for slots without a block."""
+        if self.sums.weighted:
+            weights_HTC = self.weights(selected_HTC, q_THD, summaries)
+        else:
+            weights_HTC = (selected_HTC >= 0).to(accumulation_dtype(q_THD.dtype))
+        return F.pad(weights_HTC, (1, 0), value=float(self.sums.own))
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
+        return self.sums.empty_selection(self._count(layout), q_THD, layout, kv_heads=k_SKD.shape[1])
+
+    def attend(
+        self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
+    ) -> tuple[Tensor, Tensor]:
+        """(out [T, H, D], lse [H, T]) over the own and the selected blocks, all of whose keys are given."""
+        return self.sums.attend(q_THD, k_SKD, v_SKD, layout, selection)
+
+    def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
+        """(dq, dk, dv) of `attend`."""
+        return self.sums.attend_backward(state, layout, selection)
+
+    def decode(self, q_BHD: Tensor, cached: CachedKeys) -> tuple[Tensor, Tensor]:
+        """(out [B, H, D], lse [H, B]) of the newest token of each sequence, as training attends."""
+        return LocalAttention.decode(self, q_BHD, cached)
+
+    def is_dense(self, layout: Layout) -> bool:
+        """Never: a sum of softmaxes is not full attention, however many blocks are selected."""
+        return False
+
+
+class MobaV1Kind(MobaKind):
+    """MoBA whose blocks have a softmax each: their results are added up, or weighted by the gates."""
+
+    name = "moba_v1"
+
+    class Options(MobaAttention.Options):
+        """Options of `kind: moba_v1`."""
+
+        merge: Literal["sum", "gate", "softmax"] = Field(
+            "sum",
+            description="how the results of a query's blocks become one; sum: added up; gate: own block plus the "
+            "mean of the others, weighted by the softmax of their gates; softmax: one softmax over all keys, as moba",
+        )
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """Those of MoBA, and Triton kernels for sums, which do not exist."""
+        assert isinstance(options, MobaV1Kind.Options)
+        if options.backend == "triton" and options.merge != "softmax":
+            yield f"backend: given 'triton' {context.layers} with merge: {options.merge}, {NO_TRITON_SUMS}"
+            options = options.model_copy(update={"backend": "auto"})
+        yield from super().problems(options, context)
+
+    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
+        """The selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
+        if self._merge != "softmax":
+            seq_len = max(seq_len, self._topk * self._block_size + 1)  # short sequences select, too
+        weights = 4 * model.heads * (self._topk - 1) if self._merge == "gate" else 0
+        return super().saved_bytes(model, seq_len) + weights
+
+    def _attention(self) -> MobaAttention:
+        if self._merge == "softmax":
+            return super()._attention()
+        section = f"attention.{self.name}"
+        return SummedMoba(self.options, self.head_dim, section=section, gated=self._merge == "gate")
+
+    @property
+    def _merge(self) -> str:
+        assert isinstance(self.options, MobaV1Kind.Options)
+        return self.options.merge

@@ -1,0 +1,323 @@
+"""The parameters of a layer: gates, compression, and the branches' own projections.
+
+Shape suffixes: n tokens, T tokens of the sequence, N compressed blocks of L tokens, D hidden size, H query heads,
+K key/value heads, d head width.
+
+The kind `nsa`: three branches from the same queries, added with gates (arXiv:2502.11089, section 3).
+
+Shape suffixes: n tokens of this layer, T tokens of the sequence, N compressed blocks, H query heads, K key/value heads,
+d head width, C selected blocks of a query, R ranks, S blocks of a rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
+from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.full import FullAttention
+from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
+from moba_train.attention.moba.moba_kind import attended_pairs
+from moba_train.attention.operators import layout_arguments
+from moba_train.attention.shard import Shard
+from moba_train.attention.statistics import SELECTION, SOFTMAX, Statistics
+from moba_train.attention.window import WindowAttention
+from moba_train.config.base import Length, Section
+from moba_train.config.model import LARGEST_WIDTH, ModelConfig
+from moba_train.mechanisms.nsa import selection as operators
+from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
+
+
+class Compression(nn.Module):
+    """One vector from the L vectors of a block: a position embedding is added to each, then an MLP takes all of them.
+    Key/value heads share it."""
+
+    def __init__(self, block: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.empty(block, width))
+        self.up = nn.Linear(block * width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x_TKd: Tensor, first_N: Tensor) -> Tensor:
+        """[N, K, d] from the vectors of all tokens and each block's first token; the backward pass gathers the blocks
+        again."""
+        compressed: Tensor = checkpoint(self._compress, x_TKd, first_N, use_reentrant=False, preserve_rng_state=False)
+        return compressed
+
+    def _compress(self, x_TKd: Tensor, first_N: Tensor) -> Tensor:
+        tokens_NL = first_N.unsqueeze(-1) + torch.arange(len(self.positions), device=first_N.device)
+        tokens_NL = tokens_NL.clamp(max=len(x_TKd) - 1)
+        x_NLKd = x_TKd.index_select(0, tokens_NL.flatten()).unflatten(0, tokens_NL.shape)
+        x_NLKd = x_NLKd + self.positions.unsqueeze(1)
+        hidden = F.gelu(self.up(x_NLKd.transpose(1, 2).flatten(2)))
+        return self.down(hidden)
+
+
+class KeysAndValues(nn.Module):
+    """A branch's own keys and values, as the layer makes its own."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        width = model.head_width
+        self.width = width
+        self.k_proj = nn.Linear(model.hidden_size, model.kv_heads * width, bias=model.qkv_bias)
+        self.v_proj = nn.Linear(model.hidden_size, model.kv_heads * width, bias=model.qkv_bias)
+        self.k_norm = nn.RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
+
+    def forward(self, x_nD: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [n, K, d], before the rotary embedding."""
+        k_nKd = self.k_proj(x_nD).unflatten(-1, (-1, self.width))
+        return self.k_norm(k_nKd), self.v_proj(x_nD).unflatten(-1, (-1, self.width))
+
+
+class NsaParameters(nn.Module):
+    """All parameters of one layer."""
+
+    def __init__(self, model: ModelConfig, compressed_block: int, hidden: int, separate_kv: bool) -> None:
+        super().__init__()
+        self.gates = nn.Linear(model.hidden_size, 3 * model.heads, bias=False)
+        self.compress_k = Compression(compressed_block, model.head_width, hidden)
+        self.compress_v = Compression(compressed_block, model.head_width, hidden)
+        self.compressed = KeysAndValues(model) if separate_kv else None
+        self.window = KeysAndValues(model) if separate_kv else None
+
+
+BRANCHES = ("compressed", "selected", "window")
+"""In the order of their gates."""
+
+
+class NsaOptions(Section):
+    """Options of `kind: nsa`; the defaults are the paper's."""
+
+    compressed_block: Length = Field(32, description="tokens of a compressed block")
+    stride: Length = Field(16, description="tokens from one compressed block to the next; divides compressed_block")
+    hidden: int | None = Field(
+        None,
+        ge=1,
+        le=LARGEST_WIDTH,
+        description="hidden width of the MLPs that compress keys and values; null: the head width",
+    )
+    block_size: Length = Field(
+        64, description="tokens of a selected block; a multiple of stride, at least compressed_block"
+    )
+    topk: int = Field(16, ge=1, description="selected blocks of each query, its own and the forced ones included")
+    first: int = Field(1, ge=0, description="blocks at a document's start that are always selected")
+    local: int = Field(2, ge=1, description="blocks that are always selected before and with the query's own")
+    window: Length = Field(512, description="tokens of the sliding window, the query's own included")
+    separate_kv: bool = Field(
+        True,
+        description="the compressed branch and the window have key and value projections of their own, as in the "
+        "paper; false: all branches share the layer's",
+    )
+    backend: Literal["auto", "triton", "composed", "reference"] = Field(
+        "auto",
+        description="kernels of the selected branch, as for moba; reference: plain PyTorch for all branches",
+    )
+
+
+class SequenceKeysAndValues(NamedTuple):
+    """Keys and values of all tokens, [T, K, d] each."""
+
+    k: Tensor
+    v: Tensor
+
+
+class NsaKind(AttentionKind):
+    """Compressed, selected and sliding-window attention; the compressed branch's probabilities select the blocks."""
+
+    name = "nsa"
+    Options = NsaOptions
+    statistics = SOFTMAX | SELECTION | {f"gate_{branch}": f"gate of the {branch} branch" for branch in BRANCHES}
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        assert isinstance(options, NsaOptions)
+        if problems := list(_contradictions(options, "")):
+            raise ValueError("; ".join(problems))
+        self.blocks = CompressedBlocks(options.compressed_block, options.stride)
+        self.compressed = CompressedAttention(self.blocks, head_dim, options.backend)
+        self.selected = GivenBlocks(
+            options.block_size,
+            head_dim,
+            options.backend,
+            "attention.nsa.backend",
+            first=options.first,
+            local=options.local,
+        )
+        self.window = WindowAttention(options.window, head_dim, options.backend)
+        self.all_blocks = FullAttention(FullAttention.Options(), head_dim)
+        self.attentions = (self.compressed, self.selected, self.window)
+
+    @property
+    def _options(self) -> NsaOptions:
+        assert isinstance(self.options, NsaOptions)
+        return self.options
+
+    @classmethod
+    def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
+        """Sizes that contradict each other, blocks longer than the sequence, and a backend that cannot run."""
+        assert isinstance(options, NsaOptions)
+        yield from _contradictions(options, f" {context.layers}")
+        for key in ("compressed_block", "block_size"):
+            if (size := getattr(options, key)) > context.seq_len:
+                yield (
+                    f"{key}: given {size} {context.layers}, which does not fit in a sequence of {context.seq_len} "
+                    "tokens; allowed: at most seq_len"
+                )
+        reason = triton_limits(context.model.head_width, options.topk - 1) or triton_block_size(options.block_size)
+        if context.device not in (None, "cuda") and not interpreted():
+            reason = f"the run trains on {context.device}, CUDA needed"
+        if options.backend == "triton" and reason:
+            yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
+
+    @classmethod
+    def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
+        """Gates, compression and, with `separate_kv`, projections."""
+        assert isinstance(options, NsaOptions)
+        return NsaParameters(model, options.compressed_block, _hidden(options, model), options.separate_kv)
+
+    def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
+        """The three branches' outputs, each times its gate."""
+        assert isinstance(parameters, NsaParameters)
+        options = self._options
+        shard = layer.shard
+        q_nHd = shard.own(layer.rotate(layer.q_THd))
+        compressed, selected, window = self._keys_and_values(layer, shard, parameters)
+        where = layout_arguments(shard.layout)
+        compressed_blocks = (self.blocks.size, self.blocks.stride)
+        first_N, positions_N = operators.places(*where, *compressed_blocks)
+        # Compressed before they are rotated, so that the MLP does not see where in its document a block is.
+        k_NKd = layer.rotate_at(_compressed(shard, parameters.compress_k, compressed.k, first_N), positions_N)
+        v_NKd = _compressed(shard, parameters.compress_v, compressed.v, first_N)
+        # Each branch is gated where it is computed: then the backward pass has one branch's gradient at a time.
+        gates_nH3 = parameters.gates(shard.own(layer.x_TD)).unflatten(-1, (-1, 3)).sigmoid()
+        gates = [gate_nH.unsqueeze(-1) for gate_nH in gates_nH3.unbind(-1)]
+        if shard.observer:
+            means = {f"gate_{branch}": gate.mean().item() for branch, gate in zip(BRANCHES, gates, strict=True)}
+            shard.observer.report(Statistics(means, len(q_nHd)) if len(q_nHd) else Statistics())
+        out_nHd, lse_Hn = shard.attend(q_nHd, k_NKd, v_NKd, self.compressed)
+        sum_nHd = out_nHd * gates[0]
+        if shard.attends_to_all:
+            out_nHd, _ = shard.attend(q_nHd, *selected, self.all_blocks)
+        else:
+            sizes = (*compressed_blocks, options.block_size, options.topk, options.first, options.local)
+            scale = self.compressed.scale
+            chosen_HnC = operators.choose(q_nHd, k_NKd, lse_Hn, *where, *sizes, options.backend, scale)
+            out_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
+        sum_nHd = torch.addcmul(sum_nHd, out_nHd, gates[1])
+        out_nHd, _ = shard.attend(q_nHd, *window, self.window)
+        return shard.padded(torch.addcmul(sum_nHd, out_nHd, gates[2])), None
+
+    def _keys_and_values(
+        self, layer: LayerInput, shard: Shard, parameters: NsaParameters
+    ) -> tuple[SequenceKeysAndValues, SequenceKeysAndValues, SequenceKeysAndValues]:
+        """Those of the compressed (not rotated), the selected and the window branch."""
+
+        def gather(name: str, x_LKd: Tensor) -> Tensor:
+            return shard.gather(name, shard.own(x_LKd))
+
+        selected = SequenceKeysAndValues(gather("k", layer.rotate(layer.k_TKd)), gather("v", layer.v_TKd))
+        if parameters.compressed is None or parameters.window is None:
+            return SequenceKeysAndValues(gather("k before rotation", layer.k_TKd), selected.v), selected, selected
+        k_LKd, v_LKd = parameters.compressed(layer.x_TD)
+        compressed = SequenceKeysAndValues(gather("compressed k", k_LKd), gather("compressed v", v_LKd))
+        k_LKd, v_LKd = parameters.window(layer.x_TD)
+        return (
+            compressed,
+            selected,
+            SequenceKeysAndValues(gather("window k", layer.rotate(k_LKd)), gather("window v", v_LKd)),
+        )
+
+    def attended_pairs(self, lengths: Sequence[int]) -> float:
+        """Pairs of all three branches: of tokens, and of tokens with compressed blocks."""
+        options = self._options
+        selected = sum(attended_pairs(length, options.block_size, options.topk) for length in lengths)
+        window = sum(window_pairs(length, options.window) for length in lengths)
+        return self._compressed_pairs(lengths) + selected + window
+
+    def flops(self, model: ModelConfig, lengths: Sequence[int]) -> float:
+        """The pairs of the three branches; the compressed scores once more, forward, for the selection; compression,
+        gates and the branches' own projections, each forward and backward."""
+        options = self._options
+        width = model.head_width
+        products = 12.0 * self.attended_pairs(lengths) + 2.0 * self._compressed_pairs(lengths)
+        compressed = 2 * model.kv_heads * sum(self.blocks.count(length) for length in lengths)
+        mlp = (options.compressed_block + 1) * width * _hidden(options, model)
+        projections = 3 * model.heads + options.separate_kv * 4 * model.kv_heads * width
+        matrices = mlp * compressed + model.hidden_size * projections * sum(lengths)
+        return model.heads * width * products + 6.0 * matrices
+
+    def saved_bytes(self, model: ModelConfig, seq_len: int) -> int:
+        """The outputs of three branches, two more LSEs, gates, selected blocks and their inverse lists, keys and values
+        of the branches, compressed keys and values, the rotation of the former and their first tokens; 16-bit elements,
+        64-bit tokens."""
+        options = self._options
+        kv = model.kv_heads * model.head_width
+        branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
+        selected = 2 * 4 * model.heads * min(options.topk - 1, seq_len // options.block_size + 1)
+        own = (4 + 2 * model.qk_norm) * 2 * kv if options.separate_kv else 2 * kv
+        compressed = (2 * 2 * kv + 4 * model.head_width + 8) // options.stride
+        return branches + selected + own + compressed
+
+    def activation_bytes(self, model: ModelConfig, width: int, tokens: int, cp: int) -> int:
+        """The compressed keys and values of other ranks' shares."""
+        return 2 * width * (cp - 1) * model.kv_heads * model.head_width // self._options.stride
+
+    def gathered_bytes(self, model: ModelConfig, width: int) -> int:
+        """Keys and values of the three branches; shared ones, and the keys once more before they are rotated."""
+        tensors = 6 if self._options.separate_kv else 3
+        return tensors * width * model.kv_heads * model.head_width
+
+    def _compressed_pairs(self, lengths: Sequence[int]) -> int:
+        return sum(compressed_pairs(length, self.blocks) for length in lengths)
+
+
+def _compressed(shard: Shard, compression: Compression, x_TKd: Tensor, first_N: Tensor) -> Tensor:
+    """[N, K, d] from the vectors of all tokens and each block's first token; every rank compresses its share.
+
+    Shares are equal: what fills up the last ones is cut off again.
+    """
+    if shard.ranks == 1:
+        return compression(x_TKd, first_N)
+    share = max(1, -(-len(first_N) // shard.ranks))
+    first_RS = F.pad(first_N, (0, share * shard.ranks - len(first_N))).unflatten(0, (shard.ranks, share))
+    return shard.all_ranks(compression(x_TKd, first_RS[shard.rank])).flatten(0, 1)[: len(first_N)]
+
+
+def compressed_pairs(length: int, blocks: CompressedBlocks) -> int:
+    """Pairs of a query and a compressed block that it sees in one document of `length` tokens."""
+    rows, rest = divmod(max(0, length - blocks.size + 1), blocks.stride)
+    return blocks.stride * rows * (rows + 1) // 2 + rest * (rows + 1)
+
+
+def window_pairs(length: int, window: int) -> float:
+    """Pairs of a query and a key in its window in one document of `length` tokens; its own key counts half."""
+    growing = min(length, window)
+    return growing**2 / 2 + (length - growing) * (window - 0.5)
+
+
+def _hidden(options: NsaOptions, model: ModelConfig) -> int:
+    return model.head_width if options.hidden is None else options.hidden
+
+
+def _contradictions(options: NsaOptions, where: str) -> Iterator[str]:
+    """Options that contradict each other, each text beginning with the option; `where`: in which layers."""
+    stride = options.stride
+    for key in ("compressed_block", "block_size"):
+        if (size := getattr(options, key)) % stride:
+            yield f"{key}: given {size}{where}, which stride {stride} does not divide; allowed: multiples of stride"
+    if options.block_size < options.compressed_block:
+        yield (
+            f"block_size: given {options.block_size}{where}, less than compressed_block {options.compressed_block}; "
+            "allowed: at least compressed_block"
+        )
+    if options.topk < options.first + options.local:
+        yield (
+            f"topk: given {options.topk}{where}, but first {options.first} and local {options.local} blocks are always "
+            f"selected and count towards it; allowed: >= {options.first + options.local}"
+        )

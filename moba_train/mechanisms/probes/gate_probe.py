@@ -1,0 +1,270 @@
+"""Gate probes: in every sparse layer, what the gate selects and what full attention would have seen."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.operators import OperatorEngine
+from moba_train.attention.protocol import Layout, LocalAttention, TokenRange, joined_ranges
+from moba_train.attention.shard import ShardCall
+from moba_train.attention.statistics import Statistics, joined
+from moba_train.attention.watched import WatchedEngine
+from moba_train.config.base import MOST_SAMPLES, Section
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.data.batch import Batch, collate
+from moba_train.data.samples import StageData
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.mechanisms.probes.gate_statistics import (
+    DISTANCES,
+    MEANS,
+    GateStatistics,
+    distance_label,
+    gate_statistics,
+)
+from moba_train.mechanisms.probes.probing import gathered, gathered_rows
+from moba_train.model.build import watched_layers
+from moba_train.parallel.data_shard import DataShard
+from moba_train.parallel.forward import training_loss
+from moba_train.parallel.world import gather_over_ranks, sum_over_ranks
+
+
+class GateProbeConfig(Section):
+    """What the gates of sparse layers select, compared with full attention on a sample of queries. See
+    docs/evaluation.md."""
+
+    queries: int = Field(256, ge=1, description="sampled queries of a sequence, all heads of them")
+    sequences: int = Field(1, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
+    layers: list[int] | None = Field(None, min_length=1, description="layers, counted from 0; null: every sparse one")
+    by_head: bool = Field(
+        False,
+        description="also keep how far each head's selected blocks are (head_distance_share); needs parallel.tp 1",
+    )
+    every: int | None = Field(
+        None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
+    )
+
+
+class GateProbe(Evaluation):
+    """Gate probes of the stage's own attention on sampled queries of validation sequences. See docs/evaluation.md."""
+
+    name = "gate_probe"
+    Options = GateProbeConfig
+    numbers = frozenset({"mass_recall", "block_recall", "attention_error"})
+
+    def __init__(self, config: RunConfig, stage: Stage) -> None:
+        wanted = self.options_in(config)
+        assert isinstance(wanted, GateProbeConfig)
+        self.every = wanted.every or config.evaluation.every
+        self._queries = min(wanted.queries, stage.seq_len)
+        self._layers = wanted.layers
+        self._by_head = wanted.by_head
+        self._seed = config.seed
+        self._data = StageData(
+            config.data.validation, stage.seq_len, wanted.sequences, config.seed, {}, config.model.vocab_size
+        )
+        if all(layer.kind == "full" for layer in stage.attention):
+            self.missing = (
+                f"all layers of stage {stage.name!r} have full attention, so there is no gate to probe; `moba-train "
+                f"eval` can probe another attention, such as stages.{stage.index}.attention.default=moba"
+            )
+
+    @classmethod
+    def problems(cls, config: RunConfig) -> Iterator[str]:
+        """No sequences to probe on, layers that the model does not have, or heads that are on several ranks."""
+        wanted = cls.options_in(config)
+        if not isinstance(wanted, GateProbeConfig):
+            return
+        if not config.data.validation:
+            yield f"{cls.key}: needs sequences to probe on; set data.validation, or remove it"
+        for layer in wanted.layers or []:
+            if not 0 <= layer < config.model.layers:
+                yield f"{cls.key}.layers: given {layer}, the model has layers 0 to {config.model.layers - 1}"
+        if wanted.by_head and config.parallel.tp > 1:
+            yield f"{cls.key}.by_head: given true, which parallel.tp {config.parallel.tp} cannot do; set it to false"
+
+    @classmethod
+    def sequences_per_pass(cls, stage: Stage) -> int:
+        """One."""
+        return 1
+
+    def run(self, context: EvaluationContext) -> EvaluationResult:
+        """`mass_recall`, `block_recall` and `attention_error`, means over the layers that choose."""
+        began = time.perf_counter()
+        for name in context.each_attention():
+            if name == context.own:
+                gates, shown = self._probe(context)
+        seconds = time.perf_counter() - began
+        found = summarize(context.own, gates, self._queries * self._data.sequences, seconds, self._by_head)
+        found.data["attention_statistics"] = [layer.values() for layer in shown]
+        return found
+
+    @torch.no_grad()
+    def _probe(self, context: EvaluationContext) -> tuple[dict[int, GateStatistics], list[Statistics]]:
+        """The gates of the layers to probe, and what the attention of every layer shows; equal on every rank."""
+        shard = context.data_shard
+        engine = shard.engine or LOCAL_ENGINE
+        model = context.model.config
+        layers = range(model.layers) if self._layers is None else sorted(set(self._layers))
+        probes = {layer: LayerProbe(engine, shard, model.heads // shard.tp_size) for layer in layers}
+        with watched_layers(context.model, engine, lambda layer: probes.get(layer) or WatchedEngine(engine)) as watched:
+            for first in range(0, self._data.sequences, shard.dp_size):
+                context.between_batches()
+                index = first + shard.dp_rank
+                whole = collate([self._data.sample(min(index, self._data.sequences - 1))])
+                tokens = self._sample(whole, index) if index < self._data.sequences else ()
+                for probe in probes.values():
+                    probe.tokens = tokens
+                training_loss(context.model, shard.shard_batch(whole).to(context.device))
+        vectors = sum_over_ranks([value for probe in probes.values() for value in probe.found.vector()])
+        width = len(GateStatistics.of_heads(model.heads // shard.tp_size).vector())
+        summed = [GateStatistics.from_vector(vectors[at : at + width]) for at in range(0, len(vectors), width)]
+        gates = dict(zip(probes, summed, strict=True))
+        by_rank = gather_over_ranks([layer.statistics for layer in watched])
+        return gates, [joined(layer) for layer in zip(*by_rank, strict=True)]
+
+    def _sample(self, whole: Batch, index: int) -> Sequence[int]:
+        """Tokens of the sequence whose queries are looked at: ascending, one in each of equal parts."""
+        edges = np.linspace(0, len(whole.tokens), self._queries + 1).astype(np.int64)
+        draw = np.random.default_rng([self._seed, index])
+        return [int(draw.integers(start, stop)) for start, stop in pairwise(edges)]
+
+
+class LayerProbe(WatchedEngine):
+    """Runs one layer's attention, and looks at what its gate selects for the sampled queries."""
+
+    def __init__(self, engine: OperatorEngine, shard: DataShard, heads: int) -> None:
+        super().__init__(engine)
+        self._data_shard = shard
+        self.found = GateStatistics.of_heads(heads)
+        self.tokens: Sequence[int] = ()
+        """Tokens of the sequence whose queries are looked at, ascending."""
+
+    def __call__(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, /
+    ) -> tuple[Tensor, Tensor]:
+        """The engine's result."""
+        self._add(_statistics(q_LHD, k_LKD, v_LKD, attention, layout, self.tokens, self._data_shard))
+        return super().__call__(q_LHD, k_LKD, v_LKD, attention, layout)
+
+    def attending(self, call: ShardCall) -> AbstractContextManager[object]:
+        """Looks at the blocks that the kind gives, where it does."""
+        if call.selected_HnC is not None:
+            self._add(given_statistics(call, self.tokens, self._data_shard))
+        return super().attending(call)
+
+    def could_select(self, call: ShardCall) -> None:
+        """Looks at the blocks that the gate would select."""
+        self._add(given_statistics(call, self.tokens, self._data_shard))
+        super().could_select(call)
+
+    def _add(self, found: GateStatistics) -> None:
+        """Statistics of a call, and that there was one, on the first of the ranks that share a sequence."""
+        self.found += found
+        if self._data_shard.engine is None or not self._data_shard.engine.rank:
+            self.found.sums["seen"] = 1.0
+
+
+def _statistics(
+    q_LHD: Tensor,
+    k_LKD: Tensor,
+    v_LKD: Tensor,
+    attention: LocalAttention,
+    layout: Layout,
+    tokens: Sequence[int],
+    shard: DataShard,
+) -> GateStatistics:
+    """The statistics of the queries of `tokens` to all keys of the sequence; counted once by ranks that share it."""
+    tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_LHD.device)
+    found = gathered(q_LHD, (k_LKD, v_LKD), tokens_n, layout, shard)
+    if found is None or not tokens:
+        return GateStatistics.of_heads(q_LHD.shape[1])
+    q_nHD, (k_SKD, v_SKD) = found
+    ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
+    return gate_statistics(q_nHD, k_SKD, v_SKD, attention, layout.part(ranges, None))
+
+
+def given_statistics(call: ShardCall, tokens: Sequence[int], shard: DataShard) -> GateStatistics:
+    """The statistics of the queries of `tokens`, given the blocks that this rank's queries select; counted once by
+    ranks that share the sequence."""
+    q_nHD, k_TKD, v_TKD, attention, selected_HnC, layout = call
+    assert selected_HnC is not None
+    tokens_n = torch.tensor(tokens, dtype=torch.int64, device=q_nHD.device)
+    q_nHD = gathered_rows(q_nHD, tokens_n, layout, shard)
+    # Rows of other ranks are zeros in the sum: the ids begin at 1 in it.
+    ids_nHC = gathered_rows(selected_HnC.transpose(0, 1) + 1, tokens_n, layout, shard)
+    selected_nHC = ids_nHC.to(torch.int32) - 1
+    if not tokens or (shard.engine is not None and shard.engine.rank):
+        return GateStatistics.of_heads(q_nHD.shape[1])
+    ranges = joined_ranges(TokenRange(token, token + 1) for token in tokens)
+    selected_HnC = selected_nHC.transpose(0, 1)
+    return gate_statistics(q_nHD, k_TKD, v_TKD, attention, layout.part(ranges, None), selected_HnC)
+
+
+def summarize(
+    own: str, layers: dict[int, GateStatistics], queries: int, seconds: float, by_head: bool
+) -> EvaluationResult:
+    """The result of probing these layers, whose attention is called `own`; `by_head`: with each head's distances.
+
+    Where no query has a choice, everything is attended to, unless a layer's kind shows no selection: then the numbers
+    are NaN.
+    """
+    means = {layer: found for layer, one in layers.items() if (found := one.means())}
+    unseen = [layer for layer, one in layers.items() if not one.sums.get("seen")]
+
+    def mean(name: str, of_everything: float) -> float:
+        if not means:
+            return math.nan if unseen else of_everything
+        return sum(one[name] for one in means.values()) / len(means)
+
+    numbers = {"mass_recall": mean("mass_recall", 1.0), "block_recall": mean("block_recall", 1.0)}
+    numbers["attention_error"] = mean("output_error", 0.0)
+    message = (
+        f"{own} gates of {len(means)} layers: {numbers['mass_recall']:.3f} of full attention's probability in the "
+        f"blocks attended to, {numbers['block_recall']:.3f} of the best blocks selected, output off by "
+        f"{numbers['attention_error']:.3f}"
+    )
+    if not means:
+        message = f"{own} gates: no query has more history than its layer attends to"
+        if unseen:
+            message = f"{own} gates: nothing is measured, the kinds of {len(unseen)} layers select nothing that is seen"
+    data = {
+        "attention": own,
+        "queries": queries,
+        "seconds": seconds,
+        "distances": [distance_label(bucket) for bucket in range(DISTANCES)],
+        "layers": [
+            {"layer": layer, **found, **_distance_shares(layers[layer].distances, by_head)}
+            for layer, found in means.items()
+        ],
+    }
+    return EvaluationResult(numbers, message, [*(_table(means) if means else ()), message], data)
+
+
+def _distance_shares(distances_HX: Tensor, by_head: bool) -> dict[str, list[float] | list[list[float]]]:
+    """Selections by distance as shares of all, and of each head's own; zeros where there are none."""
+    layer_X = distances_HX.sum(0)
+    shares = {"distance_share": (layer_X / layer_X.sum()).tolist()}
+    if not by_head:
+        return shares
+    return shares | {"head_distance_share": (distances_HX / distances_HX.sum(1, keepdim=True)).nan_to_num(0.0).tolist()}
+
+
+def _table(means: dict[int, dict[str, float]]) -> list[str]:
+    """A line for each layer."""
+    names = list(MEANS)
+    lines = [f"{'layer':<8}" + "".join(f"{name:>20}" for name in names)]
+    return lines + [f"{layer:<8}" + "".join(_cell(one.get(name)) for name in names) for layer, one in means.items()]
+
+
+def _cell(value: float | None) -> str:
+    """A statistic that not every kind of gate has."""
+    return f"{'–' if value is None else format(value, '.4f'):>20}"

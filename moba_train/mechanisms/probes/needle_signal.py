@@ -1,0 +1,452 @@
+"""Why a gate of mean keys finds a needle: the signal-to-noise model of FlashMoBA, and what it is compared with.
+
+The gate scores a block by the query's product with the block's mean key. Xiao et al. 2025 (arXiv:2511.11571, section 3)
+model the products of a query with single keys as independent random variables: of one key, the needle's, with a mean
+that is `separation` above that of all others, for queries and keys of length 1 whose other products have the variance
+1 / d. The difference between the scores of the needle's block and of another block then has the mean separation / B and
+the variance 2 / (d B), and the other block is scored higher with probability
+
+    Phi(-separation * sqrt(d / (2 B)))         d head width, B block size, Phi the normal distribution function.
+
+`HeadSignal.rates` compares this with the rate that is observed, and drops the model's assumptions one after the other
+(`MODELS`), so that the one that fails can be told. A gate misses the needle when as many other blocks as it has slots
+are scored higher; `miss_rate` derives how often from the same model.
+
+Shape suffixes: n queries, S keys of the whole sequence, s keys of the history, H query heads, K key/value heads, D head
+width, N history blocks, Z points of an integral.
+
+How far a gate tells the needle's block from all others, head by head, against the signal-to-noise model.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moba_train.attention.masked import accumulation_dtype
+from moba_train.attention.protocol import Layout, LocalAttention
+from moba_train.attention.shard import ShardCall
+from moba_train.config.base import Length, Section, format_count
+from moba_train.config.evaluation import HiddenNeedles
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.evals.answers import Question, answer_batch, padded_length
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.haystack import stage_lengths
+from moba_train.evals.needle import NeedleTexts, text_problems
+from moba_train.mechanisms.probes.probing import gathered, gathered_rows, probing
+from moba_train.parallel.forward import training_loss
+from moba_train.parallel.world import sum_over_ranks
+
+MODELS = {
+    "paper": "one key of the needle, products of all other keys with the variance 1 / d",
+    "spread": "one key of the needle, the variance of the products as measured",
+    "cluster": "all keys of the needle's block count, the variance of the products as measured",
+    "scores": "mean and variance of the blocks' scores as measured; only their normal distribution is assumed",
+}
+"""The predictions, each with one assumption less than the one before."""
+
+
+@dataclass(frozen=True)
+class GateSize:
+    """A gate whose blocks are looked at."""
+
+    block_size: int
+    topk: int
+    """Blocks that a query attends to, its own included."""
+
+    @property
+    def slots(self) -> int:
+        """History blocks that it selects."""
+        return self.topk - 1
+
+
+@dataclass
+class NeedleSignal:
+    """Sums over queries for each query head of a layer, float64 [H].
+
+    Products are those of queries of length 1 with keys whose root mean square length is 1.
+    """
+
+    queries: Tensor
+    separation: Tensor
+    """Product with the needle's key, less the mean of all keys of other history blocks."""
+    key_variance: Tensor
+    """Variance, over the keys of other blocks, of one query's products."""
+    score: Tensor
+    """Score of the needle's block less the mean score of other blocks."""
+    score_squares: Tensor
+    score_variance: Tensor
+    """Variance, over other blocks, of one query's scores."""
+    other_blocks: Tensor
+    """Number of other history blocks."""
+    outranked: Tensor
+    """Share of the other blocks that are scored higher; equal scores count half."""
+    missed: Tensor
+    """Whether the needle's block is not selected."""
+    mass: Tensor
+    """Full attention's probability of the needle's key."""
+
+    @classmethod
+    def zeros(cls, heads: int) -> "NeedleSignal":
+        """The sums of no query: zeros, for so many heads."""
+        return cls(*(torch.zeros(heads, dtype=torch.float64) for _ in fields(cls)))
+
+    @classmethod
+    def from_vector(cls, values: list[float]) -> "NeedleSignal":
+        """The inverse of `vector`."""
+        names = fields(cls)
+        return cls(*torch.tensor(values, dtype=torch.float64).view(len(names), -1))
+
+    def vector(self) -> list[float]:
+        """All sums in a fixed order, for an all-reduce."""
+        return [value for one in fields(self) for value in getattr(self, one.name).tolist()]
+
+    def __add__(self, other: "NeedleSignal") -> "NeedleSignal":
+        return NeedleSignal(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def heads(self, size: GateSize, head_dim: int) -> list["HeadSignal"]:
+        """Each head's means; empty where no query had a choice."""
+        if not self.queries.any():
+            return []
+        means = {one.name: (getattr(self, one.name) / self.queries).tolist() for one in fields(self)}
+        return [
+            HeadSignal(size, head_dim, **{name: values[head] for name, values in means.items() if name != "queries"})
+            for head in range(len(self.queries))
+        ]
+
+
+@dataclass(frozen=True)
+class HeadSignal:
+    """One head's means over queries (`NeedleSignal`)."""
+
+    size: GateSize
+    head_dim: int
+    separation: float
+    key_variance: float
+    score: float
+    score_squares: float
+    score_variance: float
+    other_blocks: float
+    outranked: float
+    missed: float
+    mass: float
+
+    def rates(self) -> dict[str, float]:
+        """`outranked` and `missed` as observed, and as each of the models predicts: `outranked_paper`, ..."""
+        found = {"outranked": self.outranked, "missed": self.missed}
+        others = round(self.other_blocks)
+        for model in MODELS:
+            distance, spread = self._distance(model)
+            found[f"outranked_{model}"] = outranked_rate(distance, spread)
+            found[f"missed_{model}"] = miss_rate(distance, spread, others, self.size.slots)
+        return found
+
+    def _distance(self, model: str) -> tuple[float, float]:
+        """Mean score of the needle's block above other blocks', and its standard deviation, both in units of the
+        standard deviation of other blocks' scores."""
+        size, width = self.size.block_size, self.head_dim
+        tiny = 1e-30  # keys or scores that are all equal
+        if model == "paper":
+            return self.separation * math.sqrt(width / size), 1.0
+        if model == "spread":
+            return self.separation / math.sqrt(max(self.key_variance, tiny) * size), 1.0
+        if model == "cluster":
+            return self.score * math.sqrt(size / max(self.key_variance, tiny)), 1.0
+        deviation = math.sqrt(max(self.score_variance, tiny))
+        own = math.sqrt(max(self.score_squares - self.score**2, 0.0))
+        return self.score / deviation, own / deviation
+
+
+def needle_signal(
+    q_nHD: Tensor, k_SKD: Tensor, tokens_n: Tensor, sources_n: Tensor, size: GateSize, scale: float
+) -> NeedleSignal:
+    """The sums over these queries of a sequence that begins with one document.
+
+    q_nHD      queries, after the rotary embedding
+    k_SKD      keys of the whole sequence, after it
+    tokens_n   int64: the queries' tokens, of the first document
+    sources_n  int64: for each query, the token that holds what it should find
+    scale      of full attention's logits
+
+    Blocks are those that MoBA's gate would choose from, complete ones before the query's own. A query counts where
+    there are more of them than slots, and the source lies in one.
+    """
+    found = []
+    for q_HD, token, source in zip(q_nHD, tokens_n.tolist(), sources_n.tolist(), strict=True):
+        blocks = token // size.block_size
+        if blocks > size.slots and source < blocks * size.block_size:
+            signal = _query_signal(q_HD, k_SKD[: token + 1], source, blocks, size, scale)
+            found.append(torch.stack([getattr(signal, one.name) for one in fields(signal)]))
+    # One copy from the device for all queries.
+    return NeedleSignal(*torch.stack(found).sum(0).cpu()) if found else NeedleSignal.zeros(q_nHD.shape[1])
+
+
+def _query_signal(q_HD: Tensor, k_sKD: Tensor, source: int, blocks: int, size: GateSize, scale: float) -> NeedleSignal:
+    """One query, which sees `k_sKD`, of them `blocks` complete blocks of history."""
+    dtype = accumulation_dtype(q_HD.dtype)
+    q_KGD = q_HD.to(dtype).unflatten(0, (k_sKD.shape[1], -1))
+    products_Hs = (q_KGD @ k_sKD.to(dtype).permute(1, 2, 0)).flatten(0, 1).double()
+    mass_H = (products_Hs * scale).softmax(-1)[:, source]
+    history = blocks * size.block_size
+    key_length_K = k_sKD[:history].double().square().sum(-1).mean(0).sqrt()
+    length_H = q_HD.double().norm(dim=-1) * key_length_K.repeat_interleave(q_KGD.shape[1])
+    products_HNB = (products_Hs[:, :history] / length_H.clamp(min=1e-30)[:, None]).unflatten(1, (blocks, -1))
+    scores_HN = products_HNB.mean(-1)
+    at, inside = divmod(source, size.block_size)
+    others = torch.arange(blocks, device=q_HD.device) != at
+    mean_H = scores_HN[:, others].mean(-1)
+    above_HN = scores_HN[:, others] - scores_HN[:, at, None]
+    # Of equal gates the lower block id wins.
+    wins_HN = (above_HN > 0) | ((above_HN == 0) & (torch.arange(blocks - 1, device=q_HD.device) < at))
+    score_H = scores_HN[:, at] - mean_H
+    return NeedleSignal(
+        queries=torch.ones_like(mean_H),
+        separation=products_HNB[:, at, inside] - mean_H,
+        key_variance=products_HNB[:, others].flatten(1).var(-1),
+        score=score_H,
+        score_squares=score_H.square(),
+        score_variance=scores_HN[:, others].var(-1) if blocks > 2 else torch.zeros_like(mean_H),
+        other_blocks=torch.full_like(mean_H, blocks - 1),
+        outranked=((above_HN > 0).double() + 0.5 * (above_HN == 0)).mean(-1),
+        missed=(wins_HN.sum(-1) >= size.slots).double(),
+        mass=mass_H,
+    )
+
+
+def outranked_rate(distance: float, spread: float = 1.0) -> float:
+    """Probability that one other block, of a standard normal score, is scored higher than the needle's, whose score is
+    normal with the mean `distance` and the standard deviation `spread`."""
+    return 0.5 * math.erfc(distance / math.sqrt(2 * (1 + spread**2)))
+
+
+def miss_rate(distance: float, spread: float, others: int, slots: int) -> float:
+    """Probability that at least `slots` of `others` independent blocks are scored higher than the needle's.
+
+    Given the needle's score, the number of higher ones is binomial; this is integrated over the score's distribution.
+    With one other block and one slot it is `outranked_rate`.
+    """
+    if slots > others:
+        return 0.0
+    z_Z = torch.linspace(-8, 8, 641, dtype=torch.float64)
+    weight_Z = torch.exp(-(z_Z**2) / 2)
+    higher_Z = torch.special.ndtr(-(distance + spread * z_Z)).clamp(1e-300, 1 - 1e-16)
+    fewer_Z = torch.zeros_like(z_Z)
+    for count in range(slots):
+        ways = math.lgamma(others + 1) - math.lgamma(count + 1) - math.lgamma(others - count + 1)
+        fewer_Z += torch.exp(ways + count * higher_Z.log() + (others - count) * torch.log1p(-higher_Z))
+    return float(((1 - fewer_Z).clamp(min=0) * weight_Z).sum() / weight_Z.sum())
+
+
+Signals = dict[tuple[int, GateSize], NeedleSignal]
+"""By layer and gate."""
+
+
+class GateSizeConfig(Section):
+    """A gate whose selection is looked at, whatever attention the layers have."""
+
+    block_size: Length = Field(512, description="tokens of a block")
+    topk: int = Field(3, ge=2, description="blocks that a query attends to, its own included")
+
+
+class NeedleSignalConfig(HiddenNeedles):
+    """Why a gate of mean keys finds a needle: how far its block's score is above those of other blocks, and whether
+    the rate of misses is that of FlashMoBA's signal-to-noise model (arXiv:2511.11571), for each head. Needs parallel.tp
+    and pp 1. See docs/retrieval.md."""
+
+    gates: list[GateSizeConfig] = Field(
+        [GateSizeConfig()],
+        min_length=1,
+        description="gates that are looked at, on the queries and keys of every layer, one head at a time",
+    )
+
+
+class NeedleSignalEvaluation(Evaluation):
+    """Rates at which gates miss the needle's block, observed and predicted. See docs/retrieval.md."""
+
+    name = "needle_signal"
+    Options = NeedleSignalConfig
+    numbers = frozenset({"needle_missed", "needle_missed_predicted"})
+
+    def __init__(self, config: RunConfig, stage: Stage) -> None:
+        wanted = self.options_in(config)
+        assert isinstance(wanted, NeedleSignalConfig)
+        self.every = wanted.every or config.evaluation.every
+        self.compare_with_full = wanted.attention == "both"
+        self._wanted = wanted
+        self._sizes = [GateSize(size.block_size, size.topk) for size in wanted.gates]
+        self._texts = NeedleTexts(config, wanted, self.key)
+        # A gate chooses where a document has more history than it selects.
+        least = min(size.block_size * (size.topk + 1) for size in self._sizes)
+        self._lengths = [length for length in stage_lengths(wanted, stage) if length > least]
+        if wanted.lengths is None:
+            self._lengths = [length for length in self._lengths if self._texts.fits(length)]
+        if not self._lengths:
+            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {stage.seq_len} and above {least}"
+
+    @classmethod
+    def pipeline_problem(cls, config: RunConfig) -> tuple[str, str] | None:
+        """Everything."""
+        return f"{cls.key}: given", "remove it"
+
+    @classmethod
+    def problems(cls, config: RunConfig) -> Iterator[str]:
+        """Texts that cannot be made, or heads that are on several ranks."""
+        wanted = cls.options_in(config)
+        if not isinstance(wanted, NeedleSignalConfig):
+            return
+        yield from text_problems(config, wanted, cls.key)
+        if config.parallel.tp > 1:
+            yield f"{cls.key}: given with parallel.tp {config.parallel.tp}, which has heads on several ranks; remove it"
+
+    @classmethod
+    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
+        """Raises DataError for lengths that leave no room for the needles, and for too little text around them."""
+        signal = cls(config, stage)
+        for length in signal._lengths:
+            signal._texts.check(length)
+
+    @classmethod
+    def sequences_per_pass(cls, stage: Stage) -> int:
+        """One."""
+        return 1
+
+    def run(self, context: EvaluationContext) -> EvaluationResult:
+        """`needle_missed` and what the model predicts from the blocks' scores, means over layers and heads."""
+        maps = {
+            name: [self._measure(context, length, name) for length in self._lengths]
+            for name in context.each_attention()
+        }
+        width = context.model.config.head_width
+        rates = {name: [_rates(found, width) for found in lengths] for name, lengths in maps.items()}
+        own = [row for by_length in rates[context.own] for row in by_length]
+        numbers = {"needle_missed": _mean(own, "missed"), "needle_missed_predicted": _mean(own, "missed_scores")}
+        message = "no query of any layer was seen that has more history than the gates select"
+        if own:
+            message = (
+                f"needle's block missed by {numbers['needle_missed']:.3f} of the heads with {context.own} attention, "
+                f"{numbers['needle_missed_predicted']:.3f} predicted from the blocks' scores"
+            )
+        data = {
+            "attention": context.own,
+            "head_dim": width,
+            "lengths": self._lengths,
+            "gates": [{"block_size": size.block_size, "topk": size.topk} for size in self._sizes],
+            "samples": self._wanted.samples * len(self._wanted.depths),
+            "seed": self._wanted.seed,
+            "rows": {name: dict(zip(map(str, self._lengths), found, strict=True)) for name, found in rates.items()},
+        }
+        table = [line for name, found in rates.items() for line in self._table(name, found)]
+        return EvaluationResult(numbers, message, [*table, message], data)
+
+    @torch.no_grad()
+    def _measure(self, context: EvaluationContext, length: int, name: str) -> Signals:
+        """The sums of every layer with the model's present attention, equal on every rank."""
+        shard, config = context.data_shard, context.model.config
+        layers = range(config.layers)
+        found = {key: NeedleSignal.zeros(config.heads) for key in product(layers, self._sizes)}
+        questions = self._texts.questions(length)
+        for first in context.track(range(0, len(questions), shard.dp_size), f"needle signal, {name}, {length}"):
+            context.between_batches()
+            index = first + shard.dp_rank
+            question = questions[min(index, len(questions) - 1)]
+            batch = shard.shard_batch(answer_batch(question, padded_length(length, shard)))
+            look = _Look(context, question, found, self._sizes, counts=index < len(questions))
+            with probing(context.model, layers, look, look.at_shard, shard):
+                training_loss(context.model, batch.to(context.device))
+        vectors = sum_over_ranks([value for one in found.values() for value in one.vector()])
+        width = len(vectors) // len(found)
+        summed = [NeedleSignal.from_vector(vectors[at : at + width]) for at in range(0, len(vectors), width)]
+        return dict(zip(found, summed, strict=True))
+
+    def _table(self, name: str, lengths: Sequence[list[dict[str, Any]]]) -> Iterator[str]:
+        """A line for each length and gate: means over layers and heads."""
+        yield f"{f'missed, {name}':<32}" + "".join(f"{column:>10}" for column in ("observed", *MODELS))
+        for length, rows in zip(self._lengths, lengths, strict=True):
+            for size in self._sizes:
+                own = [row for row in rows if (row["block_size"], row["topk"]) == (size.block_size, size.topk)]
+                if own:
+                    title = f"{format_count(length, 1024)}, {size.block_size}/{size.topk}"
+                    values = [_mean(own, key) for key in ("missed", *(f"missed_{model}" for model in MODELS))]
+                    yield f"{title:<32}" + "".join(f"{value:>10.4f}" for value in values)
+
+
+class _Look:
+    """Adds to the sums at the first engine call of every layer, or at its shard's attention to given blocks, over all
+    ranks that share the sequence."""
+
+    def __init__(
+        self,
+        context: EvaluationContext,
+        question: Question,
+        found: Signals,
+        sizes: Sequence[GateSize],
+        counts: bool,
+    ) -> None:
+        self._shard = context.data_shard
+        self._scale = context.model.config.head_width**-0.5
+        self._tokens_n = torch.tensor(question.places, device=context.device) - 1
+        self._sources_n = torch.tensor(question.sources, device=context.device)
+        self._found = found
+        self._sizes = sizes
+        self._counts = counts
+        self._seen: set[int] = set()
+
+    def __call__(
+        self, layer: int, q_LHD: Tensor, k_LKD: Tensor, _v: Tensor, _attention: LocalAttention, layout: Layout
+    ) -> None:
+        if layer in self._seen:
+            return
+        self._seen.add(layer)
+        whole = gathered(q_LHD, (k_LKD,), self._tokens_n, layout, self._shard)
+        if whole is not None:
+            q_nHD, (k_SKD,) = whole
+            self._add(layer, q_nHD, k_SKD)
+
+    def at_shard(self, layer: int, call: ShardCall) -> None:
+        """Adds to the sums at the layer's first attention of a shard. Its queries [n, H, D] are gathered from the
+        ranks, its keys [S, K, D] are those of the whole sequence on every rank."""
+        if layer in self._seen:
+            return
+        self._seen.add(layer)
+        q_nHD = gathered_rows(call.q_nHD, self._tokens_n, call.layout, self._shard)
+        if self._shard.engine is None or not self._shard.engine.rank:
+            self._add(layer, q_nHD, call.k_TKD)
+
+    def _add(self, layer: int, q_nHD: Tensor, k_SKD: Tensor) -> None:
+        if not self._counts:
+            return
+        for size in self._sizes:
+            signal = needle_signal(q_nHD, k_SKD, self._tokens_n, self._sources_n, size, self._scale)
+            self._found[layer, size] = self._found[layer, size] + signal
+
+
+def _rates(found: Mapping[tuple[int, GateSize], NeedleSignal], width: int) -> list[dict[str, Any]]:
+    """A row for each layer, gate and head that had a choice."""
+    return [
+        _row(layer, size, head, signal)
+        for (layer, size), sums in found.items()
+        for head, signal in enumerate(sums.heads(size, width))
+    ]
+
+
+def _row(layer: int, size: GateSize, head: int, signal: HeadSignal) -> dict[str, Any]:
+    values = {
+        "separation": signal.separation,
+        "key_deviation": signal.key_variance**0.5,
+        "other_blocks": signal.other_blocks,
+        "mass": signal.mass,
+        **signal.rates(),
+    }
+    place = {"layer": layer, "head": head, "block_size": size.block_size, "topk": size.topk}
+    return place | {name: float(f"{value:.6g}") for name, value in values.items()}
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    """The mean of one column; NaN without rows."""
+    return sum(row[key] for row in rows) / len(rows) if rows else math.nan

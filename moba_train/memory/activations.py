@@ -1,0 +1,230 @@
+"""What each layer of a stage keeps for its backward pass, and where: the recipe's policy, the same in plan and run."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moba_train.config.mesh import MeshSizes
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.errors import ConfigError
+from moba_train.memory.devices import local_host_bytes
+from moba_train.memory.flops import kept_flops
+from moba_train.memory.memory import NO_TRANSPORT, MemoryEstimate, all_weights_stay, element_bytes, fixed_activations
+from moba_train.memory.moments import Memory
+from moba_train.memory.pipeline import checkpointing_policy
+from moba_train.parallel.activations import Kept, LayerActivations, describe_activations, sent_to_host
+from moba_train.parallel.context.costs import TransportMemory, most_memory
+from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.stage_strategy import stage_costs
+from moba_train.parallel.world import World, min_over_ranks
+
+FILLED = 0.85
+"""Part of a GPU that `budget` fills: less than `USABLE`, because torch waits for the GPU in each step where it finds no
+memory. At 0.9 of an H100 of 80 GB it did 4 times in 5 steps (`allocator_retries` of 128K in
+benchmarks/results/training-8b-16-layers-offload-h100-x2.json)."""
+
+
+@dataclass(frozen=True)
+class StageActivations:
+    """What the layers of a stage keep, and the memory that this is predicted to take."""
+
+    layers: tuple[LayerActivations, ...]
+    rank_memory: tuple[Memory, ...]
+    """At the step's peak on each rank of a pipeline; of the only one without."""
+    host_bytes: int
+    """Page-locked memory that each GPU takes from its host."""
+
+    @property
+    def memory(self) -> Memory:
+        """At the step's peak on each GPU; in a pipeline, on those of the rank that needs most."""
+        return max(self.rank_memory, key=lambda memory: memory.total)
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether nothing is recomputed and nothing waits on the host."""
+        return all(layer.kept is Kept.ALL and not layer.on_host for layer in self.layers)
+
+    def describe(self) -> str:
+        """What is kept and the prediction, in one line."""
+        host = f" and {self.host_bytes / 2**30:.1f} GiB of its host" if self.host_bytes else ""
+        predicted = f"{self.memory.total / 2**30:.1f} GiB of each GPU{host} (predicted)"
+        return f"{describe_activations(self.layers)}: {predicted}"
+
+
+def stage_activations(
+    config: RunConfig,
+    stage: Stage,
+    sizes: MeshSizes,
+    gpu_bytes: float | None,
+    host_bytes: float | None,
+    transport: TransportMemory = NO_TRANSPORT,
+) -> StageActivations:
+    """What the layers keep in `stage`, by the recipe's policy.
+
+    gpu_bytes: memory of one GPU; None: not known, then `budget` keeps everything unless memory.gpu_gib is given
+    host_bytes: host memory for the activations of one GPU, for the copy of a save, and for the optimizer's state where
+        that is there; None: not known, as much as it takes
+    transport: of context parallelism, in the layer that needs most
+
+    `budget` begins with the blocks' inputs and takes further tensors for as long as they fit beside all gradients
+    (`MemoryEstimate.reserved`): attention's results first, then what spares most FLOPs for its bytes, in late layers
+    before early ones. With `activation_offload`, layers that keep no more than attention's result send it to the host.
+    In a pipeline, what all layers take is decided by the rank that needs most, whose time the others would wait for; a
+    zero-bubble pipeline keeps everything. `reshard_after_forward: budget` comes after that: of the memory that is left,
+    the weights of late layers, which wait least, before early ones.
+
+    Raises ConfigError where a policy that decides by itself what to keep needs more host memory than there is.
+    """
+    if config.memory.host_gib is not None:
+        host_bytes = config.memory.host_gib * 2**30
+    elif host_bytes is not None:
+        host_bytes = max(0.0, host_bytes - MemoryEstimate(config, stage, sizes).host_taken)
+    limit = FILLED * gpu_bytes if gpu_bytes is not None else None
+    if config.memory.gpu_gib is not None:
+        limit = config.memory.gpu_gib * 2**30
+    choice = _Choice(config, stage, sizes, limit, host_bytes, transport)
+    everything = (LayerActivations(Kept.ALL, weights=all_weights_stay(config, sizes)),) * config.model.layers
+    if checkpointing_policy(config, sizes) != "budget":
+        layers = choice.offloaded(fixed_activations(config, sizes))
+    elif choice.fits(everything):
+        layers = everything
+    else:
+        layers = choice.most()
+    if config.parallel.reshard_after_forward == "budget" and sizes.pp == 1:
+        layers = choice.with_weights(layers)
+    return choice.result(layers)
+
+
+def local_activations(
+    config: RunConfig, stage: Stage, sizes: MeshSizes, world: World, strategy: CPStrategy | None
+) -> StageActivations:
+    """`stage_activations` on the run's GPUs: the same on all ranks, which call it together. strategy: of context
+    parallelism."""
+    gpu_bytes = None
+    if world.device.type == "cuda":
+        gpu_bytes = min_over_ranks(torch.cuda.get_device_properties(world.device).total_memory)
+    host_bytes = None
+    if config.activation_offload:
+        host_bytes = min_over_ranks(local_host_bytes(world.ranks_per_node))
+    transport = NO_TRANSPORT
+    if strategy is not None:
+        costs = stage_costs(config, stage, strategy, element_bytes(config))
+        transport = most_memory(costs.values())
+    return stage_activations(config, stage, sizes, gpu_bytes, host_bytes, transport)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One layer keeps more than before."""
+
+    layer: int
+    kept: Kept
+    flops_per_byte: float
+
+
+class _Choice:
+    """The search of `budget`, and the place of what is kept."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        stage: Stage,
+        sizes: MeshSizes,
+        limit: float | None,
+        host_bytes: float | None,
+        transport: TransportMemory,
+    ) -> None:
+        self._config = config
+        self._stage = stage
+        self._estimate = MemoryEstimate(config, stage, sizes)
+        self._tokens = stage.micro_batch_size * stage.seq_len / (sizes.cp * sizes.tp)  # whose FLOPs a rank computes
+        self._limit = limit
+        self._host_bytes = host_bytes
+        self._transport = transport
+        self._weights = all_weights_stay(config, sizes)
+
+    def result(self, layers: tuple[LayerActivations, ...]) -> StageActivations:
+        memory = tuple(self._estimate.by_rank(layers, self._transport))
+        return StageActivations(layers, memory, self._estimate.host_bytes(layers))
+
+    def fits(self, layers: Sequence[LayerActivations]) -> bool:
+        return self._limit is None or self._estimate.reserved(layers, self._transport) <= self._limit
+
+    def with_weights(self, layers: tuple[LayerActivations, ...]) -> tuple[LayerActivations, ...]:
+        """The layers with the gathered weights of as many last ones as fit."""
+
+        def last(count: int) -> tuple[LayerActivations, ...]:
+            first = len(layers) - count
+            return (*layers[:first], *(layer._replace(weights=True) for layer in layers[first:]))
+
+        counts = range(1, len(layers) + 1)
+        return last(bisect_left(counts, True, key=lambda count: not self.fits(last(count))))
+
+    def offloaded(self, layers: tuple[LayerActivations, ...]) -> tuple[LayerActivations, ...]:
+        """What the layers keep on the host, if the recipe says so. Raises ConfigError."""
+        if not self._config.activation_offload:
+            return layers
+        found = sent_to_host(layers)
+        needed = self._estimate.host_bytes(found)
+        if self._host_bytes is not None and needed > self._host_bytes:
+            raise ConfigError(
+                [
+                    f"activation_offload: stage {self._stage.name} needs {needed / 2**30:.1f} GiB of host memory for "
+                    f"each GPU, but {self._host_bytes / 2**30:.1f} GiB are there (memory.host_gib); set "
+                    "activation_checkpointing: budget, which sends as much as fits, or raise parallel.cp"
+                ]
+            )
+        return found
+
+    def most(self) -> tuple[LayerActivations, ...]:
+        """What `budget` keeps where the GPU does not hold everything."""
+        steps = [*_dearest_first(self._to_attention()), *_dearest_first(self._beyond_attention())]
+        taken = bisect_left(range(1, len(steps) + 1), True, key=lambda count: not self.fits(self._after(steps[:count])))
+        return self._after(steps[:taken])
+
+    def _after(self, steps: Sequence[_Step]) -> tuple[LayerActivations, ...]:
+        kept = [Kept.INPUT] * self._config.model.layers
+        for step in steps:
+            kept[step.layer] = step.kept
+        return self._placed(kept)
+
+    def _placed(self, kept: Sequence[Kept]) -> tuple[LayerActivations, ...]:
+        """The first layers on the host, as far as it has room, if they keep no more than attention's result."""
+        layers = []
+        room = self._host_bytes if self._host_bytes is not None else float("inf")
+        for index, level in enumerate(kept):
+            on_host = self._config.activation_offload and level <= Kept.ATTENTION and index < len(kept) - 1
+            size = self._estimate.kept_bytes(index, level)
+            on_host = on_host and size <= room
+            room -= size if on_host else 0
+            layers.append(LayerActivations(level, on_host, self._weights))
+        return tuple(layers)
+
+    def _to_attention(self) -> Iterator[_Step]:
+        for layer in range(self._config.model.layers):
+            yield self._step(layer, Kept.INPUT, Kept.ATTENTION, on_host=False)
+
+    def _beyond_attention(self) -> Iterator[_Step]:
+        """Each layer's further steps, always to where the FLOPs spared for a byte are most."""
+        for layer in range(self._config.model.layers):
+            kept = Kept.ATTENTION
+            while kept < Kept.ALL:
+                on_host = self._config.activation_offload and kept is Kept.ATTENTION
+                further = [self._step(layer, kept, level, on_host) for level in Kept if level > kept]
+                best = max(further, key=lambda step: step.flops_per_byte)
+                yield best
+                kept = best.kept
+
+    def _step(self, layer: int, before: Kept, after: Kept, on_host: bool) -> _Step:
+        """on_host: what was kept before took no memory of the GPU."""
+        added = self._estimate.kept_bytes(layer, after)
+        added -= 0 if on_host else self._estimate.kept_bytes(layer, before)
+        flops = [kept_flops(self._config.model, self._stage, layer, kept) for kept in (before, after)]
+        return _Step(layer, after, round((flops[1] - flops[0]) * self._tokens / max(added, 1), 3))
+
+
+def _dearest_first(steps: Iterable[_Step]) -> list[_Step]:
+    return sorted(steps, key=lambda step: (-step.flops_per_byte, step.kept, -step.layer))

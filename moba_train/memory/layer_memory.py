@@ -1,0 +1,155 @@
+"""Bytes of one Transformer block's activations, for each token.
+
+Bytes of a rank's layers for one micro-batch: what stays while other blocks work, and what a block at work takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moba_train.config.mesh import MeshSizes
+from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
+from moba_train.memory.pipeline import RankWork
+from moba_train.model.build import build_attention
+from moba_train.parallel.activations import FEED_FORWARD_ROWS, Kept, LayerActivations
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of one block's activations for each token of a tp group, without those that only some attention kinds have;
+    a rank of the group has its part of them."""
+
+    attention: int
+    """All tensors that attention and its projections keep for their backward pass."""
+    feed_forward: int
+    """All tensors that the SwiGLU and its norm keep."""
+    kept: dict[Kept, int]
+    """What stays while other blocks work."""
+    attention_gradients: int
+    """Gradients of queries, keys, values and the attention's output."""
+    feed_forward_gradients: int
+    """Gradients inside the SwiGLU beyond the activations that they replace."""
+
+
+def input_bytes(config: RunConfig, width: int) -> int:
+    """Bytes of each element of what a projection keeps of its input.
+
+    Compiled, a layer in FP8 keeps the input in FP8 where forward and backward pass round it alike: with tensorwise
+    scaling. With a scale for each row the backward pass rounds the input anew, and a compiled block computes that again
+    from what it keeps anyway. Uncompiled, a layer keeps the input itself.
+    """
+    precision = config.precision
+    if not config.compile or precision.linear != "fp8" or precision.implementation != "torchao":
+        return width
+    return 1 if precision.gathers_fp8 else 0
+
+
+def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_width: int) -> BlockBytes:
+    """Activations of a block, `width` bytes an element.
+
+    A block that is not recomputed keeps the inputs of both norms and of the projections behind them (4 D; every rank of
+    a tp group holds the gathered inputs of the projections), rotated queries and keys, values and the attention's
+    output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of the SwiGLU. A compiled block
+    recomputes one of these four: 4.00 GiB less were measured on 16 layers (benchmarks/results/training-1b-h200.json).
+    Inputs of projections take `input_width` bytes an element; that of the output projection, which attention keeps for
+    itself, `width`. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured; with a scale for each row 11.0
+    and 10.9 (benchmarks/results/training-8b-h200-x2.json).
+    """
+    queries = model.heads * model.head_width
+    keys = model.kv_heads * model.head_width
+    hidden = model.hidden_size
+    lse = 4 * model.heads
+    heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
+    attention = width * (hidden + heads) + input_width * tp * hidden + lse
+    feed_forward = width * (hidden + (2 if compiled else 3) * model.intermediate_size)
+    feed_forward += input_width * (tp * hidden + model.intermediate_size)
+    added = {
+        Kept.INPUT: width * hidden,
+        Kept.ATTENTION: width * queries + lse,
+        Kept.PROJECTIONS: width * (queries + 2 * keys + hidden),
+        Kept.PRODUCTS: width * 2 * model.intermediate_size,
+    }
+    kept = {level: sum(added[below] for below in added if below <= level) for level in added}
+    return BlockBytes(
+        attention=attention,
+        feed_forward=feed_forward,
+        kept=kept | {Kept.ALL: attention + feed_forward},
+        attention_gradients=width * 2 * (queries + keys),
+        feed_forward_gradients=width * (1 if compiled else 2) * model.intermediate_size,
+    )
+
+
+class LayerMemory:
+    """The layers of a stage on one rank; results are bytes. Layers are numbered as in the whole model."""
+
+    def __init__(self, config: RunConfig, stage: Stage, sizes: MeshSizes, width: int) -> None:
+        """width: bytes of an element in the compute dtype."""
+        self._compiled = config.compile
+        self._tp = sizes.tp
+        self.tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
+        """Tokens of a micro-batch that the rank, or the tp group that it is in, works on."""
+        self.hidden = width * config.model.hidden_size * self.tokens // sizes.tp
+        """Bytes of the residual stream of one micro-batch on the rank."""
+        self._block = block_bytes(config.model, width, sizes.tp, config.compile, input_bytes(config, width))
+        kinds = build_attention(stage.attention, config.model.head_width)
+        self._saved = [kind.saved_bytes(config.model, stage.seq_len) for kind in kinds]
+        self._workspace = [kind.workspace_bytes(config.model, width) for kind in kinds]
+        # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
+        others = sizes.cp - 1
+        self._own = [
+            kind.activation_bytes(config.model, width, self.tokens, sizes.cp)
+            + others * (kind.gathered_bytes(config.model, width) or 0)
+            for kind in kinds
+        ]
+
+    def kept(self, layer: int, kept: Kept) -> int:
+        """What a layer keeps from its forward pass to its backward pass, wherever that is."""
+        found = self._block.kept[kept] + (self._saved[layer] if kept >= Kept.ATTENTION else 0)
+        return self._on_rank(found + (self._own[layer] if kept is Kept.ALL else 0))
+
+    def sent(self, layer: int, activations: LayerActivations) -> int:
+        """What a layer sends to the host. Without torch.compile, what a recomputed block keeps besides its input is out
+        of the offload's sight."""
+        in_sight = activations.kept if self._compiled or activations.kept is Kept.ALL else Kept.INPUT
+        return self.kept(layer, in_sight) if activations.on_host else 0
+
+    def at_work(self, work: RankWork, layers: Sequence[LayerActivations], layer: int) -> tuple[int, int]:
+        """What is there of the block whose backward pass is computed: in its feed-forward, and in its attention.
+
+        A compiled block recomputes for its feed-forward what that needs; without torch.compile a block is recomputed
+        as a whole before its backward pass.
+        """
+        block = self._block
+        kept = layers[layer].kept
+        recomputed = max((self._own[one] for one in work.layers if layers[one].kept < Kept.ALL), default=0)
+        kinds = self._saved[layer] + (self._own[layer] if kept is Kept.ALL else recomputed)
+        attention = self._on_rank(block.attention + kinds)
+        feed_forward = self._on_rank(block.feed_forward)
+        if self._compiled and kept < Kept.ALL:
+            before = block.kept[min(kept, Kept.PROJECTIONS)] + (self._saved[layer] if kept >= Kept.ATTENTION else 0)
+            return self._on_rank(before) + round(self._fed_at_once(kept) * feed_forward), attention
+        return attention + feed_forward, attention
+
+    def feed_forward_gradients(self, kept: Kept) -> int:
+        """Gradients inside the feed-forward of a layer that keeps this; in parts, a part's gradient of its input is
+        added to those of the parts before."""
+        at_once = self._fed_at_once(kept)
+        inside = round(at_once * self._on_rank(self._block.feed_forward_gradients))
+        return inside + (self.hidden if at_once < 1 else 0)
+
+    def attention_gradients(self, layer: int, heads_at_once: float) -> int:
+        """Gradients inside a layer's attention and the workspace of its kernels, which work on this share of the heads
+        at once; and a compiled block's upstream gradient, which exists until its backward pass ends."""
+        workspace = round(heads_at_once * self._workspace[layer])
+        upstream = self.hidden if self._compiled else 0
+        return upstream + self._on_rank(self._block.attention_gradients + workspace)
+
+    def _on_rank(self, bytes_per_token: int) -> int:
+        return bytes_per_token * self.tokens // self._tp
+
+    def _fed_at_once(self, kept: Kept) -> float:
+        """Share of a rank's rows that the feed-forward of a compiled block takes at once (parallel/activations.py)."""
+        if not self._compiled or kept >= Kept.PRODUCTS:
+            return 1.0
+        return min(1.0, FEED_FORWARD_ROWS * self._tp / self.tokens)

@@ -1,0 +1,135 @@
+"""Weights, gradients and optimizer state of one rank, in numbers and bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moba_train.config.mesh import MeshSizes
+from moba_train.config.schema import RunConfig
+from moba_train.memory.flops import count_blocks, count_recipe_parameters
+from moba_train.memory.pipeline import RankWork
+from moba_train.optim.registry import OPTIMIZERS
+from moba_train.parallel.fsdp import has_head_unit, is_one_unit
+from moba_train.parallel.transfers import GATHER_BUFFERS, REDUCTION_BUFFER
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers and bytes of weights on a rank, and of the optimizer's state. The ends are the embedding and the output
+    projection."""
+
+    shard: int
+    """Parameters that the rank keeps."""
+    total: int
+    """Parameters of the rank's tp part, not sharded."""
+    ends: int
+    """Parameters of the ends in the rank's tp part."""
+    outer: int
+    """Those of them in FSDP's outermost unit: without the output projection where that is in a unit of its own."""
+    blocks: Mapping[int, int]
+    """Parameters of each of the rank's blocks in its tp part, by layer."""
+    head: int
+    """Bytes of the output weight in the compute dtype, gathered over the tp group for the loss."""
+    gathered_ends: int
+    """Bytes of the gathered ends in the compute dtype."""
+    gathered_outer: int
+    """Bytes of those in FSDP's outermost unit."""
+    gathered: int
+    """Bytes of the gathered outermost unit and of the two largest blocks; in a pipeline and as one unit of FSDP, of all
+    the rank's blocks."""
+    held: int
+    """Bytes of each parameter of a gathered block that stays between its forward and its backward pass; 0 where all
+    stay in any case."""
+    copied: int
+    """Bytes of the buffer into which FSDP gathered the last unit of the forward pass. The unit's weights are copied out
+    of it, but FSDP frees it only when it gathers the next unit or the forward pass ends, so it is still there in the
+    loss. 0 where nothing is gathered, where copy engines have buffers for it, and in a pipeline, which gathers only
+    once a step."""
+    exchanged: bool
+    """Whether gradients are sent as they are and added up on arrival."""
+    gradient_sent: int
+    """Bytes of a gradient that is sent to its rank: in float32, or exchanged in the compute dtype."""
+    gradient: int
+    """Bytes of a gradient in the buffers on its way."""
+    buffers: int
+    """Bytes of the buffers that copy engines write into."""
+    is_one_unit: bool
+    """Whether FSDP gathers and reduces all weights at once, not block by block."""
+    cast: int
+    """Bytes of the rank's part of the blocks' weights in FP8, which stay for all gathers of a step."""
+    optimizer: int
+    """Bytes of the optimizer's state, on the GPU or its host."""
+
+    @property
+    def largest_block(self) -> int:
+        """Parameters of the largest of `blocks`."""
+        return max(self.blocks.values())
+
+
+def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork) -> Weights:
+    """Weights of a rank with this work, `width` bytes an element in the compute dtype."""
+    counts = count_recipe_parameters(config)
+    inner, ends = _numbers(config, work)
+    total = -(-(inner + ends) // sizes.tp)
+    ends //= sizes.tp
+    blocks = {layer: count_blocks(config)[layer].parameters // sizes.tp for layer in work.layers}
+    head = width * config.model.vocab_size * config.model.hidden_size if work.part.has_output else 0
+    one_unit = is_one_unit(counts.total, sizes)
+    head_unit = has_head_unit(config.model.tie_embeddings, sizes) and not one_unit
+    outer = ends - counts.output // sizes.tp if head_unit else ends
+    gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
+    gathered_outer = width * outer if head_unit else gathered_ends
+    all_stay = sizes.pp > 1 or one_unit
+    by_size = sorted(blocks.values())
+    at_once = sum(by_size if all_stay else by_size[-2:])
+    block_width = gathered_bytes(config, width)
+    held = 0 if all_stay else block_width
+    copy_engines = config.parallel.fsdp_copy_engines and sizes.shards > 1
+    exchanged = copy_engines or (config.parallel.gradient_transport == "all_to_all" and sizes.shards > 1)
+    sent = width if exchanged and sizes.pp == 1 else 4
+    gradient = 2 * sent if exchanged and not copy_engines else sent  # what is sent, and what has arrived
+    buffers = GATHER_BUFFERS * block_width * by_size[-1] + REDUCTION_BUFFER
+    last_block = 0 if copy_engines else held * blocks[work.layers[-1]]
+    copied = width * (counts.output // sizes.tp) if head_unit else last_block
+    return Weights(
+        shard=-(-(inner + ends * sizes.tp) // (sizes.shards * sizes.tp)),
+        total=total,
+        ends=ends,
+        outer=outer,
+        blocks=blocks,
+        head=head,
+        gathered_ends=gathered_ends,
+        gathered_outer=gathered_outer,
+        gathered=gathered_outer + block_width * at_once,
+        held=held,
+        copied=copied if sizes.shards > 1 else 0,
+        exchanged=exchanged,
+        gradient_sent=sent,
+        gradient=gradient,
+        buffers=buffers if copy_engines else 0,
+        is_one_unit=one_unit,
+        cast=-(-sum(by_size) // sizes.shards) if config.precision.gathers_fp8 else 0,
+        optimizer=_optimizer_state(config, sizes, work),
+    )
+
+
+def _optimizer_state(config: RunConfig, sizes: MeshSizes, work: RankWork) -> int:
+    ranks = sizes.shards * sizes.tp
+    matrices = sum(count_blocks(config)[layer].matrices for layer in work.layers)
+    others = sum(_numbers(config, work)) - matrices
+    return OPTIMIZERS[config.optim.kind].state_bytes(-(-matrices // ranks), -(-others // ranks))
+
+
+def _numbers(config: RunConfig, work: RankWork) -> tuple[int, int]:
+    """Parameters of a pipeline rank's blocks and last norm, and of its ends."""
+    counts = count_recipe_parameters(config)
+    part = work.part
+    ends = (counts.embedding if part.has_embedding else 0) + (counts.output if part.has_output else 0)
+    if part.has_output and not part.has_embedding and not counts.output:
+        ends = counts.embedding  # its copy, tied
+    blocks = sum(count_blocks(config)[layer].parameters for layer in work.layers)
+    return blocks + (config.model.hidden_size if part.has_output else 0), ends
+
+
+def gathered_bytes(config: RunConfig, width: int) -> int:
+    """Bytes of one gathered weight of a block; the few that FP8 leaves out, norms among them, are not told apart."""
+    return 1 if config.precision.gathers_fp8 else width

@@ -1,0 +1,1 @@
+"""A recipe resolved: combinations that cannot work are refused before any GPU is touched."""

@@ -1,0 +1,158 @@
+"""What cannot work about the corpora and the tokenizer that a recipe names."""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from moba_train.config.data import SourceConfig
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.data.blend import length_buckets
+from moba_train.data.indexed import IndexedDataset
+from moba_train.data.loss_mask import LossWeights
+from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
+from moba_train.errors import ConfigError, DataError
+from moba_train.evals.registry import enabled_evaluations
+from moba_train.resolve.stage_exit import exit_data_problems
+
+
+def length_problems(config: RunConfig) -> Iterator[str]:
+    """Ranges of document lengths that hold nothing."""
+    for key, source in recipe_sources(config):
+        low, high = source.min_length or 0, source.below_length or math.inf
+        if low >= high:
+            yield f"{key}.below_length: given {high}; allowed: above min_length {low}"
+        elif source.upsample and not low < source.upsample.min_length < high:
+            allowed = f"above min_length {low}" + (f" and below below_length {high}" if source.below_length else "")
+            yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
+
+
+def file_problems(config: RunConfig, resolvable: bool = True) -> Iterator[str]:
+    """Corpora and tokenizer that are missing, damaged or do not fit, relative to the working directory.
+
+    resolvable: no other check has found a problem, so that the stages can be resolved and their exits judged, too.
+    """
+    corpora = list(_corpus_problems(config))
+    yield from corpora
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and not Path(tokenizer).exists():
+        yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
+    elif tokenizer is not None:
+        yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
+    yield from tokenizer_problems(config)
+    if resolvable and not corpora:
+        yield from exit_data_problems(config)
+        yield from _sample_problems(config)
+
+
+def _sample_problems(config: RunConfig) -> Iterator[str]:
+    """Samples of evaluations that cannot be made, in any stage: at its first evaluation they would end the run."""
+    for evaluation in enabled_evaluations(config):
+        for stage in resolve_stages(config):
+            try:
+                if stage.evaluate:
+                    evaluation.check_samples(config, stage)
+            except DataError as error:
+                yield f"{error} (stage {stage.name!r})"
+                break
+
+
+def _corpus_problems(config: RunConfig) -> Iterator[str]:
+    """Problems of the corpora of all stages: a later stage's are found before the first one begins."""
+    opened: dict[str, IndexedDataset] = {}
+    weights: dict[str, LossWeights] = {}
+    for key, source in recipe_sources(config):
+        missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
+        if missing:
+            yield f"{key}.path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
+        elif source.path not in opened:
+            try:
+                corpus = IndexedDataset(source.path)
+                if not corpus.tokens:
+                    yield f"{key}.path: the corpus {source.path} has no tokens; give another one"
+                    continue
+                corpus.check_vocabulary(config.model.vocab_size)
+                weights[source.path] = LossWeights(corpus, config.loss_norm)
+                opened[source.path] = corpus
+            except DataError as error:
+                yield f"{key}.path: {error}"
+    for key, sources in _blends(config).items():
+        used = key != "data.train" or not all(stage.train for stage in config.stages)
+        if used and sources and all(source.path in opened for source in sources):
+            try:
+                buckets = length_buckets(sources, opened.__getitem__)
+            except DataError as error:
+                yield f"{key}: {error}"
+                continue
+            if not any(weights[bucket.path].carries_loss(bucket.min_length, bucket.below_length) for bucket in buckets):
+                yield f"{key}: no token carries loss; make the loss masks of the corpora again, or name other corpora"
+
+
+def check_one_tokenizer(config: RunConfig) -> None:
+    """Raises ConfigError when corpora that are on disk were made with other tokenizers than the recipe's."""
+    if problems := list(tokenizer_problems(config)):
+        raise ConfigError(problems)
+
+
+def tokenizer_problems(config: RunConfig) -> Iterator[str]:
+    """Corpora on disk that were made with another tokenizer than `data.tokenizer` or, without one, than the first
+    corpus: the same token ids stand for other text there."""
+    reference, digests = "", list[str]()
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and tokenizer_file(tokenizer).is_file():
+        reference, digests = f"data.tokenizer is {tokenizer}", tokenizer_hashes(tokenizer)
+    for key, path, name, digest in recorded_tokenizers(recipe_sources(config)):
+        if not digests:
+            reference, digests = f"the corpus {path} with {name}", [digest]
+        elif digest not in digests:
+            yield tokenizer_mismatch(key, path, name, digest, (reference, digests[0]))
+
+
+def tokenizer_mismatch(key: str, path: str, name: str, digest: str, reference: tuple[str, str]) -> str:
+    """The problem of a corpus that the tokenizer `name` made, and not the `reference`: what it is, and its SHA-256."""
+    return (
+        f"{key}.path: the corpus {path} was made with the tokenizer {name} (SHA-256 {digest[:12]}...), but "
+        f"{reference[0]} (SHA-256 {reference[1][:12]}...), so that the same token ids are other text; make "
+        "the corpora with one tokenizer"
+    )
+
+
+def recorded_tokenizers(sources: Iterable[tuple[str, SourceConfig]]) -> Iterator[tuple[str, str, str, str]]:
+    """Key, path, and the tokenizer's name and SHA-256 of each corpus whose sidecar records them.
+
+    Megatron's corpora have no sidecar, and corpora that cannot be opened are reported elsewhere.
+    """
+    keys: dict[str, str] = {}
+    for key, source in sources:
+        keys.setdefault(source.path, key)
+    for path, key in keys.items():
+        with contextlib.suppress(DataError):
+            info = (IndexedDataset(path).info or {}) if Path(f"{path}.idx").is_file() else {}
+            if isinstance(digest := info.get("tokenizer_sha256"), str):
+                yield key, path, str(info.get("tokenizer")), digest
+
+
+def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
+    try:
+        known = load_text_tokenizer(path).vocab_size
+    except DataError as error:
+        yield f"data.tokenizer: {error}"
+        return
+    if known > vocab_size:
+        yield f"model.vocab_size: given {vocab_size}; data.tokenizer ({path}) has {known} tokens, so at least {known}"
+
+
+def _blends(config: RunConfig) -> dict[str, Sequence[SourceConfig]]:
+    """Every list of sources of the recipe, by its key."""
+    blends: dict[str, Sequence[SourceConfig]] = {
+        "data.train": config.data.train,
+        "data.validation": config.data.validation,
+    }
+    return blends | {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(config.stages)}
+
+
+def recipe_sources(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
+    """Every source of the recipe, with its key."""
+    for key, sources in _blends(config).items():
+        yield from ((f"{key}[{index}]", source) for index, source in enumerate(sources))

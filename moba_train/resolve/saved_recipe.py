@@ -1,0 +1,216 @@
+"""What a checkpoint's own recipe may make us read: a checkpoint may come from elsewhere, the files here are ours.
+
+Where the files lie that a checkpoint's own recipe names, whatever folder a command is started from.
+
+A recipe names its tokenizer and corpora relative to the folder in which the run was started. They are looked for in the
+working folder, then there (the run folder's path shows it where the recipe's `run_dir` is a relative one), and then in
+the run folder.
+
+A checkpoint's own recipe, checked before anything acts on it: a checkpoint may come from elsewhere.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from moba_train.checkpoint.manifest import check_sizes
+from moba_train.checkpoint.publish import find_checkpoint
+from moba_train.checkpoint.recipe import SavedRun, run_folder, saved_recipe, saved_stage, trained_tokenizer
+from moba_train.config.data import SourceConfig
+from moba_train.config.load import shadowed_overrides, with_overrides
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import corpus_file
+from moba_train.data.loss_mask import mask_prefix
+from moba_train.data.tokenizer import TOKENIZER_CONFIG, tokenizer_file, tokenizer_hash
+from moba_train.errors import CheckpointError, ConfigError, DataError, ForeignFileError
+from moba_train.foreign_files import check_below, open_foreign, working_roots
+from moba_train.memory.flops import count_parameters
+from moba_train.resolve.recipe import validate
+
+
+def check_paths(config: RunConfig, checkpoint: Path, roots: Sequence[Path] | None = None) -> None:
+    """Raises CheckpointError when the recipe of `checkpoint` names a tokenizer or validation corpus whose files, links
+    followed, are not regular files below one of `roots`: by default the working folder, and those in
+    $MOBA_TRAIN_DATA_ROOTS.
+    """
+    roots = working_roots() if roots is None else roots
+    for key, given, file in _files(config):
+        try:
+            check_below(file, roots)
+            with contextlib.suppress(OSError):  # a file that is missing is reported by its reader
+                open_foreign(file, None, roots).close()
+        except ForeignFileError as error:
+            raise CheckpointError(f"checkpoint {checkpoint}: its recipe reads {key} {given!r}: {error}") from None
+
+
+def evaluation_corpora(config: RunConfig) -> dict[str, str]:
+    """The corpora that evaluation reads, by the keys that name them."""
+    named = {f"evaluation.{name}.corpus": section.corpus for name, section in config.evaluation.asking().items()}
+    return {
+        **{f"data.validation[{index}].path": source.path for index, source in enumerate(config.data.validation)},
+        **{key: path for key, path in named.items() if path is not None},
+    }
+
+
+def _files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
+    """(key, value, file) of every file that evaluation and generation open."""
+    if config.data.tokenizer is not None:
+        file = tokenizer_file(config.data.tokenizer)
+        yield "data.tokenizer", config.data.tokenizer, file
+        yield "data.tokenizer", config.data.tokenizer, file.parent / TOKENIZER_CONFIG
+    for key, path in evaluation_corpora(config).items():
+        for prefix in (path, mask_prefix(path)):
+            for suffix in ("idx", "bin", "json"):
+                yield key, path, corpus_file(prefix, suffix)
+
+
+class SavedPaths:
+    """Finds the files of one checkpoint's recipe.
+
+    `roots` are the folders below which they may lie: the working folder, those in $MOBA_TRAIN_DATA_ROOTS, the run
+    folder, and the folder in which the run was started.
+    """
+
+    def __init__(self, config: RunConfig, checkpoint: Path) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        run = run_folder(checkpoint)
+        origin = _origin(run, config.run_dir)
+        self._folders = [Path.cwd(), *([origin] if origin else []), run]
+        self.roots = [*working_roots(), *(folder.resolve() for folder in self._folders[1:])]
+
+    def located(self) -> RunConfig:
+        """The recipe, with the tokenizer and the corpora where they were found."""
+        data = self._config.data
+        changes = {
+            "tokenizer": self._tokenizer()[0] or data.tokenizer,
+            "train": [self._source(source) for source in data.train],
+            "validation": [self._source(source) for source in data.validation],
+        }
+        evaluation = self._config.evaluation.with_corpora(lambda path: self._corpus(path) or path)
+        return self._config.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
+
+    def check_tokenizer(self) -> None:
+        """Raises DataError, naming all places that were looked at, when the recipe's tokenizer is in none of them."""
+        given = self._config.data.tokenizer
+        if given is None:
+            raise DataError(f"{self._checkpoint}: its recipe names no data.tokenizer; give --tokenizer FILE")
+        found, looked = self._tokenizer()
+        if found is None:
+            raise DataError(
+                f"{self._checkpoint}: the tokenizer of its recipe, data.tokenizer {given!r}, was not found; looked for "
+                f"{'; '.join(looked)}; give --tokenizer FILE"
+            )
+
+    def check_corpora(self, config: RunConfig) -> None:
+        """Raises DataError, naming all places that were looked at, when a validation corpus of `config` is in none."""
+        for index, source in enumerate(config.data.validation):
+            if self._corpus(source.path) is None:
+                looked = "; ".join(str(corpus_file(path, "idx")) for path in self._places(source.path))
+                raise DataError(
+                    f"data.validation[{index}].path: given {source.path!r}, which was not found; looked for {looked}; "
+                    "give --data CORPUS"
+                )
+
+    def _tokenizer(self) -> tuple[str | None, list[str]]:
+        """The recipe's tokenizer, None where it was not found, and what was looked at in vain."""
+        given = self._config.data.tokenizer
+        trained = trained_tokenizer(self._checkpoint)
+        looked: list[str] = []
+        for path in self._places(given) if given is not None else ():
+            if not tokenizer_file(path).is_file():
+                looked.append(str(path))
+            elif trained and self._may_be_read(path) and tokenizer_hash(path) != trained:
+                looked.append(f"{path} (another one than the run trained with)")
+            else:
+                return str(path), looked
+        return None, looked
+
+    def _may_be_read(self, path: Path) -> bool:
+        try:
+            check_below(tokenizer_file(path), self.roots)
+        except ForeignFileError:
+            return False
+        return True
+
+    def _source(self, source: SourceConfig) -> SourceConfig:
+        return source.model_copy(update={"path": self._corpus(source.path) or source.path})
+
+    def _corpus(self, given: str) -> str | None:
+        return next((str(path) for path in self._places(given) if corpus_file(path, "idx").is_file()), None)
+
+    def _places(self, given: str) -> Iterator[Path]:
+        """Where `given` may be; its name alone counts in the run folder, where an imported model has its tokenizer."""
+        places = [Path(given) if folder == Path.cwd() else folder / given for folder in self._folders]
+        yield from dict.fromkeys([*places, self._folders[-1] / Path(given).name])
+
+
+def _origin(run: Path, run_dir: str) -> Path | None:
+    """The folder in which a run was started that lies in `run` and was to lie in `run_dir`; None where that cannot be
+    known, or would be a folder that holds the home of the user."""
+    parts = Path(run_dir).parts
+    if Path(run_dir).is_absolute() or ".." in parts or run.parts[-len(parts) :] != parts:
+        return None
+    origin = Path(*run.parts[: -len(parts)])
+    home = Path(os.path.expanduser("~"))  # Path.home() fails without HOME where the system does not know the user
+    return None if home.is_relative_to(origin) else origin
+
+
+def open_checkpoint(path: Path) -> SavedRun:
+    """The checkpoint `path`, or the newest valid one of the run folder `path`, with its recipe and stage.
+
+    Raises UserError when there is none, it is damaged, its recipe cannot work, describes a model that the checkpoint
+    cannot hold, or names files that it must not read (`check_paths`).
+    """
+    saved = read_checkpoint(path)
+    check_paths(saved.config, saved.path)
+    return saved
+
+
+def open_for_generation(
+    path: Path, tokenizer: Path | None = None, overrides: Sequence[str] = ()
+) -> tuple[SavedRun, list[Path]]:
+    """`open_checkpoint` for a command that is started in any folder: with the recipe's tokenizer where `SavedPaths`
+    finds it, and the folders below which that may lie. `tokenizer`: one that the user names in its place; `overrides`
+    win over the recipe.
+
+    Raises UserError as `open_checkpoint`, for overrides that cannot work, and when there is no tokenizer.
+    """
+    saved = read_checkpoint(path)
+    if overrides:
+        config = with_overrides(saved.config, overrides)
+        if problems := shadowed_overrides(config, overrides, [saved.stage.index]):
+            raise ConfigError(problems)
+        validate(config.model_copy(update={"init_from": None}), allow_idle=True, training=False)
+        saved = saved._replace(config=config, stage=resolve_stages(config)[saved.stage.index])
+    paths = SavedPaths(saved.config, saved.path)
+    if tokenizer is None:
+        paths.check_tokenizer()
+    config = paths.located()
+    unread = config.data.model_copy(update={"validation": []} | ({"tokenizer": None} if tokenizer else {}))
+    without = {"data": unread, "evaluation": config.evaluation.with_corpora(lambda path: None)}
+    check_paths(config.model_copy(update=without), saved.path, paths.roots)
+    return saved._replace(config=config), paths.roots
+
+
+def read_checkpoint(path: Path) -> SavedRun:
+    """`open_checkpoint`, without a look at the files that the recipe names."""
+    checkpoint = find_checkpoint(path)
+    config = saved_recipe(checkpoint)
+    # Where the first weights came from no longer matters, and what changes nothing did no harm in training.
+    validate(config.model_copy(update={"init_from": None}), allow_idle=True)
+    _check_size(config, checkpoint)
+    return SavedRun(checkpoint, config, saved_stage(checkpoint, config))
+
+
+def _check_size(config: RunConfig, checkpoint: Path) -> None:
+    """Raises CheckpointError when the files are too small for the recipe's model, before memory for it is taken."""
+    parameters = count_parameters(config.model).total
+    size = sum(entry["size"] for entry in check_sizes(checkpoint).values())
+    if size < 4 * parameters:  # checkpoints hold float32
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: the parameters of its recipe's model have {4 * parameters:,} bytes, but its "
+            f"files have {size:,}; use another checkpoint of this run"
+        )

@@ -1,0 +1,192 @@
+"""What a recipe can do but its author has hardly meant, in words; refused is only what cannot work."""
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+
+from moba_train.config.base import format_count
+from moba_train.config.data import SourceConfig
+from moba_train.config.evaluation import EvaluationConfig
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.data.indexed import corpus_file
+from moba_train.data.samples import StageData
+from moba_train.data.sidecar import read_sidecar
+from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
+from moba_train.errors import DataError, UserError, named_layers
+from moba_train.evals.registry import enabled_evaluations
+from moba_train.hf.initial_weights import initial_tokenizers, left_out_kinds
+from moba_train.memory.flops import count_recipe_parameters
+from moba_train.model.build import Shapes
+from moba_train.resolve.data import recipe_sources, recorded_tokenizers
+
+ROW_MULTIPLE = 128
+"""Rows of the embedding are a multiple of this in most models, because matrix products are faster then."""
+SPARE_ROWS = 8 * ROW_MULTIPLE
+"""Rows beyond the tokenizer's that are no waste: a multiple of 128 on each of 8 tensor-parallel ranks."""
+SPARE_SHARE = 0.1
+"""And as a share of the tokenizer's: published models reserve a few percent for later tokens."""
+
+
+def print_recipe_warnings(config: RunConfig) -> None:
+    """Print `recipe_warnings`, a line each, as `moba-train plan` does and a run that starts."""
+    for warning in recipe_warnings(config):
+        print(f"warning: {warning}", flush=True)
+
+
+def recipe_warnings(config: RunConfig) -> list[str]:
+    """Sentences about a validated recipe, each with the keys to change; none where nothing is conspicuous."""
+    return [
+        *_batch_warnings(config),
+        *_evaluation_warnings(config),
+        *_trained_on_warnings(config),
+        *_short_validation_warnings(config),
+        *_vocabulary_warnings(config),
+        *_checkpointing_warnings(config),
+        *_initial_weight_warnings(config),
+        *_initial_tokenizer_warnings(config),
+    ]
+
+
+def _batch_warnings(config: RunConfig) -> Iterator[str]:
+    """Warns of a batch that is larger than its stage: the stage then trains on one whole batch."""
+    for stage, given in zip(resolve_stages(config), config.stages, strict=True):
+        if stage.batch_tokens > given.tokens:
+            key = "batch_tokens" if given.batch_tokens is None else f"stages[{stage.index}].batch_tokens"
+            yield (
+                f"{key}: given {stage.batch_tokens:,}, more than the {given.tokens:,} tokens of stage {stage.name!r}: "
+                f"its one step trains on {stage.batch_tokens:,}; lower it, or raise stages[{stage.index}].tokens"
+            )
+
+
+def _evaluation_warnings(config: RunConfig) -> Iterator[str]:
+    """Evaluations that are configured but never run in training. No error: `moba-train eval` runs them afterwards."""
+    asked = ", ".join(evaluation.key for evaluation in enabled_evaluations(config))
+    if asked and not any(stage.evaluate for stage in config.stages):
+        yield (
+            f"{asked}: given, but no stage evaluates, as stages[i].evaluate is false in all of them: the run has no "
+            "evaluation; set it to true in a stage, or use `moba-train eval` afterwards"
+        )
+    if not asked and config.evaluation != EvaluationConfig():
+        yield "evaluation: given, but there is nothing to evaluate on; set data.validation, or remove the section"
+    if not all(corpus_file(source.path, "idx").is_file() for source in config.data.validation):
+        return  # `plan --no-data`: the corpora need not exist yet
+    for evaluation in enabled_evaluations(config):
+        for stage in resolve_stages(config):
+            with suppress(DataError):  # of a damaged corpus, which is reported elsewhere
+                if stage.evaluate and (lacking := [*evaluation.data_problems(config, stage)]):
+                    yield f"{evaluation.key}: in stage {stage.name!r}, {'; '.join(lacking)}"
+
+
+def _trained_on_warnings(config: RunConfig) -> Iterator[str]:
+    """Validation corpora of which documents are trained on, too."""
+    sources = [(key, source) for key, source in recipe_sources(config) if not key.startswith("data.validation")]
+    for index, held_out in enumerate(config.data.validation):
+        same = [key for key, source in sources if source.path == held_out.path and _share_lengths(source, held_out)]
+        if same:
+            yield (
+                f"data.validation[{index}]: the corpus {held_out.path} is trained on as well ({same[0]}), so that its "
+                "loss says nothing about other text; hold out documents (`moba-data tokenize --holdout`)"
+            )
+
+
+def _short_validation_warnings(config: RunConfig) -> Iterator[str]:
+    """Validation corpora with less text than is evaluated, in the first stage for which that is so."""
+    sequences, sources = config.evaluation.sequences, config.data.validation
+    for stage in resolve_stages(config) if sources else ():
+        with suppress(DataError):  # of a corpus that is damaged, or need not exist yet
+            data = StageData(sources, stage.seq_len, sequences, config.seed, {}, config.model.vocab_size)
+            if stage.evaluate and (short := data.read_again()):
+                name, tokens, taken = short[0]
+                yield (
+                    f"evaluation.sequences: given {sequences}, which in stage {stage.name!r} take {taken:,} tokens of "
+                    f"{name}, which has {tokens:,}: text that is evaluated twice makes errors look smaller than they "
+                    "are; hold out more, or lower it"
+                )
+                return
+
+
+def _share_lengths(one: SourceConfig, other: SourceConfig) -> bool:
+    """Whether documents of one length belong to both."""
+    least = max(one.min_length or 0, other.min_length or 0)
+    return least < min(one.below_length or math.inf, other.below_length or math.inf)
+
+
+def _vocabulary_warnings(config: RunConfig) -> Iterator[str]:
+    """A vocabulary much larger than the tokenizer's, as of a model file that was made for another tokenizer."""
+    model = config.model
+    known = _known_tokens(config)
+    if known is None or (rows := model.vocab_size - known) <= max(SPARE_ROWS, SPARE_SHARE * known):
+        return
+    parts = "embedding" if model.tie_embeddings else "embedding and output projection"
+    cost = format_count(rows * model.hidden_size * (1 if model.tie_embeddings else 2))
+    total = format_count(count_recipe_parameters(config).total)
+    fits = -(-known // ROW_MULTIPLE) * ROW_MULTIPLE
+    change = f"set it to {fits}, a multiple of {ROW_MULTIPLE}"
+    if config.init_from is not None:
+        change = "it is that of init_from, whose tokenizer may be another one"
+    yield (
+        f"model.vocab_size: given {model.vocab_size}, but the tokenizer has {known} tokens: rows that no token uses "
+        f"take {cost} of {total} parameters ({parts}); {change}"
+    )
+
+
+def _checkpointing_warnings(config: RunConfig) -> Iterator[str]:
+    """Sizes by which activation checkpointing confuses a block's matrix products (parallel/activations.py)."""
+    policy, model = config.activation_checkpointing, config.model
+    widths = {
+        "hidden_size": model.hidden_size,
+        "heads x head_dim": model.heads * model.head_width,
+        "kv_heads x head_dim": model.kv_heads * model.head_width,
+    }
+    same = [name for name, width in widths.items() if width == model.intermediate_size]
+    if same and policy in ("selective", "budget"):
+        yield (
+            f"model.intermediate_size: given {model.intermediate_size}, as large as {' and '.join(same)}: activation "
+            "checkpointing tells matrix products apart by the sizes of their weights, so that it keeps other results "
+            f"and recomputes more products than planned with activation_checkpointing: {policy}; set it to none or "
+            "full, or choose another intermediate_size; no result of training changes"
+        )
+
+
+def _initial_weight_warnings(config: RunConfig) -> Iterator[str]:
+    """Parameters of attention kinds that `init_from` has and the recipe does not."""
+    left_out: dict[tuple[int, str], Shapes] = {}
+    with suppress(UserError):  # `plan --no-data`: it need not exist yet
+        left_out = left_out_kinds(config)
+    for kind in sorted({kind for _, kind in left_out}):
+        layers = sorted(layer for layer, other in left_out if other == kind)
+        numbers = sum(math.prod(shape) for layer in layers for shape in left_out[layer, kind].values())
+        yield (
+            f"init_from: {config.init_from} has {format_count(numbers)} parameters of attention kind {kind!r} in "
+            f"{named_layers(layers)}, which no stage of this recipe uses there: they "
+            "are left out; use the kind in a stage to keep them"
+        )
+
+
+def _initial_tokenizer_warnings(config: RunConfig) -> Iterator[str]:
+    """Corpora whose tokenizer is not that of `init_from`. No error: one tokenizer may be written in several ways."""
+    with suppress(UserError, OSError):  # `plan --no-data`: neither need exist yet
+        trained = initial_tokenizers(config)
+        corpora = [*recorded_tokenizers(recipe_sources(config))] if trained else []
+        if other := [(key, path, name) for key, path, name, digest in corpora if digest not in trained]:
+            key, path, name = other[0]
+            yield (
+                f"init_from: {config.init_from} was trained with another tokenizer than {name}, which made the corpus "
+                f"{path} ({key}): where the same token ids are other text, its weights are worth nothing; make the "
+                "corpora with its tokenizer, unless both are the same one in two forms"
+            )
+
+
+def _known_tokens(config: RunConfig) -> int | None:
+    """Size of the tokenizer that made the corpora, as their sidecars record it, else of `data.tokenizer`; None where
+    neither is there to be read."""
+    with suppress(DataError):
+        sidecars = [read_sidecar(corpus_file(source.path, "json")) or {} for _, source in recipe_sources(config)]
+        if all(sizes := [info.get("vocab_size", 0) for info in sidecars]):
+            return int(max(sizes))
+    with suppress(DataError):
+        tokenizer = config.data.tokenizer
+        if tokenizer is not None and tokenizer_file(tokenizer).is_file():
+            return load_text_tokenizer(tokenizer).vocab_size
+    return None

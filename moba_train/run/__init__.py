@@ -1,0 +1,1 @@
+"""A run: one model taken through the stages of a recipe."""

@@ -1,0 +1,247 @@
+"""The change of the loss at the boundary between two stages.
+
+Progress of a run: everything that a checkpoint stores besides tensors, and whether a recipe can go on from it.
+"""
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from moba_train.config.explain import format_path, given
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.data.sidecar import Fingerprint
+from moba_train.errors import CheckpointError
+
+STEPS = 10
+"""Optimizer steps that are averaged on each side of a boundary."""
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass
+class Boundary:
+    """Compares the last `STEPS` losses before a stage with the first `STEPS` of it.
+
+    `observe` and `compare` return (mean before, mean after) once for each stage except the first, and None otherwise.
+    """
+
+    recent: list[float] = field(default_factory=list)
+    """The latest losses of this stage, at most `STEPS`."""
+    before: float | None = None
+    """Mean of the latest losses of the previous stage, until the comparison is made."""
+
+    def observe(self, loss: float) -> tuple[float, float] | None:
+        """Record the loss of one more step."""
+        self.recent = [*self.recent, loss][-STEPS:]
+        return self.compare() if len(self.recent) == STEPS else None
+
+    def compare(self) -> tuple[float, float] | None:
+        """Compare with the losses there are; for a stage that ends before it has `STEPS` of them."""
+        if self.before is None or not self.recent:
+            return None
+        before = self.before
+        self.before = None
+        return before, statistics.fmean(self.recent)
+
+    def begin_stage(self) -> None:
+        """Assign the losses that follow to the next stage."""
+        if self.recent:
+            self.before = statistics.fmean(self.recent)
+            self.recent = []
+
+
+_RENAMED = {"gated_steps": "exited_steps"}
+"""Keys of older checkpoints, and what they are called now."""
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass
+class Progress:
+    """Counters of a run. Together with the seed they determine every later batch, on any number of ranks."""
+
+    step: int = 0
+    """Optimizer steps done, over all stages (skipped ones included)."""
+    evaluation_due: bool = False
+    """Whether evaluations are due after `step` that have not been completed: a checkpoint comes before them."""
+    stage: int = 0
+    """Index of the current stage."""
+    stage_end: int = 0
+    """Step at which the current stage was to end, as of the last checkpoint; 0 in those of earlier versions."""
+    stage_planned_end: int = 0
+    """Step at which the `tokens` of the current stage were to be consumed, likewise; with `until` it may end later."""
+    starts: dict[str, int] = field(default_factory=dict)
+    """Tokens that were consumed before the current stage began, by stream (`StageData.stream_names`)."""
+    run_id: str = ""
+    """wandb's id, kept across restarts."""
+    fingerprints: dict[str, Fingerprint | str] = field(default_factory=dict)
+    """Fingerprint of every corpus read so far, by path; strings were saved by earlier versions."""
+    exited_steps: dict[str, int] = field(default_factory=dict)
+    """Steps that the stages took whose exit criterion was met, by the stage's name."""
+    trailing_loss: float | None = None
+    """Trailing loss of the last position-wise evaluation, with the stage's own attention."""
+    trailing_loss_before: float | None = None
+    """`trailing_loss` at the moment the current stage began."""
+    steps_without_loss: int = 0
+    """Steps of the current stage since the last one in which a token carried loss."""
+    boundary: Boundary = field(default_factory=Boundary)
+    spike_detector: dict[str, Any] = field(default_factory=dict)
+    """`SpikeDetector.state_dict`, as of the last checkpoint."""
+    skipped: list[int] = field(default_factory=list)
+    """Steps whose batches were consumed and left out of the weights because they were flagged, oldest first."""
+    rollbacks: list[list[int]] = field(default_factory=list)
+    """[step_from, step_to]: after `step_from` the run went on with the weights of `step_to`. The batches in between
+    were consumed, and are left out of the weights too."""
+    transient_faults: list[tuple[int, list[str]]] = field(default_factory=list)
+    """Steps whose values were finite only when they were run again, oldest first, with the hosts that were wrong."""
+    trained_kinds: list[tuple[int, str]] = field(default_factory=list)
+    """Layer and name of the attention kinds whose parameters the stages so far have used, also by recipes before the
+    present one."""
+    data_plan: dict[str, Any] = field(default_factory=dict)
+    """What determines the order of the data (the function `data_plan`), as of the last checkpoint."""
+    tokenizer: str = ""
+    """SHA-256 of the tokenizer (the function `tokenizer_hash`), as of the last checkpoint."""
+
+    def ends_here_now(self, stage: Stage) -> bool:
+        """Whether the current stage ends, or may end by its criterion, at `step` by the present recipe, and did not by
+        that of the checkpoint: what is due at the end of a stage has not been evaluated then."""
+        ends = (stage.end_step, self.stage_end), (stage.planned_end_step, self.stage_planned_end)
+        return any(self.step == now and before not in (0, now) for now, before in ends)
+
+    def to_meta(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_meta(meta: Any, stages: int) -> "Progress":
+        """The inverse of `to_meta`, for a recipe with this number of stages.
+
+        Reads what older versions wrote, too. Raises CheckpointError when a key is unknown or a value has a wrong type.
+        """
+        if isinstance(meta, dict):
+            meta = {_RENAMED.get(key, key): value for key, value in meta.items()}
+        try:
+            progress = TypeAdapter(Progress).validate_python(meta)
+        except ValidationError as error:
+            problems = "; ".join(f"{format_path(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False))
+            raise CheckpointError(f"the checkpoint's progress record is not from this version: {problems}") from None
+        if progress.stage < 0 or progress.step < 0:
+            raise CheckpointError(
+                f"the checkpoint's progress record names step {progress.step} and stage {progress.stage}; allowed: 0 "
+                "or more"
+            )
+        if progress.stage >= stages:
+            raise CheckpointError(
+                f"stages: given {stages}, but the checkpoint is of step {progress.step} in stages[{progress.stage}]; "
+                "restore the stages that have begun, or set run_dir to a new folder to start afresh"
+            )
+        return progress
+
+
+def describe_finished(progress: Progress, stages: Sequence[Stage], run_dir: Path) -> str:
+    """What to tell about a run of which no step is left, and how to go on with it."""
+    last = stages[-1]
+    key = f"stages.{last.index}.{'until.max_tokens' if last.until else 'tokens'}"
+    longer = f"give the last stage more tokens ({key}, {last.end_token - last.first_token:,} now) or "
+    if last.name in progress.exited_steps:
+        longer = ""  # its exit criterion is met
+    return (
+        f"already finished: all {progress.step:,} steps ({last.end_token:,} tokens) are trained; checkpoints are in "
+        f"{run_dir / 'checkpoints'}\n"
+        f"to go on, {longer}add a stage; to train again from the start, set run_dir to a new folder"
+    )
+
+
+def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
+    """What must stay the same for a resumed run to see the same tokens in the same order, as JSON values.
+
+    It ends with the current stage: later stages may change, and the current one may become longer or shorter (which
+    reshuffles the samples of its last group, see data/packers.py).
+    """
+    return {
+        "seed": config.seed,
+        "packing": config.data.packing,
+        "model": config.model.model_dump(mode="json", exclude={"rope"}),
+        "data": {"validation": [source.model_dump(mode="json") for source in config.data.validation]},
+        "stages": [
+            {
+                "name": stage.name,
+                "seq_len": stage.seq_len,
+                "batch_tokens": stage.batch_tokens,
+                "first_step": stage.first_step,
+                "train": [source.model_dump(mode="json") for source in stage.sources],
+            }
+            for stage in resolve_stages(config, progress.exited_steps)[: progress.stage + 1]
+        ],
+    }
+
+
+def check_tokenizer(tokenizer: str, progress: Progress, config: RunConfig, where: str) -> None:
+    """Raises CheckpointError when the recipe's tokenizer, whose hash is given, is another than at the save.
+
+    A recipe may gain or lose its tokenizer, and earlier versions did not save the hash.
+    """
+    if tokenizer and progress.tokenizer and tokenizer != progress.tokenizer:
+        raise CheckpointError(
+            f"cannot resume from {where}: data.tokenizer ({config.data.tokenizer}) is another one than when it "
+            f"was saved, whose SHA-256 was {progress.tokenizer}; restore it, or set run_dir to a new folder"
+        )
+
+
+def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
+    """Raises CheckpointError, naming the key, when the recipe cannot go on from `progress`, saved at `where`.
+
+    Corpora may have moved: what they hold is compared when they are opened, see run/resumable.py.
+    """
+    now = data_plan(config, progress)
+    by_content = "data" in progress.data_plan
+    if not by_content:  # earlier versions saved neither the validation corpora nor what a corpus holds
+        del now["data"]
+    for key, before, after in _differences(progress.data_plan, now, ""):
+        if by_content and key.endswith(".path"):
+            continue
+        if key == "data.validation" and not (before and after):
+            continue  # evaluation was switched on or off
+        raise CheckpointError(
+            f"cannot resume from {where}: {_what_was(key, config)} {given(before)} when it was saved and is "
+            f"{given(after)} now; restore it, or set run_dir to a new folder to start afresh"
+        )
+    stage = resolve_stages(config, progress.exited_steps)[progress.stage]
+    if progress.step > stage.end_step:
+        key = f"stages[{stage.index}].{'until.max_tokens' if stage.until else 'tokens'}"
+        raise CheckpointError(
+            f"{key}: stage {stage.name} now ends at step {stage.end_step}, before the checkpoint's step "
+            f"{progress.step}; make it longer, or set run_dir to a new folder"
+        )
+
+
+def _what_was(key: str, config: RunConfig) -> str:
+    """`KEY was`, for a key of `data_plan`: that of the recipe which determines the value."""
+    if key == "packing":
+        return "data.packing was"
+    if (found := re.fullmatch(r"stages\[(\d+)\]\.(\w+)(.*)", key)) is None:
+        return f"{key} was"
+    index = int(found[1])
+    name, rest = found.groups()[1:]
+    if name == "first_step":
+        before = "stages[0]" if index == 1 else f"stages[0] to stages[{index - 1}]"
+        return f"the number of steps before stages[{index}] (tokens and batch_tokens of {before}) was"
+    inherited = {"batch_tokens": "batch_tokens", "train": "data.train"}
+    if name in inherited and getattr(config.stages[index], name) is None:
+        return f"{inherited[name]}{rest} (or {key}) was"
+    return f"{key} was"
+
+
+def _differences(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for name in {**saved, **now}:
+            yield from _differences(saved.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for index, (before, after) in enumerate(zip(saved, now, strict=True)):
+            yield from _differences(before, after, f"{key}[{index}]")
+    elif saved != now:
+        yield key, saved, now

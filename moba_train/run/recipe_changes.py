@@ -1,0 +1,140 @@
+"""A recipe that changes when a run resumes: the changes are found and described, and the recipe before is kept."""
+
+import contextlib
+from collections.abc import Iterator
+from itertools import count, zip_longest
+from pathlib import Path
+from typing import Any
+
+from moba_train.config.explain import given
+from moba_train.config.load import dump_config, parse_config, parse_yaml
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.errors import ConfigError, LaunchError
+from moba_train.optim.spec import stage_learning_rate
+from moba_train.run.progress import Progress
+from moba_train.telemetry.jsonl import write_atomically
+
+MOST_SHOWN = 20
+"""Changed keys that a message names; the event's `changes` have all."""
+
+Changes = dict[str, list[Any]]
+"""[old value, new value] of each changed key, as JSON values; None where a key is not given."""
+
+
+def recipe_changes(before: str, config: RunConfig) -> Changes:
+    """The keys in which `config` differs from the recipe `before`, which `dump_config` of any version wrote.
+
+    A key that `before` does not know, because its version was older, counts with its default.
+    """
+    with contextlib.suppress(ConfigError):  # a recipe that this version cannot read is compared as it is written
+        before = dump_config(parse_config(before, "the recipe before"))
+    return {key: [old, new] for key, old, new in _differences(_values(before), _values(dump_config(config)), "")}
+
+
+def describe_changes(changes: Changes) -> str:
+    """The changes in one line; long values are shortened."""
+    shown = [f"{key} {given(old)} -> {given(new)}" for key, (old, new) in list(changes.items())[:MOST_SHOWN]]
+    return ", ".join(shown + [f"and {len(changes) - MOST_SHOWN} more"] * (len(changes) > MOST_SHOWN))
+
+
+def rate_jump(before: str, config: RunConfig, progress: Progress) -> str | None:
+    """What to tell where a run goes on from `progress` with a learning rate that differs by more than a fifth from the
+    one that the recipe `before` would have gone on with, or had at its end, although both have the same rates and
+    schedules: those span other tokens now.
+
+    None where it does not, and where a stage begins a schedule of its own.
+    """
+    try:
+        old = parse_config(before, "the recipe before")
+    except ConfigError:
+        return None
+    stages = resolve_stages(config, progress.exited_steps)
+    ended = progress.step == stages[progress.stage].end_step
+    next_one = progress.stage + ended
+    if next_one == len(stages) or _rates(old, progress.stage) != _rates(config, progress.stage):
+        return None
+    stage = stages[next_one]
+    if ended and stage.schedule is not None:
+        return None
+    was, now = _rate(old, progress, progress.stage, step=0), _rate(config, progress, next_one, step=1)
+    goes_on = next_one < len(old.stages) and _had_steps(old, progress, next_one)
+    wanted = _rate(old, progress, next_one, step=1) if goes_on else was
+    if wanted == 0 or 0.8 <= now / wanted <= 1.2:
+        return None
+    own = f"stages[{next_one}].schedule"
+    spans = "optim.schedule spans all stages" if stage.schedule is None else f"{own} spans the stage"
+    return (
+        f"the learning rate was {was:.2e} and goes on with {now:.2e}, because {spans}, with other tokens now; {own} "
+        f"and stages[{next_one}].lr give this stage rates of its own"
+    )
+
+
+def _had_steps(before: RunConfig, progress: Progress, index: int) -> bool:
+    """Whether stage `index` of the recipe `before` has a step after that of `progress`."""
+    return progress.step < resolve_stages(before, progress.exited_steps)[index].end_step
+
+
+def _rates(config: RunConfig, last: int) -> list[Any]:
+    """Learning rate and schedule of the recipe, and those that its stages up to `last` set themselves."""
+    own = [(stage.lr, stage.schedule) for stage in config.stages[: last + 1]]
+    return [(config.optim.lr, config.optim.schedule), *own]
+
+
+def _rate(config: RunConfig, progress: Progress, index: int, step: int) -> float:
+    """Learning rate of the last step (`step` 0) or the next one (1), which belongs to stage `index`."""
+    stages = resolve_stages(config, progress.exited_steps)
+    tokens = stages[progress.stage].tokens_after(progress.step) + step * stages[index].batch_tokens
+    return stage_learning_rate(stages, index, config.optim.schedule, tokens)
+
+
+def write_recipe(run_dir: Path, config: RunConfig, step: int) -> str | None:
+    """Write `config.yaml`, for a run that goes on after `step`.
+
+    A different one that is there is first copied to `config.step_00000123.yaml`, the recipe that was in use up to that
+    step, or -2, -3, ... if there is such a file already: none is ever overwritten. Returns the text of that recipe.
+    Raises LaunchError when a file cannot be read or written.
+    """
+    path = run_dir / "config.yaml"
+    text = dump_config(config)
+    try:
+        before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
+        if before != text:
+            _keep(before, run_dir, step)
+        if before != text or not path.exists():
+            write_atomically(path, text)
+    except OSError as error:
+        raise LaunchError(f"run_dir {run_dir} cannot be used: the recipe is kept in {path.name}: {error}") from error
+    return before if before != text else None
+
+
+def _keep(text: str, run_dir: Path, step: int) -> None:
+    for number in count(1):
+        path = run_dir / f"config.step_{step:08d}{f'-{number}' * (number > 1)}.yaml"
+        if not path.exists():
+            write_atomically(path, text)
+            return
+        if path.read_text(encoding="utf-8", errors="replace") == text:
+            return  # a start before this one kept it, and died before it replaced config.yaml
+
+
+def _values(text: str) -> Any:
+    try:
+        return parse_yaml(text, "recipe")
+    except ConfigError:
+        return None
+
+
+def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**old, **new}:
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+    elif _sections(old) and _sections(new):
+        for index, (one, other) in enumerate(zip_longest(old, new)):
+            yield from _differences(one, other, f"{key}[{index}]")
+    elif old != new:
+        yield key, old, new
+
+
+def _sections(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

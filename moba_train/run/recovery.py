@@ -1,0 +1,277 @@
+"""Acts on a spike: dumps the step, and skips it, rolls the run back to a good checkpoint, or ends the run. Records
+faults of the machine, and ends the run where there are too many."""
+
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moba_train.checkpoint.files import UnreadableError
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import Accept, is_good, latest_checkpoint, saved_step
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.data.batch import Batch
+from moba_train.errors import CheckpointError, ReproducibleFaultError, SuspectNodeError, TrainingError
+from moba_train.health.dump import write_dump
+from moba_train.health.reaction import (
+    Action,
+    TransientFault,
+    good_before,
+    react,
+    reproducible_fault,
+    too_many_transient,
+)
+from moba_train.health.spike import SpikeDetector, SpikeReport
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.data_shard import DataShard
+from moba_train.run.checkpoints import RunCheckpoints
+from moba_train.run.progress import Progress
+from moba_train.telemetry.telemetry import Telemetry
+
+
+class Recovery:
+    """Carries out what `react` decides, the same on all ranks, and records it in `progress`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        model: Transformer,
+        optimizer: Optimizer,
+        detector: SpikeDetector,
+        checkpoints: RunCheckpoints,
+        progress: Progress,
+        telemetry: Telemetry,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._detector = detector
+        self._checkpoints = checkpoints
+        self._progress = progress
+        self._telemetry = telemetry
+        self._applied = (progress.step, progress.step)
+        """The last two steps that were applied, or the one that the run resumed from."""
+
+    def applied(self, step: int, tokens: int) -> None:
+        """Call this when `step` has been judged and is applied; `tokens` are consumed after it."""
+        self._applied = (self._applied[1], step)
+        for saved in self._checkpoints.trust_again():
+            text = f"the checkpoint of step {saved} is used again: the fault was not in it, as this step is finite"
+            self._telemetry.event(step, tokens, "warning", text)
+
+    def record_transient(self, fault: TransientFault, stage: Stage) -> None:
+        """Record that the current step was finite only when it was run again, before its update. Raises
+        SuspectNodeError when this happens too often."""
+        progress = self._progress
+        step = progress.step
+        progress.transient_faults.append((step, fault.hosts))
+        ends = too_many_transient(progress.transient_faults, step, self._config.health.rerun.max_transient)
+        text = "; ".join(filter(None, (fault.message, ends)))
+        tokens = stage.tokens_after(step)
+        self._telemetry.event(step, tokens, "fault", text, fault="transient", ranks=fault.ranks, hosts=fault.hosts)
+        self._telemetry.alert(f"a transient fault at step {step}", text, "fault")
+        if ends:
+            kept = self._named(self._checkpoints.last_finite())
+            raise SuspectNodeError(f"step {step} of stage {stage.name}: {text}. The step was not applied; {kept}")
+
+    def _named(self, last: tuple[int, Path] | None) -> str:
+        """Says which checkpoint the run has, by its step and folder."""
+        if last is None:
+            return f"there is no checkpoint yet (checkpoint.every is {self._config.checkpoint.every})"
+        step, folder = last
+        return f"the last checkpoint is step {step} in {folder}"
+
+    def act_on(
+        self,
+        report: SpikeReport,
+        stage: Stage,
+        *,
+        data_shard: DataShard,
+        batches: list[Batch],
+        loss_sum: Tensor,
+        metrics: dict[str, float],
+    ) -> Action:
+        """React to the report of the current step, before its update; the step is only applied if this is "apply".
+
+        `batches`: this rank's part of the step; `loss_sum`: sum of its weighted token losses; `metrics`: numbers of the
+        step, for the dump. Raises TrainingError when the run cannot go on.
+        """
+        progress = self._progress
+        step = progress.step
+        run_dir = Path(self._config.run_dir)
+        tokens = stage.tokens_after(step)
+        reaction = react(self._config.health.spike, report, step, progress.skipped, progress.rollbacks)
+        text = "; ".join(filter(None, (report.message, reaction.message)))
+        fault = show = ""
+        facts: dict[str, Any] = {"level": report.level, "action": reaction.action}
+        if report.level != "warn" or not report.continues:
+            head = {"step": step, "stage": stage.name, "tokens": tokens, "message": report.message, **facts, **metrics}
+            dump = write_dump(
+                run_dir,
+                head,
+                model=self._model,
+                kinds=stage.kinds,
+                data_shard=data_shard,
+                batches=batches,
+                loss_sum=loss_sum,
+            )
+            facts |= dump.gate
+            if dump.path is not None:
+                facts["dump"] = str(dump.path)
+                show = f"`moba-train inspect-spike {quote(str(run_dir))} --step {step}` shows {dump.path}"
+            if report.level == "fatal":  # the step was run twice
+                fault, documents = reproducible_fault(dump.ranks)
+                self._telemetry.event(step, tokens, "fault", fault, fault="reproducible", documents=documents)
+        stops = reaction.action == "stop"  # the error then says where to look
+        said = "; ".join(filter(None, (text, "" if stops else show)))
+        self._telemetry.event(step, tokens, "spike", said, **facts)
+        alert = "; ".join(filter(None, (said, fault)))
+        self._telemetry.alert(f"{report.level} at step {step}", alert, f"spike_{report.level}")
+        doubt = self._doubt_checkpoint(report) if report.level == "fatal" else ""
+        if doubt:
+            self._telemetry.event(step, tokens, "warning", doubt)
+        end = ReproducibleFaultError if report.level == "fatal" else TrainingError
+        text = text.removeprefix(f"step {step}: ")
+        try:
+            if stops:
+                raise end(self._account(stage, text, fault, doubt, show, fatal=report.level == "fatal"))
+            self._carry_out(reaction.action, stage, end)
+        except TrainingError as error:
+            if report.level == "fatal" and self._checkpoints.restarts is not None:
+                self._checkpoints.restarts.end(" ".join(str(error).split()), fatal=True)
+            raise
+        return reaction.action
+
+    def _account(self, stage: Stage, text: str, fault: str, doubt: str, show: str, fatal: bool) -> str:
+        """Message of a run that ends at the current step: what happened, what is kept, and what to try."""
+        checkpoints = self._checkpoints
+        config = self._config
+        last = checkpoints.last_finite()
+        if last is not None:
+            kept = f"{self._named(last)}; {self._goes_on(last[0], doubt, fatal)}{self._from_before()}"
+        else:
+            kept = f"metrics and dumps in {config.run_dir}; {self._named(last)}, so the same command begins anew"
+        if self._applied[1]:
+            given = config.stages[stage.index]
+            rate = "optim.lr" if given.lr is None else f"stages[{stage.index}].lr"
+            schedule = "optim.schedule" if given.schedule is None else f"stages[{stage.index}].schedule"
+            warm_up = (stage.schedule or config.optim.schedule).warmup_tokens
+            advice = f"a lower {rate} ({stage.lr:g} now), a longer {schedule}.warmup_tokens ({warm_up} now)"
+            if config.health.spike.reaction == "log":
+                advice += ", or health.spike.reaction: skip_step, which leaves such steps out"
+        else:
+            weights = f"other weights than init_from ({config.init_from})" if config.init_from else "model.init_std"
+            initial = f"{weights} ({config.model.init_std:g} now)" if config.init_from is None else weights
+            advice = (
+                f"{initial}, other corpora, or precision.compute: fp32; no step was applied yet, so it is not optim.lr"
+            )
+        lines = [("found", fault), ("kept", kept), ("look at", show), ("try", advice)]
+        return "\n".join(
+            [
+                f"step {self._progress.step} of stage {stage.name}: {text}. The step was not applied",
+                *(f"  {label + ':':<9}{line}" for label, line in lines if line),
+            ]
+        )
+
+    def _goes_on(self, last: int, doubt: str, fatal: bool) -> str:
+        """What the next start does with the checkpoint of step `last`, the last one that is finite."""
+        if doubt and last == self._checkpoints.saved_step:
+            return doubt
+        if fatal and last == self._checkpoints.resumed_step and self._config.checkpoint.every is not None:
+            return (
+                "this start resumed from it and has saved no newer one to go on from, so that the same command passes "
+                "over it and takes an older one, if there is one"
+            )
+        return "the same command goes on from the newest that is intact and finite"
+
+    def _from_before(self) -> str:
+        """Which checkpoint a rollback would take where the same command goes on from a later one, as the end of a
+        sentence. Called when no save is running."""
+        progress = self._progress
+        if self._config.health.spike.reaction != "rollback":
+            return ""
+        folder = self._checkpoints.folder
+        good = good_before(progress.step, {*progress.skipped, progress.step}, progress.rollbacks)
+        resumable = self._checkpoints.is_resumable
+        try:
+            newest = latest_checkpoint(folder, resumable)
+            path = latest_checkpoint(folder, lambda meta: resumable(meta) and good(meta))
+        except UnreadableError:
+            return ""
+        step = saved_step(read_meta(path)) if path is not None else None
+        if step is None or path == newest:
+            return ""
+        return f"; to go on from before the spike, move those newer than step {step} out of {folder} first"
+
+    def _doubt_checkpoint(self, report: SpikeReport) -> str:
+        """Mark the newest checkpoint if no step was applied since: its weights are the ones that failed. Returns the
+        text about it, empty if it is not marked now.
+
+        With skip_step, also if one was: a NaN in the optimizer's state takes a step to reach the weights, and if the
+        fault lies elsewhere, the next finite step takes the mark back. The other reactions keep a checkpoint after
+        which a step went well; if a start from it ends here again, `Restarts` passes over it.
+        """
+        checkpoints = self._checkpoints
+        before_last, last = self._applied
+        decisive = before_last if self._config.health.spike.reaction == "skip_step" else last
+        if decisive <= checkpoints.saved_step and checkpoints.doubt(report.message):
+            return (
+                f"the checkpoint of step {checkpoints.saved_step} is passed over from now on, and older ones are used"
+            )
+        return ""
+
+    def _carry_out(self, action: Action, stage: Stage, end: type[TrainingError]) -> None:
+        """Do what was decided; an error that ends the run is an `end`."""
+        match action:
+            case "skip":
+                self._progress.skipped.append(self._progress.step)
+            case "rollback":
+                self._roll_back(stage, end)
+
+    def protect(self) -> Accept:
+        """Accepts the checkpoints that must not be deleted while the current step is saved.
+
+        With rollbacks, these are the checkpoints that a rollback could use whatever happens in the next step, and so
+        not the one that is being saved.
+        """
+        if self._config.health.spike.reaction != "rollback":
+            return is_good
+        progress = self._progress
+        return good_before(progress.step, {*progress.skipped}, [*progress.rollbacks])
+
+    def _roll_back(self, stage: Stage, end: type[TrainingError]) -> None:
+        """Go on after this step with weights, optimizer and detector of the last good checkpoint; raises `end` where
+        there is none."""
+        progress = self._progress
+        step = progress.step
+        tokens = stage.tokens_after(step)
+        try:
+            path = self._checkpoints.newest(good_before(step, {*progress.skipped, step}, progress.rollbacks))
+        except UnreadableError:
+            raise  # an older one would give up more steps for an error that may pass
+        except CheckpointError as error:
+            raise end(
+                f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but there is no checkpoint "
+                "from before the spike to go back to; the step was not applied. Lower checkpoint.every "
+                f"({self._config.checkpoint.every}), or start again. {error}"
+            ) from error
+        self._optimizer.zero_grad()
+        saved = self._checkpoints.load(path)
+        self._detector.load_state_dict(saved.spike_detector)
+        if saved.stage == stage.index:
+            progress.boundary.recent = saved.boundary.recent  # a comparison that was reported stays made
+        else:
+            self._detector.rebaseline()
+        progress.skipped = [old for old in progress.skipped if old <= saved.step]
+        progress.rollbacks.append([step, saved.step])
+        saved_stage = resolve_stages(self._config, progress.exited_steps)[saved.stage]
+        text = (
+            f"back to the weights of step {saved.step}; the {step - saved.step} steps since then are undone, and the "
+            f"{tokens - saved_stage.tokens_after(saved.step)} tokens of their batches will not be seen again. The data "
+            f"goes on at step {step + 1}{self._checkpoints.begun_anew}"
+        )
+        self._telemetry.event(step, tokens, "rollback", text, step_from=step, step_to=saved.step)

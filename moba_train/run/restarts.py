@@ -1,0 +1,232 @@
+"""Checkpoints that a run has had and that are not found: whether it may begin at step 0, or go on from an older one.
+
+Starts of a run that bring it no further: which checkpoint the next one takes, and when to give up.
+
+`restarts.json` in the run folder lists the starts since the run last made progress, which is when a start finds a
+checkpoint newer than the ones that all of them began with. A start that ends in order, finished or stopped as asked,
+does not count. One that was killed counts, but says nothing about the checkpoint. One that ended because loss or
+gradient norm were not finite does: when it brought no newer checkpoint, the next start takes an older one. Starts of a
+recipe that saves nothing (`checkpoint.every: null`) are not listed.
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from moba_train.checkpoint.files import UnreadableError
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import LATEST, Accept, saved_step
+from moba_train.checkpoint.retention import MARKS, Marks, read_small_file, replace_small_file
+from moba_train.errors import CheckpointError
+from moba_train.parallel.world import broadcast
+from moba_train.telemetry.jsonl import read_backward
+
+logger = logging.getLogger(__name__)
+
+
+def check_first_start(run_dir: Path, from_scratch: bool) -> None:
+    """Raises CheckpointError when the run has had a checkpoint, which was moved away or whose file system is not
+    mounted, and when its history, which would say so, cannot be read.
+
+    To be called on all ranks when no checkpoint is found; rank 0's files decide for all. A run that ended before its
+    first checkpoint may begin again. `from_scratch` allows it in any case.
+    """
+    checkpoints = run_dir / "checkpoints"
+    evidence = broadcast(_evidence_of_checkpoint(run_dir))
+    if evidence is None:
+        return
+    if not from_scratch:
+        raise CheckpointError(
+            f"no checkpoint is found in {checkpoints}, but this run {evidence}. Put it back (was it moved "
+            "away, or is its file system not mounted?), set run_dir to a new folder, or give --from-scratch to begin "
+            "again at step 0; the metrics so far then move to metrics.discarded.jsonl"
+        )
+    (checkpoints / LATEST).unlink(missing_ok=True)  # else a restart before the first save would be refused
+
+
+def warn_of_lost_checkpoint(run_dir: Path, folders: Sequence[Path], step: int) -> None:
+    """Warn where the run's history tells of a newer checkpoint than that of `step`, from which the run resumes, and
+    none of the folders holds it, nor what was set aside of it. To be called on one rank, before the history is cut."""
+    had = _newest_in_history(run_dir)
+    if had <= step or any(path for folder in folders for path in folder.glob(f"*step_{had:08d}*")):
+        return
+    text = "The checkpoint of step %d was complete and is not found in %s: the run goes on from step %d. %s"
+    hint = "Was it moved away? Was run_dir, on which the folder in checkpoint.fallback_dir depends?"
+    logger.warning(text, had, " or ".join(map(str, folders)), step, hint)
+
+
+def _newest_in_history(run_dir: Path) -> int:
+    """Step of the last checkpoint that the history says was complete or resumed from; 0 where it names none."""
+    with contextlib.suppress(OSError):
+        for record in read_backward(run_dir / "metrics.jsonl"):
+            if record["type"] == "resume":
+                return int(record["step"])
+            saved = re.match(r"the checkpoint of step (\d+) is complete", str(record.get("message")))
+            if saved is not None:
+                return int(saved[1])
+    return 0
+
+
+def _evidence_of_checkpoint(run_dir: Path) -> str | None:
+    """What says that the run has had a checkpoint, or may have had one; None where it has had none."""
+    latest = run_dir / "checkpoints" / LATEST
+    with contextlib.suppress(OSError):
+        return f"has had one: {latest} names {latest.read_text(encoding='utf-8', errors='replace').strip()}"
+    metrics = run_dir / "metrics.jsonl"
+    try:
+        for record in read_backward(metrics):
+            if record["type"] == "resume" or "checkpoint_save_s" in record:
+                return f"has had one: {metrics} says, at step {record['step']}: {record.get('message')}"
+    except OSError as error:
+        return f"may have had one: {metrics}, which would say so, cannot be read: {error.strerror or error}"
+    return None
+
+
+RESTARTS = "restarts.json"
+
+_MOST = 1000
+_SHOWN = 10
+_LONGEST = 300
+
+
+@dataclass
+class Start:
+    """One start of the run."""
+
+    time: str
+    from_step: int
+    """Step of the checkpoint that it took; 0: none."""
+    ended: str = ""
+    """How it ended, empty as long as that is not known: it runs, or was killed."""
+    fatal: bool = False
+    """Whether it ended because loss or gradient norm were not finite."""
+
+
+class Restarts:
+    """The starts of a run since it last made progress. Used on rank 0."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / RESTARTS
+        entries = read_small_file(self._path).get("starts")
+        found = [_start_from(entry) for entry in (entries if isinstance(entries, list) else [])[-_MOST:]]
+        self._starts = [start for start in found if start is not None]
+        self._begun = False
+
+    def blames(self, step: int) -> str | None:
+        """Why the checkpoint of `step` must not be taken again: the start before took it, too, ended with values that
+        are not finite, and left nothing newer. None where that is not so."""
+        last = self._starts[-1] if self._starts else None
+        return last.ended if last is not None and last.fatal and last.from_step == step else None
+
+    def begin(self, step: int, marked_steps: list[int], most: int) -> str | None:
+        """A start from the checkpoint of `step`, 0 without one; those of `marked_steps` are passed over. The error text
+        if there have been `most` starts without progress before, else None."""
+        if self._starts:
+            last = self._starts[-1]
+            moved_away = step < last.from_step and last.from_step not in marked_steps
+            if moved_away or step > max(start.from_step for start in self._starts):
+                self._starts = []
+            elif step > last.from_step and not last.fatal:
+                self._starts.pop()  # it came closer to where earlier ones have failed
+        if len(self._starts) >= most:
+            return self._account(most)
+        self._starts.append(Start(datetime.now().isoformat(" ", "seconds"), step))
+        self._begun = True
+        self._write()
+        return None
+
+    def end(self, how: str, fatal: bool = False) -> None:
+        """The current start ends with an error; the first report of its end counts."""
+        if self._begun and not self._starts[-1].ended:
+            self._starts[-1].ended = how[:_LONGEST]
+            self._starts[-1].fatal = fatal
+            self._write()
+
+    def end_in_order(self) -> None:
+        """The current start has done what was asked of it."""
+        if self._begun:
+            self._starts.pop()
+            self._begun = False
+            self._write()
+
+    def _write(self) -> None:
+        replace_small_file(self._path, {"starts": [asdict(start) for start in self._starts[-_MOST:]]})
+
+    def _account(self, most: int) -> str:
+        """What happened, and what to do."""
+        lines = [
+            f"  - {start.time}, from {f'step {start.from_step}' if start.from_step else 'the beginning'}: "
+            + (start.ended or "ended without a message (killed, out of memory, or its node was lost)")
+            for start in self._starts[-_SHOWN:]
+        ]
+        left_out = len(self._starts) - len(lines)
+        earlier = [f"  - {left_out} earlier ones, in {self._path}"] if left_out else []
+        furthest = max(start.from_step for start in self._starts)
+        newer = f"newer than that of step {furthest}" if furthest else "at all"
+        return "\n".join(
+            [
+                f"{len(self._starts)} starts in a row have saved no usable checkpoint {newer} "
+                f"(health.max_restarts_without_progress: {most}):",
+                *earlier,
+                *lines,
+                "Find the cause first: the output of those starts, "
+                f"`moba-train inspect-spike {quote(str(self._path.parent))}`, "
+                "a lower learning rate (optim.lr, or lr of a stage that has its own), another "
+                "health.spike.reaction, fewer steps between checkpoints (checkpoint.every). Then delete "
+                f"{self._path} or raise the key, and run the same command again. Checkpoints that are passed over are "
+                f"named in {self._path.parent / 'checkpoints' / MARKS}; delete it to use them again",
+            ]
+        )
+
+
+def choose_checkpoint(
+    find: Callable[[Accept], Path | None], marks: Marks, blames: Callable[[int], str | None], mark: Callable[..., None]
+) -> Path | None:
+    """The checkpoint that a start takes; None when there is none. Called on all ranks together.
+
+    `find` finds the newest intact one that a predicate accepts, and raises CheckpointError when there are some but it
+    accepts none; `mark(meta, reason)` marks a checkpoint on all ranks. Without an unmarked checkpoint the oldest marked
+    one is taken, because whatever is wrong came in later.
+    """
+    path = _newest(find, marks)
+    if path is None:
+        return None
+    meta = read_meta(path)
+    step = saved_step(meta)
+    reason = blames(step) if step is not None else None
+    if reason is None or marks.reason(meta) is not None:
+        return path
+    mark(meta, f"a start from it left nothing newer: {reason}")
+    return _newest(find, marks)
+
+
+def _newest(find: Callable[[Accept], Path | None], marks: Marks) -> Path | None:
+    try:
+        return find(marks.accept())
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        for step in marks.steps:
+            with suppress(CheckpointError):
+                return find(partial(_is_of_step, step))
+        raise
+
+
+def _is_of_step(step: int, meta: dict[str, Any]) -> bool:
+    return saved_step(meta) == step
+
+
+def _start_from(entry: Any) -> Start | None:
+    if not isinstance(entry, dict) or entry.keys() != {"time", "from_step", "ended", "fatal"}:
+        return None
+    start = Start(**entry)
+    texts = isinstance(start.time, str) and isinstance(start.ended, str)
+    return start if texts and type(start.from_step) is int and type(start.fatal) is bool else None

@@ -1,0 +1,391 @@
+"""`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moba_train.tools.cli_options import (
+    Checkpoint,
+    GpusPerNode,
+    Overrides,
+    Recipe,
+    check_output_folder,
+    command_group,
+    table_console,
+)
+from moba_train.tools.eval_commands import evaluate, generate, lm_eval, profile_spans
+from moba_train.tools.launch_command import launch
+
+app = command_group("Distributed long-context pretraining with MoBA.")
+
+
+class Dtype(StrEnum):
+    """Element types of exported weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="ranks on this machine; default: all its GPUs")] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="starts after a failure; each continues from the newest checkpoint")
+    ] = 0,
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="begin at step 0 if no checkpoint is found, though there was one")
+    ] = False,
+    stop_at_step: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEP", help="save and end after this step of the run; the same command continues"),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="print the resolved recipe, with all its values")] = False,
+) -> None:
+    """Train on this machine: torchrun with one rank per GPU. For several nodes see `launch`."""
+    from moba_train.tools.launcher import main
+
+    ranks = ["--nproc-per-node", str(gpus)] if gpus else []
+    torchrun = ["--standalone", *ranks, "--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe)]
+    options = ["--from-scratch"] * from_scratch + ["--verbose"] * verbose
+    if stop_at_step is not None:
+        options += ["--stop-at-step", str(stop_at_step)]
+    raise typer.Exit(main([*torchrun, *(overrides or ()), *options]))
+
+
+app.command()(launch)
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs (ranks); default: 1")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="machines, in place of --gpus: find the best layouts on all their GPUs")
+    ] = None,
+    gpus_per_node: GpusPerNode = 8,
+    network: Annotated[
+        float, typer.Option(min=1.0, max=1e6, metavar="GBIT/S", help="of each GPU's network adapter, between nodes")
+    ] = 400.0,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU that the run must fit, such as h200; default: this machine's (with --nodes, else h200)"),
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(min=1.0, max=1e6, help="dense bf16 peak of one GPU; default: that of --gpu, else an H100's"),
+    ] = None,
+    mfu: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="fraction of the peak that is reached; --nodes predicts it")
+    ] = 0.4,
+    no_data: Annotated[
+        bool, typer.Option("--no-data", help="plan without corpora, tokenizer and init_from, which need not exist yet")
+    ] = False,
+) -> None:
+    """Check a recipe and say what it costs: parameters, FLOPs, memory, communication, time.
+
+    A recipe whose memory does not fit the GPU is refused, with changes that make it fit, as are missing files. FLOPs
+    are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent.
+    With --nodes the parallel layout is chosen: the best five by predicted time."""
+    from moba_train.config.load import load_config
+    from moba_train.errors import PlanError
+    from moba_train.memory.devices import (
+        H200,
+        local_gpu,
+        local_host_bytes,
+        local_host_memory,
+        named_gpu,
+        peak_or_default,
+    )
+    from moba_train.memory.plan import Plan, make_plan
+    from moba_train.memory.shortage import host_shortage, shortage
+    from moba_train.parallel.links import LINKS
+    from moba_train.resolve.data import check_one_tokenizer
+    from moba_train.resolve.recipe import validate
+    from moba_train.resolve.warnings import print_recipe_warnings
+    from moba_train.tools.plan.command import print_start_warnings
+    from moba_train.tools.plan.fit import cheapest_changes, largest_stage
+    from moba_train.tools.plan.render import print_changes, print_fit, print_over_budget, print_plan
+
+    target = named_gpu(gpu) if gpu is not None else local_gpu()
+    if nodes is not None:
+        from moba_train.tools.plan.command import plan_nodes
+
+        if gpus is not None or tflops is not None:
+            given = "--gpus" if gpus is not None else "--tflops"
+            raise PlanError(f"--nodes and {given}: given both; allowed: --nodes with --gpus-per-node and --gpu")
+        plan_nodes(recipe, overrides or (), nodes, gpus_per_node, network, target or H200, not no_data)
+        return
+    gpus = gpus or 1
+    links = LINKS._replace(network=network * 1e9 / 8)
+    rate = tflops or peak_or_default(target)
+    memory = target.memory if target else None
+    config = load_config(recipe, overrides or ())
+    per_node = min(gpus, gpus_per_node)
+    host = local_host_bytes(per_node) if target and gpu is None else None
+    validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node, gpu=target)
+    if no_data:
+        check_one_tokenizer(config)
+    made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host, links=links)
+    console = table_console()
+    print_plan(made, console)
+    print_fit(made, target, console)
+    print_over_budget(config, made.stages, console)
+    print_recipe_warnings(config)
+    print_start_warnings(config)
+    if host is not None and (warning := host_shortage(made, local_host_memory(per_node))):
+        console.print(f"warning: {warning}", soft_wrap=True)
+    if target is None:
+        return
+
+    def replan(changes: Sequence[str], ranks: int) -> Plan:
+        changed = load_config(recipe, [*(overrides or ()), *changes])
+        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node), gpu=target)
+        documents = [item.documents for item in made.stages]
+        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host, links)
+
+    largest = largest_stage(made)
+    if missing := shortage(largest.stage.name, largest.memory, target):
+        print_changes(made, cheapest_changes(config, made, target, replan), console)
+        raise PlanError(f"the plan does not fit: {missing}")
+
+
+@app.command()
+def config(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Print a recipe as YAML with everything it extends, all overrides and all defaults."""
+    import moba_train.attention.registry  # noqa: F401  # the kinds' sections
+    from moba_train.config.load import dump_config, load_config
+
+    typer.echo(dump_config(load_config(recipe, overrides or ())), nl=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a recipe, for editors."""
+    from moba_train.tools.reference import json_schema
+
+    typer.echo(json_schema(), nl=False)
+
+
+@app.command()
+def verify(
+    checkpoint: Checkpoint,
+) -> None:
+    """Check every file of a checkpoint against its manifest."""
+    from moba_train.checkpoint.manifest import unnamed_files, verify_checkpoint
+    from moba_train.checkpoint.publish import find_checkpoint, published
+
+    newest = published(checkpoint / "checkpoints")[-1:]  # not the newest that looks valid: the damage is asked for
+    found = newest[0][1] if newest else find_checkpoint(checkpoint)
+    files = verify_checkpoint(found)
+    typer.echo(f"{found}: intact")
+    if others := unnamed_files(found, files):
+        typer.echo(f"not in the manifest, never read: {', '.join(map(repr, others))}")
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint, a run folder (its newest), or a metrics.jsonl")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="what to compare it with, of the same kind")],
+    tolerance: Annotated[float, typer.Option(min=0.0, help="relative; 0: bit for bit")] = 0.0,
+    most: Annotated[int, typer.Option(min=1, help="differences to show")] = 10,
+) -> None:
+    """Name the first tensor, or the first step, that differs between two runs. Exit status 1 if any does."""
+    from moba_train.tools.report.compare import compare as compared
+    from moba_train.tools.report.compare import describe
+
+    result = compared(a, b, tolerance)
+    for notice in result.notices:
+        typer.echo(f"note: {notice}", err=True)
+    for line in describe(result, most):
+        typer.echo(line)
+    raise typer.Exit(1 if result.differing else 0)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="run folders, drawn over each other")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="default: report.html in the run folder; of several runs, here"),
+    ] = None,
+) -> None:
+    """Write one HTML file about runs, finished or not: loss, throughput, evaluations, recipe. Needs no network."""
+    from moba_train.tools.report.page import write_report
+
+    written = write_report(runs, output)
+    for notice in written.notices:
+        typer.echo(f"note: {notice}", err=True)
+    typer.echo(written.path)
+
+
+class CountedCompute(StrEnum):
+    """Values of `fit-scaling --compute`."""
+
+    six_nd = "6ND"
+    real = "real"
+    both = "both"
+
+
+@app.command()
+def fit_scaling(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folders of finished runs, three or more")],
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="losses to fit: loss (training, averaged), eval_loss, trailing_loss, or another evaluation's number",
+        ),
+    ] = "eval_loss",
+    compute: Annotated[
+        CountedCompute,
+        typer.Option(
+            case_sensitive=False,
+            help="6ND: 6 x parameters outside embeddings x tokens; real: with the output projection, and attention as "
+            "each layer computes it",
+        ),
+    ] = CountedCompute.both,
+    group_by: Annotated[
+        str, typer.Option(metavar="KEY", help="runs of one fit agree in this: attention, or a key of the recipe")
+    ] = "attention",
+    irreducible: Annotated[
+        bool, typer.Option("--irreducible", help="fit L = c + a * C^b; needs five runs in a group")
+    ] = False,
+    last_steps: Annotated[int, typer.Option(min=1, help="logged steps that `loss` is averaged over")] = 100,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the bootstrap intervals")] = 0.95,
+    resamples: Annotated[int, typer.Option(min=100, max=1_000_000, help="samples of the bootstrap")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="of the bootstrap: equal seeds give equal intervals")] = 0,
+    output: Annotated[Path | None, typer.Option(help="folder for scaling.json and scaling.png")] = None,
+) -> None:
+    """Fit the loss of runs of different sizes as a power law of their compute, for each attention side by side.
+
+    C is in PFLOP/s-days. Intervals are bootstrap percentiles."""
+    from moba_train.tools.report.scaling import fit_runs
+    from moba_train.tools.report.scaling_report import describe as lines_of
+    from moba_train.tools.report.scaling_report import write_report
+    from moba_train.tools.report.scaling_runs import COMPUTES, read_runs
+
+    check_output_folder(output)
+    metrics = list(dict.fromkeys(name.strip() for name in metric.split(",")))
+    computes = COMPUTES if compute is CountedCompute.both else (compute.value,)
+    found = fit_runs(
+        read_runs(runs, metrics, group_by, last_steps),
+        metrics,
+        computes,
+        irreducible=irreducible,
+        confidence=confidence,
+        resamples=resamples,
+        seed=seed,
+    )
+    for line in lines_of(found):
+        typer.echo(line)
+    for path in write_report(found, output) if output is not None else ():
+        typer.echo(f"written: {path}")
+
+
+app.command(name="eval")(evaluate)
+app.command()(lm_eval)
+app.command()(profile_spans)
+
+
+@app.command()
+def inspect_spike(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder")],
+    step: Annotated[int | None, typer.Option(help="default: the newest dump")] = None,
+    documents: Annotated[int, typer.Option(min=0, help="how many documents of the batch to show")] = 10,
+) -> None:
+    """Show what was recorded at a loss spike: numbers, and the documents of the batch, highest loss first."""
+    from moba_train.tools.inspect_spike import print_spike
+
+    print_spike(run, step, documents, table_console())
+
+
+app.command()(generate)
+
+convert = command_group(
+    "Convert between our checkpoints and Hugging Face folders (Llama, Qwen2, Qwen3, SmolLM2), and older checkpoints."
+)
+app.add_typer(convert, name="convert")
+
+
+@convert.command()
+def moba_to_hf(
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
+    dtype: Annotated[
+        Dtype, typer.Option(help="element type of the written weights; checkpoints hold float32")
+    ] = Dtype.bfloat16,
+    shard_gib: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="largest size of a file in GiB; as much memory is needed")
+    ] = 4.0,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder: weights, config.json, and the tokenizer as AutoTokenizer loads it.
+
+    The `moba` entry of config.json gives each layer's attention; software that ignores it has an ordinary model with
+    full attention."""
+    import torch
+
+    from moba_train.resolve.saved_recipe import open_checkpoint
+    from moba_train.tools.convert.hf import describe_folder, export_to_hf
+
+    saved = open_checkpoint(checkpoint)
+    left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30))
+    typer.echo(f"{saved.path} is now a Hugging Face model in {output}:")
+    for line in describe_folder(output):
+        typer.echo(line)
+    for warning in left_out:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+@convert.command()
+def hf_to_moba(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a Hugging Face model")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
+) -> None:
+    """Write a Hugging Face model as a checkpoint, with its tokenizer and a recipe to extend.
+
+    For `generate`, `verify` and `lm-eval`. Training does not need it: `init_from` reads Hugging Face folders too."""
+    from moba_train.tools.convert.hf import describe_folder, import_from_hf
+
+    import_from_hf(folder, output)
+    typer.echo(f"{folder} is now a checkpoint in {output}:")
+    for line in describe_folder(output):
+        typer.echo(line)
+
+
+@convert.command()
+def checkpoints(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN", help="a stopped run's folder, a folder of checkpoints, or one checkpoint")
+    ],
+) -> None:
+    """Rewrite, in place, checkpoints of the format before safetensors; weights and optimizer states keep their bits.
+
+    They hold pickles: no code in them is run, but nothing limits their memory, so convert only your own. Needs free
+    space for one checkpoint."""
+    from moba_train.tools.convert.older_checkpoints import convert_checkpoints
+
+    count = 0
+    for converted in convert_checkpoints(path):
+        typer.echo(f"{converted}: converted")
+        count += 1
+    if not count:
+        typer.echo(f"{path}: nothing to convert, all its checkpoints have the present format")
+
+
+@app.command()
+def env() -> None:
+    """Report versions, GPUs and optional packages, with a command to install what is missing."""
+    from moba_train.environment import print_environment
+
+    print_environment(table_console())
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,284 @@
+"""What a conversion wrote, for the terminal: each file once, with what it is.
+
+A folder that a conversion fills, and leaves as it was when it fails or is interrupted.
+
+Import of a Hugging Face folder as a checkpoint, a tensor at a time, with a recipe to extend.
+
+Export of a checkpoint to a Hugging Face folder, a tensor at a time.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from torch import Tensor
+
+from moba_train.attention.kind import AttentionKind
+from moba_train.checkpoint import publish
+from moba_train.checkpoint.index import Part
+from moba_train.checkpoint.load import CheckpointReader
+from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.recipe import SavedRun
+from moba_train.checkpoint.writer import ShardFile, write_checkpoint
+from moba_train.config.explain import given
+from moba_train.config.load import dump_config
+from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.data.tokenizer import TOKENIZERS, copy_tokenizer, load_text_tokenizer
+from moba_train.errors import CheckpointError
+from moba_train.foreign_files import folder_roots, working_roots
+from moba_train.hf.config import CONFIG, hf_config, read_config, read_layers, read_model_config
+from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, parameter_shapes, write_safetensors
+from moba_train.model.build import build_attention, kind_shapes
+from moba_train.tools.convert.hf_tokenizer import export_tokenizer
+
+_WEIGHTS = "*.safetensors"
+_FILES = {
+    "config.json": "architecture, RoPE, longest sequence, ids of special tokens, and each layer's attention (`moba`)",
+    "generation_config.json": "token ids that begin, end and pad a text",
+    "model.safetensors.index.json": "names the file of each tensor",
+    "tokenizer.json": "the tokenizer",
+    "tokenizer.model": "the tokenizer as a sentencepiece model",
+    "sentencepiece.model": "the tokenizer as a sentencepiece model, which transformers does not read",
+    "tokenizer_config.json": "the tokenizer's class, special tokens and options",
+    "special_tokens_map.json": "the tokenizer's special tokens",
+    "added_tokens.json": "tokens added to the vocabulary",
+    "vocab.json": "the tokenizer's vocabulary",
+    "merges.txt": "the tokenizer's merges",
+    "chat_template.jinja": "the chat template",
+    "chat_template.json": "the chat template",
+    "recipe.yaml": "recipe to extend with data and stages of your own",
+}
+
+
+def describe_folder(folder: Path) -> Iterator[str]:
+    """A line for each file that a conversion wrote into `folder`; all files of weights have one line."""
+    lines: list[tuple[str, str]] = []
+    if weights := list(folder.glob(_WEIGHTS)):
+        name = weights[0].name if len(weights) == 1 else f"model-*.safetensors ({len(weights)} files)"
+        lines.append((name, f"weights, {_gigabytes(weights)}"))
+    for checkpoint in folder.glob("checkpoints/step_*"):
+        size = _gigabytes(list(checkpoint.iterdir()))
+        lines.append(
+            (f"{checkpoint.relative_to(folder)}/", f"checkpoint: float32 weights without optimizer state, {size}")
+        )
+    lines += [(name, text) for name, text in _FILES.items() if (folder / name).is_file()]
+    width = max((len(name) for name, _ in lines), default=0)
+    yield from (f"  {name:{width}}  {text}" for name, text in lines)
+
+
+def _gigabytes(files: list[Path]) -> str:
+    total = sum(file.stat().st_size for file in files)
+    return f"{total / 1e9:,.1f} GB" if total >= 1e8 else f"{total / 1e6:,.1f} MB"
+
+
+def check_new_folder(output: Path) -> None:
+    """Raises CheckpointError when `output` is a file, or a folder that is not empty."""
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"{output}: is a file; give a new folder")
+    if output.exists() and any(output.iterdir()):
+        raise CheckpointError(f"{output}: is not empty; give a new folder")
+
+
+@contextlib.contextmanager
+def new_folder(output: Path) -> Iterator[None]:
+    """Make `output`; when anything is raised inside, Ctrl-C too, remove what was written into it.
+
+    Raises CheckpointError as `check_new_folder`, and when something cannot be written.
+    """
+    check_new_folder(output)
+    existed = output.exists()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        _empty(output, existed)
+        if isinstance(error, OSError | SafetensorError):
+            raise CheckpointError(f"{output}: cannot be written ({error})") from error
+        raise
+
+
+def _empty(output: Path, keep: bool) -> None:
+    """Remove what is in `output`, and `output` unless `keep`, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        for path in output.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        if not keep:
+            output.rmdir()
+
+
+RECIPE = "recipe.yaml"
+LONGEST = 1 << 40
+"""Longest sequence that a config.json may give, in tokens."""
+
+
+def import_from_hf(folder: Path, output: Path) -> None:
+    """Write `output`: a checkpoint (float32, without optimizer state) of the model in `folder`, its tokenizer, and
+    recipe.yaml, to be extended by a run.
+
+    Holds one tensor at a time. Raises CheckpointError when our Transformer does not implement the model, or `output`
+    is not empty or cannot be written; DataError when the tokenizer cannot be loaded.
+    """
+    model = read_model_config(folder)
+    shapes = parameter_shapes(model)
+    files = SafetensorsFolder(folder)
+    check_hf_weights(shapes, files)
+    length = _length(folder)
+    layers = read_layers(folder)
+    values = _recipe_values(folder, output, model, layers, length)
+    if tokenizer := _tokenizer(folder):
+        load_text_tokenizer(folder / tokenizer, folder_roots(folder))
+    with new_folder(output):
+        copy_tokenizer(folder, output, folder_roots(folder))
+        checkpoints = output / "checkpoints"
+        checkpoints.mkdir()
+        _save_weights(publish.make_temporary_folder(checkpoints, 0), shapes, files, RunConfig.model_validate(values))
+        text = yaml.safe_dump(values, sort_keys=False)
+        (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
+
+
+def _save_weights(
+    temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, config: RunConfig
+) -> None:
+    """Write a checkpoint of step 0 into `temporary`, and publish it."""
+    parts = (Part(f"model.{name}", torch.float32, shape, (0,) * len(shape), shape) for name, shape in shapes.items())
+    written = write_checkpoint(
+        temporary,
+        [ShardFile.from_parts("rank_0_0.safetensors", parts)],
+        lambda part: files.read(hf_name(part.name.removeprefix("model."))).float(),
+        {"progress": {"step": 0, "stage": 0}, "config": dump_config(config)},
+    )
+    publish.publish(temporary, 0, written)
+
+
+def _length(folder: Path) -> int:
+    """Sequence length of the model in `folder`."""
+    length = read_config(folder).get("max_position_embeddings", 4096)
+    if type(length) is not int or not 1 <= length <= LONGEST:
+        raise CheckpointError(
+            f"{folder / CONFIG}: max_position_embeddings is {given(length)}; allowed: integer >= 1 and <= {LONGEST}"
+        )
+    return length
+
+
+def imported_recipe(folder: Path, output: Path) -> RunConfig:
+    """The recipe of the model in `folder` with its tokenizer in `output`. Its corpora are placeholders.
+
+    Raises CheckpointError when our Transformer does not implement the model.
+    """
+    values = _recipe_values(folder, output, read_model_config(folder), read_layers(folder), _length(folder))
+    return RunConfig.model_validate(values)
+
+
+def _recipe_values(
+    folder: Path, output: Path, model: ModelConfig, layers: dict[str, Any], length: int
+) -> dict[str, Any]:
+    """What a recipe says about the model of `folder` in `output`, with its tokenizer there, and placeholders for its
+    corpora."""
+    # Of ".", too, and with hyphens for what the name of a folder may have and that of a run may not.
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.abspath(output))) or "imported"
+    recipe: dict[str, Any] = {
+        "name": name,
+        "run_dir": f"runs/{name}",
+        "init_from": str(output),
+        "model": model.model_dump(exclude_defaults=True),
+        "attention": layers,
+        "data": {"train": [{"path": str(output / "corpus")}]},
+        "batch_tokens": length,
+        "stages": [{"name": "imported", "seq_len": length, "tokens": length}],
+    }
+    if tokenizer := _tokenizer(folder):
+        recipe["data"]["tokenizer"] = str(output / tokenizer)
+    return recipe
+
+
+def _tokenizer(folder: Path) -> str | None:
+    """Name of the tokenizer's file in `folder`; None: there is none."""
+    return next((name for name in TOKENIZERS if (folder / name).is_file()), None)
+
+
+def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
+    """Write `output`, a Hugging Face folder with the model of a checkpoint.
+
+    Holds the tensors of one file of at most `shard_bytes`. RoPE, sequence length and attention are those of the stage
+    the checkpoint was in; config.json keeps the attention of every layer under `moba`; software that ignores the
+    entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files are those that transformers
+    expects. Returns a warning for each thing that is left out.
+
+    Raises CheckpointError when `output` is not empty or cannot be written, no Hugging Face architecture has the model's
+    shape, an attention kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed
+    since it was written.
+    """
+    checkpoint, config, stage = saved
+    contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
+    kinds = build_attention(stage.attention, config.model.head_width)
+    if problems := _export_problems(config, kinds):
+        raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
+    contents["moba"] = {"layers": [kind.export_entry() for kind in kinds]}
+    check_new_folder(output)
+    verify_checkpoint(checkpoint)
+    reader = _reader(checkpoint, config.model)
+    tokenizer = export_tokenizer(config, contents["model_type"], stage.seq_len, working_roots())
+    contents |= tokenizer.ids
+    with new_folder(output):
+        for name, content in tokenizer.files.items():
+            (output / name).write_bytes(content)
+        write_safetensors(output, _tensors(reader, config.model, dtype), shard_bytes)
+        # Written last: a folder without it is not read as a model.
+        (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    return tokenizer.warnings
+
+
+def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[str]:
+    """Losses of an export: what kinds of the stage would lose, and parameters of kinds that only other stages use."""
+    problems = dict.fromkeys(kind.export_problem(config.model) for kind in kinds)
+    active = {kind.name for kind in kinds}
+    left: Counter[str] = Counter()
+    for (_, name), shapes in kind_shapes(config).items():
+        left[name] += len(shapes)
+    for name, tensors in left.items():
+        if name not in active:
+            problems[f"kind {name!r} of another stage left {tensors} parameter tensors in the model"] = None
+    return [problem for problem in problems if problem]
+
+
+def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
+    """A reader of a checkpoint that has every parameter of the model. Raises CheckpointError when one is missing or has
+    another shape."""
+    reader = CheckpointReader(checkpoint)
+    problems = []
+    for name, shape in parameter_shapes(model).items():
+        saved = reader.tensors.get(f"model.{name}")
+        if saved is None:
+            problems.append(f"{name} is not in its index")
+        elif (saved.shape, saved.dtype) != (shape, torch.float32):
+            problems.append(f"{name} is {list(saved.shape)} {saved.dtype}, must be {list(shape)} float32")
+    if problems:
+        raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems[:20])}; use another checkpoint")
+    return reader
+
+
+def _tensors(reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, by their names in the export. Raises CheckpointError for one that `dtype` has no numbers for."""
+    for name in parameter_shapes(model):
+        value = reader.read(f"model.{name}")
+        found = value.to(dtype)
+        if found.isinf().any() and not value.isinf().any():
+            most = torch.finfo(dtype).max
+            raise CheckpointError(
+                f"--dtype {str(dtype).removeprefix('torch.')}: {name} has values up to {value.abs().max():g}; allowed: "
+                f"at most {most:g}; take bfloat16 or float32"
+            )
+        yield hf_name(name), found

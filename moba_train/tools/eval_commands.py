@@ -1,0 +1,326 @@
+"""`moba-train eval`, `lm-eval`, `profile-spans` and `generate`: what uses a trained model.
+
+cli.py makes commands of these functions.
+"""
+
+import itertools
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from moba_train.tools.cli_options import Checkpoint, Overrides, check_output_folder, parse_length
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+class EvaluatedAttention(StrEnum):
+    """Values of `eval --attention`."""
+
+    full = "full"
+    own = "own"
+    both = "both"
+
+
+class DecodeAttention(StrEnum):
+    """Values of `generate --decode`."""
+
+    full = "full"
+    own = "own"
+
+
+def _attention_parser(choices: type[Choice], option: str) -> Callable[[str], Choice]:
+    """A parser of `option` that accepts `choices` and tells the new name of a former value."""
+
+    def parse(text: str) -> Choice:
+        if text == "moba":
+            raise typer.BadParameter(f"'moba' is called own now: {option} own")
+        if text not in list(choices):
+            raise typer.BadParameter(f"given {text!r}; allowed: {', '.join(choices)}")
+        return choices(text)
+
+    return parse
+
+
+EvaluatedModel = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="a checkpoint, a run folder: its newest valid checkpoint, or a Hugging Face folder"
+    ),
+]
+AttentionOption = Annotated[
+    EvaluatedAttention,
+    typer.Option(
+        parser=_attention_parser(EvaluatedAttention, "--attention"),
+        metavar="own|full|both",
+        help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
+]
+
+
+def _lengths(text: str | None) -> tuple[int, ...]:
+    """The lengths in `text`, separated by commas; none where it is not given."""
+    return tuple(parse_length(length.strip()) for length in text.split(",")) if text else ()
+
+
+def evaluate(
+    checkpoint: EvaluatedModel,
+    overrides: Overrides = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="evaluations, also such as the recipe does not have; default: its own"),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_length, metavar="TOKENS", help="length of a sequence, e.g. 32K; default: the stage's"
+        ),
+    ] = None,
+    attention: AttentionOption = EvaluatedAttention.both,
+    bucket: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_length,
+            metavar="TOKENS",
+            help="loss by position, averaged over this number of tokens, e.g. 2K; default: the recipe's",
+        ),
+    ] = None,
+    sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
+    cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
+    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, and for plots")] = None,
+) -> None:
+    """Evaluate on held-out text and by other tasks, with own and full attention on the same weights.
+
+    Results go to RUN/evaluations/."""
+    import os
+    import sys
+
+    check_output_folder(output)
+    if gpus > 1 and "RANK" not in os.environ:
+        launch = [sys.executable, "-m", "moba_train.tools.launcher", "--standalone", "--nproc-per-node", str(gpus)]
+        os.execv(sys.executable, [*launch, "-m", "moba_train.tools.cli", *sys.argv[1:]])
+    from moba_train.tools.evaluate import EvaluationOptions, evaluate_checkpoint
+    from moba_train.tools.evaluated_recipe import open_for_evaluation
+
+    by_position = {"bucket": bucket, "sequences": sequences}
+    shortcuts = [f"evaluation.position_wise.{key}={value}" for key, value in by_position.items() if value is not None]
+    options = EvaluationOptions(
+        attention=attention.value,
+        tasks=None if tasks is None else tuple(name.strip() for name in tasks.split(",")),
+        overrides=(*shortcuts, *(overrides or ())),
+        data=tuple(data or ()),
+        seq_len=seq_len,
+        cp=cp,
+        output=output,
+    )
+    evaluate_checkpoint(open_for_evaluation(checkpoint, options), options, typer.echo)
+
+
+def lm_eval(
+    checkpoint: EvaluatedModel,
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="tasks, groups or tags of lm-eval; * for any text")],
+    overrides: Overrides = None,
+    attention: AttentionOption = EvaluatedAttention.own,
+    decode: Annotated[
+        DecodeAttention,
+        typer.Option(
+            parser=_attention_parser(DecodeAttention, "--decode"),
+            metavar="full|own",
+            help="attention of generated tokens: full, or each layer's own; prompts are read as --attention says",
+        ),
+    ] = DecodeAttention.full,
+    limit: Annotated[
+        float | None, typer.Option(help="samples of each task; below 1: this share; default: all of them")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="examples before each question; default: the task's")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="prompts that are continued together")] = 8,
+    batch_tokens: Annotated[
+        int,
+        typer.Option(parser=parse_length, metavar="TOKENS", help="length of a forward pass of packed texts to score"),
+    ] = 32_768,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_length,
+            metavar="TOKENS",
+            help="longest text that is read, e.g. 32K; what is longer loses its beginning; default: the stage's length",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS,...", help="lengths of RULER's samples, e.g. 4K,8K; default: --seq-len"),
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(metavar="FOLDER", help="folder with tasks of your own")] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="put questions into the tokenizer's chat template")
+    ] = False,
+    tokenizer: TokenizerOption = None,
+    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json")] = None,
+) -> None:
+    """Run tasks of the package lm-eval on one device, with own or full attention on the same weights.
+
+    Results go to RUN/evaluations/."""
+    from moba_train.tools.evaluated_recipe import open_for_lm_eval
+    from moba_train.tools.lm_eval.options import LmEvalOptions, check_installed
+
+    check_installed()
+    from moba_train.tools.lm_eval.run import evaluate_with_lm_eval
+
+    check_output_folder(output)
+    if limit is not None and limit <= 0:
+        raise typer.BadParameter(f"--limit: given {limit}; allowed: above 0")
+    options = LmEvalOptions(
+        tasks=tuple(name.strip() for name in tasks.split(",")),
+        attention=attention.value,
+        decode=decode.value,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        seq_len=seq_len,
+        lengths=_lengths(lengths),
+        include_path=include_path,
+        apply_chat_template=apply_chat_template,
+        tokenizer=tokenizer,
+        overrides=tuple(overrides or ()),
+        output=output,
+    )
+    saved, roots = open_for_lm_eval(checkpoint, options)
+    evaluate_with_lm_eval(saved, roots, options, typer.echo)
+
+
+def profile_spans(
+    checkpoint: EvaluatedModel,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="new piece of a recipe")] = Path(
+        "moa-spans.yaml"
+    ),
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS,...",
+            help="lengths of documents to measure on, e.g. 2K,4K,8K; default: a quarter, half and all of the stage's",
+        ),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option(help="share of full attention's pairs that the heads may attend to, at each length")
+    ] = 0.5,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="documents of each length")] = 8,
+    block_size: Annotated[
+        int, typer.Option(parser=parse_length, metavar="TOKENS", help="tokens per block, as attention.moa.block_size")
+    ] = 64,
+    sink_tokens: Annotated[int, typer.Option(min=0, help="as attention.moa.sink_tokens")] = 64,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_length,
+            metavar="TOKENS",
+            help="longest document that the spans are for, e.g. 128K; default: the longest of --lengths",
+        ),
+    ] = None,
+) -> None:
+    """Choose a span for each attention head (kind moa) by what masking its attention would cost, on one device.
+
+    Writes a piece of a recipe."""
+    from moba_train.tools.evaluate import EvaluationOptions
+    from moba_train.tools.evaluated_recipe import open_for_evaluation
+    from moba_train.tools.profile_spans import ProfileOptions
+    from moba_train.tools.profile_spans import profile_spans as profile
+
+    options = ProfileOptions(
+        output,
+        _lengths(lengths),
+        budget,
+        samples,
+        block_size,
+        sink_tokens,
+        max_length,
+    )
+    saved = open_for_evaluation(checkpoint, EvaluationOptions(tasks=(), data=tuple(data or ())))
+    profile(saved, options, typer.echo)
+
+
+def generate(
+    checkpoint: Checkpoint,
+    overrides: Overrides = None,
+    prompt: Annotated[str | None, typer.Option(help="text to continue; it is printed first")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="file with the text to continue, exactly as it is; -: stdin")
+    ] = None,
+    tokenizer: TokenizerOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=1 << 24)] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that make up this probability")] = 0.95,
+    seed: Annotated[int, typer.Option(min=-(1 << 31), max=(1 << 31) - 1, help="equal seeds give equal text")] = 0,
+    decode: Annotated[
+        DecodeAttention,
+        typer.Option(
+            parser=_attention_parser(DecodeAttention, "--decode"),
+            metavar="full|own",
+            help="attention of new tokens: full, or each layer's own attention kind",
+        ),
+    ] = DecodeAttention.full,
+) -> None:
+    """Continue a prompt. The prompt is read with each layer's own attention."""
+    import torch
+
+    from moba_train.checkpoint.recipe import saved_training
+    from moba_train.checkpoint.state import load_trained
+    from moba_train.data.corpus_marks import corpus_marks
+    from moba_train.data.tokenizer import ChatTokenizer, ends_of_text, has_chat_template, load_text_tokenizer
+    from moba_train.resolve.saved_recipe import open_for_generation
+    from moba_train.tools.generate import generate_text, read_prompt
+
+    if (prompt is None) == (prompt_file is None):
+        raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
+    if prompt == "":
+        raise typer.BadParameter("--prompt: given an empty text; allowed: one token at least")
+    try:
+        (prompt or "").encode()
+    except UnicodeEncodeError as error:
+        raise typer.BadParameter(f"--prompt: not UTF-8 text, at character {error.start}") from None
+    if not 0 < top_p <= 1:
+        raise typer.BadParameter(f"--top-p: given {top_p:g}; allowed: above 0, at most 1")
+    saved, roots = open_for_generation(checkpoint, tokenizer, overrides or ())
+    tokenizer_path = tokenizer or str(saved.config.data.tokenizer)
+    tokenizer_roots = None if tokenizer else roots
+    known = load_text_tokenizer(tokenizer_path, tokenizer_roots)
+    marks = corpus_marks(saved.config, roots)
+    if marks.spelt_out(has_chat_template(tokenizer_path, tokenizer_roots)):
+        known = ChatTokenizer(known)
+    given = prompt if prompt_file is None else read_prompt(prompt_file)
+    on_gpu = torch.cuda.is_available()
+    model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
+    text = generate_text(
+        model,
+        known,
+        given or "",
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        decode=decode.value,
+        marks=marks,
+        stop_tokens=ends_of_text(tokenizer_path, tokenizer_roots),
+        trained_length=saved_training(saved.path).seq_len,
+        say=lambda line: typer.echo(line, err=True),
+    )
+    first = next(text, "")  # whatever is refused is refused here, before anything is printed
+    for addition in itertools.chain([prompt or "", first], text):
+        typer.echo(addition, nl=False)
+    typer.echo()

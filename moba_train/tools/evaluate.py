@@ -1,0 +1,315 @@
+"""What `moba-train eval` is asked for.
+
+Progress of an evaluation in a terminal.
+
+The results of `moba-train eval` as JSON, beside the checkpoint. docs/evaluation.md describes the file.
+
+A model to evaluate on one device, from a checkpoint or a Hugging Face folder.
+
+`moba-train eval`: evaluate a checkpoint outside training, on any number of ranks.
+"""
+
+import dataclasses
+import json
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from moba_train.checkpoint.recipe import SavedRun, Training, overridden_kinds, run_folder, saved_training
+from moba_train.checkpoint.state import load_model, load_trained
+from moba_train.config.mesh import MeshSizes, allowed_divisors
+from moba_train.config.run import ParallelConfig
+from moba_train.config.stages import Stage
+from moba_train.errors import DataError, UserError
+from moba_train.evals.evaluation import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationResult,
+    Layers,
+    finite,
+    untracked,
+    variants,
+)
+from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, evaluations_named
+from moba_train.hf.initial_weights import is_hf_folder
+from moba_train.hf.weights import load_hf_weights
+from moba_train.memory.activations import local_activations
+from moba_train.memory.memory import buffer_memory
+from moba_train.model.build import build_model
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.activations import set_activations
+from moba_train.parallel.data_shard import ContextEngines
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.world import World, joined_world
+from moba_train.tools.convert.hf import imported_recipe
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What to evaluate; None leaves it to the recipe."""
+
+    attention: Literal["full", "own", "both"] = "both"
+    tasks: tuple[str, ...] | None = None
+    """Names of evaluations, whether the recipe has them or not; None: those that it has."""
+    overrides: tuple[str, ...] = ()
+    """`key.path=value`, laid over the checkpoint's recipe."""
+    data: tuple[str, ...] = ()
+    """Corpora in place of `data.validation`."""
+    seq_len: int | None = None
+    """Tokens of a sequence, in place of the stage's."""
+    cp: int | None = None
+    """Ranks that share a sequence; None: as many as in the checkpoint's stage, or one rank for each sequence where that
+    does not divide the ranks."""
+    output: Path | None = None
+    """Folder for `evaluation.json` and plots; the result is written beside the checkpoint in any case."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that bear on the numbers, as JSON values."""
+        return {
+            "attention": self.attention,
+            "tasks": list(self.tasks) if self.tasks is not None else None,
+            "data": list(self.data) or None,
+            "seq_len": self.seq_len,
+            "cp": self.cp,
+            "overrides": list(self.overrides),
+        }
+
+
+def tracked(items: Sequence[int], what: str) -> Iterable[int]:
+    """The items, with a bar on stderr that goes when they are done; no bar where stderr is not a terminal."""
+    disabled = not sys.stderr.isatty()
+    return track(items, what, console=Console(stderr=True), transient=True, disable=disabled)
+
+
+FORMAT = 1
+FOLDER = "evaluations"
+"""Folder of a run with the results of its checkpoints."""
+
+
+def result_json(
+    saved: SavedRun,
+    training: Training,
+    options: EvaluationOptions,
+    context: EvaluationContext,
+    results: Mapping[str, EvaluationResult],
+) -> dict[str, Any]:
+    """Everything that was measured by `moba-train eval`, and what it was measured on."""
+    return measured_json(saved, training, options.to_json(), context.stage, context.own, context.attentions, results)
+
+
+def measured_json(
+    saved: SavedRun,
+    training: Training,
+    options: Mapping[str, Any],
+    stage: Stage,
+    own: str,
+    attentions: Mapping[str, Layers],
+    results: Mapping[str, EvaluationResult],
+) -> dict[str, Any]:
+    """Everything that was measured, by evaluation, and what it was measured on.
+
+    options  of the command, as JSON values
+    own      name of the attention that numbers are about
+    """
+    content = {
+        "format": FORMAT,
+        "time": time.time(),
+        "run": saved.config.name,
+        "checkpoint": saved.path.name,
+        "step": training.step,
+        "tokens": training.tokens,
+        "stage": stage.name,
+        "stage_index": stage.index,
+        "seq_len": stage.seq_len,
+        "trained_seq_len": training.seq_len,
+        "attention": own,
+        "attentions": {name: dict(Counter(layer.kind for layer in layers)) for name, layers in attentions.items()},
+        "validation": [source.model_dump(exclude_defaults=True) for source in saved.config.data.validation],
+        "tasks": list(results),
+        "options": dict(options),
+        "numbers": {name: number for result in results.values() for name, number in result.numbers.items()},
+    }
+    content |= {name: result.data for name, result in results.items()}
+    plain: dict[str, Any] = finite(content)
+    return plain
+
+
+def write_result(content: dict[str, Any], checkpoint: Path) -> Path:
+    """Write `RUN/evaluations/step_<step>-<seq_len>.json`, with a number at the end where there is such a file. Returns
+    its path. Raises OSError when the folder cannot be written to."""
+    folder = run_folder(checkpoint) / FOLDER
+    folder.mkdir(exist_ok=True)
+    stem = f"step_{content['step']:08d}-{content['seq_len']}"
+    return _write_new(content, lambda count: folder / (f"{stem}.json" if count == 1 else f"{stem}-{count}.json"))
+
+
+def write_output(content: dict[str, Any], folder: Path) -> Path:
+    """Write `evaluation.json` into `folder`; one that is there is kept as `evaluation-1.json`, or the next number.
+    Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "evaluation.json"
+    if path.exists():
+        number = next(count for count in range(1, 1 << 30) if not (folder / f"evaluation-{count}.json").exists())
+        path.rename(folder / f"evaluation-{number}.json")
+    return _write_new(content, lambda count: path if count == 1 else folder / f"evaluation-{count}.json")
+
+
+def _write_new(content: dict[str, Any], name: Callable[[int], Path]) -> Path:
+    """Write `content` to the first of `name(1)`, `name(2)`, ... that no file has."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    count = 1
+    while True:
+        path = name(count)
+        try:
+            with path.open("x", encoding="utf-8") as stream:
+                stream.write(text)
+        except FileExistsError:
+            count += 1
+        else:
+            return path
+
+
+def load_on_this_machine(saved: SavedRun) -> Transformer:
+    """The model on this machine's GPU in bfloat16, or on the CPU in float32, with the stage's RoPE."""
+    on_gpu = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    if not is_hf_folder(saved.path):
+        return load_trained(saved, device, dtype)
+    with torch.device("meta"):
+        model = build_model(saved.config)
+    model.to_empty(device=device)
+    load_hf_weights(model, saved.path)
+    model.set_rope(saved.stage.rope)
+    return model.to(dtype).eval()
+
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Callable[[str], object]) -> None:
+    """Run the evaluations that the recipe or the options ask for, with each attention on the same weights, and write
+    their results beside the checkpoint.
+
+    saved  the recipe with the options laid over it (tools/evaluated_recipe.py)
+    echo   gets the lines to print, on the first rank
+
+    Under torchrun all its ranks work together, and the numbers are those of one up to rounding. Raises UserError for
+    data or options that do not fit.
+    """
+    training = training_of(saved)
+    attentions = variants(saved.config, saved.stage, options.attention)
+    evaluations = _evaluations(saved, options)
+    with joined_world() as world:
+        if world.is_main and saved.stage.seq_len > training.seq_len:
+            logger.warning(
+                "Sequences of %d tokens are longer than the %d tokens that the model was trained with: positions "
+                "beyond are extrapolated by the stage's RoPE",
+                saved.stage.seq_len,
+                training.seq_len,
+            )
+        context = dataclasses.replace(_context(saved, options.cp, attentions, world), trained_length=training.seq_len)
+        results = {}
+        for evaluation in evaluations:
+            results[evaluation.name] = evaluation.run(context)
+            if world.is_main:
+                for line in results[evaluation.name].table:
+                    echo(line)
+        if world.is_main:
+            content = result_json(saved, training, options, context, results) | {"ranks": world.size}
+            write_results(content, saved.path, options.output, echo)
+            if options.output is not None:
+                _plot(saved.stage.name, results, options.output)
+
+
+def _plot(stage: str, results: Mapping[str, EvaluationResult], folder: Path) -> None:
+    """`needle.png` and `position_wise.png`, of the evaluations that ran."""
+    from moba_train.tools.report.plots import draw_needle, draw_position_wise  # matplotlib is slow to import
+
+    for name, draw in (("needle", draw_needle), ("position_wise", draw_position_wise)):
+        if name in results:
+            draw({stage: results[name].data}, folder / f"{name}.png")
+
+
+def training_of(saved: SavedRun) -> Training:
+    """What the weights have been through; a Hugging Face model, sequences of the length in its config.json."""
+    if is_hf_folder(saved.path):
+        return Training(0, None, imported_recipe(saved.path, saved.path).stages[0].seq_len)
+    return saved_training(saved.path)
+
+
+def _evaluations(saved: SavedRun, options: EvaluationOptions) -> list[Evaluation]:
+    """The evaluations to run, with their data. Raises DataError where there are none, or one lacks data."""
+    config = saved.config
+    wanted = enabled_evaluations(config) if options.tasks is None else evaluations_named(options.tasks)
+    if not wanted:
+        keys = " or ".join(evaluation.key for evaluation in EVALUATIONS.values())
+        raise DataError(f"{saved.path}: its recipe has nothing to evaluate; give --data or --tasks, or set {keys}")
+    for evaluation in wanted:
+        if not evaluation.enabled(config):
+            raise DataError(f"--tasks {evaluation.name}: needs {evaluation.key}; give --data CORPUS, or override it")
+    evaluations = [evaluation(config, saved.stage) for evaluation in wanted]
+    for ready in evaluations:
+        if ready.missing:
+            raise DataError(f"{saved.path}: {ready.missing}")
+    return evaluations
+
+
+def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], world: World) -> EvaluationContext:
+    """The checkpoint's model with the engines of its stage, on this rank."""
+    config = saved.config
+    stage, sizes = _laid_out(saved.stage, cp, world.size)
+    dims = ParallelDims(sizes, world)
+    model = sharded_model(config, dims)
+    if is_hf_folder(saved.path):
+        load_hf_weights(model, saved.path)
+    else:
+        load_model(model, saved.path, optional=overridden_kinds(saved))
+    model.set_rope(stage.rope)
+    engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
+    data_shard, _ = engines.data_shard(stage, sizes)
+    strategy = None
+    if data_shard.engine is not None:
+        model.set_engines([data_shard.engine] * config.model.layers)
+        strategy = data_shard.engine.strategy
+    set_activations(model, local_activations(config, stage, sizes, world, strategy).layers, world.device)
+    track = tracked if world.is_main else untracked
+    return EvaluationContext(model, stage, data_shard, world.device, attentions, track=track)
+
+
+def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSizes]:
+    """The stage with its sequences over `cp` ranks, and the mesh: without tensor and pipeline parallelism, which change
+    no number."""
+    if cp is None:
+        cp = stage.parallel.cp if ranks % stage.parallel.cp == 0 else 1
+    if ranks % cp:
+        given = f"--cp: given {cp}, which does not divide the {ranks} ranks of --gpus"
+        raise UserError(f"{given}; {allowed_divisors(ranks)}, or more --gpus")
+    # The recipe's transport may not work with another number of ranks or heads.
+    unchanged = (cp, 1, 1) == (stage.parallel.cp, stage.parallel.tp, stage.parallel.pp)
+    parallel = stage.parallel if unchanged else ParallelConfig(cp=cp)
+    return dataclasses.replace(stage, parallel=parallel), MeshSizes(dp_shard=ranks // cp, cp=cp)
+
+
+def write_results(content: dict[str, Any], path: Path, output: Path | None, echo: Callable[[str], object]) -> None:
+    """Write the results beside the checkpoint `path`, and into `output`; models of other programs get no files."""
+    if output is not None:
+        echo(f"results: {write_output(content, output)}")
+    if is_hf_folder(path):
+        if output is None:
+            echo("results: not written into a Hugging Face folder; give --output FOLDER")
+        return
+    try:
+        echo(f"results: {write_result(content, path)}")
+    except OSError as error:  # the run may be another user's
+        logger.warning("The results are not written beside the checkpoint: %s; give --output FOLDER", error)

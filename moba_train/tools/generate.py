@@ -1,0 +1,140 @@
+"""The prompt of `moba-train generate`: where it comes from, and how far it has been read by the model.
+
+Generation from text to text: tokenizer, generation, detokenizer.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from moba_train.data.corpus_marks import NO_MARKS, CorpusMarks
+from moba_train.data.tokenizer import TextTokenizer
+from moba_train.errors import UserError
+from moba_train.inference.cache import Decode
+from moba_train.inference.generate import generate
+from moba_train.model.transformer import Transformer
+
+REPORT_EVERY = 5.0
+"""Seconds between lines about a prompt that is being read; a shorter reading says nothing."""
+
+
+def read_prompt(file: Path) -> str:
+    """The text in `file`, exactly as it is; `-`: standard input. Raises UserError when it cannot be read as UTF-8."""
+    try:
+        content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt-file {file}: is not UTF-8 text, at byte {error.start:,}") from None
+    except OSError as error:
+        raise UserError(f"--prompt-file {file}: cannot be read: {error.strerror or error}") from None
+    if not text:
+        raise UserError(f"--prompt-file {file}: is empty; allowed: text to continue")
+    return text
+
+
+class PrefillProgress:
+    """Says how much of a prompt of this many `tokens` the model has read, and how fast: `generate`'s `on_prefill`."""
+
+    def __init__(self, tokens: int, say: Callable[[str], object]) -> None:
+        self._tokens = tokens
+        self._say = say
+        self._began = self._said = time.monotonic()
+        self._read = 0
+
+    def __call__(self, tokens: int) -> None:
+        """Count these further tokens; they may still be computed on the GPU."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._read += tokens
+        now = time.monotonic()
+        was_silent = self._said == self._began
+        if now - self._said < REPORT_EVERY and (self._read < self._tokens or was_silent):
+            return
+        self._said = now
+        share = self._read / self._tokens
+        rate = self._read / max(now - self._began, 1e-9)
+        self._say(f"reading the prompt: {self._read:,} of {self._tokens:,} tokens ({share:.0%}), {rate:,.0f} tokens/s")
+
+
+CONTEXT = 32
+"""Tokens that are decoded for a new one, itself included, once the prompt's end is known: few beside 1M."""
+
+
+def generate_text(
+    model: Transformer,
+    tokenizer: TextTokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    decode: Decode,
+    marks: CorpusMarks = NO_MARKS,
+    stop_tokens: Collection[int] = (),
+    trained_length: int | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> Iterator[str]:
+    """Yield the text that continues the prompt as its tokens are sampled.
+
+    marks: how the documents of training began and ended; a prompt begins like them, an answer ends like them
+    stop_tokens: what ends an answer besides, and besides the tokenizer's `eos_id`
+    trained_length: longest sequences of training, in tokens; None: not known
+    say: hears how far the prompt is read, and before it a warning where prompt and answer may be longer than those
+
+    The other arguments are those of `generate`. Raises UserError for values out of range.
+    """
+    tokens = marks.begin(tokenizer.encode(prompt))
+    if outside := [token for token in tokens if token >= model.config.vocab_size]:
+        raise UserError(
+            f"the tokenizer makes token id {outside[0]} of the prompt, but model.vocab_size is "
+            f"{model.config.vocab_size}; give the tokenizer that the model was trained with"
+        )
+    if trained_length is not None and len(tokens) + max_new_tokens > trained_length:
+        say(
+            f"warning: the prompt has {len(tokens):,} tokens and the answer up to {max_new_tokens:,}, together more "
+            f"than the {trained_length:,} tokens that the model was trained with: positions beyond are extrapolated by "
+            "the stage's RoPE"
+        )
+    ends = {token for token in (tokenizer.eos_id, *marks.ends, *stop_tokens) if token is not None}
+    answer = generate(
+        model,
+        tokens,
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        vocab_size=tokenizer.vocab_size,
+        stop_tokens=ends,
+        decode=decode,
+        on_prefill=PrefillProgress(len(tokens), say),
+    )
+    try:
+        yield from _added_text(tokenizer, tokens, answer)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _added_text(tokenizer: TextTokenizer, prompt: Sequence[int], answer: Iterable[int]) -> Iterator[str]:
+    """Yield what the tokens of `answer` add to the text of `prompt`, each character as soon as it is complete."""
+    tail = list(prompt)
+    shown = tokenizer.decode(tail)
+    for token in answer:
+        # Decoded with what is before it: a token alone may be part of a character, or lose its leading space.
+        tail.append(token)
+        text = tokenizer.decode(tail)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            continue
+        yield text[len(shown) :]
+        # Behind a cut within a character, a tokenizer.json with byte fallback decodes no character up to the next token
+        # that is not a byte. A later cut may be between two characters.
+        shown = tokenizer.decode(tail[1 - CONTEXT :])
+        if text.endswith(shown):
+            tail = tail[1 - CONTEXT :]
+        else:
+            shown = text
+    if rest := tokenizer.decode(tail)[len(shown) :]:
+        yield rest

@@ -1,0 +1,1 @@
+"""`moba-train lm-eval`: tasks of the package lm-eval on our own model."""

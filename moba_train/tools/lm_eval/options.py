@@ -1,0 +1,117 @@
+"""What `moba-train lm-eval` is asked for.
+
+Whether RULER's tasks can make samples of a length: some of lm-eval's generators never end, not even at Ctrl-C, where
+their smallest sample is too long.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moba_train.errors import UserError
+from moba_train.inference.cache import Decode
+
+INSTALL = 'pip install "moba-train[eval]"'
+
+
+@dataclass(frozen=True)
+class LmEvalOptions:
+    """Tasks, and how they are run; None leaves it to the task or to the checkpoint."""
+
+    tasks: tuple[str, ...]
+    """Names of tasks, groups and tags of the package; `*` stands for any text."""
+    attention: Literal["own", "full", "both"] = "own"
+    decode: Decode = "full"
+    limit: float | None = None
+    """Samples of each task; below 1: this share of them."""
+    num_fewshot: int | None = None
+    batch_size: int = 8
+    """Prompts that are continued together."""
+    batch_tokens: int = 32_768
+    """Tokens of one forward pass for log-likelihoods; a longer text has a pass of its own."""
+    seq_len: int | None = None
+    """Longest text that the model reads, in place of the stage's length."""
+    lengths: tuple[int, ...] = ()
+    """Lengths of the samples of RULER's tasks; empty: `seq_len`."""
+    include_path: Path | None = None
+    """Folder with tasks of the user's own."""
+    apply_chat_template: bool = False
+    tokenizer: Path | None = None
+    """In place of the recipe's."""
+    overrides: tuple[str, ...] = ()
+    """`key.path=value`, laid over the checkpoint's recipe."""
+    output: Path | None = None
+    """Folder for `evaluation.json`; the result is written beside the checkpoint in any case."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that bear on the numbers, as JSON values."""
+        return {
+            "attention": self.attention,
+            "tasks": list(self.tasks),
+            "decode": self.decode,
+            "limit": self.limit,
+            "num_fewshot": self.num_fewshot,
+            "seq_len": self.seq_len,
+            "lengths": list(self.lengths),
+            "apply_chat_template": self.apply_chat_template,
+            "overrides": list(self.overrides),
+        }
+
+
+def check_installed() -> None:
+    """Raises UserError, with the command that installs it, when a package that the command needs is missing."""
+    for module in ("lm_eval.evaluator", "transformers"):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(f"moba-train lm-eval needs the package lm-eval ({error}); run `{INSTALL}`") from error
+
+
+SHORTEST = 1024
+"""Shortest samples of RULER's tasks, in tokens."""
+_VT_EXAMPLE = 500
+"""Tokens that the solved example before a variable-tracking task may have at most."""
+_SPARE = 1.1
+"""Samples of equally many words differ in length by a few percent."""
+_GROUPS = ("ruler", "longcxt")
+"""Groups and tags that contain the tasks."""
+
+
+def check_sample_lengths(names: Sequence[str], tokenizer: Any, lengths: Sequence[int]) -> None:
+    """Raises UserError when a task among `names` cannot make samples of one of these `lengths`."""
+    checks = {"ruler_vt": _variable_tracking, "ruler_cwe": _common_words}
+    for task, needed in checks.items():
+        if task not in names and not any(group in names for group in _GROUPS):
+            continue
+        for length in lengths:
+            for what, tokens, room in needed(tokenizer, length):
+                if tokens > room:
+                    raise UserError(
+                        f"task {task}: {what} has {tokens} tokens with this tokenizer, and {room} are possible in "
+                        f"samples of {length}; give other --lengths, or leave the task out"
+                    )
+
+
+def _variable_tracking(tokenizer: Any, length: int) -> Iterator[tuple[str, int, int]]:
+    """What is measured, its tokens, and the room: the smallest solved example, and the smallest sample with it."""
+    from lm_eval.tasks.ruler.vt_utils import generate_input_output
+
+    example = _tokens(tokenizer, generate_input_output(5, 1, 4, is_icl=True)[0]) + 30
+    yield "its solved example", example, _VT_EXAMPLE
+    tokens = example + _tokens(tokenizer, generate_input_output(10, 1, 4)[0]) + 30
+    yield "its smallest sample", tokens, length
+
+
+def _common_words(tokenizer: Any, length: int) -> Iterator[tuple[str, int, int]]:
+    """What is measured, its tokens, and the room: the smallest sample with its solved example."""
+    from lm_eval.tasks.ruler.cwe_utils import generate_input_output
+
+    example, text, answers = generate_input_output(10, length)
+    tokens = _tokens(tokenizer, " ".join([example, text, *answers])) + 120
+    yield "its smallest sample", tokens, length
+
+
+def _tokens(tokenizer: Any, text: str) -> int:
+    return int(_SPARE * len(tokenizer(text, verbose=False).input_ids))

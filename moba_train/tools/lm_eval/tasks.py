@@ -1,0 +1,154 @@
+"""Tasks of the package lm-eval by name, with errors that name the task, and without downloads that it does not need."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from moba_train.config.explain import did_you_mean
+from moba_train.errors import UserError
+from moba_train.tools.lm_eval.options import INSTALL, check_sample_lengths
+
+logger = logging.getLogger(__name__)
+
+Loaded = dict[str, dict[str, Any]]
+"""`tasks` and `groups` by name, and the names in each group, as `TaskManager.load` returns them."""
+_UNREACHABLE = {
+    "ConnectionError",
+    "ConnectError",
+    "ConnectTimeout",
+    "DatasetNotFoundError",
+    "LocalEntryNotFoundError",
+    "MaxRetryError",
+    "OfflineModeIsEnabled",
+    "Timeout",
+    "URLError",
+    "gaierror",
+}
+"""Classes of errors by which the packages that download say that they cannot."""
+
+
+def load_tasks(names: Sequence[str], include: Path | None, tokenizer: Any, lengths: Sequence[int]) -> Loaded:
+    """The tasks, groups and tags of these names, with their samples. `*` in a name stands for any text.
+
+    include    folder with further tasks
+    tokenizer  of transformers, loaded from a folder, which RULER's tasks load it from too
+    lengths    of RULER's samples, in tokens
+
+    Raises UserError for unknown names, and for tasks that cannot be loaded here.
+    """
+    if include is not None and not include.is_dir():
+        raise UserError(f"--include-path {include}: is not a folder; give one with lm-eval's YAML files of tasks")
+    metadata = {"tokenizer": str(tokenizer.name_or_path), "max_seq_lengths": list(lengths)}
+    manager = TaskManager(include_path=include, metadata=metadata)
+    loaded: Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
+    downloads = _PostponedDownloads()
+    matching = _matching(manager, names)
+    try:
+        check_sample_lengths(matching, tokenizer, lengths)
+    except ImportError as error:
+        raise UserError(f"--tasks: RULER {_reason(error)}") from error
+    for name in matching:
+        for part, entries in _load(manager, name, downloads).items():
+            loaded[part].update(entries)
+    for name, task in loaded["tasks"].items():
+        _check(name, task)
+    return loaded
+
+
+def _matching(manager: TaskManager, names: Sequence[str]) -> list[str]:
+    """The names of all tasks that are asked for. Raises UserError where one has none."""
+    found: dict[str, None] = {}
+    for name in names:
+        matching = manager.match_tasks([name])
+        if not matching:
+            raise UserError(
+                f"--tasks: lm-eval has no task, group or tag {name!r}{did_you_mean(name, manager.all_tasks)}; "
+                "`lm_eval ls tasks` lists them, --include-path adds a folder"
+            )
+        found |= dict.fromkeys(matching)
+    return list(found)
+
+
+def _load(manager: TaskManager, name: str, downloads: "_PostponedDownloads") -> Loaded:
+    """One task, group or tag. Raises UserError when it cannot be loaded."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # some tasks print how they make their samples
+            try:
+                with downloads.postponed():
+                    return dict(manager.load([name]))
+            except LookupError:
+                if not downloads.wanted:
+                    raise
+                downloads.catch_up()
+                return dict(manager.load([name]))
+    except Exception as error:  # a task is a program: it can fail in any way
+        logger.debug("task %s", name, exc_info=True)
+        raise UserError(f"task {name} {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Why a task cannot be loaded, after its name."""
+    causes = list(_causes(error))
+    text = " ".join(str(error).split())
+    if any(type(cause).__name__ in _UNREACHABLE for cause in causes):
+        return (
+            "needs data from the network that is not on this machine, and the network was not reached: "
+            f"{type(error).__name__}: {text}"
+        )
+    if any(isinstance(cause, ImportError) for cause in causes):
+        return f"needs a package that is not installed: {text}; `{INSTALL}` installs those of RULER"
+    return f"cannot be loaded: {type(error).__name__}: {text}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _check(name: str, task: Task) -> None:
+    """Raises UserError for tasks that cannot run here."""
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UserError(
+            f"task {name} runs code that the model writes, which moba-train lm-eval does not; convert the checkpoint "
+            "with `moba-train convert moba-to-hf`, and run lm_eval in a sandbox"
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise UserError(f"task {name} has images or sound; our models read text only")
+
+
+class _PostponedDownloads:
+    """Downloads of the package nltk, which RULER's tasks start when they are imported, until a task needs them."""
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[Any, ...]] = []
+
+    @contextlib.contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Inside, `nltk.download` notes what is wanted."""
+        try:
+            import nltk
+        except ImportError:
+            yield
+            return
+        download = nltk.download
+        nltk.download = lambda *wanted, **_options: self.wanted.append(wanted)
+        try:
+            yield
+        finally:
+            nltk.download = download
+
+    def catch_up(self) -> None:
+        """Download what was wanted."""
+        import nltk
+
+        for wanted in self.wanted:
+            nltk.download(*wanted, quiet=True)
+        self.wanted.clear()

@@ -1,0 +1,1 @@
+"""`moba-train plan`: memory, time and layouts of a recipe before it runs."""

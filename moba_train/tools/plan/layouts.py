@@ -1,0 +1,224 @@
+"""The best parallel layouts of a recipe on a number of nodes, by the predicted time of all its stages.
+
+Every layout is tried that divides the GPUs, the model and the batches: pp, tp and dp_replicate are the same in all
+stages, cp is each stage's own, dp_shard is the rest. What does not fit the GPU's memory is left out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from moba_train.config.mesh import MeshSizes, divisors
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage, resolve_stages
+from moba_train.errors import ConfigError, PlanError
+from moba_train.memory.flops import Documents
+from moba_train.memory.shortage import format_gib, usable_bytes
+from moba_train.parallel.pipeline.model import number_of_parts
+from moba_train.tools.plan.layer_time import AttentionFlops, attention_flops
+from moba_train.tools.plan.step_time import Machine, StageStep, predict_step
+
+_SHARED = ("pp", "tp", "dp_replicate", "dp_shard", "pp_layers", "tp_overlap")
+"""Keys of `parallel` that a search sets for all stages."""
+
+Accept = Callable[[Sequence[str]], object]
+"""Checks the recipe with further overrides on these GPUs. Raises ConfigError for what cannot work."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of all stages and their predicted steps."""
+
+    arguments: tuple[str, ...]
+    """Overrides of the recipe that make it this layout."""
+    stages: tuple[StageStep, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All steps of all stages."""
+        return sum(step.seconds for step in self.stages)
+
+    @property
+    def without_copies(self) -> tuple[MeshSizes, ...]:
+        """The mesh of each stage, as if weights were sharded over all of dp: layouts that differ otherwise only in
+        dp_replicate take nearly the same time."""
+        return tuple(step.mesh._replace(dp_replicate=1, dp_shard=step.mesh.dp) for step in self.stages)
+
+    @property
+    def largest(self) -> StageStep:
+        """The stage that needs most memory."""
+        return max(self.stages, key=_memory)
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Result of a search."""
+
+    best: tuple[Layout, ...]
+    """Fastest first."""
+    fitting: int
+    """Layouts that fit the GPU."""
+    tried: int
+    """Layouts that divide GPUs, model and batches."""
+
+
+def best_layouts(
+    config: RunConfig, nodes: int, machine: Machine, documents: Sequence[Documents], accept: Accept, most: int = 5
+) -> Layouts:
+    """The `most` fastest layouts of a validated recipe on `nodes` nodes that fit the GPU and that `accept` lets
+    through; of those that differ in dp_replicate alone the fastest.
+
+    documents: those of each stage. Raises PlanError, which says what comes nearest, where no layout divides the
+    recipe's batches, or none fits; where `accept` refuses all, what it says of the fastest.
+    """
+    stages = zip(resolve_stages(config), documents, strict=True)
+    flops = [attention_flops(config, stage, own) for stage, own in stages]
+    found = [_predicted(config, one, flops, machine) for one in _candidates(config, nodes, machine)]
+    layouts = [layout for layout in found if layout is not None]
+    if not layouts:
+        raise PlanError(_nothing_divides(config, nodes, machine))
+    limit = usable_bytes(machine.gpu)
+    fitting = sorted((one for one in layouts if _memory(one.largest) <= limit), key=lambda one: one.seconds)
+    if not fitting:
+        raise PlanError(_nothing_fits(layouts, nodes, machine))
+    best: dict[tuple[MeshSizes, ...], Layout] = {}
+    refused: ConfigError | None = None
+    for layout in fitting:
+        if len(best) < most and layout.without_copies not in best:
+            try:
+                accept(layout.arguments)
+                best[layout.without_copies] = layout
+            except ConfigError as error:
+                refused = refused or error
+    if not best and refused is not None:
+        raise refused
+    return Layouts(tuple(best.values()), len(fitting), len(layouts))
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """What all stages share, and the meshes that each may have."""
+
+    config: RunConfig
+    stages: tuple[Stage, ...]
+    meshes: tuple[tuple[MeshSizes, ...], ...]
+
+
+def _candidates(config: RunConfig, nodes: int, machine: Machine) -> Iterator[_Candidate]:
+    """All layouts that divide GPUs, model and batches."""
+    world = nodes * machine.ranks_per_node
+    model = config.model
+    stages = resolve_stages(config)
+    most_tp = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size, machine.ranks_per_node)
+    most_copies = min(stage.batch_sequences for stage in stages)
+    for pp in divisors(world):
+        if pp > model.layers:
+            break
+        for tp in divisors(gcd(most_tp, world // pp)):
+            for copies in divisors(world // (pp * tp)):
+                if copies > most_copies:
+                    break
+                shared = _with_layout(config, pp, tp, copies)
+                if number_of_parts(shared.parallel) > model.layers:
+                    continue
+                whole = MeshSizes(pp, copies, world // (pp * tp * copies), 1, tp)
+                meshes = tuple(tuple(_meshes(stage, whole)) for stage in stages)
+                if all(meshes):
+                    yield _Candidate(shared, stages, meshes)
+
+
+def _with_layout(config: RunConfig, pp: int, tp: int, copies: int) -> RunConfig:
+    own = config.parallel
+    update: dict[str, object] = {"pp": pp, "tp": tp, "dp_replicate": copies, "dp_shard": -1}
+    update |= {"pp_layers": own.pp_layers if pp == own.pp else "auto", "tp_overlap": own.tp_overlap and tp > 1}
+    return config.model_copy(update={"parallel": own.model_copy(update=update)})
+
+
+def _meshes(stage: Stage, whole: MeshSizes) -> Iterator[MeshSizes]:
+    """`whole` with each cp that its dp_shard can give way to in `stage`."""
+    rows = stage.micro_batch_size * stage.seq_len
+    for cp in divisors(whole.dp_shard):
+        mesh = whole._replace(dp_shard=whole.dp_shard // cp, cp=cp)
+        unit = mesh.tp * (2 * cp if cp > 1 else 1)  # zigzag layouts cut a sequence into 2 cp parts
+        count, rest = divmod(stage.batch_sequences, stage.micro_batch_size * mesh.dp)
+        if rows % unit == 0 and rest == 0 and count >= mesh.pp and _rounds_divide(stage, count, mesh.pp):
+            yield mesh
+
+
+def _rounds_divide(stage: Stage, count: int, pp: int) -> bool:
+    return pp == 1 or stage.parallel.pp_schedule == "1f1b" or count % (count // pp) == 0
+
+
+def _predicted(
+    given: RunConfig, candidate: _Candidate, flops: Sequence[AttentionFlops], machine: Machine
+) -> Layout | None:
+    """The candidate with the fastest mesh of each stage that fits the GPU, or the one that needs least memory; None if
+    a stage cannot run on any."""
+    steps = []
+    for stage, own, meshes in zip(candidate.stages, flops, candidate.meshes, strict=True):
+        found = [step for mesh in meshes if (step := _step(candidate.config, stage, mesh, own, machine))]
+        if not found:
+            return None
+        fitting = [step for step in found if _memory(step) <= usable_bytes(machine.gpu)]
+        steps.append(min(fitting, key=lambda step: step.time.seconds) if fitting else min(found, key=_memory))
+    return Layout(_arguments(given, candidate.config, steps), tuple(steps))
+
+
+def _step(
+    config: RunConfig, stage: Stage, mesh: MeshSizes, flops: AttentionFlops, machine: Machine
+) -> StageStep | None:
+    parallel = {name: getattr(config.parallel, name) for name in _SHARED} | {"cp": mesh.cp}
+    stage = replace(stage, parallel=stage.parallel.model_copy(update=parallel))
+    try:
+        return predict_step(config, stage, mesh, flops, machine)
+    except (ConfigError, ValueError):  # too little host memory, or a transport that cannot do these sizes
+        return None
+
+
+def _arguments(given: RunConfig, config: RunConfig, steps: Sequence[StageStep]) -> tuple[str, ...]:
+    """Overrides of the recipe `given`: only what it has otherwise."""
+    values = {name: (getattr(given.parallel, name), getattr(config.parallel, name)) for name in _SHARED}
+    changed = [f"parallel.{name}={_as_yaml(value)}" for name, (before, value) in values.items() if value != before]
+    stages = zip(resolve_stages(given), steps, strict=True)
+    own = [
+        f"stages.{stage.index}.parallel.cp={step.mesh.cp}"
+        for stage, step in stages
+        if stage.parallel.cp != step.mesh.cp
+    ]
+    return (*changed, *own)
+
+
+def _as_yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+
+
+def _nothing_divides(config: RunConfig, nodes: int, machine: Machine) -> str:
+    stage = min(resolve_stages(config), key=lambda stage: stage.batch_sequences // stage.micro_batch_size)
+    fewer = [count for count in _powers_below(nodes) if any(_candidates(config, count, machine))]
+    nearest = f"nearest: --nodes {fewer[0]}" if fewer else "no smaller number of nodes does, either"
+    gpus = nodes * machine.ranks_per_node
+    return (
+        f"--nodes: given {nodes}; no layout of {gpus} GPUs divides the model and the batches: "
+        f"stage {stage.name!r} has {stage.batch_sequences} sequences a step, of which a rank takes "
+        f"{stage.micro_batch_size} at a time (micro_batch_size); {nearest}, or other batch_tokens"
+    )
+
+
+def _nothing_fits(layouts: Sequence[Layout], nodes: int, machine: Machine) -> str:
+    nearest = min(layouts, key=lambda layout: _memory(layout.largest))
+    step = nearest.largest
+    return (
+        f"no layout of {nodes * machine.ranks_per_node} GPUs fits {machine.gpu.name}, of which "
+        f"{format_gib(usable_bytes(machine.gpu))} GiB are usable; the nearest needs {format_gib(_memory(step))} GiB in "
+        f"stage {step.stage.name}: {' '.join(nearest.arguments) or 'the layout of the recipe'}; allowed: more nodes, a "
+        "smaller micro_batch_size, activation_checkpointing=budget, activation_offload=true"
+    )
+
+
+def _memory(step: StageStep) -> int:
+    return step.activations.memory.total
+
+
+def _powers_below(number: int) -> list[int]:
+    """Powers of two below `number`, largest first."""
+    return [2**exponent for exponent in reversed(range((number - 1).bit_length()))]

@@ -1,0 +1,339 @@
+"""A plan as tables in the terminal.
+
+The best layouts as tables in the terminal.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+
+from moba_train.config.attention import LayerAttention
+from moba_train.config.base import format_count, format_duration
+from moba_train.config.explain import given
+from moba_train.config.schema import RunConfig
+from moba_train.errors import named_layers
+from moba_train.memory.devices import H200, Gpu
+from moba_train.memory.moments import MEMORY_PARTS
+from moba_train.memory.pipeline import PipelinePlan
+from moba_train.memory.plan import ContextPlan, Plan, StagePlan
+from moba_train.memory.shortage import format_gib, over_budget, usable_bytes
+from moba_train.tools.plan.fit import Change, Changes, largest_stage
+from moba_train.tools.plan.layouts import Layout, Layouts
+from moba_train.tools.plan.step_time import Machine, StageStep, StepTime
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the layout, then parameters, stages, FLOPs, memory and communication as tables."""
+    layouts = dict.fromkeys(_layout(item) for item in plan.stages)
+    console.print(
+        f"{plan.world_size} GPUs: {', then '.join(layouts)}; "
+        f"time at {plan.peak_tflops:g} TFLOP/s peak and {plan.mfu:.0%} utilisation"
+    )
+    console.print(_parameters(plan))
+    console.print(_stages(plan))
+    console.print(_flops(plan))
+    console.print(f"real FLOPs count {_documents(plan)}", soft_wrap=True)
+    for item in plan.stages:
+        for repeated in item.documents.repeats:
+            console.print(f"warning: stage {item.stage.name}: {repeated}", soft_wrap=True)
+    console.print(_memory(plan))
+    for item in plan.stages:
+        console.print(f"{item.stage.name}: {item.activations.describe()}", soft_wrap=True)
+    if any(item.pipeline for item in plan.stages):
+        console.print(_pipeline(plan))
+    if any(item.context for item in plan.stages):
+        console.print(_context(plan))
+    for item in plan.stages:
+        if item.context:
+            console.print(f"{item.stage.name}: {item.context.reason}", soft_wrap=True)
+    at_most = "at most " if any(item.stage.until for item in plan.stages) else ""
+    console.print(f"all stages: {at_most}{format_duration(plan.seconds)}")
+
+
+def print_fit(plan: Plan, gpu: Gpu | None, console: Console) -> None:
+    """Print how the stage that needs most memory fits the GPU; without a GPU, how to name one."""
+    if gpu is None:
+        text = "memory is not compared with a GPU, as this machine has none: name one by --gpu, such as --gpu h200"
+    else:
+        largest = largest_stage(plan)
+        text = (
+            f"memory: stage {largest.stage.name} needs most, {format_gib(largest.memory.total)} GiB on each GPU; "
+            f"{format_gib(usable_bytes(gpu))} GiB are usable on {gpu.name}"
+        )
+    console.print(text, soft_wrap=True)
+
+
+def print_over_budget(config: RunConfig, stages: Sequence[StagePlan | StageStep], console: Console) -> None:
+    """Print a warning for each of the stages that needs more than memory.gpu_gib."""
+    for item in stages:
+        if warning := over_budget(config, item.stage, item.activations.memory):
+            console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def print_changes(plan: Plan, changes: Changes, console: Console) -> None:
+    """Print the changes that make a plan fit, with their memory and time; else the nearest one."""
+    if changes.fitting:
+        console.print("cheapest changes that make it fit, as arguments of this command:")
+        for change in changes.fitting:
+            console.print(_change(plan, change), soft_wrap=True)
+        console.print("time is that of all stages by FLOPs and communication, with what is recomputed", soft_wrap=True)
+    elif changes.nearest is not None:
+        console.print("no change of layout, micro-batch or checkpointing makes it fit; the nearest:")
+        console.print(_change(plan, changes.nearest), soft_wrap=True)
+    else:
+        console.print("no change of layout, micro-batch or checkpointing can be planned")
+
+
+def _change(plan: Plan, change: Change) -> str:
+    largest = largest_stage(change.plan).memory.total
+    time = change.plan.recomputed_seconds / plan.recomputed_seconds - 1
+    return f"  {change.arguments}    # {format_gib(largest)} GiB, time {time:+.0%}"
+
+
+def _layout(item: StagePlan) -> str:
+    text = f"pp {item.mesh.pp} x " if item.mesh.pp > 1 else ""
+    text += f"dp_replicate {item.mesh.dp_replicate} x dp_shard {item.mesh.dp_shard}"
+    further = {"cp": item.mesh.cp, "tp": item.mesh.tp}
+    return text + "".join(f" x {name} {size}" for name, size in further.items() if size > 1)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _parameters(plan: Plan) -> Table:
+    table = _table("Parameters", "part", "count")
+    for field in fields(plan.parameters):
+        table.add_row(field.name.replace("_", " "), f"{getattr(plan.parameters, field.name):,}")
+    table.add_section()
+    table.add_row("total", f"{plan.parameters.total:,}")
+    table.add_row("without embeddings", f"{plan.parameters.without_embeddings:,}")
+    return table
+
+
+def _by_stage(plan: Plan, title: str, rows: dict[str, Callable[[StagePlan], str]]) -> Table:
+    """A table with a column for each stage and a row for each quantity."""
+    table = _table(title, "", *(item.stage.name for item in plan.stages))
+    for name, text in rows.items():
+        table.add_row(name, *(text(item) for item in plan.stages))
+    return table
+
+
+def _stages(plan: Plan) -> Table:
+    rows: dict[str, Callable[[StagePlan], str]] = {
+        "sequence length": lambda item: f"{item.stage.seq_len:,}",
+        "attention (layers)": _attention,
+        "tokens": _tokens,
+        "steps": _steps,
+        "tokens per step": lambda item: f"{item.stage.batch_tokens:,}",
+        "layout": _layout,
+        "micro-batches per step": lambda item: str(item.accumulation),
+        "time (estimate)": lambda item: ("at most " if item.stage.until else "") + format_duration(item.seconds),
+    }
+    if any(item.mesh.tp > 1 for item in plan.stages):
+        rows["tp's communication per step, ms"] = lambda item: f"{1e3 * item.tensor_seconds:.0f}"
+    return _by_stage(plan, "Stages", rows)
+
+
+def _tokens(item: StagePlan) -> str:
+    planned = f"{format_count(item.stage.planned_tokens)} to " if item.stage.until else ""
+    return planned + format_count(item.tokens)
+
+
+def _steps(item: StagePlan) -> str:
+    planned = f"{item.stage.planned_steps:,} to " if item.stage.until else ""
+    return planned + f"{item.stage.steps:,}"
+
+
+def _attention(item: StagePlan) -> str:
+    kinds = Counter(item.stage.kinds)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _flops(plan: Plan) -> Table:
+    return _by_stage(
+        plan,
+        "FLOPs per token, forward and backward",
+        {
+            "dense causal": lambda item: format_count(item.dense_flops),
+            "real": lambda item: format_count(item.real_flops),
+            "real / dense": lambda item: f"{item.real_flops / item.dense_flops:.3f}",
+        },
+    )
+
+
+def _documents(plan: Plan) -> str:
+    """Origin of the document lengths: once if all stages have the same, else by stage."""
+    sources = {item.stage.name: item.documents.source for item in plan.stages}
+    if len(set(sources.values())) == 1:
+        return next(iter(sources.values()))
+    return "; ".join(f"{name}: {source}" for name, source in sources.items())
+
+
+def _memory(plan: Plan) -> Table:
+    rows: dict[str, Callable[[StagePlan], str]] = {"at its peak, in": lambda item: item.memory.moment}
+    rows |= {part: partial(_gibibytes, part) for part in (*MEMORY_PARTS, "total")}
+    if any(item.memory.host_optimizer for item in plan.stages):
+        rows["optimizer, in host memory"] = partial(_gibibytes, "host_optimizer")
+    if any(item.memory.host_copies for item in plan.stages):
+        rows["copy of a save, in host memory"] = partial(_gibibytes, "host_copies")
+    if any(item.activations.host_bytes for item in plan.stages):
+        rows["activations, in host memory"] = lambda item: f"{item.activations.host_bytes / 2**30:.2f}"
+    return _by_stage(plan, "Memory per GPU in GiB (estimate)", rows)
+
+
+def _pipeline(plan: Plan) -> Table:
+    def show(text: Callable[[PipelinePlan], str], item: StagePlan) -> str:
+        return text(item.pipeline) if item.pipeline else "-"
+
+    rows: dict[str, Callable[[PipelinePlan], str]] = {
+        "layers of each part (pp_layers)": lambda pipeline: _counts(pipeline.layers),
+        "best for all stages together": lambda pipeline: _counts(pipeline.best_layers),
+        "bubble (time in which a rank waits)": lambda pipeline: f"{pipeline.bubble:.1%}",
+    }
+    columns: dict[str, Callable[[StagePlan], str]] = {name: partial(show, text) for name, text in rows.items()}
+    columns["memory of each rank, GiB"] = lambda item: ", ".join(
+        format_gib(memory.total) for memory in item.activations.rank_memory
+    )
+    return _by_stage(plan, "Pipeline parallelism", columns)
+
+
+def _counts(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _context(plan: Plan) -> Table:
+    rows: dict[str, Callable[[ContextPlan], str]] = {
+        "transport": lambda context: context.strategy.transport,
+        "sequence layout": lambda context: context.strategy.layout,
+        "received in the node, MiB": lambda context: f"{context.cost.node_bytes / 2**20:.0f}",
+        "received from other nodes, MiB": lambda context: f"{context.cost.network_bytes / 2**20:.0f}",
+        "communication, ms": lambda context: f"{1e3 * context.seconds:.2f}",
+    }
+    title = (
+        f"Context parallelism: one layer and micro-batch on one rank, forward and backward\n(H200, "
+        f"{plan.ranks_per_node} GPUs a node, {8e-9 * plan.links.network:g} Gbit/s a GPU between nodes)"
+    )
+    columns: dict[str, Callable[[StagePlan], str]] = {name: partial(_context_cell, show) for name, show in rows.items()}
+    columns["exposed communication, ms"] = partial(_by_attention, ContextPlan.exposed_seconds)
+    columns["attention, ms"] = partial(_by_attention, lambda context, layer: context.attention_seconds[layer])
+    return _by_stage(plan, title, columns)
+
+
+def _context_cell(show: Callable[[ContextPlan], str], item: StagePlan) -> str:
+    return show(item.context) if item.context else "-"
+
+
+def _by_attention(seconds: Callable[[ContextPlan, LayerAttention], float], item: StagePlan) -> str:
+    if item.context is None:
+        return "-"
+    names = _names(item.stage.attention)
+    return ", ".join(f"{names[layer]} {1e3 * seconds(item.context, layer):.2f}" for layer in names)
+
+
+def _names(layers: Sequence[LayerAttention]) -> dict[LayerAttention, str]:
+    """A name for each attention of a stage: its kind and, where layers of a kind differ, the options in which they do,
+    or the layers if any of these options is a list."""
+    ids: dict[LayerAttention, list[int]] = {}
+    for index, layer in enumerate(layers):
+        ids.setdefault(layer, []).append(index)
+    names = {}
+    for layer in ids:
+        others = [other.options for other in ids if other.kind == layer.kind]
+        own = {key: value for key, value in layer.options if any(getattr(other, key) != value for other in others)}
+        lists = any(isinstance(getattr(other, key), tuple | list) for other in others for key in own)
+        told = f"in {named_layers(ids[layer])}" if lists else ", ".join(f"{key} {given(own[key])}" for key in own)
+        names[layer] = f"{layer.kind} ({told})" if told else layer.kind
+    return names
+
+
+def _gibibytes(part: str, item: StagePlan) -> str:
+    return f"{getattr(item.memory, part) / 2**30:.2f}"
+
+
+_COLUMNS: dict[str, Callable[[StageStep], str]] = {
+    "stage": lambda step: step.stage.name,
+    "pp": lambda step: str(step.mesh.pp),
+    "dp_replicate": lambda step: str(step.mesh.dp_replicate),
+    "dp_shard": lambda step: str(step.mesh.dp_shard),
+    "cp": lambda step: str(step.mesh.cp),
+    "tp": lambda step: str(step.mesh.tp),
+    "step, s": lambda step: f"{step.time.seconds:.2f}",
+    "tokens/s/GPU": lambda step: f"{step.tokens_per_second:,.0f}",
+    "memory, GiB": lambda step: format_gib(step.activations.memory.total),
+    "in the node, GiB": lambda step: format_gib(step.received.node),
+    "from the network, GiB": lambda step: format_gib(step.received.network),
+    "waiting": lambda step: f"{step.time.communication / step.time.seconds:.0%}",
+}
+_PARTS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory": "other operations",
+    "loss": "output projection and loss",
+    "repeated": "recomputed",
+    "optimizer": "optimizer",
+    "fsdp": "waiting for weights and gradients (FSDP)",
+    "tp": "tp's communication",
+    "cp": "cp's communication and copies",
+    "pp": "waiting for other ranks of the pipeline",
+}
+"""Labels of the parts of `StepTime`."""
+_SOURCES = {"fsdp": "weights and gradients", "tp": "tp", "cp": "cp", "pp": "pp"}
+
+
+def print_layouts(layouts: Layouts, nodes: int, machine: Machine, console: Console) -> None:
+    """Print the best layouts with their stages, then the parts of the fastest one's steps, and how to choose one."""
+    gpu = machine.gpu
+    gpus = nodes * machine.ranks_per_node
+    count = "1 node" if nodes == 1 else f"{nodes} nodes"
+    scaled = "" if gpu.name == H200.name else f", scaled to {gpu.name} by peak rates"
+    console.print(
+        f"{gpus} GPUs: {count} of {machine.ranks_per_node} {gpu.name}, {8e-9 * machine.links.network:g} Gbit/s a GPU "
+        f"between nodes; {layouts.tried} layouts divide GPUs, model and batches, {layouts.fitting} fit\n"
+        f"all times are predictions, from rates measured on one and two H200{scaled}; evaluations, checkpoints and the "
+        "host's time are left out",
+        soft_wrap=True,
+    )
+    console.print(_best(layouts))
+    console.print(_parts(layouts.best[0]))
+    console.print("as arguments of `moba-train launch` and `plan`, with the time of all stages:")
+    for number, layout in enumerate(layouts.best, start=1):
+        arguments = " ".join(layout.arguments) or "the recipe's own layout"
+        console.print(f"  {number}. {arguments}    # {format_duration(layout.seconds)}", soft_wrap=True)
+
+
+def _best(layouts: Layouts) -> Table:
+    table = Table(title="Best layouts: one step on each GPU", title_justify="left")
+    table.add_column("", justify="right")
+    for index, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    for number, layout in enumerate(layouts.best, start=1):
+        for index, step in enumerate(layout.stages):
+            table.add_row("" if index else f"{number}.", *(show(step) for show in _COLUMNS.values()))
+        table.add_section()
+    return table
+
+
+def _parts(layout: Layout) -> Table:
+    table = Table(title="Layout 1: seconds of a step, and what a GPU receives in it", title_justify="left")
+    table.add_column("")
+    for step in layout.stages:
+        table.add_column(step.stage.name, justify="right", overflow="fold")
+    for field in fields(StepTime):
+        values = [getattr(step.time, field.name) for step in layout.stages]
+        if any(values):
+            table.add_row(_PARTS[field.name], *(f"{value:.3f}" for value in values))
+    table.add_section()
+    for link, where in (("node", "in the node"), ("network", "from the network")):
+        for dimension, name in _SOURCES.items():
+            received = [getattr(step.traffic[dimension], link) for step in layout.stages]
+            if any(received):
+                table.add_row(f"{name}, {where}, GiB", *map(format_gib, received))
+    return table

@@ -1,0 +1,1 @@
+"""The HTML report of runs, comparisons and scaling fits."""

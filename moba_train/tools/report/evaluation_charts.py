@@ -1,0 +1,359 @@
+"""Charts of the gate probes: what every layer's selection covers, how it decides, and how far back it looks.
+
+Charts of the loss by position in the context.
+
+Charts of answers: needle maps, the blocks that were selected for them, RULER's tasks, lm-eval's tasks.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from moba_train.tools.report.chart import Chart, Shown, Trace, palette, text
+from moba_train.tools.report.history import Column, Result, number
+
+_GROUPS = (
+    (
+        "gate-covers",
+        "What the gates cover",
+        "Shares: of full attention's probability, of the best blocks, of queries at the first block, of blocks unused.",
+        ("mass_recall", "block_recall", "first_block_share", "never_selected"),
+    ),
+    (
+        "gate-decides",
+        "How the gates decide",
+        "Entropies relative to their maximum; diversity 1: no two heads alike; output error against full attention.",
+        ("mass_entropy", "gate_entropy", "head_diversity", "output_error"),
+    ),
+    (
+        "gate-margin",
+        "Margin and load of the gates",
+        "Margin in units of attention's logits; load of the busiest block over the mean.",
+        ("margin", "load_imbalance"),
+    ),
+)
+"""Key, title, note and statistics of each chart; mechanisms/probes/gate_statistics.py defines the statistics."""
+
+
+def gate_charts(runs: Sequence[Shown]) -> list[Chart]:
+    """The last gate probe of every run that found a choice: its statistics by layer, and the distances of the selected
+    blocks."""
+    latest = [(run, result) for run in runs for result in run.history.latest("gate_probe")[-1:]]
+    probes = [(run, result) for run, result in latest if result.data["layers"]]
+    charts = []
+    for key, title, note, names in _GROUPS:
+        traces = [
+            _by_layer(run, result, name, role)
+            for run, result in probes
+            for role, name in enumerate(names, 1)
+            if any(name in layer for layer in result.data["layers"])
+        ]
+        if traces:
+            layout = {"xaxis": {"title": "layer", "dtick": 1, "tickformat": "d"}, "yaxis": {"rangemode": "tozero"}}
+            charts.append(Chart(key, title, note, traces, layout))
+    return [*charts, *(_distances(run, result) for run, result in probes)]
+
+
+def _by_layer(run: Shown, result: Result, name: str, role: int) -> Trace:
+    """One statistic; several runs share a colour each, and tell the statistics apart by the dash."""
+    layers = result.data["layers"]
+    colour = palette(run.index + 1 if run.several else role)
+    dash = ("solid", "dash", "dot", "dashdot")[role - 1] if run.several else "solid"
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": run.called(name.replace("_", " ")),
+        "x": [number(layer, "layer") for layer in layers],
+        "y": [number(layer, name) for layer in layers],
+        "line": {"color": colour, "width": 1.5, "dash": dash},
+        "marker": {"color": colour, "size": 6},
+        "meta": {"run": run.index},
+        "yhoverformat": ".3f",
+    }
+
+
+def _distances(run: Shown, result: Result) -> Chart:
+    """How far back the selected blocks lie, by layer; distances beyond the farthest are left out."""
+    layers = result.data["layers"]
+    shares = np.array([layer["distance_share"] for layer in layers], dtype=np.float64)
+    farthest = int(np.flatnonzero((shares > 0).any(0)).max(initial=0)) + 1
+    trace = {
+        "type": "heatmap",
+        "x": [text(distance) for distance in result.data["distances"][:farthest]],
+        "y": [f"layer {layer['layer']:d}" for layer in layers],
+        "z": shares[:, :farthest],
+        "zmin": 0,
+        "zmax": float(shares.max(initial=0.0)),
+        "colorscale": [[0, "var(--card)"], [1, "var(--c1)"]],
+        "hovertemplate": "%{y}, %{x} blocks back: %{z:.1%}<extra></extra>",
+        "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0, "len": 1},
+    }
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"type": "category", "title": "blocks back", "showgrid": False},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    title = run.titled("How far back the selected blocks lie")
+    note = f"Share of each layer's selections, after step {result.step:,}."
+    return Chart(f"gate-distance-{run.index}", title, note, [trace], layout, height=max(340, 110 + 20 * len(layers)))
+
+
+def position_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Loss by position at the last evaluation of every stage, with its own attention and with full attention."""
+    traces: list[Trace] = []
+    for run, result, colour in _evaluations(runs):
+        for kind, curve in result.data["curves"].items():
+            own = kind == result.data["attention"]
+            traces += _curve(run, result, _label(run, result, kind), curve, colour, "solid" if own else "dash")
+    if not traces:
+        return []
+    note = "Last evaluation of each stage. Dashed: full attention on the same weights. Bands: one standard error."
+    return [Chart("position-wise", "Loss by position", note, traces, _layout("loss"), height=380)]
+
+
+def gap_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """What full attention on the same weights would gain, by position."""
+    traces: list[Trace] = []
+    for run, result, colour in _evaluations(runs):
+        own = result.data["attention"]
+        curves = result.data["curves"]
+        if own != "full" and "full" in curves:
+            gap = _column(curves[own]["mean"]) - _column(curves["full"]["mean"])
+            label = _label(run, result, f"{own} - full")
+            traces.append(_line(run, result, label, gap, colour, "solid") | {"yhoverformat": "+.4f"})
+    if not traces:
+        return []
+    note = "Loss with the stage's attention minus loss with full attention, same weights. Above 0: full is better."
+    layout = _layout("difference") | {"shapes": [_zero()]}
+    return [Chart("position-gap", "Gap to full attention by position", note, traces, layout, height=380)]
+
+
+def _evaluations(runs: Sequence[Shown]) -> Iterator[tuple[Shown, Result, str]]:
+    """(run, evaluation, colour): a colour for each stage, or for each run, of which the last stage counts."""
+    for run in runs:
+        latest = run.history.latest("position_wise")
+        for role, result in enumerate(latest[-1:] if run.several else latest, 1):
+            yield run, result, palette(run.index + 1 if run.several else role)
+
+
+def _label(run: Shown, result: Result, kind: str) -> str:
+    return run.called(f"{text(result.stage)}, {text(kind)} (step {result.step})")
+
+
+def _line(run: Shown, result: Result, label: str, values: Column, colour: str, dash: str) -> Trace:
+    middle = (np.arange(len(values)) + 0.5) * float(result.data["bucket"])
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": label,
+        "x": middle,
+        "y": values,
+        "line": {"color": colour, "width": 2, "dash": dash},
+        "marker": {"size": 5, "color": colour},
+        "meta": {"run": run.index},
+        "yhoverformat": ".4f",
+    }
+
+
+def _curve(run: Shown, result: Result, label: str, curve: dict[str, Any], colour: str, dash: str) -> list[Trace]:
+    """The curve, over its band of one standard error."""
+    mean = _column(curve["mean"])
+    error = np.nan_to_num(_column(curve["standard_error"]))
+    line = _line(run, result, label, mean, colour, dash)
+    band = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"{label}, standard error",
+        "x": np.concatenate([line["x"], line["x"][::-1]]),
+        "y": np.concatenate([mean + error, (mean - error)[::-1]]),
+        "fill": "toself",
+        "fillcolor": colour,
+        "opacity": 0.12,
+        "line": {"width": 0},
+        "showlegend": False,
+        "hoverinfo": "skip",
+        "meta": {"run": run.index},
+    }
+    return [band, line]
+
+
+def _column(values: Sequence[float | None]) -> Column:
+    return np.array(values, dtype=np.float64)
+
+
+def _layout(y: str) -> dict[str, Any]:
+    return {
+        "xaxis": {"title": "position in the context (tokens)", "rangemode": "tozero", "exponentformat": "SI"},
+        "yaxis": {"title": y},
+    }
+
+
+def _zero() -> dict[str, Any]:
+    line = {"color": "var(--muted)", "width": 1}
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 0, "y1": 0, "line": line}
+
+
+_SCALE = [[0, "#F0496E"], [0.5, "#EBB839"], [1, "#0CD79F"]]
+_NO_SHARES = {"bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "ter", "word_perplexity"}
+"""Metrics of lm-eval of which less is better; they may be below 1, too."""
+_CELL = 34
+"""Height of a row, in pixels."""
+
+
+def needle_maps(runs: Sequence[Shown]) -> list[Chart]:
+    """The last needle evaluation of every run: a map for each attention, length by depth."""
+    charts = []
+    for run in runs:
+        for result in run.history.latest("needle")[-1:]:
+            for name, found in result.data["maps"].items():
+                charts.append(_needle_map(run, result, name, found["passed"], ""))
+                if "generated" in found:
+                    charts.append(_needle_map(run, result, name, found["generated"], ", generated"))
+    return charts
+
+
+def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list[float]], how: str) -> Chart:
+    data = result.data
+    depths = [f"{depth:g} %" for depth in data["depths"]]
+    title = run.titled(f"Needle, {attention} attention{how}")
+    several = f"{data['needles']} of {data['keys']} needles, " if data["keys"] > 1 else ""
+    note = (
+        f"Share of samples with every token right, after step {result.step:,}: {several}{data['samples']} samples per "
+        f"cell, seed {data['seed']}, {data['haystack']} haystack."
+    )
+    layout = _trained_mark(data["lengths"], data["trained_length"]) | {"yaxis": {"title": "depth"}}
+    key = f"needle-{run.index}-{len(how)}-{_safe(attention)}"
+    return _heatmap(key, title, note, _rows(by_length), _lengths(data["lengths"]), depths, layout)
+
+
+def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
+    """In how many heads of each layer the answer's queries have selected the needle's block."""
+    charts = []
+    for run in runs:
+        for result in run.history.latest("needle")[-1:]:
+            attention = result.data["attention"]
+            layers = list(enumerate(_rows(result.data["maps"][attention]["selected"])))
+            rows = [(layer, row) for layer, row in layers if any(share is not None for share in row)]
+            if rows:
+                note = (
+                    "Share of heads that select the needle's block when they answer; layers that see all are left out."
+                )
+                title = run.titled(f"Heads that look at the needle, {attention}")
+                names = [f"layer {layer}" for layer, _ in rows]
+                values = [row for _, row in rows]
+                lengths = _lengths(result.data["lengths"])
+                charts.append(_heatmap(f"selected-{run.index}", title, note, values, lengths, names, {}))
+    return charts
+
+
+def ruler_charts(runs: Sequence[Shown]) -> list[Chart]:
+    """The last RULER evaluation of every run: scores by task and length, for each attention and way of scoring."""
+    return [
+        _ruler(run, result, attention, scoring, by_task)
+        for run in runs
+        for result in run.history.latest("ruler")[-1:]
+        for attention, by_scoring in result.data["scores"].items()
+        for scoring, by_task in by_scoring.items()
+    ]
+
+
+def lm_eval_charts(runs: Sequence[Shown]) -> list[Chart]:
+    """The last results of `moba-train lm-eval` of every run: shares by task and metric, for each attention."""
+    charts = []
+    for run in runs:
+        for result in run.history.latest("lm_eval")[-1:]:
+            scores = result.data["scores"]
+            shares = {
+                f"{task}, {metric}": [by_task[task][metric] for by_task in scores.values()]
+                for task, values in next(iter(scores.values())).items()
+                for metric, value in values.items()
+                if "_stderr" not in metric and metric.split(",")[0] not in _NO_SHARES and 0 <= value <= 1
+            }
+            if shares:
+                names = [text(name) for name in shares]
+                note = f"After step {result.step:,}, by the package lm-eval; further numbers are in {result.source}."
+                layout = {"xaxis": {"title": "attention"}}
+                charts.append(
+                    _heatmap(
+                        f"lm-eval-{run.index}",
+                        run.titled("lm-eval"),
+                        note,
+                        [*shares.values()],
+                        [*scores],
+                        names,
+                        layout,
+                    )
+                )
+    return charts
+
+
+def _ruler(run: Shown, result: Result, attention: str, scoring: str, by_task: dict[str, list[float]]) -> Chart:
+    data = result.data
+    title = run.titled(f"RULER, {attention} attention, {scoring.replace('_', ' ')}")
+    note = f"After step {result.step:,}: {data['samples']} samples of each task and length, seed {data['seed']}."
+    key = f"ruler-{run.index}-{_safe(attention)}-{_safe(scoring)}"
+    layout = _trained_mark(data["lengths"], data["trained_length"])
+    return _heatmap(key, title, note, [*by_task.values()], _lengths(data["lengths"]), [*map(text, by_task)], layout)
+
+
+def _heatmap(
+    key: str, title: str, note: str, rows: list[list[Any]], columns: list[str], names: list[str], layout: dict[str, Any]
+) -> Chart:
+    """Shares from 0 to 1; the first row is at the top."""
+    trace = {
+        "type": "heatmap",
+        "x": columns,
+        "y": names,
+        "z": rows,
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": _SCALE,
+        "xgap": 2,
+        "ygap": 2,
+        "texttemplate": "%{z:.0%}" if len(columns) <= 12 else "",
+        "textfont": {"color": "#10151f", "size": 12},
+        "hovertemplate": "%{y}, %{x}: %{z:.1%}<extra></extra>",
+        "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0, "len": 1},
+    }
+    base = {
+        "hovermode": "closest",
+        "xaxis": {"type": "category", "title": "tokens", "showgrid": False},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    merged = base | layout | {name: base[name] | layout.get(name, {}) for name in ("xaxis", "yaxis")}
+    return Chart(key, title, note, [trace], merged, height=max(240, 110 + _CELL * len(names)))
+
+
+def _rows(by_length: list[list[Any]]) -> list[list[Any]]:
+    """[lengths, rows] as [rows, lengths]."""
+    return [list(row) for row in zip(*by_length, strict=True)]
+
+
+def _lengths(lengths: Sequence[int]) -> list[str]:
+    return [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths]
+
+
+def _trained_mark(lengths: Sequence[int], trained: int) -> dict[str, Any]:
+    """A line behind the longest length that was trained, where there are longer ones."""
+    inside = sum(length <= trained for length in lengths)
+    if inside in (0, len(lengths)):
+        return {}
+    place = inside - 0.5
+    line = {"color": "var(--ink)", "width": 2, "dash": "dash"}
+    label = {
+        "x": place,
+        "y": 1,
+        "yref": "paper",
+        "yanchor": "bottom",
+        "text": f"trained: {_lengths([trained])[0]}",
+        "showarrow": False,
+        "font": {"size": 11},
+    }
+    shape = {"type": "line", "x0": place, "x1": place, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+    return {"shapes": [shape], "annotations": [label]}
+
+
+def _safe(name: str) -> str:
+    """`name` as a part of an element's id."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name)

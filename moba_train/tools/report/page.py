@@ -1,0 +1,218 @@
+"""`moba-train report`: one HTML file about one or several runs, complete in itself.
+
+The page holds its style sheet, its program, plotly.js (compressed) and the data. Its content security policy lets it
+load nothing, and run only those two scripts, whatever a run's names and messages contain.
+"""
+
+import base64
+import dataclasses
+import gzip
+import hashlib
+import importlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from moba_train.errors import LaunchError
+from moba_train.telemetry.jsonl import write_atomically
+from moba_train.tools.report.chart import Chart, Shown, as_json, shown
+from moba_train.tools.report.evaluation_charts import (
+    gap_chart,
+    gate_charts,
+    lm_eval_charts,
+    needle_maps,
+    position_chart,
+    ruler_charts,
+    selected_blocks,
+)
+from moba_train.tools.report.facts import environment, events, facts, settings
+from moba_train.tools.report.history import History, read_history
+from moba_train.tools.report.training_charts import (
+    data_mix_chart,
+    gradient_chart,
+    learning_rate_chart,
+    loss_chart,
+    memory_chart,
+    mfu_chart,
+    padding_chart,
+    step_time_chart,
+    throughput_chart,
+)
+
+ChartMaker = Callable[[Sequence[Shown]], list[Chart]]
+
+SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (
+    ("Training", (loss_chart, throughput_chart, mfu_chart, learning_rate_chart, gradient_chart)),
+    (
+        "Long context",
+        (position_chart, gap_chart, needle_maps, ruler_charts, lm_eval_charts, selected_blocks, gate_charts),
+    ),
+    ("Data", (data_mix_chart, padding_chart)),
+    ("Machine", (step_time_chart, memory_chart)),
+)
+
+_ASSETS = Path(__file__).parent / "assets"
+
+
+class Section(NamedTuple):
+    """A heading and its charts."""
+
+    title: str
+    charts: list[Chart]
+
+
+class Report(NamedTuple):
+    """Where the page is, and what the reader should know about the data."""
+
+    path: Path
+    notices: list[str]
+
+
+def write_report(folders: Sequence[Path], output: Path | None = None) -> Report:
+    """Write the page of the runs in `folders`.
+
+    output  the file; None: `report.html` in the run's folder or, for several runs, in the working folder
+
+    Raises UserError when a folder is no run's, or the page cannot be written.
+    """
+    histories = [read_history(folder) for folder in folders]
+    _name_apart(histories)
+    path = output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    page = render(histories, time.time())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page)
+    except OSError as error:
+        raise LaunchError(f"{path}: the report cannot be written: {error.strerror or error}; set --output") from error
+    return Report(path, _notices(histories))
+
+
+def render(histories: Sequence[History], now: float) -> str:
+    """The page as HTML; `now`: seconds since the epoch."""
+    runs = shown(histories)
+    sections = [Section(title, _charts(makers, runs)) for title, makers in SECTIONS]
+    styles, program, plotly = (_asset("report.css"), _asset("report.js"), _plotly())
+    environment_of = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_ASSETS),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    keys = settings([history.recipe for history in histories])
+    return environment_of.get_template("report.html.j2").render(
+        title=" · ".join(history.name for history in histories),
+        runs=[(history, facts(history, now)) for history in histories],
+        sections=[section for section in sections if section.charts],
+        notices=_notices(histories),
+        events=events(histories),
+        settings=keys,
+        differing=[key for key in keys if key.differs],
+        environment=environment(histories),
+        written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)),
+        styles=styles,
+        program=program,
+        policy=_policy(program, plotly),
+        plotly=_packed(plotly),
+        data=_data(runs, sections),
+    )
+
+
+def _charts(makers: Sequence[ChartMaker], runs: Sequence[Shown]) -> list[Chart]:
+    """The charts that have something to show. Data that a chart cannot draw is a notice: it may be damaged."""
+    charts = []
+    for maker in makers:
+        try:
+            charts += maker(runs)
+        except Exception as error:  # values of any type can be in the files
+            what = maker.__name__.removesuffix("_chart").replace("_", " ")
+            runs[0].history.notices.append(f"the chart of {what} cannot be drawn: {error!r}")
+    return _fill_rows(charts)
+
+
+def _fill_rows(charts: list[Chart]) -> list[Chart]:
+    """Charts stand two in a row; one that would stand alone is made wide."""
+    narrow = [chart for chart in charts if not chart.wide]
+    if len(narrow) % 2:
+        charts = [dataclasses.replace(chart, wide=chart.wide or chart is narrow[-1]) for chart in charts]
+    return charts
+
+
+def _notices(histories: Sequence[History]) -> list[str]:
+    return [
+        f"{history.name}: {notice}" if len(histories) > 1 else notice
+        for history in histories
+        for notice in history.notices
+    ]
+
+
+def _name_apart(histories: Sequence[History]) -> None:
+    """Give runs of one name the names of their folders, or a number, in addition."""
+    for key in ("folder", "number"):
+        counts = Counter(history.name for history in histories)
+        for index, history in enumerate(histories, 1):
+            if counts[history.name] > 1:
+                history.name += f" ({history.folder})" if key == "folder" else f" #{index}"
+
+
+def _data(runs: Sequence[Shown], sections: Sequence[Section]) -> str:
+    """What the program draws, as JSON that can stand inside a script element."""
+    content = {
+        "axes": {f"run-{run.index}": run.axes() for run in runs},
+        "runs": [run.history.name for run in runs],
+        "charts": [_chart(chart) for section in sections for chart in section.charts],
+    }
+    text = json.dumps(as_json(content), allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    return {
+        "key": chart.key,
+        "traces": chart.traces,
+        "layout": chart.layout,
+        "marks": [vars(mark) for mark in chart.marks],
+        "progress": chart.progress,
+        "height": chart.height,
+    }
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+@cache
+def _plotly() -> str:
+    """plotly.js from the Python package. Raises LaunchError when that is missing."""
+    try:
+        return str(importlib.import_module("plotly.offline").get_plotlyjs())
+    except ImportError as error:
+        raise LaunchError(f"the report needs plotly ({error}): pip install plotly") from error
+
+
+@cache
+def _packed(script: str) -> str:
+    """A script as base64 of gzip: a third of its size. The same text always gives the same bytes."""
+    return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
+
+
+def _policy(*scripts: str) -> str:
+    """A content security policy that allows these scripts alone, and no connection."""
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+    )
+    allowed = {
+        "default-src": "'none'",
+        "script-src": hashes,
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob:",
+        "form-action": "'none'",
+        "base-uri": "'none'",
+    }
+    return "; ".join(f"{key} {value}" for key, value in allowed.items())

@@ -1,0 +1,242 @@
+"""Charts of training: loss, throughput and MFU, learning rate, gradient norm, time of a step, data."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from moba_train.tools.report.chart import Chart, Shown, Trace, palette, text, wrapped
+from moba_train.tools.report.history import (
+    AXES,
+    PLANNED_MFU,
+    Column,
+    Record,
+    axes,
+    number,
+    place_columns,
+    planned_rates,
+    smooth,
+    value_at,
+)
+
+_EVENTS = (
+    ("spike", "spike", {"symbol": "triangle-down", "size": 11, "color": "var(--bad)"}),
+    ("rollback", "rollback", {"symbol": "arrow-left", "size": 12, "color": "var(--bad)"}),
+    ("fault", "fault", {"symbol": "x", "size": 9, "color": "var(--bad)"}),
+    ("resume", "restart", {"symbol": "circle-open", "size": 10, "color": "var(--ink)", "line": {"width": 2}}),
+)
+
+_FEWEST_SMOOTHED = 60
+"""Logged steps from which on the loss is also drawn smoothed."""
+
+
+def loss_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Training loss of each step and smoothed, evaluated losses, stages, spikes, rollbacks and restarts."""
+    traces: list[Trace] = []
+    for run in runs:
+        if run.history.has("loss"):
+            traces += _losses(run)
+        traces += _evaluated(run, "eval_loss", "validation loss", 2, "circle")
+        traces += _evaluated(run, "trailing_loss", "trailing loss", 3, "diamond")
+        traces += _evaluated(run, "trailing_loss_full", "trailing loss, full attention", 4, "diamond-open")
+    for event in _EVENTS:
+        points = [trace for run in runs for trace in _event_points(run, *event)]
+        traces += points[:1] + [trace | {"showlegend": False} for trace in points[1:]]
+    note = "Nats per token. Dotted lines: a stage begins."
+    return _progress("loss", "Loss", note, traces, runs, {"yaxis": {"title": "loss"}}, wide=True, height=440)
+
+
+def _losses(run: Shown) -> list[Trace]:
+    loss = run.history.column("loss")
+    if len(loss) < _FEWEST_SMOOTHED:
+        return [run.line("training loss", loss, 1, width=2, yhoverformat=".4f")]
+    faint: dict[str, Any] = {"visible": "legendonly"} if run.several else {}
+    each = run.line("each step", loss, 1, width=1, opacity=0.35, yhoverformat=".4f", **faint)
+    finite = np.isfinite(loss)
+    places = place_columns(run.history)
+    smoothed, *where = smooth(loss[finite], *(column[finite] for column in places.values()))
+    curve = run.line("training loss", loss, 1, width=2.2, yhoverformat=".4f")
+    curve |= {"y": smoothed, "axes": axes(run.history, dict(zip(places, where, strict=True)))}
+    return [each, curve]
+
+
+def _evaluated(run: Shown, name: str, label: str, role: int, symbol: str) -> list[Trace]:
+    records = [event for event in run.history.events if math.isfinite(number(event, name))]
+    if not records:
+        return []
+    values = np.array([number(record, name) for record in records])
+    colour = run.colour(role)
+    style = {"symbol": symbol, "size": 7, "color": colour}
+    line = {"color": colour, "width": 1, "dash": "dot"}
+    return [run.points(label, records, values, mode="lines+markers", marker=style, line=line, yhoverformat=".4f")]
+
+
+def _event_points(run: Shown, event_type: str, label: str, marker: dict[str, Any]) -> list[Trace]:
+    """Events as marks on the loss of their steps; the message appears on hovering."""
+    records = run.history.of_type(event_type)
+    heights = np.array([value_at(run.history, record["step"], "loss") for record in records])
+    if not records or not np.isfinite(heights).any():
+        return []
+    messages = [f"<b>{label}, step {record['step']}</b><br>{wrapped(record.get('message', ''))}" for record in records]
+    template = "%{text}<extra></extra>"
+    points = run.points(label, records, heights, marker=marker, text=messages, hovertemplate=template)
+    return [points | {"name": label, "legendgroup": label}]
+
+
+def throughput_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Tokens per second, with the rate that `moba-train plan` expects of each stage."""
+    traces = _lines(runs, ("tokens_per_s", "tokens/s", 1))
+    notes = ["All devices together."]
+    problems: set[str] = set()
+    for run in runs:
+        rates, problem = planned_rates(run.history)
+        traces += _planned(run, rates)
+        problems |= {f"No plan: {problem}."} if problem else set()
+    if any(trace.get("planned") for trace in traces):
+        notes.append(f"Dashed: what `moba-train plan` expects at an MFU of {PLANNED_MFU:.0%}.")
+    layout = {"yaxis": {"title": "tokens/s", "rangemode": "tozero"}}
+    return _progress("throughput", "Throughput", " ".join([*notes, *sorted(problems)]), traces, runs, layout)
+
+
+def _planned(run: Shown, rates: dict[str, float]) -> list[Trace]:
+    """A horizontal line for each stage that has both a planned rate and logged steps."""
+    ends: dict[str, tuple[Record, Record]] = {}
+    for record in run.history.metrics:
+        first, _ = ends.get(record["stage"], (record, record))
+        ends[record["stage"]] = (first, record)
+    found = [(stage, pair) for stage, pair in ends.items() if stage in rates]
+    if not found:
+        return []
+    records: list[Record] = [record for _, pair in found for record in pair]
+    places = {name: [*values] for name, values in run.places(records).items()}
+    heights: list[float] = [rates[stage] for stage, _ in found for _ in range(2)]
+    for gap in range(len(found) - 1, 0, -1):  # no line from one stage to the next
+        heights.insert(2 * gap, math.nan)
+        for name in AXES:
+            places[name].insert(2 * gap, places[name][2 * gap])
+    style = {"color": run.colour(2), "dash": "dash", "width": 1.5}
+    line = run.points("plan", [], np.array(heights), mode="lines", line=style, yhoverformat=".3s")
+    return [line | {"axes": places, "planned": True}]
+
+
+def mfu_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Model FLOPs utilisation, by the keys that queries attend to and by the dense formula."""
+    traces = _lines(runs, ("mfu", "real work", 1), ("mfu_dense", "dense formula", 2, "dot"))
+    note = "Real work counts the keys that queries attend to; the dense formula counts whole sequences."
+    layout = {"yaxis": {"title": "MFU", "rangemode": "tozero", "tickformat": ".0%"}}
+    return _progress("mfu", "Model FLOPs utilisation", note, traces, runs, layout)
+
+
+def learning_rate_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """The learning rate."""
+    layout = {"yaxis": {"title": "learning rate", "rangemode": "tozero", "tickformat": "~g"}}
+    return _progress("lr", "Learning rate", "", _lines(runs, ("lr", "learning rate", 1)), runs, layout)
+
+
+def gradient_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Gradient norm before clipping, of all parameters and by attention kind."""
+    traces = _lines(runs, ("grad_norm", "all parameters", 1))
+    for run in runs:
+        names = sorted({name for record in run.history.metrics for name in record if name.startswith("grad_norm_")})
+        for role, name in enumerate(names, 2):
+            label = f"{text(name.removeprefix('grad_norm_'))} layers"
+            hidden: dict[str, Any] = {"visible": "legendonly"} if run.several else {}
+            traces.append(run.line(label, run.history.column(name), role, width=1, dash="dot", **hidden))
+    layout = {"yaxis": {"title": "gradient norm", "type": "log", "dtick": "D2", "tickformat": "~g"}}
+    return _progress("grad-norm", "Gradient norm", "Before clipping.", traces, runs, layout)
+
+
+def step_time_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Where the time of a step goes."""
+    traces = _lines(
+        runs,
+        ("step_s", "step", 1),
+        ("attention_s", "attention", 2, "dot"),
+        ("data_s", "waiting for data", 3),
+    )
+    layout = {"yaxis": {"title": "seconds", "rangemode": "tozero"}}
+    return _progress("step-time", "Time of a step", "", traces, runs, layout)
+
+
+def memory_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Peak memory of the first rank's GPU."""
+    layout = {"yaxis": {"title": "GiB", "rangemode": "tozero"}}
+    traces = _lines(runs, ("memory_gib", "peak memory", 1))
+    return _progress("memory", "GPU memory", "Peak of the first rank.", traces, runs, layout)
+
+
+def padding_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """How much of the batches is trained on."""
+    traces = _lines(runs, ("loss_token_fraction", "carry loss", 1), ("padding_fraction", "padding", 2))
+    layout = {"yaxis": {"title": "share of tokens", "tickformat": ".0%", "range": [-0.02, 1.02]}}
+    return _progress("batches", "Batches", "Share of each batch's tokens.", traces, runs, layout)
+
+
+def data_mix_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Share of each corpus in every stage's tokens, by the recipe's weights."""
+    mixes = [(run.called(name), mix) for run in runs for name, mix in data_mix(run.history.recipe)]
+    corpora = list(dict.fromkeys(path for _, mix in mixes for path in mix))
+    traces: list[Trace] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": text(path),
+            "y": [label for label, _ in mixes],
+            "x": [mix.get(path, 0.0) for _, mix in mixes],
+            "marker": {"color": palette(index)},
+            "width": 0.5,
+            "hovertemplate": "%{x:.1%}",
+        }
+        for index, path in enumerate(corpora, 1)
+    ]
+    if not traces:
+        return []
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"tickformat": ".0%", "range": [0, 1], "title": "share of tokens"},
+        "yaxis": {"autorange": "reversed", "type": "category"},
+        "hovermode": "closest",
+    }
+    note = "Share of each corpus in a stage's tokens, by the weights of the recipe."
+    return [Chart("data-mix", "Data mix", note, traces, layout, height=max(340, 170 + 34 * len(mixes)))]
+
+
+def data_mix(recipe: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """(stage, share of each corpus) by a recipe's weights; what is not a recipe's gives nothing."""
+    data = recipe.get("data")
+    common = data.get("train") if isinstance(data, dict) else None
+    mixes = []
+    for stage in recipe.get("stages") or ():
+        weights: dict[str, float] = {}
+        for source in stage.get("train") or common or ():
+            path = str(source["path"])
+            limits = (("from", source.get("min_length")), ("below", source.get("below_length")))
+            lengths = [f"{word} {length}" for word, length in limits if length]
+            name = f"{path} ({', '.join(lengths)} tokens)" if lengths else path
+            weights[name] = weights.get(name, 0.0) + float(source.get("weight") or 1.0)
+        total = sum(weights.values())
+        if total > 0:
+            mixes.append((text(stage["name"]), {path: weight / total for path, weight in weights.items()}))
+    return mixes
+
+
+def _lines(runs: Sequence[Shown], *curves: tuple[Any, ...]) -> list[Trace]:
+    """A line for each (metric, label, role, dash) that a run has."""
+    traces = []
+    for run in runs:
+        for name, label, role, *dash in curves:
+            values: Column = run.history.column(name)
+            if np.isfinite(values).any():
+                traces.append(run.line(label, values, role, dash=dash[0] if dash else "solid", yhoverformat=".4~g"))
+    return traces
+
+
+def _progress(
+    key: str, title: str, note: str, traces: list[Trace], runs: Sequence[Shown], layout: dict[str, Any], **more: Any
+) -> list[Chart]:
+    """A chart over the progress of the runs, with their stages; none without a curve."""
+    if not traces:
+        return []
+    marks = [mark for run in runs for mark in run.stage_marks()]
+    return [Chart(key, title, note, traces, layout, marks, progress=True, **more)]

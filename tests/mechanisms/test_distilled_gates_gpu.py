@@ -1,0 +1,188 @@
+"""The distilled gates on a GPU: the numbers of the CPU, kernels against the reference, and how much time and memory
+they take."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moba_train.attention.full import FullAttention
+from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.operators import layout_arguments
+from moba_train.attention.protocol import packed_layout
+from moba_train.attention.registry import KINDS
+from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.gates import msa_operators, seer_operators
+from tests.attention.helpers import make_qkv
+from tests.attention.kernel_checks import error
+from tests.attention.kind_checks import MODEL, Layer, make_layer, results, run_layer
+
+CASES = {
+    "seer warmup": ("seer", {"mode": "warmup"}),
+    "seer sparse": ("seer", {"train_gate": True}),
+    "msa warmup": ("msa", {"mode": "warmup"}),
+    "msa sparse": ("msa", {}),
+}
+WIDE = ModelConfig(**(MODEL.model_dump() | {"hidden_size": 512, "heads": 8, "kv_heads": 2, "head_dim": 64}))
+each = pytest.mark.parametrize("case", CASES)
+
+
+def moved(layer: Layer, device: torch.device, dtype: torch.dtype, **options: Any) -> Layer:
+    """A copy of the layer on a device in a dtype, of a kind with other options where some are given."""
+    kind = layer.kind
+    if options:
+        given = kind.options.model_copy(update=options)
+        kind = KINDS[kind.name](given, layer.model.head_width)
+    inputs = [x.detach().to(device, dtype).requires_grad_() for x in layer.inputs()]
+    parameters = copy.deepcopy(layer.parameters)
+    lengths = layer.layout.cu_seqlens.diff().tolist()
+    moved_parameters = None if parameters is None else parameters.to(device, dtype)
+    return Layer(kind, moved_parameters, *inputs, packed_layout(lengths, device), layer.model)
+
+
+def assert_close(got: Any, want: Any, tolerance: float) -> None:
+    """Outputs and all gradients, each relative to the largest number of the wanted one."""
+    for ours, theirs in zip(got, want, strict=True):
+        pairs = zip(*(x.values() if isinstance(x, dict) else x for x in (ours, theirs)), strict=True)
+        for one, other in pairs:
+            difference = (one.double().cpu() - other.double().cpu()).abs().max()
+            assert difference <= tolerance * other.double().abs().max().clamp(min=1e-3).cpu()
+
+
+@pytest.mark.gpu
+@each
+def test_float32_gives_the_numbers_of_the_cpu(case: str, device: torch.device) -> None:
+    name, options = CASES[case]
+    layer = make_layer(name, {"block_size": 4, "topk": 3} | options, [12, 0, 1, 27, 60])
+    assert_close(results(moved(layer, device, torch.float32)), results(layer), 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["seer sparse", "msa sparse"])
+def test_kernels_attend_to_the_selected_blocks_as_the_reference_does(case: str, device: torch.device) -> None:
+    name, options = CASES[case]
+    layer = make_layer(name, {"block_size": 64, "topk": 4} | options, [700, 0, 1, 1000], model=WIDE)
+    triton, reference = (
+        results(moved(layer, device, torch.bfloat16, backend=backend)) for backend in ("triton", "reference")
+    )
+    assert_close(triton, reference, 3e-2)
+
+
+def peak_bytes(layer: Layer) -> int:
+    """Peak memory of a forward and backward pass, with what the layer is made of."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = run_layer(layer)
+    torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+@each
+def test_32k_tokens_take_at_most_half_as_much_memory_again_as_full_attention(case: str, device: torch.device) -> None:
+    name, options = CASES[case]
+    tiny = make_layer(name, options, [1], model=WIDE)
+    bytes_of = {}
+    for kind, parameters in ((KINDS["full"](KINDS["full"].Options(), 64), None), (tiny.kind, tiny.parameters)):
+        shapes = [(512,), (8, 64), (2, 64), (2, 64)]
+        inputs = [torch.randn(32768, *shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+        module = None if parameters is None else copy.deepcopy(parameters).to(device, torch.bfloat16)
+        layer = Layer(kind, module, *inputs, packed_layout([32768], device), WIDE)
+        bytes_of[kind.name] = peak_bytes(layer)
+        del inputs, module, layer
+    assert bytes_of[name] <= 1.5 * bytes_of["full"]
+
+
+def distilled(index: list[Tensor], *arguments: Any) -> list[Tensor]:
+    """The divergence of `msa` in the operator's arguments, and the gradients of index queries and keys."""
+    leaves = [x.detach().requires_grad_() for x in index]
+    divergence = msa_operators.distill(*leaves, *arguments)
+    weights = torch.arange(len(divergence), device=divergence.device).to(divergence.dtype).cos()
+    return [divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(8, 2, 64, 128), (9, 3, 64, 64), (4, 1, 128, 128), (8, 2, 64, 400)],
+)
+@torch.no_grad()
+def test_index_branches_of_msa_equal_float64(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, device: torch.device
+) -> None:
+    """The selection, the divergence and its gradients from bfloat16 inputs, the same bits in every call."""
+    layout = packed_layout([1500, 0, 1, 2300], device)
+    where = layout_arguments(layout)
+    q, k, v = (x.detach() for x in make_qkv(layout.total, heads, kv_heads, head_dim, device, torch.bfloat16))
+    q_index, k_index, _ = make_qkv(layout.total, kv_heads, 1, head_dim, device, torch.bfloat16, seed=1)
+    index = [q_index.detach(), k_index.detach()[:, 0]]
+    exact = [x.double() for x in index]
+    selected, selected_exactly = (
+        msa_operators.select(*tensors, *where, block_size, 3, reference)
+        for tensors, reference in ((index, False), (exact, True))
+    )
+    assert (selected != selected_exactly).float().mean() < 1e-3
+    _, lse = LOCAL_ENGINE(q, k, v, FullAttention(FullAttention.Options(), head_dim), layout)
+    sizes = block_size, head_dim**-0.5
+    with torch.enable_grad():
+        for blocks in (None, selected):
+            arguments = q, k, lse, blocks, *where, *sizes, False
+            got, again = distilled(index, *arguments), distilled(index, *arguments)
+            want = distilled(exact, q.double(), k.double(), lse.double(), blocks, *where, *sizes, True)
+            assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+            for name, one, other, limit in zip("kl dq dk".split(), got, want, (1e-3, 1e-2, 1e-2), strict=True):  # noqa: SIM905
+                assert error(one, other) < limit, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 100)])
+@torch.no_grad()
+def test_the_map_that_seer_learns_equals_float64(head_dim: int, block_size: int, device: torch.device) -> None:
+    """The kernel's largest probabilities between two blocks, from bfloat16 inputs."""
+    layout = packed_layout([1500, 0, 1, 2300], device)
+    q, k, v = (x.detach() for x in make_qkv(layout.total, 8, 2, head_dim, device, torch.bfloat16))
+    _, lse = LOCAL_ENGINE(q, k, v, FullAttention(FullAttention.Options(), head_dim), layout)
+    arguments = *layout_arguments(layout), block_size, head_dim**-0.5
+    got, *_ = seer_operators.attention_map(q, k, lse, *arguments, False)
+    want, *_ = seer_operators.attention_map(q.double(), k.double(), lse.double(), *arguments, True)
+    assert (want > 0).any()
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=0)
+
+
+def milliseconds(layer: Layer) -> float:
+    """The time of the fastest of three forward and backward passes, after a first one."""
+    times = []
+    for _ in range(4):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        outputs = run_layer(layer)
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times[1:])
+
+
+@pytest.mark.gpu
+@each
+def test_a_learning_gate_takes_at_most_six_times_as_long_as_full_attention(case: str, device: torch.device) -> None:
+    """32 query heads, 8 key/value heads of 64, 32K tokens, forward and backward; at 8K, where launches count, twelve
+    times. In plain PyTorch, `msa` takes 66 times as long."""
+    wide = WIDE.model_copy(update={"hidden_size": 2048, "heads": 32, "kv_heads": 8})
+    tiny = make_layer(*CASES[case], [1], model=wide)
+    for tokens in (8192, 32768):
+        times = {}
+        for kind, parameters in ((KINDS["full"](KINDS["full"].Options(), 64), None), (tiny.kind, tiny.parameters)):
+            shapes = [(2048,), (32, 64), (8, 64), (8, 64)]
+            inputs = [
+                torch.randn(tokens, *shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes
+            ]
+            module = None if parameters is None else copy.deepcopy(parameters).to(device, torch.bfloat16)
+            times[kind.name] = milliseconds(Layer(kind, module, *inputs, packed_layout([tokens], device), wide))
+            del inputs, module
+        print(f"{case}, {tokens} tokens: {times[tiny.kind.name]:.1f} ms; full attention: {times['full']:.1f} ms")
+        assert times[tiny.kind.name] <= (6 if tokens > 8192 else 12) * times["full"]

@@ -1,0 +1,58 @@
+"""A run that goes from full attention to InfLLM-V2: resumed inside the sparse stage, planned, exported."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moba_train.config.load import load_config
+from moba_train.config.stages import resolve_stages
+from moba_train.errors import ConfigError
+from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Kind
+from moba_train.memory.flops import layer_flops
+from moba_train.resolve.recipe import validate
+from moba_train.resolve.saved_recipe import open_checkpoint
+from moba_train.tools.convert.hf import export_to_hf
+from tests.run.tiny_run import Run, assert_same_tensors
+
+SIZES = {"block_size": 16, "topk": 3, "local_blocks": 1, "window": 8, "stride": 4, "dense_len": 32}
+
+
+def sparse(run: Run, folder: Path) -> Run:
+    """The run in this folder, its second stage with infllm_v2 in all layers."""
+    other = Run(folder, run.folder)
+    other.folder.mkdir()
+    attention = {"default": "infllm_v2", "infllm_v2": SIZES}
+    other.recipe = {**run.recipe, "run_dir": str(folder / "run"), "evaluation": {}, "attention": attention}
+    other.recipe |= {"batch_tokens": 256, "stages": [{**stage, "tokens": 2 * 256} for stage in run.recipe["stages"]]}
+    return other
+
+
+def test_a_run_resumes_bitwise_inside_the_sparse_stage(run: Run, tmp_path: Path) -> None:
+    whole, stopped = (sparse(run, tmp_path / name) for name in ("whole", "stopped"))
+    assert whole.train_here() == 0
+    stopped.train_here("--stop-at-step", "3")
+    assert stopped.train_here() == 0
+    assert stopped.losses() == whole.losses()
+    assert_same_tensors(stopped.newest_checkpoint, whole.newest_checkpoint)
+
+    export_to_hf(open_checkpoint(whole.run_dir), tmp_path / "exported", torch.float32, 2**30)
+    config = (tmp_path / "exported" / "config.json").read_text()
+    assert '"kind": "infllm_v2"' in config
+    assert '"dense_len": 32' in config
+
+
+def test_the_plan_counts_its_flops(run: Run, tmp_path: Path) -> None:
+    config = load_config(sparse(run, tmp_path / "plan").write_recipe())
+    validate(config)
+    layer = resolve_stages(config)[1].attention[0]
+    kind = InfLLMV2Kind(layer.options, 8)
+    pairs = kind.attended_pairs([100, 28])
+    assert pairs < (100**2 + 28**2) / 2
+    assert layer_flops(config.model, layer, [100, 28]) == 12 * 32 * pairs + 2 * 32 * 100**2 / 2 / 4
+
+
+def test_training_with_infllm_is_refused_with_the_way_to_use_it(run: Run) -> None:
+    run.recipe["stages"][1]["attention"] = {"overrides": {0: {"kind": "infllm"}}}
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.attention\.infllm\.kind: given 'infllm' in layer 0.*RUN"):
+        validate(load_config(run.write_recipe()))

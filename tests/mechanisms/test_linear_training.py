@@ -1,0 +1,91 @@
+"""Layers that keep a state: training on one device and, for `lightning`, on ranks that share a sequence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moba_train.attention.registry import KINDS
+from moba_train.config.load import load_config
+from moba_train.config.model import ModelConfig
+from moba_train.errors import ConfigError
+from moba_train.memory.plan import make_plan
+from moba_train.model.build import build_model
+from moba_train.resolve.recipe import validate
+from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
+from tests.run.trainer_ranks import Ranks
+
+HIDDEN, HEADS, KV_HEADS, WIDTH = 32, 4, 2, 8
+LIGHTNING = HIDDEN * HEADS * WIDTH + HEADS * WIDTH
+KDA = (
+    4 * (HEADS + 2 * KV_HEADS) * WIDTH
+    + 2 * (HIDDEN * WIDTH + WIDTH * HEADS * WIDTH)
+    + HIDDEN * HEADS
+    + HEADS
+    + HEADS * WIDTH
+    + WIDTH
+)
+
+
+def with_kinds(run: Run, first: str, second: str, **parallel: Any) -> Run:
+    """A step with full attention, then three with these kinds in the two layers."""
+    overrides = {0: {"kind": first}, 1: {"kind": second}}
+    run.recipe["stages"][1]["attention"] = {"full_layers": "none", "overrides": overrides}
+    for stage, steps in zip(run.recipe["stages"], (1, 3), strict=True):
+        stage["tokens"] = steps * 512
+    run.recipe["parallel"] = parallel
+    run.recipe["checkpoint"] = {"every": 1, "keep_last": 10}
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
+    """On one rank. Not to be changed."""
+    run = with_kinds(Run(tmp_path_factory.mktemp("linear"), corpora), "kda", "lightning")
+    assert run.train_here() == 0
+    return run
+
+
+def test_states_pass_between_ranks(run: Run, alone: Run, ranks: Ranks) -> None:
+    """In the zigzag layout, whose ranks hold two ranges of tokens each."""
+    ranks.train(with_kinds(run, "kda", "lightning", cp=2, cp_transport="ring", cp_layout="zigzag"), 2)
+    assert run.losses() == pytest.approx(alone.losses(), rel=1e-3)
+    assert run.losses()[-1] < run.losses()[0]
+
+
+def test_they_train_and_resume_bitwise(run: Run, alone: Run) -> None:
+    with_kinds(run, "kda", "lightning").take_over(alone, 2)
+    assert run.train_here() == 0
+    assert_same_tensors(run.newest_checkpoint, alone.newest_checkpoint)
+    before = checkpoint_tensors(alone.run_dir / "checkpoints" / "step_00000001")
+    after = checkpoint_tensors(alone.newest_checkpoint)
+    names = [name for name in before if name.startswith("model.") and (".kda." in name or ".lightning." in name)]
+    assert len(names) == 11 + 2
+    assert not any(torch.equal(before[name], after[name]) for name in names)
+
+
+def test_plans_count_their_parameters_exactly(run: Run) -> None:
+    config = load_config(with_kinds(run, "kda", "lightning").write_recipe())
+    plan = make_plan(config, 1, 989, 0.4)
+    with torch.device("meta"):
+        model = build_model(config)
+    assert plan.parameters.attention_kinds == LIGHTNING + KDA
+    assert plan.parameters.total == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["lightning", "kda"])
+def test_tensor_parallelism_is_refused_by_its_key(run: Run, kind: str) -> None:
+    config = load_config(with_kinds(run, "full", kind, tp=2).write_recipe())
+    with pytest.raises(ConfigError, match=rf"parallel\.tp: given 2, but kind '{kind}'"):
+        validate(config)
+
+
+@pytest.mark.parametrize("kind", ["lightning", "kda"])
+def test_exports_are_refused_for_what_they_would_lose(kind: str) -> None:
+    model = ModelConfig(
+        vocab_size=50, hidden_size=HIDDEN, intermediate_size=48, layers=2, heads=HEADS, kv_heads=KV_HEADS
+    )
+    count = {"lightning": LIGHTNING, "kda": KDA}[kind]
+    layer = KINDS[kind](KINDS[kind].Options(), WIDTH)
+    assert layer.export_problem(model).startswith(f"kind '{kind}' has {count} parameters in a layer")

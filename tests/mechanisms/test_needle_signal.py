@@ -1,0 +1,228 @@
+"""The signal-to-noise model holds where its assumptions do, and the evaluation measures what the gate does."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.needle_signal import main as program
+from moba_train.config.stages import resolve_stages
+from moba_train.errors import ConfigError
+from moba_train.evals.needle import Needle
+from moba_train.mechanisms.probes.needle_signal import (
+    GateSize,
+    HeadSignal,
+    NeedleSignal,
+    NeedleSignalEvaluation,
+    miss_rate,
+    needle_signal,
+    outranked_rate,
+)
+from moba_train.model.build import build_model, initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import World
+from moba_train.resolve.recipe import validate
+from tests.evals.questions import VOCAB, context, recipe
+
+LENGTH = 448
+WIDTH, BLOCKS, HEADS, DRAWS = 64, 15, 16, 60
+
+
+def head_of(size: GateSize, separation: float, cluster: int = 1, common: float = 0.0) -> HeadSignal:
+    """What is found in random keys of variance 1 / WIDTH: `cluster` keys of one block whose product with the query has
+    the mean `separation`, and in each block a random part that all its keys have in common, of variance `common`."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / math.sqrt(WIDTH)
+
+    total = NeedleSignal.zeros(HEADS)
+    for draw in range(DRAWS):
+        q_HD = torch.nn.functional.normalize(normal(HEADS, WIDTH), dim=-1)
+        k_NBHD = normal(BLOCKS, size.block_size, HEADS, WIDTH)
+        if common:
+            k_NBHD += math.sqrt(common) * normal(BLOCKS, 1, HEADS, WIDTH)
+        block = draw % BLOCKS
+        k_NBHD[block, :cluster] += separation * q_HD
+        k_SHD = torch.cat([k_NBHD.flatten(0, 1), normal(1, HEADS, WIDTH)])
+        place = torch.tensor([len(k_SHD) - 1])
+        total += needle_signal(q_HD[None], k_SHD, place, torch.tensor([block * size.block_size]), size, WIDTH**-0.5)
+    assert total.queries.tolist() == [DRAWS] * HEADS
+    pooled = NeedleSignal.from_vector([sum(values) for values in torch.tensor(total.vector()).view(-1, HEADS).tolist()])
+    (head,) = pooled.heads(size, WIDTH)
+    return head
+
+
+@pytest.mark.parametrize(("block_size", "separation"), [(16, 0.8), (32, 0.8), (16, 0.4)])
+def test_on_independent_normal_keys_the_papers_prediction_holds(block_size: int, separation: float) -> None:
+    """960 needles: rates are known to about 0.015."""
+    head = head_of(GateSize(block_size, 4), separation)
+    assert head.separation == pytest.approx(separation, abs=0.02)
+    assert head.key_variance == pytest.approx(1 / WIDTH, rel=0.02)
+    rates = head.rates()
+    expected = 0.5 * math.erfc(separation * math.sqrt(WIDTH / (2 * block_size)) / math.sqrt(2))
+    assert rates["outranked_paper"] == pytest.approx(expected, abs=0.01)
+    for model in ("paper", "spread", "cluster", "scores"):
+        assert rates["outranked"] == pytest.approx(rates[f"outranked_{model}"], abs=0.03), model
+        assert rates["missed"] == pytest.approx(rates[f"missed_{model}"], abs=0.045), model
+    assert 0.05 < rates["missed"] < 0.7
+
+
+def test_each_prediction_holds_where_its_own_assumptions_do() -> None:
+    """Four keys for the needle: those that count one key predict far too many misses. Keys of a block that have a part
+    in common: only the prediction that knows the spread of scores is right."""
+    several = head_of(GateSize(16, 4), 0.4, cluster=4).rates()
+    assert several["missed_paper"] > several["missed"] + 0.3 < several["missed_spread"]
+    assert several["missed"] == pytest.approx(several["missed_cluster"], abs=0.03)
+    alike = head_of(GateSize(16, 4), 0.8, common=0.5).rates()
+    assert all(alike["missed"] > alike[f"missed_{model}"] + 0.1 for model in ("paper", "spread", "cluster"))
+    assert alike["missed"] == pytest.approx(alike["missed_scores"], abs=0.05)
+
+
+def test_a_gate_misses_as_often_as_the_binomial_distribution_says() -> None:
+    assert miss_rate(1.3, 0.7, others=1, slots=1) == pytest.approx(outranked_rate(1.3, 0.7), abs=1e-9)
+    # Scores that are all alike: any of the 10 blocks may be among the 3 best.
+    assert miss_rate(0.0, 1.0, others=9, slots=3) == pytest.approx(0.7, abs=1e-9)
+    # A needle whose score is fixed: the binomial tail itself.
+    p = outranked_rate(1.0, 0.0)
+    tail = 1 - sum(math.comb(5, count) * p**count * (1 - p) ** (5 - count) for count in range(2))
+    assert miss_rate(1.0, 0.0, others=5, slots=2) == pytest.approx(tail, abs=1e-12)
+    assert miss_rate(-9.0, 1.0, others=4, slots=4) == pytest.approx(1.0, abs=1e-6)
+    assert miss_rate(0.0, 1.0, others=3, slots=4) == 0.0
+    assert miss_rate(40.0, 1.0, others=100, slots=1) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_equal_scores_count_half_and_the_lower_block_is_selected() -> None:
+    """Five blocks, two of which are selected: the needle's is missed where two others come before it."""
+    size = GateSize(4, 3)
+    q, k = torch.ones(2, 2, 8, dtype=torch.float64), torch.ones(21, 1, 8, dtype=torch.float64)
+    for source, missed in ((5, False), (9, True)):
+        found = needle_signal(q[:1], k, torch.tensor([20]), torch.tensor([source]), size, 8**-0.5)
+        assert found.outranked.tolist() == [0.5, 0.5]
+        assert found.missed.tolist() == [missed, missed]
+
+
+def test_the_sums_are_those_of_a_plain_computation() -> None:
+    """Two query heads on one key head; the third query's needle lies in its own block, the fourth has no choice."""
+    size = GateSize(4, 3)
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(20, heads, 8, dtype=torch.float64, generator=generator) for heads in (2, 1))
+    tokens, sources = torch.tensor([18, 15, 13, 6]), torch.tensor([5, 2, 12, 1])
+    found = needle_signal(q[tokens], k, tokens, sources, size, 8**-0.5)
+    assert found.queries.tolist() == [2, 2]
+    for head in range(2):
+        wanted: dict[str, float] = dict.fromkeys(("separation", "score", "outranked", "missed", "mass"), 0.0)
+        for token, source in ((18, 5), (15, 2)):
+            blocks = token // 4
+            products = k[: token + 1, 0] @ q[token, head]
+            wanted["mass"] += (products * 8**-0.5).softmax(0)[source].item()
+            products = (
+                products[: blocks * 4] / q[token, head].norm() / k[: blocks * 4, 0].square().sum(-1).mean().sqrt()
+            )
+            scores = products.view(blocks, 4).mean(1)
+            others = [block for block in range(blocks) if block != source // 4]
+            mean = scores[others].mean()
+            wanted["separation"] += (products[source] - mean).item()
+            wanted["score"] += (scores[source // 4] - mean).item()
+            higher = sum(scores[block] > scores[source // 4] for block in others)
+            wanted["outranked"] += float(higher) / len(others)
+            wanted["missed"] += float(higher >= 2)
+        for name, value in wanted.items():
+            assert getattr(found, name)[head].item() == pytest.approx(value, abs=1e-12), name
+
+
+def test_misses_are_those_of_the_blocks_that_the_layers_select(
+    texts: Path, alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers' own gate is the gate that is looked at, so that needle and needle_signal must agree."""
+    hidden: dict[str, Any] = {"depths": [0, 50], "samples": 2, "lengths": [LENGTH]}
+    signal = hidden | {"gates": [{"block_size": 16, "topk": 3}, {"block_size": 32, "topk": 5}]}
+    config = recipe(texts, LENGTH, {"needle": hidden, "needle_signal": signal})
+    (stage,) = resolve_stages(config)
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    engines = [block.get_submodule("attention").engine for block in model.blocks]
+    result = NeedleSignalEvaluation(config, stage).run(context(config, model))
+    assert [block.get_submodule("attention").engine for block in model.blocks] == engines
+    selected = Needle(config, stage).run(context(config, model)).data["maps"]["moba"]["selected"][0]
+    rows = result.data["rows"]["moba"][str(LENGTH)]
+    assert len(rows) == 3 * 4 * 2, "layers, heads, gates"
+    for layer in (0, 1):
+        missed = [row["missed"] for row in rows if (row["layer"], row["block_size"]) == (layer, 16)]
+        assert 1 - sum(missed) / len(missed) == pytest.approx(selected[layer], abs=1e-6)
+    assert 0 < result.numbers["needle_missed"] < 1
+    assert result.numbers["needle_missed_predicted"] == pytest.approx(result.numbers["needle_missed"], abs=0.3)
+    assert any("16/3" in line for line in result.table)
+
+    # The program of benchmarks/ makes a table and a picture of it.
+    (tmp_path / "evaluation.json").write_text(json.dumps({"needle_signal": result.data}))
+    output, plot = tmp_path / "signal.json", tmp_path / "signal.svg"
+    command = ["needle_signal", str(tmp_path / "evaluation.json"), "--output", str(output), "--plot", str(plot)]
+    monkeypatch.setattr(sys, "argv", command)
+    program()
+    lines = json.loads(output.read_text())["results"]["summary"]
+    assert [(line["block_size"], line["heads"]) for line in lines if line["which"] == "all"] == [(16, 12), (32, 12)]
+    assert "observed" in plot.read_text()
+
+
+@pytest.mark.parametrize("kind", ["nsa", "lightning"])
+def test_layers_that_give_their_blocks_are_looked_at_and_without_any_there_is_no_number(
+    kind: str, texts: Path, alone: World
+) -> None:
+    section = {"depths": [50], "samples": 1, "lengths": [LENGTH], "gates": [{"block_size": 16, "topk": 3}]}
+    nsa = {"compressed_block": 8, "stride": 8, "block_size": 16, "topk": 4, "window": 16, "backend": "reference"}
+    config = recipe(texts, LENGTH, {"needle_signal": section}, attention={"default": kind, "nsa": nsa})
+    (stage,) = resolve_stages(config)
+    model = build_model(config)
+    initialize_weights(model, 0)
+    result = NeedleSignalEvaluation(config, stage).run(context(config, model))
+    own, full = (result.data["rows"][name][str(LENGTH)] for name in (kind, "full"))
+    assert len(full) == 3 * 4
+    if kind == "lightning":
+        assert not own
+        assert math.isnan(result.numbers["needle_missed"])
+        assert result.message.startswith("no query of any layer was seen")
+    else:
+        assert [(row["layer"], row["head"]) for row in own] == [(row["layer"], row["head"]) for row in full]
+        # The first layer has the same queries and keys whatever it attends to.
+        assert own[:4] == full[:4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nsa", "seer", "msa"])
+def test_layers_that_give_their_blocks_are_looked_at_on_a_gpu(kind: str, texts: Path, alone: World) -> None:
+    """In bf16, with heads of 64 and the kernels of real training."""
+    section = {"depths": [50], "samples": 1, "lengths": [LENGTH], "gates": [{"block_size": 16, "topk": 3}]}
+    model_section = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256, "layers": 2, "heads": 4}
+    config = recipe(
+        texts,
+        LENGTH,
+        {"needle_signal": section},
+        model=model_section | {"kv_heads": 2, "init_std": 0.1},
+        attention={"default": kind, kind: {"block_size": 64, "topk": 4}},
+    )
+    (stage,) = resolve_stages(config)
+    model = build_model(config)
+    initialize_weights(model, 0)
+    result = NeedleSignalEvaluation(config, stage).run(context(config, model.to("cuda", torch.bfloat16)))
+    own, full = (result.data["rows"][name][str(LENGTH)] for name in (kind, "full"))
+    assert [(row["layer"], row["head"]) for row in own] == [(row["layer"], row["head"]) for row in full]
+    assert len(own) == 2 * 4
+    # The first layer has the same queries and keys whatever it attends to.
+    assert own[:4] == full[:4]
+
+
+def test_recipes_and_lengths_that_cannot_work_are_refused_by_key(texts: Path) -> None:
+    section = {"needles": 3, "keys": 2}
+    with pytest.raises(ConfigError) as error:
+        validate(recipe(texts, LENGTH, {"needle_signal": section}, parallel={"tp": 2}))
+    assert "evaluation.needle_signal: given with parallel.tp 2" in str(error.value)
+    assert "evaluation.needle_signal.keys: given 2; allowed: at least needles 3" in str(error.value)
+    config = recipe(texts, LENGTH, {"needle_signal": {}})
+    missing = NeedleSignalEvaluation(config, resolve_stages(config)[0]).missing
+    assert "evaluation.needle_signal.lengths: none is at most the stage's seq_len 448 and above 2048" in missing

@@ -1,0 +1,70 @@
+"""Parameter counts are exact: against published totals and against the model itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from moba_train.attention.registry import KINDS
+from moba_train.config.model import ModelConfig
+from moba_train.config.schema import RunConfig
+from moba_train.memory.flops import count_blocks, count_parameters, count_recipe_parameters
+from moba_train.model.build import build_model
+from moba_train.model.transformer import Transformer
+from moba_train.optim.spec import block_matrices
+
+MODELS = Path(__file__).parents[2] / "configs/models"
+
+
+def shape(name: str) -> ModelConfig:
+    return ModelConfig.model_validate(yaml.safe_load((MODELS / f"{name}.yaml").read_text())["model"])
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("llama3-8b", 8_030_261_248),
+        ("llama-1b", 1_235_814_400),
+        ("qwen2-0.5b", 494_032_768),
+        ("qwen3-0.6b", 596_049_920),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_published_totals(name, total):
+    counts = count_parameters(shape(name))
+    assert counts.total == total
+    assert counts.without_embeddings == total - counts.embedding - counts.output
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_embeddings": True},
+        {"qkv_bias": True, "qk_norm": True},
+        {"head_dim": 48, "qkv_bias": True, "kv_heads": 1},
+        {"layers": 1, "qk_norm": True, "tie_embeddings": True},
+    ],
+)
+def test_counts_are_those_of_the_model(changes):
+    config = shape("tiny").model_copy(update=changes)
+    with torch.device("meta"):
+        model = Transformer(config)
+    counts = count_parameters(config)
+    assert counts.total == sum(parameter.numel() for parameter in model.parameters())
+    named = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert counts.norms == sum(size for name, size in named.items() if "norm" in name)
+    assert counts.attention == sum(n for name, n in named.items() if ".attention." in name and "norm" not in name)
+    assert counts.feed_forward == sum(size for name, size in named.items() if ".feed_forward." in name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recipe_counts_what_its_attention_kinds_add(load: Callable[..., RunConfig], kind: str) -> None:
+    config = load("attention.overrides={}", f"stages.1.attention.default={kind}")
+    with torch.device("meta"):
+        model = build_model(config)
+    assert count_recipe_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
+    matrices = sum(matrix.numel() for matrix in block_matrices(model).values())
+    assert sum(block.matrices for block in count_blocks(config)) == matrices

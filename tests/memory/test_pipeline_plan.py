@@ -1,0 +1,172 @@
+"""Layers of a pipeline's parts, and what the plan says about its bubble and memory."""
+
+import itertools
+import random
+
+import pytest
+from rich.console import Console
+
+from moba_train.config.mesh import mesh_sizes
+from moba_train.config.run import ParallelConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.memory.activations import FILLED, stage_activations
+from moba_train.memory.memory import MemoryEstimate, element_bytes
+from moba_train.memory.moments import RankMoments
+from moba_train.memory.pipeline import best_layers, kept_micro_batches, plan_pipeline, rank_work
+from moba_train.memory.plan import make_plan
+from moba_train.parallel.activations import Kept, LayerActivations
+from moba_train.parallel.pipeline.model import balanced_split, model_parts, rank_part
+from moba_train.tools.plan.render import print_plan
+
+EVERYTHING = [LayerActivations(Kept.ALL)] * 4
+"""What the small recipe's layers keep without recomputation."""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_split_is_the_best_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    layers, parts = rng.randint(4, 9), rng.randint(2, 4)
+    costs, output = [rng.choice([1.0, 1.5, 4.0]) for _ in range(layers)], rng.choice([0.0, 2.0])
+
+    def parts_costs(counts: tuple[int, ...]) -> list[float]:
+        found = [sum(costs[layer] for layer in part.layers) for part in model_parts(counts)]
+        return [*found[:-1], found[-1] + output]
+
+    every = [c for c in itertools.product(range(1, layers + 1), repeat=parts) if sum(c) == layers]
+    best = min((max(parts_costs(c)), sum(x**2 for x in parts_costs(c))) for c in every)
+    found = parts_costs(balanced_split(costs, output, parts))
+    assert (max(found), sum(x**2 for x in found)) == pytest.approx(best)
+
+
+def test_parts_are_dealt_to_the_ranks_in_turn() -> None:
+    parts = model_parts([2, 1, 1, 3])
+    assert [part.layers for part in parts] == [(0, 1), (2,), (3,), (4, 5, 6)]
+    first, last = (rank_part(parts[rank::2]) for rank in range(2))
+    assert (first.layers, first.has_embedding, first.has_output) == ((0, 1, 3), True, False)
+    assert (last.layers, last.has_embedding, last.has_output) == ((2, 4, 5, 6), False, True)
+
+
+def test_the_output_projection_and_full_layers_leave_their_part_fewer_layers(load) -> None:
+    even = ("model.layers=8", "model.vocab_size=64", "parallel.pp=2", "attention.overrides={}")
+    assert best_layers(load(*even)) == (4, 4)
+    large = load(*even, "model.vocab_size=40000")
+    first, last = best_layers(large)
+    assert first > last
+    sparse = "attention={full_layers: 'first:2', moba: {block_size: 64, topk: 2}}"
+    stage = "stages=[{name: long, seq_len: 32K, tokens: 1M}]"
+    first, last = best_layers(load(*even, sparse, stage))
+    assert first < last
+    assert best_layers(load(*even, "parallel.pp_schedule=interleaved_1f1b")) == (2, 2, 2, 2)
+
+
+def test_stages_count_for_the_split_by_their_tokens(load) -> None:
+    """Full attention of a short stage at the end makes the first layers dear, but only for a hundredth of the run."""
+    base = ("model.layers=8", "model.vocab_size=64", "parallel.pp=2", "attention={moba: {block_size: 64, topk: 2}}")
+    end = "{name: end, seq_len: 32K, tokens: 1M, attention: {full_layers: 'first:2'}}"
+    first, last = best_layers(load(*base, f"stages=[{end}]"))
+    assert first < last
+    assert best_layers(load(*base, f"stages=[{{name: begin, seq_len: 2K, tokens: 100M}}, {end}]")) == (4, 4)
+
+
+def test_the_slower_rank_is_waited_for_by_its_layers_and_output(load) -> None:
+    """Parameters decide where documents are short: attention is 1 % of a layer here."""
+    config = load("model.vocab_size=2048", "attention.overrides={}", "parallel.pp=2", "parallel.pp_layers=[2, 2]")
+    layer = 128 * (128 + 2 * 64 + 128) + 3 * 128 * 384
+    first, last = 2 * layer, 2 * layer + 128 * 2048
+    found = plan_pipeline(config, resolve_stages(config)[0], [16], 8, EVERYTHING).bubble
+    assert found == pytest.approx(1 - 8 * (first + last) / 2 / (8 * last + first), rel=1e-2)
+
+
+def test_a_rank_has_buffers_for_both_neighbours_and_all_micro_batches(load) -> None:
+    config = load("parallel.pp=4", "stages.0.micro_batch_size=2")
+    stage = resolve_stages(config)[0]
+    sizes = mesh_sizes(stage.parallel, 8)
+    count = 32 // (2 * 2)  # sequences of a step; two in a micro-batch, on two data-parallel ranks
+    found = [rank_work(config, stage, sizes, rank) for rank in range(4)]
+    assert [work.received for work in found] == [count, 2 * count, 2 * count, count]
+    assert [work.kept for work in found] == [4, 3, 2, 1]
+
+
+def test_the_bubble_is_that_of_the_schedule_where_parts_are_equal(load) -> None:
+    """(pp - 1) / (m + pp - 1) for 1F1B (Narayanan et al. 2021); interleaved parts divide it."""
+    base = ("model.layers=8", "model.vocab_size=2", "attention.overrides={}", "parallel.pp=4")
+    for schedule, share in (("1f1b", 3), ("interleaved_1f1b", 3 / 2), ("zero_bubble", 1)):
+        config = load(*base, f"parallel.pp_schedule={schedule}")
+        plan = plan_pipeline(config, resolve_stages(config)[0], [2048], 8, EVERYTHING * 2)
+        assert plan.bubble == pytest.approx(share / (8 + share), rel=1e-2)
+    slow = load(*base, "parallel.pp_layers=[1, 1, 1, 5]")
+    assert plan_pipeline(slow, resolve_stages(slow)[0], [2048], 8, EVERYTHING * 2).bubble > 0.5
+
+
+def test_how_many_micro_batches_a_rank_keeps() -> None:
+    one = ParallelConfig(pp=4)
+    assert [kept_micro_batches(one, rank, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert kept_micro_batches(one, 0, 2) == 2
+    interleaved = ParallelConfig(pp=4, pp_schedule="interleaved_1f1b")
+    assert [kept_micro_batches(interleaved, rank, 8) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]
+
+
+def test_the_plan_shows_the_pipeline(load) -> None:
+    config = load("parallel.pp=2")
+    plan = make_plan(config, 4, 989.0, 0.4)
+    alone = make_plan(load("parallel.pp=1"), 4, 989.0, 0.4)
+    for item, other in zip(plan.stages, alone.stages, strict=True):
+        assert item.pipeline is not None
+        assert item.mesh.pp == 2
+        assert item.seconds == pytest.approx(other.seconds / (1 - item.pipeline.bubble))
+        assert item.memory.total == max(memory.total for memory in item.activations.rank_memory)
+        weights = sum(memory.parameters for memory in item.activations.rank_memory)
+        assert weights * item.mesh.shards == pytest.approx(4 * plan.parameters.total, rel=1e-3)
+    console = Console(record=True, width=200)
+    print_plan(plan, console)
+    text = console.export_text()
+    for word in ("pp 2 x", "Pipeline parallelism", "bubble", "memory of each rank", "best for all stages"):
+        assert word in text
+
+
+def test_the_first_rank_keeps_more_activations_than_the_last(load) -> None:
+    config = load("parallel.pp=4", "model.vocab_size=64", "batch_tokens=8K")
+    (stage, _) = resolve_stages(config)
+    memory = MemoryEstimate(config, stage, mesh_sizes(stage.parallel, 4)).by_rank(EVERYTHING)
+    kept = [rank.activations for rank in memory]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > 1.5 * kept[-1]
+
+
+def test_budget_fits_the_rank_that_needs_most_and_reckons_all_its_micro_batches(load) -> None:
+    """The same rank alone would keep everything: it is what it keeps for other micro-batches that does not fit."""
+    config = load("parallel.pp=4", "model.vocab_size=64", "attention.overrides={}", "batch_tokens=8K")
+    (stage, _) = resolve_stages(config)
+    sizes = mesh_sizes(stage.parallel, 4)
+    estimate = MemoryEstimate(config, stage, sizes)
+    recomputed = estimate.reserved([LayerActivations(Kept.INPUT)] * 4)
+    everything = [memory.total for memory in estimate.by_rank(EVERYTHING)]
+    limit = (recomputed + estimate.reserved(EVERYTHING)) / 2
+    assert everything[0] == max(everything) > limit > everything[3]
+    found = stage_activations(config, stage, sizes, limit / FILLED, None)
+    assert recomputed < estimate.reserved(found.layers) <= limit
+    assert found.rank_memory == tuple(estimate.by_rank(found.layers))
+    assert found.memory == max(found.rank_memory, key=lambda memory: memory.total)
+    kept = [layer.kept for layer in found.layers]
+    assert kept == sorted(kept), "late layers keep more"
+    assert kept[0] < Kept.ALL
+    more = [layer if index else LayerActivations(Kept.ALL) for index, layer in enumerate(found.layers)]
+    assert estimate.reserved(more) > limit
+
+
+def test_a_zero_bubble_pipeline_recomputes_nothing(load) -> None:
+    config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble")
+    (stage, _) = resolve_stages(config)
+    assert stage_activations(config, stage, mesh_sizes(stage.parallel, 4), 1.0, None).keeps_everything
+
+
+def test_a_zero_bubble_pipeline_keeps_the_gradients_of_the_loss(load, monkeypatch) -> None:
+    """Plan counts the gradients of hidden states and output weight for every micro-batch whose backward pass has not
+    reached its second part."""
+    config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble", "model.vocab_size=500000")
+    (stage, _) = resolve_stages(config)
+    estimate = MemoryEstimate(config, stage, mesh_sizes(stage.parallel, 4))
+    peak = estimate.peak(EVERYTHING).total
+    monkeypatch.setattr(RankMoments, "_kept_by_loss", lambda _: 0)
+    numbers = (config.model.vocab_size + stage.seq_len * stage.micro_batch_size) * config.model.hidden_size
+    assert peak - estimate.peak(EVERYTHING).total == 3 * element_bytes(config) * numbers

@@ -1,0 +1,93 @@
+"""A checkpoint's recipe cannot make `eval` and `generate` read what lies outside the folders that were allowed."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moba_train.checkpoint import manifest, publish
+from moba_train.config.load import dump_config
+from moba_train.config.schema import RunConfig
+from moba_train.errors import CheckpointError
+from moba_train.foreign_files import ROOTS
+from moba_train.resolve.saved_recipe import check_paths, open_checkpoint
+
+
+def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
+    model = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 2}
+    data = {"train": [{"path": "/never/read/here"}], "validation": [{"path": validation}], "tokenizer": tokenizer}
+    stages = [{"name": "only", "seq_len": 64, "tokens": 64}]
+    return RunConfig.model_validate(
+        {"name": "x", "run_dir": "/x", "model": model, "data": data, "batch_tokens": 64, "stages": stages}
+    )
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "secret.bin").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv(ROOTS, raising=False)
+
+
+def test_files_below_the_working_folder_may_be_read(tmp_path: Path) -> None:
+    check_paths(recipe("data/valid", str(tmp_path / "here" / "tokenizer.model")), Path("c"))
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/corpus", "data/../../secret", "link", "folder/secret", "a\0b"])
+def test_paths_that_lead_out_are_refused_by_key(tmp_path: Path, path: str) -> None:
+    (tmp_path / "here" / "link.bin").symlink_to(tmp_path / "secret.bin")
+    (tmp_path / "here" / "folder").symlink_to(tmp_path)
+    for config in (recipe(path), recipe("valid", path if path != "link" else "link.bin")):
+        with pytest.raises(
+            CheckpointError, match=rf"(data\.validation\[0\]\.path|data\.tokenizer) .*({ROOTS}=|null byte)"
+        ):
+            check_paths(config, Path("c"))
+
+
+@pytest.mark.parametrize("section", ["needle", "needle_signal", "ruler"])
+def test_corpora_of_evaluations_are_checked_too(section: str) -> None:
+    config = recipe("valid")
+    changed = config.model_dump(exclude_unset=True) | {"evaluation": {section: {"corpus": "../secret"}}}
+    with pytest.raises(CheckpointError, match=rf"evaluation\.{section}\.corpus .*{ROOTS}="):
+        check_paths(RunConfig.model_validate(changed), Path("c"))
+
+
+def test_the_user_may_allow_more_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ROOTS, f"/nowhere:{tmp_path}")
+    check_paths(recipe("../secret"), Path("c"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_named_as_a_folder_is_checked_by_its_files(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "here" / "tokenizer"
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "secret.bin")
+    for given in (str(folder), str(folder / "tokenizer.json")):
+        with pytest.raises(CheckpointError, match=rf"data\.tokenizer .*{name}: leads to .*secret\.bin, outside"):
+            check_paths(recipe("valid", given), Path("c"))
+
+
+@pytest.mark.parametrize("name", ["valid.idx", "valid.loss.bin", "tok.model"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    """Opening it would wait for a writer."""
+    os.mkfifo(tmp_path / "here" / name)
+    with pytest.raises(CheckpointError, match="is a named pipe; allowed: a regular file"):
+        check_paths(recipe("valid", "tok.model"), Path("c"))
+
+
+def test_a_recipe_that_describes_more_than_the_checkpoint_holds_is_refused(tmp_path: Path) -> None:
+    """Before memory for its model is taken."""
+    config = recipe("valid")
+    (tmp_path / "checkpoints").mkdir()
+    temporary = publish.make_temporary_folder(tmp_path / "checkpoints", 1)
+    changes = {
+        "model": config.model.model_copy(update={"vocab_size": 1 << 24}),
+        "attention": config.attention.model_copy(update={"full_layers": "all"}),
+    }
+    large = config.model_copy(update=changes)
+    meta = {"progress": {"step": 1, "stage": 0}, "config": dump_config(large)}
+    manifest.write_json(temporary / manifest.META, meta)
+    publish.publish(temporary, 1, {manifest.META: manifest.hash_file(temporary / manifest.META)})
+    with pytest.raises(CheckpointError, match=r"recipe's model have 4,29\d,\d+,\d+ bytes, but its files"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,56 @@
+"""`stages[i].trainable`: names that exist, at least one of them."""
+
+import pytest
+
+from moba_train.config.load import dump_config, load_config
+from moba_train.config.stages import resolve_stages
+from moba_train.errors import ConfigError
+from moba_train.resolve.recipe import validate
+
+
+def test_all_is_the_default_and_patterns_are_kept(load, write) -> None:
+    config = load("stages.1.trainable=['blocks.*.attention.*', norm.weight]")
+    validate(config)
+    assert [stage.trainable for stage in resolve_stages(config)] == [("*",), ("blocks.*.attention.*", "norm.weight")]
+    assert load_config(write("dumped.yaml", dump_config(config))) == config
+    assert resolve_stages(load("stages.1.trainable=all"))[1].trainable == ("*",)
+
+
+def test_a_pattern_that_matches_nothing_is_named_with_the_closest_names(load) -> None:
+    config = load("stages.1.trainable=[norm.weight, blocks.0.atention.q_proj.weight, zzz]")
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    first, second = caught.value.problems
+    assert first.startswith(
+        "stages[1].trainable[1]: given 'blocks.0.atention.q_proj.weight', which no parameter's name"
+    )
+    assert "closest: blocks.0.attention.q_proj.weight" in first
+    assert second.startswith("stages[1].trainable[2]: given 'zzz'")
+    assert "embedding.weight" in second
+
+
+@pytest.mark.parametrize("value", ["[]", "none", "3"])
+def test_a_stage_that_trains_nothing_is_refused(load, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.trainable: .*allowed: all \| non-empty list of text"):
+        load(f"stages.1.trainable={value}")
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "refused"),
+    [
+        ("", "{}", True),
+        ("mode: warmup, ", "{}", False),
+        ("train_gate: true, ", "{}", False),
+        ("", "{0: {train_gate: true}}", False),
+    ],
+)
+def test_gates_that_do_not_learn_cannot_be_all_that_is_trained(load, options: str, layers: str, refused: bool) -> None:
+    config = load(
+        f"stages.1.attention={{default: seer, overrides: {layers}, seer: {{{options}block_size: 16, topk: 2}}}}",
+        "stages.1.trainable=['blocks.*.attention.seer.*']",
+    )
+    if not refused:
+        validate(config)
+        return
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.trainable: .*those of seer do not learn .*train_gate: true"):
+        validate(config)

@@ -1,0 +1,91 @@
+"""`moba-train verify`, `eval` and `generate` on a trained run."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moba_train.config.load import load_config
+from moba_train.tools.cli import app
+from tests.run.tiny_run import VOCAB, Run
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_eval_repeats_the_loss_of_the_training_run(finished_run: Run) -> None:
+    """On one rank what two ranks measured, and with full attention on the same weights."""
+    code, output = invoke("eval", str(finished_run.run_dir))
+    assert code == 0, output
+    trained, full = (float(line.split()[-4]) for line in output.splitlines() if "validation loss" in line)
+    rounding = 2e-2 if torch.cuda.is_available() else 1e-4  # the run was on the CPU; evaluation takes bf16 on a GPU
+    assert trained == pytest.approx(finished_run.records("validation_loss")[-1]["eval_loss"], abs=rounding)
+    assert full != trained
+
+
+def test_train_launches_the_recipe(run: Run) -> None:
+    """As a user does: processes that torchrun starts, which import everything themselves. Other tests fork them."""
+    command = [sys.executable, "-m", "moba_train.tools.cli", "train", str(run.write_recipe()), "--gpus", "2", "seed=4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(run.losses()) == 12
+    assert len(list(run.newest_checkpoint.glob("rank_?_0.safetensors"))) == 2, "each rank saves its part"
+    assert load_config(run.run_dir / "config.yaml").seed == 4
+
+
+def test_verify_names_the_damaged_file(finished_run: Run, tmp_path: Path) -> None:
+    assert invoke("verify", str(finished_run.run_dir))[0] == 0
+    copy = tmp_path / "copy"
+    shutil.copytree(finished_run.run_dir / "checkpoints" / "step_00000012", copy)
+    (copy / ".DS_Store").touch()
+    code, output = invoke("verify", str(copy))
+    assert code == 0
+    assert "not in the manifest, never read: '.DS_Store'" in output
+    shard = next(copy.glob("rank_1_*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    code, output = invoke("verify", str(copy))
+    assert code == 2
+    assert shard.name in output
+
+    # Of a run, the newest, also where training would pass over it.
+    run = shutil.copytree(finished_run.run_dir, tmp_path / "run")
+    manifest = run / "checkpoints" / "step_00000012" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    code, output = invoke("verify", str(run))
+    assert code == 2
+    assert "step_00000012" in output
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    for command in (["verify"], ["eval"], ["generate", "--prompt", "x"]):
+        code, output = invoke(*command[:1], str(tmp_path), *command[1:])
+        assert code == 2
+        assert str(tmp_path) in output.replace("\n", "")
+
+
+def test_generate_needs_a_tokenizer(finished_run: Run) -> None:
+    code, output = invoke("generate", str(finished_run.run_dir), "--prompt", "x")
+    assert code == 2
+    assert "data.tokenizer" in output
+
+
+def test_the_resolved_recipe_in_the_run_folder_is_a_recipe(finished_run: Run) -> None:
+    config = load_config(finished_run.run_dir / "config.yaml")
+    assert config.model.vocab_size == VOCAB
+    assert config.stages[0].attention is not None
+    assert config.stages[0].attention.default == "full"
+
+
+@pytest.mark.parametrize(("decode", "message"), [("moba", "--decode own"), ("sparse", "allowed: full, own")])
+def test_another_attention_of_new_tokens_is_refused(decode: str, message: str) -> None:
+    code, output = invoke("generate", "nowhere", "--prompt", "x", "--decode", decode)
+    assert code == 2
+    assert message in " ".join(output.split())

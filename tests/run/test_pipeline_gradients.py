@@ -1,0 +1,287 @@
+"""A pipeline changes where layers live and when they run, not what is computed: loss, every gradient, its norms and the
+auxiliary losses are those of the whole model on one device."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moba_train.config.mesh import mesh_sizes
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.data.batch import Batch, collate
+from moba_train.data.samples import Sample
+from moba_train.memory.pipeline import pipeline_layers
+from moba_train.model.build import build_attention, build_model, initialize_weights
+from moba_train.model.loss import CompiledChunkLoss
+from moba_train.model.transformer import Transformer
+from moba_train.optim.gradients import Gradients
+from moba_train.optim.spec import set_trainable
+from moba_train.parallel.activations import Kept, LayerActivations, set_activations
+from moba_train.parallel.data_shard import ContextEngines, DataShard
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.forward import accumulate_gradients, most_likely_tokens, token_losses
+from moba_train.parallel.fsdp import sharded_model
+from moba_train.parallel.pipeline import schedule
+from moba_train.parallel.world import joined_world
+from tests.run.trainer_ranks import Ranks
+
+SEQ_LEN, MICRO_BATCHES = 48, 4
+SPARSE = {"default": "moba", "full_layers": "last:1", "moba": {"block_size": 8, "topk": 2}}
+DISTILLED = {"default": "msa", "full_layers": [1, 3], "msa": {"block_size": 8, "topk": 2}}
+WARM_UP = {"default": "msa", "full_layers": [2], "msa": {"block_size": 8, "topk": 2, "mode": "warmup"}}
+Found = dict[str, Tensor]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "moba": {"attention": SPARSE},
+    "tied, recomputed": {
+        "attention": SPARSE,
+        "tied": True,
+        "kept": (Kept.INPUT, Kept.ATTENTION, Kept.PRODUCTS, Kept.ALL),
+        "compiled_loss": True,
+    },
+    "auxiliary losses": {"attention": DISTILLED, "tied": True},
+    "frozen base": {"attention": WARM_UP, "trainable": ["*.attention.msa.*"]},
+    "frozen half": {"attention": WARM_UP | {"full_layers": "first:2"}, "trainable": ["*.attention.msa.*"]},
+    "bf16": {"attention": SPARSE, "precision": {"compute": "bf16"}},
+}
+TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "1f1b": ("moba", {"pp": 2}),
+    "uneven, tied": ("tied, recomputed", {"pp": 2, "pp_layers": [1, 3]}),
+    "interleaved": ("auxiliary losses", {"pp": 2, "pp_schedule": "interleaved_1f1b"}),
+    "zero bubble": ("auxiliary losses", {"pp": 2, "pp_schedule": "zero_bubble"}),
+    "frozen base": ("frozen base", {"pp": 2}),
+    "frozen rank": ("frozen half", {"pp": 2}),
+}
+FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pp 4": ("tied, recomputed", {"pp": 4}),
+    "pp 2 and cp 2, gradients exchanged": ("moba", {"pp": 2, "cp": 2, "gradient_transport": "all_to_all"}),
+    "pp 2 and tp 2": ("tied, recomputed", {"pp": 2, "tp": 2}),
+    "pp 2 and dp 2, zero bubble, gradients exchanged": (
+        "auxiliary losses",
+        {"pp": 2, "pp_schedule": "zero_bubble", "gradient_transport": "all_to_all"},
+    ),
+    "pp 2 and replicas, interleaved": (
+        "tied, recomputed",
+        {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp_replicate": 2},
+    ),
+}
+
+
+def recipe(model: str, parallel: dict[str, Any]) -> RunConfig:
+    options = MODELS[model]
+    sizes = {"vocab_size": 36, "hidden_size": 24, "intermediate_size": 28, "layers": 4, "heads": 4, "kv_heads": 2}
+    return RunConfig.model_validate(
+        {
+            "name": "test",
+            "run_dir": "unused",
+            "model": {**sizes, "head_dim": 16, "init_std": 0.2, "tie_embeddings": options.get("tied", False)},
+            "attention": options["attention"],
+            "data": {"train": [{"path": "unused"}]},
+            "batch_tokens": SEQ_LEN * MICRO_BATCHES,
+            "stages": [
+                {
+                    "name": "only",
+                    "seq_len": SEQ_LEN,
+                    "tokens": 1000,
+                    "trainable": options.get("trainable", "all"),
+                }
+            ],
+            "parallel": parallel,
+            "precision": options.get("precision", {}),
+        }
+    )
+
+
+def kept_by(model: str) -> list[LayerActivations]:
+    """What each layer of the whole model keeps for its backward pass."""
+    return [LayerActivations(kept) for kept in MODELS[model].get("kept", [Kept.ALL] * 4)]
+
+
+def micro_batches() -> list[Batch]:
+    """Documents of other lengths in each; loss on some tokens, in the third on none at all."""
+    rng, made = np.random.default_rng(0), []
+    for place, lengths in enumerate(([30, 18], [5, 40, 3], [48], [1, 46, 1])):
+        tokens = rng.integers(36, size=SEQ_LEN + 1)
+        weight = (rng.random(SEQ_LEN) < (0, 0.05, 0.4)[place % 3]).astype(np.float32)
+        made.append(collate([Sample(tokens[:-1], tokens[1:], weight, lengths, [])]))
+    return made
+
+
+def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int = 1) -> Found:
+    """What a step gives: gradients as they are on this rank, all else summed over the ranks."""
+    (stage,) = resolve_stages(config)
+    model.set_attention(build_attention(stage.attention, config.model.head_width))
+    set_trainable(model, stage.trainable)
+    whole = micro_batches()
+    batches = [shard.shard_batch(batch) for batch in whole[shard.dp_rank :: shard.dp_size]]
+    weight = sum(batch.loss_weight_sum for batch in whole)
+    for _ in range(repeat):  # a second step has its own batches, and gathers the weights anew
+        model.zero_grad()
+        parts = list(accumulate_gradients(model, batches, weight))
+    found = {"loss": sum(part.loss.detach() for part in parts)}
+    auxiliary = [part.auxiliary.detach() for part in parts if part.auxiliary is not None]
+    if auxiliary:
+        found["auxiliary"] = torch.stack(auxiliary).sum(0)
+    # What evaluations ask for, by the token of the sequence; counted once.
+    own = shard.shard_batch(whole[1])
+    places_n = token_places(own, shard)
+    counted_n = (own.loss_weight > 0) & (shard.dp_rank == 0)
+    for name, values_n in (("token losses", token_losses(model, own)), ("most likely", most_likely_tokens(model, own))):
+        found[name] = torch.zeros(SEQ_LEN)
+        found[name][places_n[counted_n]] = values_n[counted_n].float()
+    if dist.is_initialized():
+        for value in found.values():
+            dist.all_reduce(value)
+    norms = (
+        Gradients(model).norms_by_kind(stage.kinds) | {"norm": Gradients(model).norm()} if dist.is_initialized() else {}
+    )
+    return found | {f"gradient {n}": p.grad for n, p in model.named_parameters() if p.grad is not None} | norms
+
+
+def token_places(batch: Batch, shard: DataShard) -> Tensor:
+    """The token of the whole sequence that each row of `loss_index` is."""
+    tokens_T = torch.arange(batch.layout.total)
+    if shard.engine is not None:
+        tokens_T = shard.engine.sequence(batch.layout.total).shard(tokens_T, shard.engine.rank)
+    return tokens_T[batch.loss_index]
+
+
+def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
+    """All cases on the ranks of this world; rank 0 writes what they give."""
+    torch.compiler.reset()
+    with joined_world() as world:
+        every = []
+        for model_name, parallel in cases:
+            config = recipe(model_name, parallel)
+            (stage,) = resolve_stages(config)
+            sizes = mesh_sizes(stage.parallel, world.size)
+            dims = ParallelDims(sizes, world)
+            model = sharded_model(config, dims, pipeline_layers(config))
+            set_activations(model, kept_by(model_name), world.device)
+            if MODELS[model_name].get("compiled_loss"):
+                model.chunk_loss = CompiledChunkLoss(backend="aot_eager")
+            shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
+            if shard.engine is not None:
+                model.set_engines([shard.engine] * config.model.layers)
+            sharded = sizes.dp_replicate * sizes.dp_shard * sizes.cp > 1
+            found = results(model, config, shard, repeat=2 if sharded or world.size == 2 else 1)
+            layers, ends = Gradients(model).norms_by_module()
+            found |= {f"norm of layer {i}": torch.tensor(norm) for i, norm in enumerate(layers)}
+            found |= {f"norm of {name}": torch.tensor(norm) for name, norm in ends.items()}
+            mine = {
+                name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()
+            }
+            of_ranks: list[Any] = [None] * world.size
+            dist.all_gather_object(of_ranks, {name: value.cpu() for name, value in mine.items()})
+            for name, value in [item for of_rank in of_ranks for item in of_rank.items()]:
+                same = [other[name] for other in of_ranks if name in other]
+                assert all(torch.equal(value, one) for one in same), f"{name} differs between ranks"
+            every.append({name: value for of_rank in of_ranks for name, value in of_rank.items()})
+        if world.is_main:
+            torch.save(every, output)
+
+
+def on_one_device(model_name: str) -> Found:
+    config = recipe(model_name, {})
+    model = build_model(config)
+    initialize_weights(model, config.seed)
+    found = results(model, config, DataShard())
+    square = {name: p.grad.square().sum() for name, p in model.named_parameters() if p.grad is not None}
+
+    def norm(*prefixes: str) -> Tensor:
+        return sum((s for name, s in square.items() if name.startswith(prefixes)), start=torch.zeros(())).sqrt()
+
+    (stage,) = resolve_stages(config)
+    found["norm"] = norm("")
+    for kind in sorted(set(stage.kinds)):
+        layers = [layer for layer, other in enumerate(stage.kinds) if other == kind]
+        found[f"grad_norm_{kind}"] = norm(*(f"blocks.{layer}." for layer in layers))
+    found |= {f"norm of layer {layer}": norm(f"blocks.{layer}.") for layer in range(config.model.layers)}
+    ends = ("embedding", "norm") + (() if config.model.tie_embeddings else ("output",))
+    return found | {f"norm of {name}": norm(f"{name}.") for name in ends}
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Found]:
+    return {name: on_one_device(name) for name in MODELS if name != "bf16"}
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    every = {}
+    for count, cases in ((2, TWO_RANKS), (4, FOUR_RANKS)):
+        output = tmp_path_factory.mktemp("pipeline") / "results.pt"
+        ranks.work(worker, (list(cases.values()), str(output)), count)
+        every |= dict(zip(cases, torch.load(output, weights_only=True), strict=True))
+    return every
+
+
+@pytest.mark.parametrize("name", [*TWO_RANKS, *FOUR_RANKS])
+def test_it_computes_what_one_device_does(name: str, found: dict[str, Found], wanted: dict[str, Found]) -> None:
+    model, _ = (TWO_RANKS | FOUR_RANKS)[name]
+    got, want = found[name], wanted[model]
+    assert got.keys() == want.keys()
+    assert ("auxiliary" in got) == (model in ("auxiliary losses", "frozen base", "frozen half"))
+    for key, value in want.items():
+        tolerance = {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_gradients_that_bf16_ranks_exchange_have_the_bits_of_reduced_ones(ranks: Ranks, tmp_path: Path) -> None:
+    """A pipeline adds up those of its micro-batches in float32, and so they travel; two addends have one sum."""
+    transports = ("reduce_scatter", "all_to_all")
+    cases = [("bf16", {"pp": 2, "cp": 2, "gradient_transport": transport}) for transport in transports]
+    ranks.work(worker, (cases, str(tmp_path / "results.pt")), 4)
+    reduced, exchanged = torch.load(tmp_path / "results.pt", weights_only=True)
+    assert reduced.keys() == exchanged.keys()
+    for key, value in reduced.items():
+        torch.testing.assert_close(exchanged[key], value, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def compiling_worker(output: str) -> None:
+    """Steps with and without the passes that compile, and what ran in them, in order."""
+    steps = []
+    for compiles in (True, False):
+        with joined_world() as world:
+            config = recipe("auxiliary losses", {"pp": 2, "pp_schedule": "interleaved_1f1b"})
+            (stage,) = resolve_stages(config)
+            dims = ParallelDims(mesh_sizes(stage.parallel, world.size), world)
+            model = sharded_model(config, dims, pipeline_layers(config))
+            ran = list[str]()
+            with pytest.MonkeyPatch.context() as patch:
+                for owner, name in ((model, "run_part"), (schedule.TrainingSchedule, "run")):
+                    patch.setattr(owner, name, noted(getattr(owner, name), ran))
+                if not compiles:
+                    patch.setattr(schedule, "_compile_parts", lambda *_: None)
+                shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, dims.sizes)
+                for _ in range(2):
+                    found = results(model, config, shard, repeat=2)
+            steps.append((ran, {name: getattr(value, "_local_tensor", value) for name, value in found.items()}))
+    torch.save(steps, f"{output}-{world.rank}.pt")
+
+
+def noted(function: Any, names: list[str]) -> Any:
+    """The function, which adds its name to `names` where it is called."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        names.append(function.__name__)
+        return function(*arguments, **keywords)
+
+    return call
+
+
+def test_all_ranks_run_their_parts_before_the_first_step_which_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.work(compiling_worker, (str(tmp_path / "rank"),), 2)
+    for rank in range(2):
+        (ran, compiled), (ran_without, plain) = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True)
+        step = ["run", *["run_part"] * 2 * MICRO_BATCHES]
+        assert ran == (["run_part"] * 2 + step + step) * 2, "in the first of two steps, and again once attention is set"
+        assert ran_without == step * 4
+        assert compiled.keys() == plain.keys()
+        for name, value in plain.items():
+            assert torch.equal(compiled[name], value), name

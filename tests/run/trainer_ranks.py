@@ -1,0 +1,130 @@
+"""Training in a few processes that live on from run to run: starting Python and torch takes longer than a tiny run."""
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from moba_train.train import main
+from tests.forked import GARBAGE_SEARCHES, forked
+from tests.run.tiny_run import Run
+
+
+@dataclass
+class Ranks:
+    """Processes that train together when told to, as torchrun's would; `per_node` of them pretend to share a node."""
+
+    processes: list[BaseProcess] = field(default_factory=list)
+    pipes: list[Connection] = field(default_factory=list)
+
+    def train(self, run: Run, ranks: int, *arguments: str, per_node: int | None = None) -> None:
+        """Train to the end on `ranks` ranks. Fails when any of them does."""
+        self.work(run_training, [str(run.write_recipe()), *arguments], ranks, per_node)
+
+    def work(
+        self, program: Callable[..., int | None], arguments: Sequence[Any], ranks: int, per_node: int | None = None
+    ) -> None:
+        """Call `program(*arguments)`, a module's function, on `ranks` ranks. Fails when one raises or gives not 0; the
+        next call then has new processes."""
+        try:
+            self._call(program, arguments, ranks, per_node)
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(
+        self, program: Callable[..., int | None], arguments: Sequence[Any], ranks: int, per_node: int | None
+    ) -> None:
+        self.start(ranks)
+        port = free_port()
+        for rank in range(ranks):
+            environment = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_WORLD_SIZE": per_node or ranks,
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": port,
+            }
+            self.pipes[rank].send((program, arguments, {key: str(value) for key, value in environment.items()}))
+        deadline = time.monotonic() + 300  # where nothing is cached, compiling takes a minute of a quiet core
+        reusable = True
+        for rank in range(ranks):
+            assert self.pipes[rank].poll(max(0.0, deadline - time.monotonic())), f"rank {rank} does not come back"
+            result, is_reusable = self.pipes[rank].recv()
+            assert result == 0, f"rank {rank} failed; see its output"
+            reusable &= is_reusable
+        if not reusable:
+            self.close()
+
+    def start(self, ranks: int) -> None:
+        """Have at least `ranks` processes."""
+        while len(self.processes) < ranks:
+            ours, theirs = forked().Pipe()
+            process = forked().Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()  # SIGTERM would only ask the trainer to stop
+            process.join()
+        self.processes, self.pipes = [], []
+
+
+def run_training(*command: str) -> int:
+    """`python -m moba_train.train`."""
+    return main(list(command))
+
+
+def train_traced(*command: str) -> int:
+    """`run_training` with everything of torch.compile but its C++ compiler, which takes a minute where nothing is
+    cached: tracing, the graphs of both passes, what they keep and recompute."""
+    torch.compiler.reset()
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        return main(list(command))
+
+
+def run_command(*command: str) -> int:
+    """`moba-train`."""
+    from moba_train.tools.cli import app
+
+    return app(list(command), standalone_mode=False) or 0
+
+
+def _work(pipe: Connection) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    gc.freeze()
+    gc.set_threshold(*GARBAGE_SEARCHES)
+    while True:
+        program, arguments, environment = pipe.recv()
+        os.environ.update(environment)
+        try:
+            result = program(*arguments) or 0
+            _clear_sharding_prop_cache()  # its meshes name process groups of this run, which the next one may lack
+            # A rank that was waiting for one that failed leaves its process group as it is.
+            pipe.send((result, not dist.is_initialized()))
+        except BaseException as error:
+            pipe.send((repr(error), False))
+            raise
+
+
+def free_port() -> int:
+    """A port on which no process listens now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])

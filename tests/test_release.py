@@ -1,0 +1,99 @@
+"""A release: its versions agree, and its wheel is complete and trains the miniature in an environment with nothing but
+it and its dependencies."""
+
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moba_train import __version__
+from tests.guide import ROOT, blocks, commands
+
+FOLDERS = ("moba_train", "data_tools", "configs")
+FILES = ("pyproject.toml", "README.md", "LICENSE", "NOTICE")
+SMALL = [
+    "stages.0.tokens=12K",
+    "stages.1.tokens=12K",
+    "optim.schedule.warmup_tokens=4K",
+    "evaluation.sequences=2",
+    "evaluation.position_wise.sequences=2",
+]
+"""Overrides that leave each stage of the quick start three steps."""
+
+
+def done(command: list[str], folder: Path) -> str:
+    """What `command` prints. It runs in `folder`, without this checkout on Python's path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with wheel and sdist, as `python -m build` makes them. The wheel is built from the sdist."""
+    source = tmp_path_factory.mktemp("source")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, source)
+    done([sys.executable, "-m", "build", "--no-isolation"], source)
+    return source / "dist"
+
+
+def test_package_changelog_and_citation_have_one_version() -> None:
+    unreleased, newest, *_ = re.findall("^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert unreleased == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(__version__)} - (\d{{4}}-\d\d-\d\d|not tagged yet)", newest)
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+
+
+def test_wheel_and_sdist_have_all_modules_recipes_and_licences(built: Path) -> None:
+    modules = {path.relative_to(ROOT).as_posix() for name in FOLDERS[:2] for path in (ROOT / name).rglob("*.py")}
+    recipes = {f"moba_train/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")}
+    assert len(recipes) > 20
+    package = f"moba_train-{__version__}"
+    with zipfile.ZipFile(built / f"{package}-py3-none-any.whl") as wheel:
+        held = {*wheel.namelist()}
+        metadata = wheel.read(f"{package}.dist-info/METADATA").decode()
+    assert modules | recipes | {f"{package}.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")} <= held
+    assert "License-Expression: Apache-2.0" in metadata.splitlines()
+    with tarfile.open(built / f"{package}.tar.gz") as sdist:
+        assert {f"{package}/{name}" for name in modules | recipes | {*FILES}} <= {*sdist.getnames()}
+
+
+@pytest.mark.slow
+def test_a_wheel_alone_runs_the_quick_start_of_the_guide(built: Path, tmp_path: Path) -> None:
+    """The environment finds the dependencies in this one's, but not what this one knows of the checkout."""
+    done([sys.executable, "-m", "venv", "--without-pip", "venv"], tmp_path)
+    programs = tmp_path / "venv" / "bin"
+    packages = Path(
+        done([str(programs / "python"), "-c", "import site; print(site.getsitepackages()[0])"], tmp_path)[:-1]
+    )
+    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--no-deps", "--no-index"]
+    done([*pip, *map(str, built.glob("*.whl"))], tmp_path)
+
+    folder = tmp_path / "elsewhere"
+    (folder / "corpus").mkdir(parents=True)
+    for number, source in enumerate(sorted((ROOT / "moba_train").rglob("*.py"))):  # enough for some to be held out
+        shutil.copy(source, folder / "corpus" / f"{number}.txt")
+    found = done(
+        [str(programs / "python"), "-c", "import moba_train, data_tools; print(moba_train, data_tools)"], folder
+    )
+    assert found.count(str(packages)) == 2
+    quick_start = blocks(ROOT / "docs" / "install.md", "bash")[1]
+    for program, *arguments in commands(quick_start):
+        done([str(programs / program), *arguments, *(SMALL if arguments[0] == "train" else [])], folder)
+    run = folder / "runs" / "quickstart"
+    assert list((run / "checkpoints").glob("step_*6"))
+    assert list((run / "evaluations").glob("*.json"))
+    assert (run / "report.html").is_file()

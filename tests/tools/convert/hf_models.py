@@ -1,0 +1,111 @@
+"""Tiny random models of transformers, saved as it saves them, and the same weights in ours."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.full.full_kind import FullKind
+from moba_train.attention.protocol import LocalAttention, packed_layout
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.state import model_tensors
+from moba_train.config.load import dump_config
+from moba_train.config.schema import RunConfig
+from moba_train.hf.config import read_model_config
+from moba_train.hf.weights import load_hf_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import joined_world
+from moba_train.run.progress import Progress
+
+VOCAB = 64
+_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ORIGINAL = {"original_max_position_embeddings": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama2": {"model_type": "llama", "num_key_value_heads": 6, "rope_parameters": {"rope_theta": 1e4}},
+    "llama3": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 5e5, **_LLAMA3, **_ORIGINAL},
+    },
+    "smollm2": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 1e5, "rope_type": "linear", "factor": 4.0},
+    },
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}},
+    "qwen3": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, **_ORIGINAL},
+    },
+}
+
+
+def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:
+    """A model of transformers with random weights, biases and norms included, in `folder` as several files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "eos_token_id": None,
+    }
+    config = AutoConfig.for_model(**(shape | FAMILIES[family] | changes))
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return model
+
+
+def our_model(folder: Path, kinds: list[LocalAttention] | None = None) -> Transformer:
+    """The Hugging Face model in `folder` as our Transformer, with full attention unless told."""
+    config = read_model_config(folder)
+    model = Transformer(config)
+    load_hf_weights(model, folder)
+    model.set_attention(kinds or [FullKind(FullKind.Options(), config.head_width)] * config.layers)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Transformer, tokens_T: Tensor) -> Tensor:
+    """[T, V], the tokens as one document."""
+    return model(tokens_T, torch.arange(len(tokens_T)), packed_layout([len(tokens_T)]))
+
+
+def random_tokens(count: int) -> Tensor:
+    """int64 [count], always the same."""
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(count))
+
+
+def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any], tokenizer: Path | None) -> None:
+    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last.
+
+    tokenizer  what its recipe names as data.tokenizer
+    """
+    recipe = {
+        "name": "imported",
+        "run_dir": str(run_dir),
+        "model": read_model_config(hf).model_dump(),
+        "attention": {"full_layers": "last:1", "moba": moba},
+        "data": {"tokenizer": tokenizer and str(tokenizer), "train": [{"path": "none"}]},
+        "batch_tokens": 256,
+        "stages": [{"name": "long", "seq_len": 256, "tokens": 256}],
+    }
+    config = RunConfig.model_validate(recipe)
+    with joined_world():
+        checkpointer = Checkpointer(run_dir / "checkpoints", Retention(1))
+        meta = {"progress": Progress().to_meta(), "config": dump_config(config)}
+        checkpointer.save(1, model_tensors(our_model(hf)), meta)
+        checkpointer.close()
+        assert checkpointer.last_error is None

@@ -1,0 +1,222 @@
+"""A checkpoint as a Hugging Face folder: the same bits back, and read by transformers, with full attention and MoBA."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moba_train.checkpoint.index import INDEX as CHECKPOINT_INDEX
+from moba_train.checkpoint.load import CheckpointReader
+from moba_train.checkpoint.manifest import hash_file
+from moba_train.config.attention import resolve_layers
+from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError
+from moba_train.hf.config import hf_config, parse_layer, read_model_config
+from moba_train.hf.weights import INDEX
+from moba_train.model.build import build_attention
+from moba_train.resolve.saved_recipe import open_checkpoint
+from moba_train.tools.convert.hf import export_to_hf, imported_recipe
+from moba_train.tools.transformers_attention import register
+from tests.tools.convert.hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens, save_as_checkpoint
+
+LENGTH = 200
+SPARSE = {"block_size": 16, "topk": 3}
+DENSE = {"block_size": 16, "topk": 13}
+"""As many blocks as `LENGTH` tokens have."""
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen2", "qwen3"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Hugging Face folder, and what our checkpoint of it was exported to, in float32 and several files."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_hf_model(request.param, folder / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / "hf" / name).write_text(f"{name} of {request.param}")
+    save_as_checkpoint(folder / "hf", folder / "run", SPARSE, folder / "hf" / "tokenizer.json")
+    export_to_hf(open_checkpoint(folder / "run"), folder / "out", torch.float32, shard_bytes=40_000)
+    return folder / "hf", folder / "out"
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of all files."""
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_import_and_export_give_back_every_bit(exported: tuple[Path, Path]) -> None:
+    before, after = map(tensors, exported)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    index = json.loads((exported[1] / INDEX).read_text())
+    assert index["weight_map"].keys() == after.keys()
+    assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in after.values())
+    assert all(file.stat().st_size < 45_000 for file in exported[1].glob("*.safetensors"))
+
+
+def test_config_and_tokenizer_survive_the_round_trip(exported: tuple[Path, Path]) -> None:
+    before, after = exported
+    assert read_model_config(before) == read_model_config(after)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (after / name).read_text() == (before / name).read_text()
+
+
+def test_what_most_layers_have_is_the_default_of_an_imported_recipe(exported: tuple[Path, Path]) -> None:
+    """So that a recipe that extends it changes the attention by a line; layers without an entry are full."""
+    folder = exported[1]
+    config = imported_recipe(folder, folder)
+    entries = json.loads((folder / "config.json").read_text())["moba"]["layers"]
+    attention = build_attention(resolve_layers(config.attention, config.model.layers), config.model.head_width)
+    assert [kind.export_entry() for kind in attention] == entries
+    assert (config.attention.default, config.attention.options_of("moba").topk) == ("moba", SPARSE["topk"])
+    others = {layer: entry for layer, entry in enumerate(entries) if entry["kind"] != "moba"}
+    assert config.attention.overrides == others
+    assert imported_recipe(exported[0], folder).attention.overrides == {}
+
+
+def test_transformers_reads_it_as_an_ordinary_model(exported: tuple[Path, Path]) -> None:
+    """Its own code, its own full attention: the logits of the model that was imported."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = random_tokens(LENGTH)[None]
+    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in exported]
+    with torch.no_grad():
+        first, second = (model(tokens).logits for model in models)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert type(models[0]) is type(models[1])
+
+
+def with_moba(folder: Path, moba: dict[str, Any] | None = None, decode: Any = "full") -> Any:
+    """The exported model in transformers with our attention; `moba` replaces the options of its MoBA layers."""
+    from transformers import AutoModelForCausalLM
+
+    register(decode)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="moba").eval()
+    if moba is not None:
+        model.config.moba = {"layers": [{"kind": "moba", **moba}] * len(model.config.moba["layers"])}
+    return model
+
+
+def test_transformers_runs_it_with_moba(exported: tuple[Path, Path]) -> None:
+    """Our model's logits with the layers of config.json, and full attention's where every block is selected."""
+    tokens = random_tokens(LENGTH)
+    model = with_moba(exported[1])
+    layers = [parse_layer(entry) for entry in model.config.moba["layers"]]
+    assert [layer.kind for layer in layers] == ["moba", "moba", "full"]
+    expected = logits(our_model(exported[0], build_attention(layers, model.model.layers[0].self_attn.head_dim)), tokens)
+    full = logits(our_model(exported[0]), tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens[None]).logits[0], expected, rtol=0, atol=1e-5)
+        assert (full - expected).abs().max() > 1e-3
+        dense = with_moba(exported[1], DENSE)(tokens[None]).logits[0]
+    torch.testing.assert_close(dense, full, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("decode", ["full", "own"])
+def test_padding_and_cache_change_nothing(exported: tuple[Path, Path], decode: str) -> None:
+    """A padded batch generates what each prompt alone generates; with `own` attention of new tokens, what one
+    pass over the complete text predicts."""
+    model = with_moba(exported[1], SPARSE, decode)
+    prompts = [random_tokens(count) for count in (90, 61)]
+    width = max(map(len, prompts))
+    batch, mask = torch.zeros(2, 2, width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        batch[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(batch, attention_mask=mask, **options)[:, width:]
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)[0]
+        assert together[row].tolist() == alone[len(prompt) :].tolist()
+        if decode == "own":
+            with torch.no_grad():
+                again = model(alone[None]).logits[0].argmax(-1)
+            assert again[len(prompt) - 1 : -1].tolist() == alone[len(prompt) :].tolist()
+
+
+def test_the_former_name_of_own_decoding_is_refused() -> None:
+    former: Any = "moba"
+    with pytest.raises(ValueError, match="is called 'own' now"):
+        register(former)
+
+
+def test_a_model_without_moba_entry_says_how_to_get_one(exported: tuple[Path, Path]) -> None:
+    model = with_moba(exported[0])
+    with pytest.raises(ValueError, match="moba-to-hf"):
+        model(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_a_shape_that_transformers_cannot_load_is_refused() -> None:
+    """Its Llama alone wants heads that divide the width, even where config.json gives the width of a head."""
+    from transformers import AutoConfig
+
+    shape = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "layers": 1, "heads": 5, "kv_heads": 5}
+    model = ModelConfig.model_validate(shape | {"head_dim": 8})
+    with pytest.raises(
+        CheckpointError, match=r"model\.heads: given 5; allowed .* a divisor of model\.hidden_size \(48\)"
+    ):
+        hf_config(model, model.rope, 256, "float32")
+    for change in ({"qk_norm": True}, {"qkv_bias": True}, {"heads": 6, "kv_heads": 6}):
+        AutoConfig.for_model(**hf_config(model.model_copy(update=change), model.rope, 256, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"), [("out", "not empty"), ("out/config.json", "is a file"), ("out/config.json/new", "written")]
+)
+def test_a_place_that_cannot_be_a_new_folder_is_refused(exported: tuple[Path, Path], output: str, message: str) -> None:
+    folder = exported[1].parent
+    with pytest.raises(CheckpointError, match=f"{output}: .*{message}"):
+        export_to_hf(open_checkpoint(folder / "run"), folder / output, torch.float32, shard_bytes=40_000)
+
+
+def test_an_interrupted_export_leaves_nothing(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(folder: Path, *_: object) -> None:
+        (folder / "part-00000.safetensors").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moba_train.tools.convert.hf.write_safetensors", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export_to_hf(open_checkpoint(exported[1].parent / "run"), tmp_path / "new", torch.float32, shard_bytes=40_000)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_tensor_that_the_index_lacks_is_named_and_nothing_is_exported(
+    exported: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Memory that no one has written would be exported in its place."""
+    shutil.copytree(exported[1].parent / "run", tmp_path / "run")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    index = json.loads((checkpoint / CHECKPOINT_INDEX).read_text())
+    del index["tensors"]["model.blocks.1.attention.o_proj.weight"]
+    (checkpoint / CHECKPOINT_INDEX).write_text(json.dumps(index))
+    content = json.loads((checkpoint / "manifest.json").read_text())
+    content["files"][CHECKPOINT_INDEX] = hash_file(checkpoint / CHECKPOINT_INDEX)
+    (checkpoint / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attention\.o_proj\.weight is not in its index"):
+        export_to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", torch.float32, shard_bytes=40_000)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bfloat16_halves_the_file(exported: tuple[Path, Path], tmp_path: Path) -> None:
+    export_to_hf(open_checkpoint(exported[1].parent / "run"), tmp_path / "half", torch.bfloat16, shard_bytes=2**30)
+    (file,) = (tmp_path / "half").glob("*.safetensors")
+    halves, wholes = load_file(file), tensors(exported[1])
+    assert all(torch.equal(halves[name], wholes[name].bfloat16()) for name in wholes)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["vocab_size"] == VOCAB
+
+
+def test_weights_that_a_dtype_cannot_hold_are_refused_by_name(
+    exported: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 would make infinity of them without a word."""
+    read = CheckpointReader.read
+    monkeypatch.setattr(CheckpointReader, "read", lambda reader, name: read(reader, name) + 70_000 * ("embed" in name))
+    saved = open_checkpoint(exported[1].parent / "run")
+    said = r"--dtype float16: embedding\.weight has values up to 7000\d(\.\d+)?; allowed: at most 65504; take bfloat16"
+    with pytest.raises(CheckpointError, match=said):
+        export_to_hf(saved, tmp_path / "half", torch.float16, shard_bytes=2**30)
+    assert not (tmp_path / "half").exists()
+    export_to_hf(saved, tmp_path / "bfloat16", torch.bfloat16, shard_bytes=2**30)

@@ -1,0 +1,96 @@
+"""Rotary embeddings go to a `config.json` and back without a change, and are read as transformers reads them."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from moba_train.config.model import RopeConfig
+from moba_train.errors import CheckpointError
+from moba_train.hf.config import hf_length, hf_rope, read_rope
+from moba_train.model.rope import attention_factor, rope_frequencies
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 8192, "beta_fast": 24.0, "beta_slow": 2.0}
+LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        (RopeConfig(theta=5e5), None),
+        (RopeConfig(kind="pi", theta=5e5, factor=4), {"rope_type": "linear", "factor": 4.0}),
+        (
+            RopeConfig(kind="yarn", theta=5e5, factor=4, original_seq_len=8192, beta_fast=24, beta_slow=2),
+            {"rope_type": "yarn", **YARN},
+        ),
+        (RopeConfig(kind="llama3", theta=5e5, factor=8, original_seq_len=8192), {"rope_type": "llama3", **LLAMA3}),
+    ],
+    ids=lambda value: value.kind if isinstance(value, RopeConfig) else "",
+)
+def test_a_config_says_what_the_recipe_does(rope: RopeConfig, scaling: dict[str, object] | None) -> None:
+    written = hf_rope(rope)
+    assert written == {"rope_theta": 5e5, "rope_scaling": scaling}
+    read = read_rope(written)
+    assert (read, read.fast_turns) == (rope.model_copy(update={"beta_fast": read.beta_fast}), rope.fast_turns)
+
+
+@pytest.mark.parametrize(("trained", "written"), [(8192, 32768), (32768, 32768), (65536, 65536)])
+def test_a_yarn_model_has_the_length_that_yarn_extends_it_to(trained: int, written: int) -> None:
+    """transformers 4 divides it by the original length, and takes that for the factor; in the last case, of longer
+    training, that is another one."""
+    rope = RopeConfig(kind="yarn", theta=5e5, factor=4, original_seq_len=8192)
+    assert hf_length(rope, trained) == written
+    assert hf_length(RopeConfig(theta=5e5), trained) == trained
+
+
+SHORT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
+        {"rope_scaling": SHORT_YARN, "original_max_position_embeddings": 32},
+        {"rope_scaling": SHORT_YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_scaling": SHORT_YARN | {"factor": 1, "mscale": 2.0, "mscale_all_dim": 1.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_theta": 1e3},
+    ],
+    ids=[
+        "length of the model",
+        "length outside",
+        "length outside and inside",
+        "both sections",
+        "factor 1",
+        "two bases",
+    ],
+)
+def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    common = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**common, **copy.deepcopy(config)))
+    ours = read_rope(common | config)
+    torch.testing.assert_close(rope_frequencies(ours, 8).float(), theirs.inv_freq)
+    assert attention_factor(ours) == pytest.approx(theirs.attention_scaling)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ("linear", "rope_scaling is 'linear', allowed: an object"),
+        ({"rope_type": ["yarn"]}, r"rope_scaling\.rope_type is \['yarn'\], allowed: default, linear, yarn, llama3"),
+        ({"rope_type": "linear"}, r"rope_scaling\.factor is missing"),
+        ({"rope_type": "yarn", "factor": 2.0}, r"rope_scaling\.original_max_position_embeddings is missing"),
+        ({"rope_type": "linear", "factor": 0.5}, r"rope_scaling\.factor: given 0\.5; allowed: number >= 1"),
+        ({**SHORT_YARN, "beta_fast": 0}, r"rope_scaling\.beta_fast: given 0; allowed: number > 0"),
+        ({**SHORT_YARN, "rope_theta": 0}, r"rope_scaling\.rope_theta: given 0; allowed: number > 1"),
+        ({**SHORT_YARN, "factor": 1, "attention_factor": 1.3}, r"attention_factor is 1\.3, allowed: 1\.0 or none"),
+        ({**SHORT_YARN, "attention_factor": float("nan")}, "attention_factor is nan"),
+    ],
+)
+def test_what_cannot_be_used_is_named_with_its_place_in_the_config(scaling: object, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        read_rope({"rope_scaling": scaling})

@@ -1,0 +1,168 @@
+"""A Hugging Face folder from elsewhere cannot name files outside of it, nor end a command without a message."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from typer.testing import CliRunner
+
+from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError
+from moba_train.foreign_files import ROOTS
+from moba_train.hf.config import read_layers, read_model_config
+from moba_train.hf.weights import hf_name, parameter_shapes
+from moba_train.tools.cli import app
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small Llama with a tokenizer, and a secret beside it."""
+    monkeypatch.delenv(ROOTS, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").write_text("secret")
+    model = tmp_path / "hf"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    Tokenizer(BPE()).save(str(model / "tokenizer.json"))
+    weights = {hf_name(name): torch.randn(shape) for name, shape in parameter_shapes(read_model_config(model)).items()}
+    save_file(weights, model / "model.safetensors")
+    return model
+
+
+def convert(*arguments: str | Path) -> str:
+    """Output of `moba-train convert`, with its exit code in front."""
+    done = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return f"{done.exit_code} {done.output}"
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "tokenizer.json", "config.json", "model.safetensors"])
+def test_import_neither_copies_nor_reads_what_a_link_leads_to(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../secret")
+    said = convert("hf-to-moba", folder, folder.parent / "out")
+    assert said.startswith("2 error: ")
+    assert f"{name}: leads to {folder.parent / 'secret'}, outside of {folder}" in said
+    assert not (folder.parent / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_at_once(folder: Path, name: str) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / name).write_text("{")
+    said = convert("hf-to-moba", folder, folder.parent / "out")
+    assert said.startswith(f"2 error: {folder / name} is not a readable ")
+    assert not (folder.parent / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_import_does_not_wait_for_a_pipe(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert "is a named pipe; allowed: a regular file" in convert("hf-to-moba", folder, folder.parent / "out")
+
+
+def test_weights_may_be_links_inside_the_folder_and_below_allowed_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder.parent / "store").mkdir()
+    (folder / "model.safetensors").rename(folder.parent / "store/w")
+    (folder / "model.safetensors").symlink_to("../store/w")
+    assert f"{ROOTS}={folder.parent / 'store'}" in convert("hf-to-moba", folder, folder.parent / "out")
+    monkeypatch.setenv(ROOTS, str(folder.parent / "store"))
+    assert convert("hf-to-moba", folder, folder.parent / "out").startswith("0 ")
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "tokenizer.json"])
+def test_export_does_not_copy_what_a_link_leads_to(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint's recipe names a tokenizer below the working folder."""
+    out = folder.parent / "work"
+    out.mkdir()
+    assert convert("hf-to-moba", folder, out / "imported").startswith("0 ")
+    monkeypatch.chdir(out)
+    (out / "imported" / name).unlink(missing_ok=True)
+    (out / "imported" / name).symlink_to(folder.parent / "secret")
+    said = convert("moba-to-hf", out / "imported", out / "exported")
+    assert said.startswith("2 error: ")
+    assert f"{name}: leads to {folder.parent / 'secret'}, outside of {out}" in said
+    assert not (out / "exported").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers: given 1000000000; allowed: integer >= 1 and <= 10000"),
+        ("vocab_size", 10**18, "vocab_size: given 1000000000000000000; allowed: integer >= 2 and <= 16777216"),
+        ("num_attention_heads", 10**9, "num_attention_heads: given 1000000000; allowed: integer >= 1 and <= 65536"),
+        ("head_dim", 10**9, "head_dim: given 1000000000; allowed: integer >= 2 and <= 16777216"),
+        ("rope_theta", 10**400, "json: rope_theta: given 1"),
+        ("tie_word_embeddings", "both", "tie_word_embeddings: given 'both'; allowed: true | false"),
+        ("max_position_embeddings", 10**30, "max_position_embeddings is 1" + "0" * 30 + "; allowed: integer >= 1"),
+        ("max_position_embeddings", "x", "max_position_embeddings is 'x'; allowed: integer >= 1"),
+        ("moba", {"layers": [{"kind": "full"}] * 3}, "allowed: {'layers': a list of at most 2 entries}"),
+        ("moba", [1], "allowed: {'layers': a list of at most 2 entries}"),
+        ("layer_types", 3, "layer_types has 3"),
+    ],
+)
+def test_numbers_of_a_config_are_bounded_by_key(folder: Path, key: str, value: object, said: str) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {key: value}))
+    found = convert("hf-to-moba", folder, folder.parent / "out")
+    assert found.startswith("2 error: ")
+    assert said in found
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_deep_json_is_an_error_with_a_message(folder: Path, name: str) -> None:
+    (folder / name).write_text("[" * 100_000)
+    said = convert("hf-to-moba", folder, folder.parent / "out")
+    assert said.startswith("2 error: ")
+    assert f"{name}: " in said
+    assert "nested too deeply" in said
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = [
+    *CONFIG,
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "moba",
+    "layer_types",
+    "tie_word_embeddings",
+]
+
+
+@given(changes=st.dictionaries(st.sampled_from(KEYS), json_values, max_size=3))
+def test_any_config_gives_a_model_or_an_error(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    with contextlib.suppress(CheckpointError):
+        assert isinstance(read_model_config(folder), ModelConfig)
+        read_layers(folder)

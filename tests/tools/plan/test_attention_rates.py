@@ -1,0 +1,88 @@
+"""Rates of attention are those of the result files, and of the nearest measured layer for all others."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import benchmarks
+from moba_train.attention.registry import KINDS
+from moba_train.config.attention import LayerAttention
+from moba_train.errors import PlanError
+from moba_train.tools.plan.rates import MEASURED, AttentionRate, MeasuredLayer, attention_rate
+
+RESULTS = Path(benchmarks.__file__).parent / "results"
+KERNELS = {"auto": ("flash-attn-4", "flash4"), "cudnn": ("cuDNN", "cudnn"), "flash": ("FlashAttention-2", "flash2")}
+
+
+def layer(kind: str, **options: Any) -> LayerAttention:
+    return LayerAttention(kind, KINDS[kind].Options.model_validate(options))
+
+
+def results(*names: str) -> list[dict[str, Any]]:
+    return [row for name in names for row in json.loads((RESULTS / f"{name}.json").read_text())["results"]]
+
+
+def measured() -> Iterator[MeasuredLayer]:
+    """Every layer of the files that MEASURED could have, under the same names."""
+    for row in results("full-attention-h200"):
+        for backend, (kernel, _) in KERNELS.items():
+            if len(row["lengths"]) == 1:
+                yield timed("full", {"backend": backend}, 128, row["lengths"][0], row["kernels"][kernel])
+    for row in results("attention-gradients-gathered-h200-again"):
+        tokens, block_size, topk = (int(part) for part in re.findall(r"\d+", row["row"]))
+        found = row["gathered" if block_size == 128 else "one pass"]
+        both, backward = (float(found[key]["median"]) for key in ("both_ms", "backward_ms"))
+        forward = {"median": both - backward}
+        options = {"block_size": block_size, "topk": topk}
+        yield timed("moba", options, 128, 1024 * tokens, {"forward_ms": forward, "both_ms": found["both_ms"]})
+    for row in results("attention-h200-877fb6e", "attention-long-blocks-h200", "attention-gluon-h200"):
+        if row["heads"] == 32 and row["documents"] == "" and row["routing"] in ("random", "uniform"):
+            options = {"block_size": row["block_size"], "topk": row["topk"]}
+            yield timed("moba", options, row["head_dim"], row["tokens"], row["columns"]["auto"])
+            for backend, (_, kernel) in KERNELS.items():
+                if kernel in row["columns"]:
+                    found = row["columns"][kernel]
+                    yield timed("full", {"backend": backend}, row["head_dim"], row["tokens"], found)
+    for row in results("mechanisms-h200"):
+        for names in ((), ("mode",), ("block_size", "topk")):
+            if "both_ms" in row and set(names) <= row["options"].keys():
+                yield timed(row["kind"], {name: row["options"][name] for name in names}, 64, row["tokens"], row)
+
+
+def timed(kind: str, options: dict[str, Any], head_dim: int, tokens: int, found: dict[str, Any]) -> MeasuredLayer:
+    times = (float(f"{found[key]['median']:.4g}") for key in ("forward_ms", "both_ms"))
+    return MeasuredLayer(kind, options, head_dim, tokens, *times)
+
+
+def test_every_number_is_that_of_a_result_file() -> None:
+    files = list(measured())
+    assert [row for row in MEASURED if row not in files] == []
+    keys = [(row.kind, str(row.options), row.head_dim, row.tokens) for row in MEASURED]
+    assert len(set(keys)) == len(keys)
+    for before, after in itertools.pairwise(MEASURED):
+        assert before[:3] != after[:3] or before.tokens < after.tokens, "lengths of the same layer ascend"
+
+
+def test_a_rate_is_that_of_the_measured_layer_or_of_the_nearest() -> None:
+    full = attention_rate(layer("full"), 128, 65536)
+    assert full.both == pytest.approx(12 * 32 * 128 * 65536**2 / 2 / 0.208, rel=1e-6)
+    assert full.forward == pytest.approx(4 * 32 * 128 * 65536**2 / 2 / 0.05889, rel=1e-6)
+    assert attention_rate(layer("full", backend="flash4"), 128, 65536) == full
+    assert attention_rate(layer("full", backend="flash"), 128, 65536).both < 0.6 * full.both
+    assert attention_rate(layer("full"), 128, 2**24) == attention_rate(layer("full"), 128, 2**18)
+    fine, coarse = (attention_rate(layer("moba", block_size=size, topk=12), 128, 2**20) for size in (128, 4096))
+    assert coarse.both > 2 * fine.both
+    assert attention_rate(layer("moba", block_size=2048, topk=12), 128, 2**20) == coarse
+    between = attention_rate(layer("full"), 128, 2**14)
+    ends = [attention_rate(layer("full"), 128, 2**13), attention_rate(layer("full"), 128, 2**15)]
+    assert between == pytest.approx(AttentionRate(*(sum(pair) / 2 for pair in zip(*ends, strict=True))))
+
+
+def test_a_kind_that_was_never_measured_is_named() -> None:
+    with pytest.raises(PlanError, match=r"attention kind 'infllm' has no measured time.*: full, moba,.*--gpus N"):
+        attention_rate(layer("infllm"), 128, 8192)

@@ -1,0 +1,238 @@
+"""`moba-train plan --nodes`: the best layouts, the times that choose them, and what is said where there is none."""
+
+import itertools
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from moba_train.attention.registry import KINDS
+from moba_train.config.attention import LayerAttention
+from moba_train.config.load import load_config
+from moba_train.config.mesh import MeshSizes, mesh_sizes
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
+from moba_train.errors import PlanError
+from moba_train.memory.devices import H200, Gpu, local_gpu, named_gpu
+from moba_train.memory.flops import Documents
+from moba_train.parallel.links import LINKS
+from moba_train.resolve.recipe import validate
+from moba_train.tools.cli import app
+from moba_train.tools.plan.layer_time import attention_flops
+from moba_train.tools.plan.layouts import Layout, best_layouts
+from moba_train.tools.plan.rates import RATES
+from moba_train.tools.plan.step_time import Machine, StageStep, predict_step
+
+FOUR = Machine(ranks_per_node=4)
+LARGE = ("model={vocab_size: 32000, hidden_size: 4096, intermediate_size: 14336, layers: 8, heads: 32, kv_heads: 8}",)
+
+
+def documents(config: RunConfig) -> list[Documents]:
+    return [Documents((stage.seq_len,), from_corpora=False) for stage in resolve_stages(config)]
+
+
+def step(config: RunConfig, index: int, sizes: MeshSizes, machine: Machine = FOUR) -> StageStep:
+    stage = resolve_stages(config)[index]
+    parallel = stage.parallel.model_copy(update=sizes._asdict())
+    config = config.model_copy(update={"parallel": parallel})
+    flops = attention_flops(config, stage, documents(config)[index])
+    return predict_step(config, replace(stage, parallel=parallel), sizes, flops, machine)
+
+
+@pytest.fixture
+def search(recipe: Path):
+    """The best layouts of the small recipe with overrides, each checked as `launch` would."""
+
+    def search(*overrides: str, nodes: int = 2, machine: Machine = FOUR, most: int = 100) -> list[Layout]:
+        config = load_config(recipe, overrides)
+        world = nodes * machine.ranks_per_node
+
+        def accept(changes: Sequence[str]) -> None:
+            changed = load_config(recipe, [*overrides, *changes])
+            validate(changed, world, ranks_per_node=machine.ranks_per_node)
+            meshes.append([mesh_sizes(stage.parallel, world) for stage in resolve_stages(changed)])
+
+        meshes: list[list[MeshSizes]] = []
+        found = best_layouts(config, nodes, machine, documents(config), accept, most)
+        assert [[step.mesh for step in layout.stages] for layout in found.best] == meshes
+        return list(found.best)
+
+    return search
+
+
+def test_the_best_layout_is_the_fastest_of_all_that_are_valid(search, recipe) -> None:
+    """Every mesh of 8 ranks is tried here; `search` itself checks that each layout's arguments make its mesh."""
+    found = search()
+    assert [layout.seconds for layout in found] == sorted(layout.seconds for layout in found)
+    assert len({layout.without_copies for layout in found}) == len(found) > 5
+    config = load_config(recipe, ())
+    for index, stage in enumerate(resolve_stages(config)):
+        times = []
+        for values in itertools.product((1, 2, 4, 8), repeat=5):
+            sizes = MeshSizes(*values)
+            changes = [f"parallel.{name}={size}" for name, size in sizes._asdict().items()]
+            if sizes.ranks == 8:
+                try:
+                    validate(load_config(recipe, changes), 8, ranks_per_node=4)
+                except Exception:
+                    continue
+                times.append(step(config, index, sizes).time.seconds)
+        assert min(layout.stages[index].time.seconds for layout in found) == pytest.approx(min(times)), stage.name
+
+
+def test_only_what_fits_the_gpu_is_chosen(search) -> None:
+    everything = search(*LARGE, nodes=1)
+    least = min(layout.largest.activations.memory.total for layout in everything)
+    middle = Gpu("Middle", H200.tflops, 1.2 * least / 0.9)
+    fitting = search(*LARGE, nodes=1, machine=FOUR._replace(gpu=middle))
+    assert 0 < len(fitting) < len(everything)
+    for layout in fitting:
+        assert layout.largest.activations.memory.total <= 0.9 * middle.memory
+    small = Gpu("Small", H200.tflops, least / 2)
+    with pytest.raises(
+        PlanError, match=r"no layout of 4 GPUs fits Small, of which .* GiB are usable; the nearest needs "
+    ):
+        search(*LARGE, nodes=1, machine=FOUR._replace(gpu=small))
+
+
+def test_gpus_that_no_layout_divides_are_refused_with_the_nearest(search) -> None:
+    with pytest.raises(
+        PlanError, match=r"given 3; no layout of 9 GPUs .*: stage 'long' has 8 sequences .*nearest: --nodes 2"
+    ):
+        search("parallel.tp=1", nodes=3, machine=FOUR._replace(ranks_per_node=3))
+
+
+def test_more_nodes_than_there_are_are_refused_without_trying_each_number(search) -> None:
+    with pytest.raises(PlanError, match=r"given 1000000000; no layout of 4000000000 GPUs .*nearest: --nodes 8192"):
+        search(nodes=1_000_000_000)
+
+
+def test_what_cannot_be_predicted_is_said(search) -> None:
+    with pytest.raises(PlanError, match=r"precision.compute: given fp32, whose steps were never measured"):
+        search("precision.compute=fp32")
+    with pytest.raises(PlanError, match="attention kind 'infllm' has no measured time"):
+        search("attention={default: infllm}", "stages.1.attention={}")
+    unmeasured = FOUR._replace(rates=replace(RATES, update_s={"muon": RATES.update_s["muon"]}))
+    with pytest.raises(PlanError, match=r"optim.kind: given adamw, whose update was never measured.*--gpus N"):
+        search(machine=unmeasured)
+
+
+def test_the_parts_of_a_step_follow_the_layout(load) -> None:
+    config = load(*LARGE, "batch_tokens=512K")
+    alone = step(config, 0, MeshSizes())
+    assert alone.time.communication == 0
+    assert (alone.received.node, alone.received.network) == (0, 0)
+    eight = step(config, 0, MeshSizes(dp_shard=8))
+    for part in ("products", "attention", "loss", "optimizer"):
+        assert getattr(eight.time, part) == pytest.approx(getattr(alone.time, part) / 8)
+    assert eight.tokens_per_second == pytest.approx(512 * 1024 / 8 / eight.time.seconds)
+    assert eight.received.network > 0
+    near = step(config, 0, MeshSizes(dp_shard=8), Machine())
+    assert near.received.network == 0 < near.received.node
+    tensor = step(config, 0, MeshSizes(dp_shard=4, tp=2))
+    # 8 transfers a block of half of the rows of all micro-batches of the tp group, in bf16; in each of them half of the
+    # output weight, and of its gradient.
+    blocks = 8 * 8 * (512 * 1024 / 4) * 4096 * 2 / 2
+    assert tensor.traffic["tp"].node == blocks + 512 * 1024 / 4 / 2048 * 2 * 32000 * 4096 * 2 / 2
+    assert tensor.time.tp == pytest.approx(tensor.traffic["tp"].node / 300e9)
+
+
+def test_a_pipeline_waits_for_its_bubble(load) -> None:
+    config = load(*LARGE, "model.vocab_size=64", "batch_tokens=128K", "attention={overrides: {}}")
+    two = step(config, 0, MeshSizes(pp=2, dp_shard=4))
+    count = 16
+    passed_on = two.traffic["pp"].seconds(LINKS)
+    assert two.traffic["pp"].network == 2 * count * 2048 * 4096 * 2
+    parts = ("products", "attention", "loss", "repeated", "tp", "cp")
+    layers = sum(getattr(two.time, part) for part in parts) + two.time.memory
+    assert two.time.pp - passed_on == pytest.approx(layers / count, rel=0.1), "(pp - 1) / m of what is computed"
+
+
+def test_a_pipeline_adds_up_the_gradients_of_whole_weights(load) -> None:
+    """Bytes that grow with the micro-batches are those of layers, and 10 a weight for each after the first. Weights are
+    gathered once."""
+    layout = ("model.vocab_size=64", "parallel.pp_layers=[4,4]")
+    few, many = (
+        step(load(*LARGE, *layout, f"batch_tokens={size}"), 0, MeshSizes(pp=2, dp_shard=4)) for size in ("64K", "128K")
+    )
+    weights = 4 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    once = 2 * few.time.memory - many.time.memory
+    assert once == pytest.approx((4 + 6 - 10 + 6 / 4) * weights / 4e12, rel=0.01)
+
+
+def test_a_slow_network_costs_layouts_that_use_it(load) -> None:
+    config = load(*LARGE)
+    slow = FOUR._replace(links=LINKS._replace(network=1e9))
+    for sizes in (MeshSizes(dp_shard=8), MeshSizes(cp=8), MeshSizes(pp=2, dp_shard=4)):
+        fast_s, slow_s = (step(config, 1, sizes, machine).time.seconds for machine in (FOUR, slow))
+        assert slow_s > 1.2 * fast_s, sizes
+    inside = MeshSizes(dp_replicate=2, dp_shard=4)
+    for sizes in (inside, MeshSizes(dp_shard=8)):
+        gathered = step(config, 1, sizes).traffic["fsdp"].network
+        assert gathered > 0
+    assert (
+        step(config, 1, inside).traffic["fsdp"].network < step(config, 1, MeshSizes(dp_shard=8)).traffic["fsdp"].network
+    )
+
+
+def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
+    for name, peak, bandwidth in (("b200", 2250 / 989, 8 / 4.8), ("h100", 1, 3.35 / 4.8), ("l40s", 362 / 989, 0.18)):
+        scaled = RATES.scaled_to(named_gpu(name))
+        assert scaled.products / RATES.products == pytest.approx(peak)
+        assert scaled.float8_products / RATES.float8_products == pytest.approx(peak)
+        assert scaled.memory / RATES.memory == pytest.approx(bandwidth)
+        assert RATES.update_s["adamw"] / scaled.update_s["adamw"] == pytest.approx(bandwidth)
+        assert RATES.update_s["muon"] / scaled.update_s["muon"] == pytest.approx(peak)
+        for kind, options, speed in (
+            ("full", {}, peak),
+            ("moba", {"block_size": 4096}, peak),
+            ("moba", {"block_size": 64}, bandwidth),
+        ):
+            layer = LayerAttention(kind, KINDS[kind].Options.model_validate(options))
+            assert scaled.attention_speed(layer) == pytest.approx(speed * RATES.attention), (name, layer)
+    assert RATES.scaled_to(H200) == RATES.scaled_to(Gpu("Unknown", None, 1e9)) == RATES
+
+
+def test_this_machines_gpu_has_the_bandwidth_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30, major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _index: found)
+    assert local_gpu() == Gpu("NVIDIA H100 80GB HBM3", 989, 79 * 2**30, 3.35e12, (9, 0))
+    found.name, found.major, found.minor = "NVIDIA GeForce GTX 1080", 6, 1
+    assert local_gpu() == Gpu("NVIDIA GeForce GTX 1080", None, 79 * 2**30, None, (6, 1))
+
+
+def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: Path) -> None:
+    def plan(*arguments: str):
+        return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(recipe), "--no-data", *arguments])
+
+    done = plan("--nodes", "2", "--gpus-per-node", "4", "--network", "200", "--gpu", "h200")
+    assert done.exit_code == 0, done.output
+    assert "8 GPUs: 2 nodes of 4 H200, 200 Gbit/s a GPU between nodes" in done.output
+    for part in ("tokens/s/GPU", "from the network", "all times are predictions", "matrix products"):
+        assert part in done.output, part
+    lines = re.findall(r"^  \d\. (.*?) +# ", done.output, re.MULTILINE)
+    assert len(lines) == 5
+    for arguments in lines[1:3]:
+        again = plan("--gpus", "8", "--gpus-per-node", "4", *shlex.split(arguments))
+        assert again.exit_code == 0, again.output
+    both = plan("--nodes", "2", "--gpus", "8")
+    assert both.exit_code == 2
+    assert "--nodes and --gpus: given both" in both.stderr
+
+
+def test_exchanged_gradients_are_half_the_bytes(load) -> None:
+    """Beside one gather of the ends and two of the blocks, in bf16."""
+    sizes = MeshSizes(dp_shard=8)
+    summed, exchanged = (
+        step(load(*LARGE, f"parallel.gradient_transport={given}"), 1, sizes)
+        for given in ("reduce_scatter", "all_to_all")
+    )
+    saved = summed.traffic["fsdp"].network - exchanged.traffic["fsdp"].network
+    gathers_of_all = summed.traffic["fsdp"].network - 2 * saved
+    assert 0 < saved < gathers_of_all < 2 * saved

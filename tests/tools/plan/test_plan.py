@@ -1,0 +1,195 @@
+"""Plans of recipes: memory, time, tables."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from moba_train.config.base import format_duration
+from moba_train.config.mesh import MeshSizes
+from moba_train.config.schema import RunConfig
+from moba_train.errors import ConfigError
+from moba_train.memory.devices import peak_tflops
+from moba_train.memory.plan import make_plan
+from moba_train.tools.plan.render import print_plan
+
+LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "layers": 32, "heads": 32}
+
+
+def config(**changes) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "demo",
+            "run_dir": "runs/demo",
+            "model": {**LLAMA_8B, "kv_heads": 8},
+            "data": {"train": [{"path": "a"}]},
+            "batch_tokens": "1M",
+            "stages": [
+                {"name": "short", "seq_len": "8K", "tokens": "1B", "attention": {"default": "full"}},
+                {"name": "long", "seq_len": "128K", "tokens": "1B", "attention": {"full_layers": "last:3"}},
+            ],
+            **changes,
+        }
+    )
+
+
+def test_a_plan_adds_up():
+    plan = make_plan(config(parallel={"dp_replicate": 2}), world_size=8, peak_tflops=989, mfu=0.4)
+    short, long = plan.stages
+    assert short.mesh == long.mesh == MeshSizes(dp_replicate=2, dp_shard=4)
+    assert (short.accumulation, long.accumulation) == (16, 1)
+    assert short.tokens == short.stage.steps * 2**20 >= 10**9
+    assert short.seconds == pytest.approx(short.dense_flops * short.tokens / (8 * 989e12 * 0.4))
+    assert long.real_flops < long.dense_flops
+    assert plan.seconds == short.seconds + long.seconds
+
+
+def test_context_parallelism_divides_activations_and_costs_communication():
+    alone = make_plan(config(activation_checkpointing="full"), 16, 989, 0.4).stages[1]
+    cp_recipe = {"parallel": {"cp": 8}, "activation_checkpointing": "full"}
+    short, long = make_plan(config(**cp_recipe), 16, 989, 0.4).stages
+    tables = io.StringIO()
+    assert long.mesh == MeshSizes(dp_shard=2, cp=8)
+    assert long.memory.parameters == alone.memory.parameters
+    assert long.context.cost.memory_bytes > short.context.cost.memory_bytes > 0
+    assert long.accumulation == 4
+    assert long.context is not None
+    assert long.context.strategy.node_size == 8
+    assert long.context.cost.network_bytes == 0
+    moba, full = long.stage.attention[0], long.stage.attention[-1]
+    assert long.context.attention_seconds[full] > long.context.attention_seconds[moba]
+    assert 0 <= long.context.exposed_seconds(full) <= long.context.exposed_seconds(moba)
+    assert long.seconds > alone.seconds
+
+    across = make_plan(config(**cp_recipe), 16, 989, 0.4, ranks_per_node=4)
+    context = across.stages[1].context
+    assert context is not None
+    assert context.strategy.transport == "hierarchical"
+    assert context.cost.network_bytes > 0
+    print_plan(across, Console(file=tables, width=100))
+    for part in ("dp_shard 2 x cp 8", "hierarchical", "400 Gbit/s", "auto takes", "exposed communication", "transport"):
+        assert part in tables.getvalue(), part
+
+
+def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_communication():
+    alone = make_plan(config(batch_tokens="2M"), 16, 989, 0.4).stages[0]
+    plan = make_plan(config(batch_tokens="2M", parallel={"tp": 8, "dp_replicate": 2}), 16, 989, 0.4)
+    tables = io.StringIO()
+    sharded = plan.stages[0]
+    assert sharded.mesh == MeshSizes(dp_replicate=2, tp=8)
+    assert sharded.memory.parameters == pytest.approx(4 * 8_030_261_248 / 8)
+    assert sharded.memory.moment == alone.memory.moment == "loss"
+    # The gathered inputs of the projections, 2 x 4096 numbers a token, are on all ranks.
+    gathered = 32 * 2 * 2 * 4096 * 8192
+    assert sharded.memory.activations - gathered == pytest.approx((alone.memory.activations - gathered) / 8)
+    row = 2 * 4096  # bf16: a token's input of the loss, or its gradient
+    weight = 2 * 128256 * 4096
+    assert alone.memory.working == 12 * 4096 * 128256 + 2 * 4096 * row + 8192 * row + weight
+    assert sharded.memory.working == 2 * (1024 * row + weight)  # a single chunk, whose gradients are scaled
+    # A micro-batch of 8192 rows: 8 transfers of 7/8 of 64 MiB in each of 32 layers, at 300 GB/s.
+    # The output weight and its gradient, 7/8 of each, come on top.
+    received = 7 / 8 * (32 * 8 * 2**26 + 2 * weight)
+    assert sharded.tensor_seconds == pytest.approx(sharded.accumulation * received / 300e9)
+    assert sharded.seconds == pytest.approx(alone.seconds + sharded.stage.steps * sharded.tensor_seconds)
+    print_plan(plan, Console(file=tables, width=100))
+    for part in ("dp_shard 1 x tp 8", "tp's communication"):
+        assert part in tables.getvalue(), part
+
+    both = make_plan(config(parallel={"tp": 2, "cp": 8}), 16, 989, 0.4).stages[1].context
+    assert both is not None
+    assert (both.strategy.ranks, both.strategy.node_size) == (8, 4), (
+        "a node's 8 GPUs hold 4 of a context group's 8 ranks"
+    )
+
+
+def test_moba_layers_of_several_sizes_take_their_own_time():
+    def attention_seconds(**options) -> list[float]:
+        found = make_plan(config(parallel={"cp": 8}, attention=options), 16, 989, 0.4).stages[1]
+        return [found.context.attention_seconds[layer] for layer in found.stage.attention]
+
+    mixed = attention_seconds(moba={"block_size": 512, "topk": 3}, overrides={0: {"topk": 12}})
+    few, many = (attention_seconds(moba={"block_size": 512, "topk": topk}) for topk in (3, 12))
+    assert mixed == [many[0], *few[1:]] != few
+
+
+@pytest.mark.parametrize(
+    ("attention", "names"),
+    [
+        ({"overrides": {0: {"kind": "full"}}}, ["full", "moba"]),
+        (
+            {"overrides": {0: {"block_size": 1024}, 1: {"topk": 5}}, "moba": {"block_size": 512, "topk": 3}},
+            [
+                "moba (block_size 1024, topk 3)",
+                "moba (block_size 512, topk 5)",
+                "moba (block_size 512, topk 3)",
+                "full",
+            ],
+        ),
+        (
+            {"default": "moa", "moa": {"max_length": "128K"}, "overrides": {5: {"alpha": [64] * 16 + [128] * 16}}},
+            ["moa (in layers 0-4, 6-28)", "moa (in layer 5)", "full"],
+        ),
+    ],
+)
+def test_attentions_of_one_kind_are_told_apart(attention, names):
+    text = io.StringIO()
+    print_plan(make_plan(config(parallel={"cp": 8}, attention=attention), 16, 989, 0.4), Console(file=text, width=400))
+    (row,) = (line for line in text.getvalue().splitlines() if line.startswith("│ attention, ms"))
+    cell = row.split("│")[-2]
+    assert [name.strip(" ,") for name in re.split(r"\d+\.\d\d", cell) if name.strip()] == names
+
+
+def test_a_layout_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="dp_replicate"):
+        make_plan(config(parallel={"dp_replicate": 3}), world_size=8, peak_tflops=989, mfu=0.4)
+
+
+def test_the_tables_show_every_stage_and_part():
+    text = io.StringIO()
+    print_plan(make_plan(config(), 8, 989, 0.4), Console(file=text, width=100))
+    for part in (
+        "8,030,261,248",
+        "short",
+        "long",
+        "29 moba, 3 full",
+        "1,048,576",
+        "dense causal",
+        "real FLOPs count one document per sequence: corpora not found",
+        "activations",
+        "hours",
+    ):
+        assert part in text.getvalue(), part
+
+
+def test_a_stage_with_until_is_planned_from_its_tokens_to_its_maximum():
+    until = {"trailing_loss_recovered": {"tolerance": 0.01}, "max_tokens": "4B"}
+    prolonged = {"name": "activate", "seq_len": "8K", "tokens": "1B", "until": until}
+    plan = make_plan(config(stages=[prolonged]), 8, 989, 0.4)
+    text = io.StringIO()
+    assert plan.stages[0].tokens == pytest.approx(4e9, rel=1e-3)
+    print_plan(plan, Console(file=text, width=100))
+    for part in ("1B to 4B", "954 to 3,815", "at most"):
+        assert part in text.getvalue(), part
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peak_rates_by_the_names_cuda_gives(name, rate):
+    assert peak_tflops(name) == rate
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5, "5.0 seconds"), (90, "1.5 minutes"), (7200, "2.0 hours"), (1e6, "11.6 days")]
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text

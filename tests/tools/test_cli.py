@@ -1,0 +1,152 @@
+"""`moba-train` as users meet it: fast help, exit codes, messages without tracebacks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from moba_train.config.load import load_config
+from moba_train.environment import OPTIONAL_PACKAGES, import_problem
+from moba_train.tools.cli import app
+from moba_train.tools.cli_options import table_console
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs/models/tiny.yaml"
+runner = CliRunner()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"extends: {os.path.relpath(TINY, tmp_path)}\n"
+        "name: demo\nrun_dir: runs/demo\ndata: {train: [{path: corpus}]}\nbatch_tokens: 64K\n"
+        "stages: [{name: only, seq_len: 4K, tokens: 1M}]\n"
+    )
+    return path
+
+
+def test_help_starts_at_once_without_heavy_imports():
+    program = (
+        "import sys\nsys.argv = ['moba-train', '--help']\nfrom moba_train.tools.cli import app\n"
+        "try:\n    app()\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "heavy = {'torch', 'pydantic', 'numpy'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    times = []
+    for _ in range(3):  # of processor time, the least of three: this machine may be busy with other things
+        before = os.times()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        after = os.times()
+        times.append(sum(after[2:4]) - sum(before[2:4]))  # of children
+        assert done.returncode == 0, done.stderr
+        assert "plan" in done.stdout
+    assert min(times) < 0.5
+
+
+def test_plan_prints_the_layout_and_what_it_costs(recipe):
+    done = runner.invoke(
+        app, ["plan", str(recipe), "stages.0.tokens=2M", "--gpus", "4", "--tflops", "989", "--no-data"]
+    )
+    assert done.exit_code == 0, done.output
+    for part in ("4 GPUs: dp_replicate 1 x dp_shard 4", "1,311,872", "65,536", "4 moba", "dense causal", "optimizer"):
+        assert part in done.output, part
+
+
+def test_a_users_mistake_is_a_message_and_exit_code_2(recipe):
+    done = runner.invoke(app, ["plan", str(recipe), "model.kv_heads=3", "--gpus", "5", "--no-data"])
+    assert done.exit_code == 2
+    assert "error: 2 problems in the configuration" in done.stderr
+    assert "model.kv_heads: given 3" in done.stderr
+    assert "5 data-parallel ranks" in done.stderr
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (["plan", "recipe.yaml", "--gpus", "0"], "0"),
+        (["plan", "recipe.yaml", "--mfu", "nan"], "nan"),
+        (["plan", "recipe.yaml", "--tflops", "inf"], "inf"),
+        (["plan", "recipe.yaml", "--network", "inf"], "inf"),
+        (["plan", "recipe.yaml", "--gpu", ""], "''"),
+        (["convert", "moba-to-hf", "run", "new", "--shard-gib", "inf"], "inf"),
+        (["generate", "run", "--prompt", "x", "--seed", "99999999999999999999"], "99999999999999999999"),
+        (["generate", "run", "--prompt", "x", "--max-new-tokens", "1000000000000"], "1000000000000"),
+        (["convert", "moba-to-hf", "run", "new", "--dtype", "float8"], "float8"),
+    ],
+)
+def test_a_value_out_of_range_is_named_once(arguments, given):
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 2
+    assert done.stderr.count(f"given {given}; ") == 1 or f"{given} is not in the range" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["eval", "fit-scaling"])
+def test_a_file_in_place_of_an_output_folder_is_refused_before_the_work(tmp_path, command):
+    (tmp_path / "file").touch()
+    for output in ("file", "file/inside"):
+        done = runner.invoke(app, [command, str(tmp_path), "--output", str(tmp_path / output)], env={"COLUMNS": "500"})
+        assert done.exit_code == 2
+        assert (
+            f"--output: given {tmp_path / output}; allowed: a folder, and {tmp_path / 'file'} is a file" in done.stderr
+        )
+
+
+def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
+    monkeypatch.setattr("moba_train.memory.plan.make_plan", lambda *_, **__: 1 / 0)
+    assert isinstance(runner.invoke(app, ["plan", str(recipe), "--no-data"]).exception, ZeroDivisionError)
+
+
+def test_config_prints_yaml_that_loads_back(recipe, tmp_path):
+    done = runner.invoke(app, ["config", str(recipe), "seed=7"])
+    assert done.exit_code == 0
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(done.output)
+    assert load_config(resolved) == load_config(recipe, ["seed=7"])
+    assert yaml.safe_load(done.output)["model"]["hidden_size"] == 128
+
+
+def test_schema_prints_json():
+    done = runner.invoke(app, ["schema"])
+    assert json.loads(done.output)["title"] == "RunConfig"
+
+
+def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("moba_train.environment.import_problem", lambda features: "ModuleNotFoundError: gone")
+    done = runner.invoke(app, ["env"], env={"COLUMNS": "300"})
+    assert done.exit_code == 0
+    for package in OPTIONAL_PACKAGES:
+        assert package.name in done.output
+        assert package.gives in done.output
+        assert package.install in done.output
+
+
+def test_env_lists_only_packages_that_something_imports():
+    sources = [*ROOT.glob("moba_train/**/*.py"), *ROOT.glob("data_tools/**/*.py")]
+    text = "".join(path.read_text() for path in sources if path.name != "environment.py")
+    for package in OPTIONAL_PACKAGES:
+        for module, _ in package.features:
+            imported = module if module.startswith("torch.") else module.split(".")[0]
+            assert re.search(rf'(from |import |import_module\("|"){re.escape(imported)}\b', text), package.name
+
+
+def test_packages_are_probed_by_what_they_can_do(tmp_path, monkeypatch):
+    (tmp_path / "apexlike.py").write_text("")
+    (tmp_path / "broken.py").write_text("raise OSError('libcudart.so.13 is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_problem([("json", "dumps")]) == ""
+    assert "AttributeError" in import_problem([("json", "dumps"), ("apexlike", "FusedAdam")])
+    assert "libcudart.so.13" in import_problem([("broken", "x")])
+    assert "ModuleNotFoundError" in import_problem([("absent_package", "x")])
+
+
+def test_brackets_in_names_and_paths_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich would take them for its markup and leave them out."""
+    table_console().print("stage long: corpus /data/[old]/one")
+    assert capsys.readouterr().out == "stage long: corpus /data/[old]/one\n"
