@@ -39,8 +39,8 @@ from moba_train.parallel.world import broadcast
 logger = logging.getLogger(__name__)
 
 RANKS_APART = timedelta(minutes=30)
-"""How long a rank that has written its part of a checkpoint waits for the others before the save counts as failed. Not
-`parallel.timeout`, which limits steps: the slowest disk may take longer than that, and training does not wait."""
+"""Time for which a rank that has written its part of a checkpoint waits for the others, before the save counts as
+failed. Not `parallel.timeout`, which limits steps: the slowest disk may take longer, and training does not wait."""
 
 MOST_NAMED = 20
 """Tensors with NaN or infinite values that a meta names."""
@@ -51,11 +51,11 @@ class Saved(NamedTuple):
 
     step: int
     seconds: float
-    """In the background."""
+    """Seconds in the background."""
     folder: Path
     """The one of the places that it was published in."""
     problem: str | None
-    """Why it is not in the first place; None if it is."""
+    """Reason that it is not in the first place; None if it is."""
     not_finite: list[str]
     """Names of tensors that hold NaN or infinite values."""
     check_s: float
@@ -97,7 +97,7 @@ class Checkpointer:
     ) -> None:
         self.last_error: str | None = None
         self.errors: list[str] = []
-        """What `last_error` has been, oldest first: a save may fail before anyone has read how the one before ended."""
+        """Texts that `last_error` has had, oldest first: a save may fail before the error of the last one was read."""
         self.saves: list[Saved] = []
         """The good saves, oldest first: the next may end before anyone has read how this one did."""
         self.failed_saves = 0

@@ -30,9 +30,9 @@ RETRY_DELAYS_S = (0.1, 0.3, 0.6)
 NOT_REGULAR = "not a regular file; links and folders have no place in a checkpoint"
 
 PART_BYTES = 2**30
-"""How much there is to do for each thread, on average at least."""
+"""Least work of a thread, on average."""
 MOST_THREADS = 4
-"""How many pay is not known; training goes on beside those that write."""
+"""Most threads of a rank. More were not tried; training goes on beside those that write."""
 
 
 class UnreadableError(CheckpointError):
@@ -77,7 +77,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def is_missing(path: Path, error: OSError) -> bool:
-    """Whether a file whose reading ended in `error` does not exist: its folder can be read and does not list it."""
+    """True if a file whose reading ended in `error` does not exist: its folder can be read and does not list it."""
     if not isinstance(error, FileNotFoundError):
         return False
     try:
@@ -87,7 +87,7 @@ def is_missing(path: Path, error: OSError) -> bool:
 
 
 def try_all(keys: Iterable[K], action: Callable[[K], T], threads: int = 1) -> tuple[dict[K, T], dict[K, OSError]]:
-    """Calls `action` with each key, in so many threads, and again with those for which it raised an OSError. Returns
+    """Calls `action` with each key, in this many threads, and again with those for which it raised an OSError. Returns
     the results, and the last errors of the others. All keys share the pauses, so a hundred failing files take no longer
     than one."""
 
@@ -121,7 +121,7 @@ def retried(action: Callable[[], T]) -> T:
 
 
 def threads_for(size: int) -> int:
-    """How many threads of this rank work on `size` bytes: at most half of its share of the node's cores."""
+    """Number of threads of this rank for `size` bytes: at most half of its share of the node's cores."""
     machine = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
     share = min(usable, machine // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # ranks may be bound to cores of theirs
@@ -129,7 +129,7 @@ def threads_for(size: int) -> int:
 
 
 def in_threads(action: Callable[[Item], T], items: Sequence[Item], threads: int) -> list[T]:
-    """What `action` returns for each item, in their order, by so many threads.
+    """Call `action` with each item in this many threads, and return the results in the order of the items.
 
     After an error no further item is begun; it is raised, the first in time, once all threads have ended. They do not
     keep a process from ending, whatever they wait for.

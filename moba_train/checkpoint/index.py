@@ -53,7 +53,7 @@ class Chunk(NamedTuple):
 
     file: str
     begin: int
-    """Its first byte in the file."""
+    """First byte in the file."""
     offsets: Sizes
     sizes: Sizes
 
@@ -72,7 +72,7 @@ class Part(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: Sizes
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: Sizes
     sizes: Sizes
 
@@ -88,7 +88,7 @@ class Part(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in a safetensors file: the tensor's, followed by the box unless it is the whole tensor."""
+        """Name in a safetensors file: the tensor's, followed by the box unless it is the whole tensor."""
         if self.sizes == self.shape:
             return self.name
         box = ", ".join(f"{begin}:{begin + size}" for begin, size in zip(self.offsets, self.sizes, strict=True))
@@ -195,7 +195,7 @@ def shown(name: str) -> str:
 
 
 def _is_grid(chunks: Sequence[Chunk], shape: Sizes) -> bool:
-    """Whether the chunks are the cells of a grid over a tensor, each of them once, as the parts of a DTensor are: along
+    """True if the chunks are the cells of a grid over a tensor, each of them once, as the parts of a DTensor are: along
     one axis they are cut alike wherever they lie along the others. They then cover it exactly once.
 
     Sorted, not put into a set: the hash of a tuple of numbers is one that a hostile index can make collide.

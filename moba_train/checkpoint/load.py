@@ -164,13 +164,13 @@ def _fits(saved: SavedTensor, tensor: Tensor) -> bool:
 
 
 class _Overlap(NamedTuple):
-    """What a rank's part of a tensor has in common with a chunk of it."""
+    """Intersection of a rank's part of a tensor with a chunk of it."""
 
     chunk: Chunk
     begin: Sizes
-    """In the chunk."""
+    """Offsets in the chunk."""
     target: Tensor
-    """The same box of the rank's part, a view."""
+    """Box of the rank's part, a view."""
 
     @property
     def rows(self) -> Sizes:
@@ -184,7 +184,7 @@ class _Overlap(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """Whether the rows can be read into the target."""
+        """True if the rows can be read into the target."""
         return self.target.shape == self.rows and self.target.device.type == "cpu" and self.target.is_contiguous()
 
 

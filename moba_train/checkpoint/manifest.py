@@ -128,7 +128,7 @@ def read_manifest(path: Path, version: int = FORMAT_VERSION) -> dict[str, FileEn
 
 
 def format_version(path: Path) -> Any:
-    """What the manifest of checkpoint `path` says its format is. Raises as `read_manifest`."""
+    """Format of checkpoint `path`, by its manifest. Raises as `read_manifest`."""
     return _manifest(path).get("format_version")
 
 
@@ -162,7 +162,7 @@ def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1, version: int = 
 
 
 def unnamed_files(path: Path, files: Mapping[str, FileEntry]) -> list[str]:
-    """What lies in the folder of a checkpoint beside its manifest and the `files` that the manifest names."""
+    """Names in the folder of a checkpoint that are neither its manifest nor `files`, which the manifest names."""
     return sorted({entry.name for entry in path.iterdir()} - files.keys() - {MANIFEST})
 
 

@@ -41,7 +41,7 @@ class SaveGroup:
         self._size = dist.get_world_size(group)
         self._is_lost = False
         self._own_s = 0.0
-        """How long this rank's last action took."""
+        """Seconds that this rank's last action took."""
 
     def reconnect(self, new_group: Callable[[], dist.ProcessGroup]) -> None:
         """Replaces the group by a new one if a collective has failed on any rank; rank 0 then logs which rank was late.

@@ -1,4 +1,4 @@
-"""How a checkpoint becomes visible, and how one is found again. Files and folders only: no torch here.
+"""Publication of a checkpoint, and the search for one. Files and folders only: no torch here.
 
 A checkpoint is written into a hidden folder, `.tmp-step_00000100-<random>`, and ends with `manifest.json`, which names
 every file with its size and SHA-256. Only then is the folder renamed to `step_00000100`, and only after that is the
@@ -36,18 +36,18 @@ _SET_ASIDE = "set-aside-"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 Accept = Callable[[dict[str, Any]], bool]
-"""Whether a checkpoint with this meta is wanted."""
+"""Says if a checkpoint with this meta is wanted."""
 
 logger = logging.getLogger(__name__)
 
 
 def is_good(meta: dict[str, Any]) -> bool:
-    """Whether the run was healthy when it saved: `good` in the meta, true by default."""
+    """True if the run was healthy when it saved: `good` in the meta, true by default."""
     return meta.get("good", True) is True
 
 
 def is_finite(meta: dict[str, Any]) -> bool:
-    """Whether the save found no NaN or infinite value; `not_finite` in the meta names the tensors that hold some."""
+    """True if the save found no NaN or infinite value; `not_finite` in the meta names the tensors that hold some."""
     return not meta.get("not_finite")
 
 

@@ -36,7 +36,7 @@ class Published(NamedTuple):
     folder: Path
     """The one of the places that it is in."""
     problem: str | None
-    """Why it is not in the first place; None if it is."""
+    """Reason that it is not in the first place; None if it is."""
 
 
 class Publisher:

@@ -1,4 +1,4 @@
-"""What became known about checkpoints after they were saved, and which of them stay on disk.
+"""Notes on checkpoints that are written after them, and the choice of those that stay on disk.
 
 Whether a save was healthy is in its meta (`good`), which the manifest's hash covers. What is known only later is in two
 small JSON files beside the checkpoints:
@@ -61,7 +61,7 @@ def read_small_file(path: Path) -> dict[str, Any]:
 
 
 def replace_small_file(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` in place of what is there; a reader finds the old content or the new one."""
+    """Replace the file by one with `content`; a reader finds the old content or the new one."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         write_json(temporary, content)
@@ -88,7 +88,7 @@ class Marks:
 
     @staticmethod
     def read(folder: Path) -> "Marks":
-        """Those of `folder`. Entries that are not marks are left out."""
+        """Read the marks of `folder`. Entries that are not marks are left out."""
         entries = read_small_file(folder / MARKS).get("marks")
         found = [_mark_from(entry) for entry in (entries if isinstance(entries, list) else [])[-_MOST_MARKS:]]
         return Marks([mark for mark in found if mark is not None])
@@ -109,7 +109,7 @@ class Marks:
         self._marks.pop((step, save_id), None)
 
     def reason(self, meta: dict[str, Any]) -> str | None:
-        """Why the checkpoint with this meta is passed over; None if it is not."""
+        """Reason to pass over the checkpoint with this meta; None if there is none."""
         step = saved_step(meta)
         save_id = meta.get("save_id", "")
         mark = self._marks.get((step, save_id)) if step is not None and isinstance(save_id, str) else None
@@ -141,7 +141,7 @@ class Evaluated:
 
     @staticmethod
     def read(folder: Path) -> "Evaluated":
-        """Those of `folder`. Entries that are not what `write` writes are left out."""
+        """Read the numbers of `folder`. Entries that `write` would not write are left out."""
         entries = read_small_file(folder / EVALUATIONS).get("evaluations")
         found = [_evaluation_from(entry) for entry in (entries if isinstance(entries, list) else [])[-_MOST_EVALUATED:]]
         return Evaluated(dict(filter(None, found)))
@@ -163,7 +163,7 @@ class Evaluated:
         self._entries[step, save_id] = dict(numbers)
 
     def numbers(self, meta: dict[str, Any]) -> Numbers | None:
-        """What the evaluations found at the checkpoint with this meta; None where they were not completed."""
+        """Results of the evaluations at the checkpoint with this meta; None if they were not completed."""
         step = saved_step(meta)
         save_id = meta.get("save_id")
         return self._entries.get((step, save_id)) if step is not None and isinstance(save_id, str) else None
@@ -250,6 +250,6 @@ class Retention:
 
 
 def _from(some: Sequence[Path], checkpoints: Iterable[Path]) -> set[Path]:
-    """Those of the checkpoints, oldest first, that are no older than the first of `some`; all where there is none."""
+    """Return the checkpoints, oldest first, that are no older than the first of `some`; all if there is none."""
     every = list(checkpoints)
     return set(every[every.index(some[0]) :] if some else every)

@@ -79,7 +79,7 @@ class Stager:
         self._copies = {}
 
     def _memory_for(self, name: str, part: Tensor) -> Tensor:
-        """That of the last copy, if shape and dtype fit."""
+        """Memory for a copy of `part`: that of the last copy if shape and dtype fit."""
         memory = self._copies.get(name)
         if memory is None or memory.shape != part.shape or memory.dtype != part.dtype:
             memory = self._memory.empty_like(part)
@@ -126,5 +126,5 @@ class FiniteCheck:
 
 
 def _can_hold_nan(tensor: Tensor) -> bool:
-    """Whether it has numbers of float16, bfloat16, float32 or float64; there are no extrema of narrower ones."""
+    """True if it has numbers of float16, bfloat16, float32 or float64; there are no extrema of narrower ones."""
     return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel() > 0

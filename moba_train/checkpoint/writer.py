@@ -47,7 +47,7 @@ class ShardFile(NamedTuple):
     name: str
     header: bytes
     parts: list[Part]
-    """In the order of the file: those of wider types first, so that all are aligned."""
+    """Parts in the order of the file: those of wider types first, so that all are aligned."""
 
     @classmethod
     def from_parts(cls, name: str, parts: Iterable[Part]) -> "ShardFile":
@@ -68,7 +68,7 @@ class ShardFile(NamedTuple):
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Where each of the parts is stored."""
+        """Places of the parts in the file."""
         chunks = []
         begin = len(self.header)
         for part in self.parts:
@@ -146,7 +146,7 @@ class ShardWriter:
         self._group = group
         self._shapes: Shapes | None = None
         self._files: list[ShardFile] = []
-        """Those of this rank."""
+        """Files of this rank."""
         self._index = b""
         """index.json; on rank 0 only."""
 
