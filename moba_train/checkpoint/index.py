@@ -5,8 +5,9 @@
         "chunks": [["rank_0_0.safetensors", 856, [0, 0], [32, 32]], ["rank_1_0.safetensors", 904, [32, 0], [32, 32]]]}}}
 
 A chunk is a box of a tensor, stored in row-major order: file, first byte, offsets in the tensor and sizes. An index is
-read as untrusted input: every number of every tensor must be stored once, in the checkpoint's files. A reader that took
-an index with a gap would leave in a model, or in an exported file, what the memory of the process held before.
+read as untrusted input: every number of every tensor must be stored once, in the checkpoint's files, and no bytes may
+be left over after their headers. A reader that took an index with a gap would leave in a model, or in an exported file,
+what the memory of the process held before.
 """
 
 import json
@@ -167,26 +168,24 @@ def _are_sizes(value: Any) -> bool:
 
 
 def check_coverage(tensors: Mapping[str, SavedTensor], file_sizes: Mapping[str, int]) -> None:
-    """Raises ValueError, which names the tensor, unless the chunks of every tensor cover it exactly once, and each is
-    stored in bytes of its own of one of the files, whose sizes are given by name. Takes the time of a sort."""
-    stored = sum(file_sizes.values())
+    """Raises ValueError, which names the tensor, unless the chunks of every tensor cover it exactly once, and fill the
+    files that they are in, whose sizes are given by name, one after the other up to the end. Takes the time of a sort.
+    """
     ranges = []
     for name, tensor in tensors.items():
-        if math.prod(tensor.shape) * tensor.dtype.itemsize > stored:
-            raise ValueError(f"{shown(name)} of shape {list(tensor.shape)} is larger than all files")
         if not _is_grid(tensor.chunks, tensor.shape):
             raise ValueError(f"{shown(name)} of shape {list(tensor.shape)}: its chunks do not cover it exactly once")
         for chunk in tensor.chunks:
             end = chunk.begin + math.prod(chunk.sizes) * tensor.dtype.itemsize
-            if chunk.file not in file_sizes:
-                raise ValueError(f"{shown(name)} is in a file that is none of the checkpoint's files")
-            if end > file_sizes[chunk.file]:
-                raise ValueError(f"{shown(name)} ends beyond {chunk.file}")
             ranges.append((chunk.file, chunk.begin, end, name))
     ranges.sort()
-    for (file, _, end, name), (next_file, begin, _, next_name) in pairwise(ranges):
-        if file == next_file and begin < end:  # the index could claim any multiple of the files
-            raise ValueError(f"{shown(name)} and {shown(next_name)} share bytes of {file}")
+    for (file, _, end, name), (next_file, begin, _, next_name) in pairwise([*ranges, ("", 0, 0, "")]):
+        if file not in file_sizes:
+            raise ValueError(f"{shown(name)} is in a file that is none of the checkpoint's files")
+        if file == next_file and begin != end:
+            raise ValueError(f"{shown(next_name)} does not begin where {shown(name)} ends in {file}")
+        if file != next_file and end != file_sizes[file]:
+            raise ValueError(f"{shown(name)} does not end with {file}")
 
 
 def shown(name: str) -> str:

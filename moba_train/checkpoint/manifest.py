@@ -105,8 +105,8 @@ def read_manifest(path: Path, version: int = FORMAT_VERSION) -> dict[str, FileEn
     file = path / MANIFEST
     manifest = _manifest(path)
     found = manifest.get("format_version")
-    if found != version or type(found) is not int:
-        if found == PICKLED_VERSION:
+    if type(found) is not int or found != version:
+        if type(found) is int and found == PICKLED_VERSION:
             run = path.parent.parent if path.parent.name == "checkpoints" else path
             raise UnreadableError(
                 f"{path} is a checkpoint of an earlier version, with pickles in it, which are read only once: "
