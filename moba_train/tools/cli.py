@@ -67,7 +67,7 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs (ranks); default: 1")] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="machines, in place of --gpus: find the best layouts on all their GPUs")
+        int | None, typer.Option(min=1, help="machines, instead of --gpus: find the best layouts on all their GPUs")
     ] = None,
     gpus_per_node: GpusPerNode = 8,
     network: Annotated[
@@ -118,7 +118,7 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="rates, for --rates FILE")] = Path(
         "rates.json"
     ),
-    minutes: Annotated[float, typer.Option(min=0.1, help="no attention but full and moba is begun later")] = 4.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="no attention except full and moba is begun later")] = 4.0,
 ) -> None:
     """Measure what this machine's GPU does in a second, for `plan --nodes` and `tune`.
 

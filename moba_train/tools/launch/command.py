@@ -45,7 +45,7 @@ def launch(
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="machines")] = 1,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs (ranks) of all machines together, in place of --gpus-per-node")
+        int | None, typer.Option(min=1, help="GPUs (ranks) of all machines together, instead of --gpus-per-node")
     ] = None,
     gpus_per_node: Annotated[
         int | None,
@@ -60,7 +60,7 @@ def launch(
         Manifests | None, typer.Option(help="a manifest: of a JobSet, or of a TrainJob of Kubeflow Trainer")
     ] = None,
     start: Annotated[
-        bool, typer.Option("--start", help="start it, in place of printing how: here, by sbatch or by kubectl apply")
+        bool, typer.Option("--start", help="start it instead of printing how: here, by sbatch or by kubectl apply")
     ] = False,
     name: Annotated[
         str | None, typer.Option(help="Slurm, Kubernetes: of the job; default: the recipe's `name`")

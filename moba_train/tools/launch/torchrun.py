@@ -61,7 +61,7 @@ _KILLED = (
 
 
 def torchrun_command(ranks: int) -> list[str]:
-    """Beginning of a command that runs a program in so many ranks on this machine; `-m MODULE` follows."""
+    """Beginning of a command that runs a program in this number of ranks on this machine; `-m MODULE` follows."""
     return [sys.executable, "-m", "moba_train.tools.launch.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
 
 

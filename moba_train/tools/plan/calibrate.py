@@ -2,9 +2,9 @@
 
 The parts of a step are timed alone, for up to a second each, in a layer of Llama-3-8B's shape: matrix products, copies,
 the loss, an optimizer's update, a whole block (compiled and not), and the attention of every registered kind. Two rates
-follow from others: what a block takes besides products and attention gives the number of passes over its activations;
-and of blocks with two sequence lengths only attention's excess differs, which gives its speed in a step, where the GPU
-is at its power limit.
+follow from others. The time of a block without its products and its attention gives the number of passes over its
+activations. Blocks with two sequence lengths differ only by attention's excess, which gives attention's speed in a step,
+where the GPU is at its power limit.
 
 Without a GPU, tiny shapes are measured on the CPU in seconds, for tests of the programs that use the rates.
 """
@@ -75,7 +75,7 @@ ON_CPU = Shapes(512, 512, 256, (128, 256), 1 << 16, 0.01, 0.01)
 def calibrate(minutes: float, say: Callable[[str], object]) -> Rates:
     """The rates of this machine's first GPU, or without one of its CPU in tiny shapes.
 
-    minutes: no attention besides full and moba is begun later, so long sequences of rare kinds are left out first
+    minutes: no attention except full and moba is begun later, so long sequences of rare kinds are left out first
     say: gets a line for everything that was measured
     """
     deadline = time.monotonic() + 60 * minutes

@@ -93,7 +93,7 @@ def _try(
 
 
 def _shortened(config: RunConfig, layout: Layout, steps: int, run: Path) -> list[str]:
-    """Overrides that leave every stage `steps` steps and nothing besides."""
+    """Overrides that leave every stage `steps` steps and nothing else."""
     found = [
         f"run_dir={run}",
         "init_from=null",

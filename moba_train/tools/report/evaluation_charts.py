@@ -191,7 +191,7 @@ def _zero() -> dict[str, Any]:
 
 _SCALE = [[0, "#F0496E"], [0.5, "#EBB839"], [1, "#0CD79F"]]
 _NO_SHARES = {"bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "ter", "word_perplexity"}
-"""Metrics of lm-eval of which less is better; they may be below 1, too."""
+"""Metrics of lm-eval of which less is better; they may also be below 1."""
 _CELL = 34
 """Height of a row, in pixels."""
 

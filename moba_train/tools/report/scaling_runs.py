@@ -62,8 +62,8 @@ def read_runs(
                 the last evaluation, which must be of the run's last step
     group_by    `attention`: the attention kinds of the stages; otherwise a key of the recipe, such as
                 `attention.moba.topk`
-    data_roots  folders, as resolved paths, whose corpora are read for the lengths of their documents, besides those
-                below the working folder and $MOBA_TRAIN_DATA_ROOTS; of others one document per sequence is counted
+    data_roots  folders, as resolved paths, whose corpora are read for the lengths of their documents, in addition to
+                those below the working folder and $MOBA_TRAIN_DATA_ROOTS; of others one document per sequence is counted
 
     Raises UserError for a folder that is no run, or given twice, an unfinished run, and a metric that it does not have.
     """
