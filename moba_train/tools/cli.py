@@ -145,11 +145,15 @@ def tune(
     """Train the five best layouts of `plan --nodes 1` for some steps each, and print them in the measured order."""
     import torch
 
+    from moba_train.errors import PlanError
     from moba_train.memory.devices import local_gpu
     from moba_train.tools.plan.command import make_machine
     from moba_train.tools.plan.tune import tune as measured
 
-    machine = make_machine(None if rates else local_gpu(), gpus or torch.cuda.device_count() or 1, 400.0, rates)
+    here = local_gpu()
+    if here is None and rates is None:
+        raise PlanError("this machine has no GPU; `moba-train calibrate` measures its CPU in tiny shapes, for --rates")
+    machine = make_machine(None if rates else here, gpus or torch.cuda.device_count() or 1, 400.0, rates)
     measured(recipe, overrides or (), machine, steps, output, typer.echo)
 
 

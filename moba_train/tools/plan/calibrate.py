@@ -3,8 +3,8 @@
 The parts of a step are timed alone, for up to a second each, in a layer of Llama-3-8B's shape: matrix products, copies,
 the loss, an optimizer's update, a whole block (compiled and not), and the attention of every registered kind. Two rates
 follow from others. The time of a block without its products and its attention gives the number of passes over its
-activations. Blocks with two sequence lengths differ only by attention's excess, which gives attention's speed in a step,
-where the GPU is at its power limit.
+activations. Blocks with two sequence lengths differ only by attention's excess, which gives its speed in a step, where
+the GPU is at its power limit.
 
 Without a GPU, tiny shapes are measured on the CPU in seconds, for tests of the programs that use the rates.
 """

@@ -63,7 +63,7 @@ def read_runs(
     group_by    `attention`: the attention kinds of the stages; otherwise a key of the recipe, such as
                 `attention.moba.topk`
     data_roots  folders, as resolved paths, whose corpora are read for the lengths of their documents, in addition to
-                those below the working folder and $MOBA_TRAIN_DATA_ROOTS; of others one document per sequence is counted
+                those below the working folder and $MOBA_TRAIN_DATA_ROOTS; others count one document per sequence
 
     Raises UserError for a folder that is no run, or given twice, an unfinished run, and a metric that it does not have.
     """

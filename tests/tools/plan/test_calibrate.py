@@ -80,6 +80,13 @@ def test_layouts_are_trained_and_printed_in_the_measured_order(rates_file: Path,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU")
+def test_layouts_of_a_machine_without_a_gpu_need_its_rates(corpora: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["tune", str(Run(tmp_path, corpora).write_recipe())])
+    assert done.exit_code == 2
+    assert "this machine has no GPU; `moba-train calibrate` measures its CPU" in done.stderr
+
+
 def test_a_layout_that_fails_comes_last_with_what_it_said(
     rates_file: Path, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
