@@ -13,11 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moba_train.attention.decoding import CachedKeys, kernel_decodes
+from moba_train.attention.decoding import CachedKeys
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import first_blocks
 from moba_train.attention.kernels.common.selection import Choice, selection_statistics
+from moba_train.attention.kernels.table import kernel_decodes
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
 from moba_train.attention.statistics import Statistics
 from moba_train.config.base import Section

@@ -12,7 +12,7 @@ from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.by_unit import BlocksByUnit
 from moba_train.attention.kernels.common.geometry import block_bound
 from moba_train.attention.kernels.common.selection import Choice, key_share, selection_statistics
-from moba_train.attention.kernels.table import triton_refuses
+from moba_train.attention.kernels.table import call_problem
 from moba_train.attention.moba import gate
 from moba_train.attention.protocol import Layout, Selection
 from moba_train.attention.statistics import Statistics
@@ -46,7 +46,7 @@ def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, co
     backend `wanted`, else plain PyTorch. `composed` has none of its own and takes the kernels."""
     if wanted == "reference" or (wanted != "triton" and not x.is_cuda):
         return cast(Selector, gate)
-    return cast(Selector, gate) if triton_refuses(x, layout, block_size, count) else _triton()
+    return cast(Selector, gate) if call_problem(x, layout, block_size, count) else _triton()
 
 
 def _triton() -> Selector:

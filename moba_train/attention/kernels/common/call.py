@@ -1,12 +1,9 @@
 """The sizes of one call of the kernels, and the launches that its passes share."""
 
-import warnings
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -15,20 +12,13 @@ from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.kernels.common.lists import BlockLists, BlockTables, block_tables
 from moba_train.attention.kernels.common.tiles import TileShape, TileShapes, TileTable, WorkRange, tile_shapes
+from moba_train.attention.kernels.table import Facts, kernel_for
 from moba_train.attention.protocol import Layout
 
 _LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
 _SUMMED_KEYS = 16
-_ONE_PASS = (256, 512, 1024, 2048, 4096)
-"""Keys of blocks whose gradients were measured to be faster in one pass."""
-_GLUON_TRITON = "3.6"
-"""Release of Triton that the kernels in Gluon are written for; Gluon changes from release to release."""
-_HEAD_DIMS = (128,)
-"""Head widths that the kernels in Gluon were measured with."""
-_GATHERED: tuple[int, ...] = (128,)
-"""Keys of blocks whose gradients one pass over gathered rows was measured to make faster: those of one tile of keys."""
 
 
 @dataclass(frozen=True)
@@ -76,39 +66,18 @@ class BlockCall:
         return self.layout.k_ranges is not None
 
     @property
-    def one_pass(self) -> bool:
-        """Whether one pass makes all gradients of these blocks (one_pass.py)."""
-        return self.block_size in _ONE_PASS and self.selected > 0 and not self.partial and self._suits_gluon
+    def forward_pass(self) -> str:
+        """File of the kernels that attend to these blocks (table.py)."""
+        return kernel_for("forward", self._facts).file
 
     @property
-    def gathered(self) -> bool:
-        """Whether one pass makes all gradients of these blocks and gathers its rows (gathered_pass.py)."""
-        return self.block_size in _GATHERED and self.selected > 0 and not self.partial and self._suits_gluon
+    def backward_pass(self) -> str:
+        """File of the kernels that make the gradients (table.py)."""
+        return kernel_for("backward", self._facts).file
 
     @property
-    def warp_specialised(self) -> bool:
-        """Whether kernels whose warps have roles attend to these blocks (forward_pass.py): from 512 keys on; 512, 1024
-        and 4096 were measured to be faster so (benchmarks/results/attention-forward-h200.json)."""
-        return (
-            self.block_size >= 512
-            and self.block_size % self.shapes.forward.keys == 0
-            and not self.partial
-            and self._suits_gluon
-        )
-
-    @property
-    def _suits_gluon(self) -> bool:
-        """Whether the GPU, dtype, head width and the release of Triton are those that the kernels in Gluon are for.
-
-        Asked last: where the release alone is another one, there is a warning.
-        """
-        return (
-            self.q_THD.is_cuda
-            and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
-            and self.q_THD.dtype in (torch.bfloat16, torch.float16)
-            and self.head_dim in _HEAD_DIMS
-            and _suits_release(triton.__version__)
-        )
+    def _facts(self) -> Facts:
+        return Facts.from_call(self.q_THD, self.layout, self.block_size, self.selected)
 
     @property
     def limit(self) -> int:
@@ -257,21 +226,6 @@ class BlockCall:
             N=keys,
             KEYS=_SUMMED_KEYS,
         )
-
-
-@cache
-def _suits_release(triton_release: str) -> bool:
-    """Whether the kernels in Gluon are for this release of Triton; where not, warns, once in a process."""
-    if triton_release.startswith(f"{_GLUON_TRITON}."):
-        return True
-    sizes = ", ".join(map(str, sorted((*_GATHERED, *_ONE_PASS))))
-    warnings.warn(
-        f"Triton {triton_release} is installed, but the fastest kernels of this GPU need {_GLUON_TRITON}: attention to "
-        f"blocks takes slower ones for the gradients with blocks of {sizes} keys and for the forward pass with blocks "
-        f"of 512 keys and more; install a release of torch that comes with Triton {_GLUON_TRITON}",
-        stacklevel=2,
-    )
-    return False
 
 
 def token_stride(x: Tensor) -> int:

@@ -17,12 +17,12 @@ from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
 
+from moba_train.attention.kernels.table import launcher_is_known
 from moba_train.attention.protocol import Layout
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -86,7 +86,7 @@ def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     so Triton's own profiler does not see these launches.
     """
     launcher: Any = getattr(compiled, "run", None)
-    if not triton.__version__.startswith("3.6.") or launcher is None:
+    if launcher is None or not launcher_is_known():
         return cast(Callable[..., None], compiled[grid])
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return cast(Callable[..., None], compiled[grid])

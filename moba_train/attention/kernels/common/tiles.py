@@ -37,13 +37,13 @@ class TileShape:
 class TileShapes:
     """The tile shape of each kernel that multiplies matrices."""
 
-    own: TileShape
+    diagonal: TileShape
     forward: TileShape
     dq: TileShape
     dkdv: TileShape
-    dkdv_own: TileShape
+    dkdv_diagonal: TileShape
     short_forward: TileShape | None = None
-    """For short_blocks.py; None: the block is too long."""
+    """For blocks_to_128.py; None: the block is too long."""
     short_backward: TileShape | None = None
 
 
@@ -56,7 +56,7 @@ def tile_shapes(head_dim: int, block_size: int) -> TileShapes:
     """
     dq = TileShape(128, 64, 8, 3) if head_dim == 128 else TileShape(128, 128, 8, 2)
     dkdv = TileShape(64, 128, 8, 3)
-    long = TileShapes(TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3), dq, dkdv, dkdv_own=dkdv)
+    long = TileShapes(TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3), dq, dkdv, dkdv_diagonal=dkdv)
     if block_size > 128:
         return long
     keys = 128 if block_size > 64 else 64

@@ -15,12 +15,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moba_train.attention.kernels.common import softmax
+from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import launch
+from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange, work_ranges
 from moba_train.attention.kernels.hopper import descriptor
 from moba_train.attention.kernels.hopper.blocks_256_to_4096_gradients import OnePass
 from moba_train.attention.kernels.hopper.gradients_key_tile import copy_keys, multiply, rooms, store_parts
 from moba_train.attention.kernels.triton.blocks_from_144_dkdv import SplitSums
+from moba_train.attention.protocol import Gradients
 
 _WARPS = gl.constexpr(4)
 _ROWS = gl.constexpr(16)
@@ -82,7 +85,7 @@ def _gather(
 
 
 @gluon.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "split", "first_entry", "head_entries"])
-def gradients_gathered(
+def backward_gathered(
     q,
     dout,
     stats,
@@ -153,7 +156,7 @@ def gradients_gathered(
 
 @dataclass(frozen=True)
 class GatheredPass(OnePass):
-    """The launches of one call whose rows are gathered (`BlockCall.gathered`), to blocks of one tile of keys: only the
+    """The launches of one call whose rows are gathered to blocks of one tile of keys: only the
     rows' dq takes memory."""
 
     def run(self) -> tuple[Tensor, Tensor]:
@@ -170,7 +173,7 @@ class GatheredPass(OnePass):
         part_dq = self.dq.new_empty(1 + work.heads * work.entries, call.head_dim)
         part_dk, part_dv = (self.stats.new_empty(table.split_bound * keys, call.head_dim) for _ in range(2))
         launch(
-            gradients_gathered,
+            backward_gathered,
             (table.split_bound,),
             call.q_THD,
             self.dout,
@@ -201,3 +204,8 @@ class GatheredPass(OnePass):
         )
         call.combine(softmax.combine_dq, work, self.dq, part_dq[1:])
         return SplitSums(table, part_dk, part_dv)
+
+
+def attend_backward(call: BlockCall, lists: BlockLists, dout_THD: Tensor, stats_TH2: Tensor) -> Gradients:
+    """dq [T, H, D], dk and dv [S, K, D]."""
+    return GatheredPass(call, dout_THD, stats_TH2, lists, call.like_q()).gradients()

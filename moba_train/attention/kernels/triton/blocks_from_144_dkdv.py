@@ -7,7 +7,7 @@ feed the matrix units. Instead
 1. `pack` copies the rows of a work range (q, dout, lse, delta) in list order, each list filled up with rows of
    probability 0 to whole tiles, so that no reader needs a mask or a bound;
 2. `dkdv_history` reads them as plain tiles, by bulk copies: a program has a tile of keys and a split of its list;
-3. `dkdv_own` writes the own blocks' part, in float32;
+3. `dkdv_diagonal` writes the own blocks' part, in float32;
 4. `softmax.sum_splits` adds the results of the splits to it, in order, and rounds.
 
 Launches follow one another, so the order of all sums is fixed. The price is 6 * D bytes of traffic per row of a list
@@ -38,7 +38,7 @@ _ROOM = 2**19
 
 
 @triton.jit(do_not_specialize=["first_kv_head", "heads", "key_tiles"])
-def dkdv_own(
+def dkdv_diagonal(
     q_desc,
     dout_desc,
     stats,
@@ -317,13 +317,13 @@ class PackedDkdv:
         call = self.call
         if call.spans is not None:
             return SpanCall(call, call.spans).dkdv(self.dout, self.stats, heads)
-        shape = self.call.shapes.dkdv_own
+        shape = self.call.shapes.dkdv_diagonal
         key_tiles = ceil_div(call.longest, shape.keys)
         many = heads.stop - heads.start
         size = call.k_SKD.shape[0], many, call.head_dim
         sum_dk, sum_dv = (torch.empty(size, dtype=dtype, device=self.stats.device) for _ in range(2))
         launch(
-            dkdv_own,
+            dkdv_diagonal,
             (call.tables.blocks * key_tiles, many),
             *(call.descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
             self.stats,

@@ -5,9 +5,9 @@ flight while the rows before them are worked on. The block's own rows, causal, f
 With 128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result against 4 * D * 128 operations, 128 a
 byte.
 
-`gradients` makes a row's part of dq along with dk and dv: five matrix products and one gather, where separate passes
-take seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order. Where
-one head's partial dq is too large, the queries are cut into ranges, and all lists add to float32 sums.
+`backward_to_128` makes a row's part of dq along with dk and dv: five matrix products and one gather, where separate
+passes take seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order.
+Where one head's partial dq is too large, the queries are cut into ranges, and all lists add to float32 sums.
 
 Where the call has spans (spans.py), these take the place of the own blocks, and the programs here only work on lists.
 """
@@ -28,6 +28,7 @@ from moba_train.attention.kernels.common.lists import BlockLists, key_rows, quer
 from moba_train.attention.kernels.common.softmax import LOG2_E, LOWEST, load_rows, normalised
 from moba_train.attention.kernels.common.tiles import TileShape, TileTable, WorkRange, tile_tables, work_ranges
 from moba_train.attention.kernels.triton.spans import SpanCall
+from moba_train.attention.protocol import Gradients
 
 _SPLIT = 4096
 """Rows of a list that one program takes, at most: a block that all queries select costs balance."""
@@ -55,7 +56,7 @@ def _softmax(s_MN, v_ND, scale_log2, PARTIAL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "tokens", "first_entry", "head_entries"])
-def attend(
+def forward_to_128(
     q,
     k_desc,
     v_desc,
@@ -143,7 +144,7 @@ def _gradients(q_MD, dout_MD, p_NM, dp_NM, delta_M, k_ND, dk_ND, dv_ND):
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "first_entry", "head_entries"])
-def gradients(
+def backward_to_128(
     q,
     dout,
     stats,
@@ -269,7 +270,7 @@ class ShortBlocks:
             SpanCall(call, call.spans).attend(out_THD, own_lse_HT)
         for work, table in zip(parts, self.splits(parts), strict=True):
             launch(
-                attend,
+                forward_to_128,
                 (table.bound,),
                 call.q_THD,
                 *call.descriptors(shape.keys),
@@ -339,7 +340,7 @@ class ShortBlocks:
         most = table.bound if own else 2 * work.heads * work.entries // _SPLIT
         part_dk, part_dv = (stats.new_empty(most * shape.keys, call.head_dim) for _ in range(2))
         launch(
-            gradients,
+            backward_to_128,
             (table.bound,),
             call.q_THD,
             dout,
@@ -383,3 +384,13 @@ class ShortBlocks:
             "SPLIT": _SPLIT,
             **call.sizes(shape),
         }
+
+
+def attend(call: BlockCall, lists: BlockLists, out_THD: Tensor, lse_HT: Tensor) -> None:
+    """Write out [T, H, D] and lse [H, T]."""
+    ShortBlocks(call, lists).attend(out_THD, lse_HT)
+
+
+def attend_backward(call: BlockCall, lists: BlockLists, dout_THD: Tensor, stats_TH2: Tensor) -> Gradients:
+    """(dq, dk, dv) of `attend`."""
+    return ShortBlocks(call, lists).attend_backward(dout_THD, stats_TH2)

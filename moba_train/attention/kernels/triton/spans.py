@@ -47,7 +47,7 @@ def _rows_and_spans(first, end, tokens, keys, G: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
-def attend(
+def forward_spans(
     q,
     k_desc,
     v_desc,
@@ -92,7 +92,7 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
-def row_gradients(
+def dq_spans(
     q,
     dout,
     stats,
@@ -128,7 +128,7 @@ def row_gradients(
 
 
 @triton.jit(do_not_specialize=["first_kv_head", "heads", "tokens", "keys"])
-def key_gradients(
+def dkdv_spans(
     q_desc,
     dout_desc,
     stats,
@@ -161,7 +161,7 @@ def key_gradients(
     dv_ND = tl.zeros([N, D], tl.float32)
     low = tl.min(first_N)
     tiles = tl.maximum(tl.cdiv(tl.max(end_N) - low, M), 0)
-    divisor = tl.maximum(tiles, 1)  # dividing by zero is undefined (packed.dkdv_own)
+    divisor = tl.maximum(tiles, 1)  # dividing by zero is undefined (`dkdv_diagonal`)
     for i in tl.range(0, tiles * G):
         at, head = low + i % divisor * M, kv_head * G + i // divisor
         q_MD = q_desc.load([at, head * D])
@@ -196,7 +196,7 @@ class SpanCall:
         """Write out [T, H, D] and lse [H, T] of the spans alone."""
         call, shape = self.call, self.shapes.forward
         launch(
-            attend,
+            forward_spans,
             self._row_tiles(shape),
             call.q_THD,
             *call.descriptors(shape.keys),
@@ -215,7 +215,7 @@ class SpanCall:
         """Write the spans' part to dq [T, H, D]."""
         call, shape = self.call, self.shapes.dq
         launch(
-            row_gradients,
+            dq_spans,
             self._row_tiles(shape),
             call.q_THD,
             dout_THD,
@@ -238,7 +238,7 @@ class SpanCall:
         sum_dk, sum_dv = (stats_TH2.new_empty(keys, many, call.head_dim) for _ in range(2))
         if keys:
             launch(
-                key_gradients,
+                dkdv_spans,
                 (ceil_div(keys, shape.keys), many),
                 *(call.descriptor(x, shape.rows) for x in (call.q_THD, dout_THD)),
                 stats_TH2,

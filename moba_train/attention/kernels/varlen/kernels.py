@@ -15,22 +15,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moba_train.attention.kernels.varlen.protocol import Segments, lacks, refuses_other_than_16_bit
+from moba_train.attention.kernels.varlen.protocol import Segments, VarlenKernel
 from moba_train.attention.protocol import BackwardState, Gradients
 
 _aten = torch.ops.aten
 
 
-class Cpu:
+class Cpu(VarlenKernel):
     """Key/value heads are repeated for the queries that share them, for one segment at a time."""
 
     name: ClassVar[str] = "torch's CPU kernel"
     most_segments: ClassVar[int] = 2**31 - 1
-
-    @staticmethod
-    def refuses(q_NHD: Tensor) -> str:
-        """Why this kernel cannot work on tensors like `q`; empty when it can."""
-        return "" if q_NHD.device.type == "cpu" else f"tensors are on {q_NHD.device.type}, not on the CPU"
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
@@ -98,18 +93,11 @@ _MOST_SEGMENTS = 2**16 - 1
 """The second dimension of a launch."""
 
 
-class TorchFlash:
+class TorchFlash(VarlenKernel):
     """torch's own, through the operators behind its scaled_dot_product_attention."""
 
     name: ClassVar[str] = "torch's FlashAttention-2"
     most_segments: ClassVar[int] = _MOST_SEGMENTS
-
-    @staticmethod
-    def refuses(q_NHD: Tensor) -> str:
-        """Why this kernel cannot work on tensors like `q`; empty when it can."""
-        if reason := _refuses(q_NHD):
-            return reason
-        return "" if torch.backends.cuda.is_flash_attention_available() else "this build of torch has none"
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
@@ -157,18 +145,11 @@ class TorchFlash:
         return dq, dk, dv
 
 
-class PackagedFlash2:
+class PackagedFlash2(VarlenKernel):
     """The package flash-attn from 2.7 on, for builds of torch that come without FlashAttention-2."""
 
     name: ClassVar[str] = "flash-attn 2"
     most_segments: ClassVar[int] = _MOST_SEGMENTS
-
-    @staticmethod
-    def refuses(q_NHD: Tensor) -> str:
-        """Why this kernel cannot work on tensors like `q`; empty when it can."""
-        # The names with _wrapped came with 2.7, and with them the parameters used below.
-        names = "_wrapped_flash_attn_varlen_forward", "_wrapped_flash_attn_varlen_backward"
-        return _refuses(q_NHD) or lacks("flash_attn.flash_attn_interface", *names)
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
@@ -209,13 +190,6 @@ class PackagedFlash2:
             deterministic=deterministic,
         )
         return grads
-
-
-def _refuses(q_NHD: Tensor) -> str:
-    if reason := refuses_other_than_16_bit(q_NHD, 256):
-        return reason
-    major, minor = torch.cuda.get_device_capability(q_NHD.device)
-    return "" if major >= 8 else f"compute capability {major}.{minor}, 8.0 or newer needed"
 
 
 def _dq_buffers(segments: int, device: torch.device) -> int:
@@ -262,34 +236,11 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
         torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-_WIDEST_HEAD = {9: 128, 10: 128, 11: 128}
-"""The largest head dim, by the major number of the compute capability."""
-
-
-class FlashAttention4:
-    """Written against 4.0.0b18 on compute capability 9.0.
-
-    The package shares its name space with FlashAttention-2 and exists as pre-releases only, so what counts is which
-    functions and parameters are there, not the version.
-    """
+class FlashAttention4(VarlenKernel):
+    """Written against 4.0.0b18 on compute capability 9.0."""
 
     name: ClassVar[str] = "flash-attn-4"
     most_segments: ClassVar[int] = 2**31 - 1
-
-    @staticmethod
-    def refuses(q_NHD: Tensor) -> str:
-        """Why this kernel cannot work on tensors like `q`; empty when it can."""
-        if reason := refuses_other_than_16_bit(q_NHD, 256):
-            return reason
-        major, minor = torch.cuda.get_device_capability(q_NHD.device)
-        if q_NHD.shape[-1] > _WIDEST_HEAD.get(major, 0):
-            return f"head dim {q_NHD.shape[-1]} on compute capability {major}.{minor}"
-        return lacks(
-            "flash_attn.cute.interface",
-            "_flash_attn_fwd",
-            "_flash_attn_bwd",
-            parameters=("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "softmax_scale"),
-        )
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
