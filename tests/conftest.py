@@ -4,9 +4,13 @@ Where workers run the tests, the process that started them waits for it to load 
 before the first test module does.
 """
 
+import ast
 import gc
 import os
+import re
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +26,8 @@ settings.register_profile("deep", deadline=None, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 os.environ.setdefault(ROOTS, "/")  # the corpora of tests lie in temporary folders
+
+ROOT = Path(__file__).parents[1]
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +48,29 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.set_threshold(*GARBAGE_SEARCHES)
         gc.enable()
+
+
+LEFT_OUT = [part for part in ("mechanisms", "tools") if find_spec(f"moba_train.{part}") is None]
+"""Parts of the package that this copy of the tree does not have (.ci/core_alone.sh)."""
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Files that need a part which is not there, themselves or by a helper, are no tests of the core."""
+    return True if LEFT_OUT and collection_path.suffix == ".py" and _needs_more(collection_path) else None
+
+
+@cache
+def _needs_more(path: Path) -> bool:
+    """True if what the file imports when it is loaded, itself or by a helper, is not all there."""
+    statements = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        f"{getattr(node, 'module', None) or ''}.{alias.name}".strip(".") for node in statements for alias in node.names
+    }
+    if any(re.match(r"moba_train\.(mechanisms|tools)\b|(data_tools|benchmarks|experiments)\b", name) for name in names):
+        return True
+    helpers = [ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("tests.")]
+    helpers += [helper.parent.with_suffix(".py") for helper in helpers]
+    return any(_needs_more(helper) for helper in helpers if helper.is_file() and helper != path)
 
 
 def pytest_pycollect_makemodule() -> None:
