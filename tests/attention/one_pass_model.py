@@ -17,7 +17,7 @@ class Launcher:
         self.function = function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **sizes: self.function(grid, *arguments, **sizes)
+        return lambda **arguments: self.function(grid, **arguments)
 
 
 def _gradients(q, dout, lse, delta, k, v, scale, visible=None):

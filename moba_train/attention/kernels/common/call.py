@@ -127,17 +127,28 @@ class BlockCall:
         """Uninitialised, contiguous, with k's shape and dtype."""
         return torch.empty(self.k_SKD.shape, dtype=self.k_SKD.dtype, device=self.k_SKD.device)
 
-    def descriptors(self, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    def descriptors(self, keys: int) -> dict[str, TensorDescriptor]:
         """K and V for bulk copies of [keys, D]; what lies past the end reads as zero."""
-        return self.descriptor(self.k_SKD, keys), self.descriptor(self.v_SKD, keys)
+        return {"k_desc": self.descriptor(self.k_SKD, keys), "v_desc": self.descriptor(self.v_SKD, keys)}
 
     def descriptor(self, x: Tensor, many: int) -> TensorDescriptor:
         """[tokens, heads, D] for bulk copies of `many` tokens of one head."""
         return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [token_stride(x), 1], [many, self.head_dim])
 
-    def in_lists(self, lists: BlockLists, table: TileTable) -> tuple[Any, ...]:
-        """The arguments by which a kernel over the tiles of some lists finds its rows and its block."""
-        return lists.entries, *table.arguments, self.tables.bounds, table.lists, self.tables.blocks
+    def in_lists(self, lists: BlockLists, table: TileTable, work: WorkRange) -> dict[str, Any]:
+        """The arguments by which a kernel over the tiles of a work range finds its rows and its block."""
+        return {
+            "entries": lists.entries,
+            "list_of_tile": table.list_of_tile,
+            "last_tile": table.last_tile,
+            "begin": table.begin,
+            "end": table.end,
+            "lists": table.lists,
+            "blocks": self.tables.blocks,
+            "first_kv_head": work.kv_heads.start,
+            "first_entry": work.first_entry,
+            "head_entries": work.entries,
+        }
 
     def own_tiles(self, shape: TileShape) -> int:
         """Row tiles of a block's own rows, at most."""
@@ -155,19 +166,19 @@ class BlockCall:
         launch(
             softmax.prepare,
             (ceil_div(many, _PREPARE_ROWS),),
-            dout_THD,
-            out_THD.contiguous(),
-            lse_HT.contiguous(),
-            stats_TH2,
-            many,
-            self.tokens,
-            self.heads,
+            dout=dout_THD,
+            out=out_THD.contiguous(),
+            lse=lse_HT.contiguous(),
+            stats=stats_TH2,
+            rows=many,
+            tokens=self.tokens,
+            heads=self.heads,
             D=self.head_dim,
             M=_PREPARE_ROWS,
         )
         return stats_TH2
 
-    def combine(self, kernel: Any, work: WorkRange, *tensors: Tensor, place: Tensor | None = None) -> None:
+    def combine(self, kernel: Any, work: WorkRange, *, place: Tensor | None = None, **tensors: Tensor) -> None:
         """Join the partial results of a work range into the tensors that hold the own blocks' part.
 
         Partial results are in the order of the entries, or in the order of `place` (int32, of each entry).
@@ -178,15 +189,15 @@ class BlockCall:
         launch(
             kernel,
             (ceil_div(tokens * self.group, _COMBINE_ROWS), work.heads),
-            *tensors,
-            self.selected_HTC if place is None else place,
-            self.selected_HTC,
-            self.tables.bounds,
-            self.tokens,
-            first,
-            first + tokens,
-            work.kv_heads.start,
-            self.heads,
+            **tensors,
+            place=self.selected_HTC if place is None else place,
+            selected=self.selected_HTC,
+            bounds=self.tables.bounds,
+            tokens=self.tokens,
+            first_token=first,
+            last_token=first + tokens,
+            first_kv_head=work.kv_heads.start,
+            heads=self.heads,
             PARTIAL=self.partial,
             PLACED=place is not None,
             G=self.group,
@@ -211,16 +222,19 @@ class BlockCall:
         launch(
             softmax.sum_splits,
             (table.lists, ceil_div(self.longest, _SUMMED_KEYS)),
-            *sums,
-            *(own or sums),
-            *parts,
-            table.first_split,
-            table.splits,
-            self.tables.bounds,
-            self.tables.blocks,
-            first_kv_head,
-            sums[0].shape[1],
-            own[0].shape[1] if own else 0,
+            dk=sums[0],
+            dv=sums[1],
+            own_dk=(own or sums)[0],
+            own_dv=(own or sums)[1],
+            part_dk=parts[0],
+            part_dv=parts[1],
+            first_split=table.first_split,
+            splits_of=table.splits,
+            bounds=self.tables.bounds,
+            blocks=self.tables.blocks,
+            first_kv_head=first_kv_head,
+            kv_heads=sums[0].shape[1],
+            own_heads=own[0].shape[1] if own else 0,
             ADD=own is not None,
             D=self.head_dim,
             N=keys,

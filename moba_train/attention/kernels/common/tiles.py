@@ -113,11 +113,6 @@ class RowTiles:
     end: Tensor
     """int [lists]: slice of the entries that belongs to each list."""
 
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of `tile_of_program`: list_of_tile, last_tile, begin, end."""
-        return self.list_of_tile, self.last_tile, self.begin, self.end
-
 
 def cut_lists(begin: Tensor, end: Tensor, bound: int, rows: int) -> RowTiles:
     """Cut lists into tiles of `rows` rows, at most `bound` in all; `begin`, `end`: int [lists]."""
@@ -174,20 +169,20 @@ def tile_tables(
     launch(
         _tile_tables,
         (ceil_div(most_lists, _LISTS), len(parts)),
-        lists.starts,
-        ends,
-        numbers,
-        lists.entries.numel(),
-        blocks,
-        kv_heads,
-        first.heads,
-        cuts,
-        lists.chunks,
-        first.chunks.stop - first.chunks.start,
-        most_lists,
-        bound,
-        split_bound,
-        split_tiles,
+        starts=lists.starts,
+        ends=ends,
+        numbers=numbers,
+        entry_count=lists.entries.numel(),
+        blocks=blocks,
+        kv_heads=kv_heads,
+        together=first.heads,
+        cuts=cuts,
+        chunks=lists.chunks,
+        chunks_together=first.chunks.stop - first.chunks.start,
+        most_lists=most_lists,
+        bound=bound,
+        split_bound=split_bound,
+        split_tiles=split_tiles,
         RANKED=split_tiles > 0,
         COUNTED=1 if count_all else 2,
         AT_LEAST=at_least,

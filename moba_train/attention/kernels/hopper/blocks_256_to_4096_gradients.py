@@ -25,7 +25,7 @@ from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange
-from moba_train.attention.kernels.hopper import descriptor
+from moba_train.attention.kernels.hopper import descriptor, descriptors
 from moba_train.attention.kernels.hopper.gradients_key_tile import copy_keys, multiply, rooms, row_tile, store_parts
 from moba_train.attention.kernels.triton.blocks_from_144_dkdv import Packed, PackedDkdv, SplitSums
 from moba_train.attention.kernels.triton.blocks_from_144_dq import diagonal_dq
@@ -333,16 +333,17 @@ class OnePass(PackedDkdv):
         launch(
             backward_diagonal,
             (call.tables.blocks, call.kv_heads),
-            *(descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
-            self.stats,
-            *(descriptor(x, shape.keys) for x in (call.k_SKD, call.v_SKD)),
-            self.dq,
-            sum_dk,
-            sum_dv,
-            call.tables.bounds,
-            call.heads,
-            self.key_tiles,
-            call.scale,
+            q_desc=descriptor(call.q_THD, shape.rows),
+            dout_desc=descriptor(self.dout, shape.rows),
+            stats=self.stats,
+            **descriptors(call, shape.keys),
+            dq=self.dq,
+            sum_dk=sum_dk,
+            sum_dv=sum_dv,
+            bounds=call.tables.bounds,
+            heads=call.heads,
+            key_tiles=self.key_tiles,
+            scale=call.scale,
             G=call.group,
             **self.sizes,
         )
@@ -369,25 +370,20 @@ class OnePass(PackedDkdv):
         launch(
             backward_history,
             (splits,),
-            *(descriptor(x, shape.rows) for x in (room.q, room.dout, room.lse, room.delta)),
-            *(descriptor(x, shape.keys) for x in (call.k_SKD, call.v_SKD)),
-            packed_dq,
-            done,
-            part_dk,
-            part_dv,
-            table.list_of_split,
-            table.first_split,
-            table.last_tile,
-            call.tables.bounds,
-            table.lists,
-            call.tables.blocks,
-            work.kv_heads.start,
-            self.key_tiles,
-            self.split_tiles,
-            call.scale,
+            q_desc=descriptor(room.q, shape.rows),
+            dout_desc=descriptor(room.dout, shape.rows),
+            lse_desc=descriptor(room.lse, shape.rows),
+            delta_desc=descriptor(room.delta, shape.rows),
+            **descriptors(call, shape.keys),
+            packed_dq=packed_dq,
+            done=done,
+            part_dk=part_dk,
+            part_dv=part_dv,
+            **self.in_splits(work, table),
+            scale=call.scale,
             **self.sizes,
         )
-        call.combine(softmax.combine_dq, work, self.dq, packed_dq, place=place)
+        call.combine(softmax.combine_dq, work, place=place, dq=self.dq, partial_dq=packed_dq)
         return SplitSums(table, part_dk, part_dv)
 
     @property

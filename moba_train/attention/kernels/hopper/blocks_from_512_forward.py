@@ -12,7 +12,6 @@ n-th time, counted from 0, waits for n phases of `free`, and what reads it then 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import launch
 from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange
-from moba_train.attention.kernels.hopper import descriptor
+from moba_train.attention.kernels.hopper import descriptors
 from moba_train.attention.kernels.hopper.forward_row_tile import attend_rows
 from moba_train.attention.kernels.triton.blocks_from_144_forward import LongForward
 
@@ -285,17 +284,15 @@ class SpecialisedForward(LongForward):
         launch(
             forward_history,
             (_programs(call, table.bound),),
-            call.q_THD,
-            *self._keys_and_values,
-            partial_out,
-            partial_lse,
-            *call.in_lists(self.lists, table),
-            call.heads,
-            work.kv_heads.start,
-            work.first_entry,
-            work.entries,
-            call.q_THD.stride(0),
-            call.scale_log2,
+            q=call.q_THD,
+            **descriptors(call, call.shapes.forward.keys),
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+            **call.in_lists(self.lists, table, work),
+            bounds=call.tables.bounds,
+            heads=call.heads,
+            stride_t=call.q_THD.stride(0),
+            scale_log2=call.scale_log2,
             C=call.selected,
             BLOCK=call.block_size,
             **self._sizes,
@@ -308,24 +305,19 @@ class SpecialisedForward(LongForward):
         launch(
             forward_diagonal,
             (_programs(call, call.tables.blocks * row_tiles * call.kv_heads),),
-            call.q_THD,
-            *self._keys_and_values,
-            out_THD,
-            lse_HT,
-            call.tables.bounds,
-            call.tables.blocks,
-            row_tiles,
-            call.heads,
-            call.tokens,
-            call.q_THD.stride(0),
-            call.scale_log2,
+            q=call.q_THD,
+            **descriptors(call, call.shapes.forward.keys),
+            out=out_THD,
+            lse=lse_HT,
+            bounds=call.tables.bounds,
+            blocks=call.tables.blocks,
+            row_tiles=row_tiles,
+            heads=call.heads,
+            tokens=call.tokens,
+            stride_t=call.q_THD.stride(0),
+            scale_log2=call.scale_log2,
             **self._sizes,
         )
-
-    @property
-    def _keys_and_values(self) -> tuple[Any, Any]:
-        call, keys = self.call, self.call.shapes.forward.keys
-        return descriptor(call.k_SKD, keys), descriptor(call.v_SKD, keys)
 
     @property
     def _sizes(self) -> dict[str, int]:

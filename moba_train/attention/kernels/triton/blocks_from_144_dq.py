@@ -186,15 +186,15 @@ def diagonal_dq(call: BlockCall, dout: Tensor, stats: Tensor, dq: Tensor) -> Non
     launch(
         dq_diagonal,
         (call.tables.blocks * tiles, call.kv_heads),
-        call.q_THD,
-        dout,
-        stats,
-        *call.descriptors(shape.keys),
-        dq,
-        call.tables.bounds,
-        tiles,
-        call.q_THD.stride(0),
-        call.scale,
+        q=call.q_THD,
+        dout=dout,
+        stats=stats,
+        **call.descriptors(shape.keys),
+        dq=dq,
+        bounds=call.tables.bounds,
+        tiles=tiles,
+        stride_t=call.q_THD.stride(0),
+        scale=call.scale,
         **call.sizes(shape),
     )
 
@@ -207,30 +207,27 @@ def attend_backward(call: BlockCall, lists: BlockLists, dout: Tensor, stats: Ten
     diagonal_dq(call, dout, stats, dq)
     if call.selected == 0:
         return dq, dk, dv
-    k_desc, v_desc = call.descriptors(shape.keys)
+    descriptors = call.descriptors(shape.keys)
     parts = list(work_ranges(lists, call.kv_heads, call.limit))
     partial_dq = call.buffer(parts)
     for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
         launch(
             dq_history,
             (table.bound,),
-            call.q_THD,
-            dout,
-            stats,
-            k_desc,
-            v_desc,
-            partial_dq,
-            *call.in_lists(lists, table),
-            call.heads,
-            work.kv_heads.start,
-            work.first_entry,
-            work.entries,
-            call.q_THD.stride(0),
-            call.scale,
+            q=call.q_THD,
+            dout=dout,
+            stats=stats,
+            **descriptors,
+            partial_dq=partial_dq,
+            **call.in_lists(lists, table, work),
+            bounds=call.tables.bounds,
+            heads=call.heads,
+            stride_t=call.q_THD.stride(0),
+            scale=call.scale,
             PARTIAL=call.partial,
             C=call.selected,
             BLOCK=call.block_size,
             **call.sizes(shape),
         )
-        call.combine(softmax.combine_dq, work, dq, partial_dq)
+        call.combine(softmax.combine_dq, work, dq=dq, partial_dq=partial_dq)
     return dq, dk, dv

@@ -216,7 +216,15 @@ class LongForward:
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
         for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
             self.history(work, table, partial_out, partial_lse)
-            call.combine(softmax.combine_out, work, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
+            call.combine(
+                softmax.combine_out,
+                work,
+                out=out_THD,
+                lse=lse_HT,
+                own_lse=own_lse_HT,
+                partial_out=partial_out,
+                partial_lse=partial_lse,
+            )
 
     def history(self, work: WorkRange, table: TileTable, partial_out: Tensor, partial_lse: Tensor) -> None:
         """The partial results of a work range's entries, in their order."""
@@ -225,16 +233,14 @@ class LongForward:
         launch(
             forward_history,
             (table.bound,),
-            call.q_THD,
-            *call.descriptors(shape.keys),
-            partial_out,
-            partial_lse,
-            *call.in_lists(self.lists, table),
-            work.kv_heads.start,
-            work.first_entry,
-            work.entries,
-            call.q_THD.stride(0),
-            call.scale_log2,
+            q=call.q_THD,
+            **call.descriptors(shape.keys),
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+            **call.in_lists(self.lists, table, work),
+            bounds=call.tables.bounds,
+            stride_t=call.q_THD.stride(0),
+            scale_log2=call.scale_log2,
             PARTIAL=call.partial,
             C=call.selected,
             BLOCK=call.block_size,
@@ -249,15 +255,15 @@ class LongForward:
         launch(
             forward_diagonal,
             (call.tables.blocks * tiles, call.kv_heads),
-            call.q_THD,
-            *call.descriptors(own.keys),
-            out_THD,
-            lse_HT,
-            call.tables.bounds,
-            call.tokens,
-            tiles,
-            call.q_THD.stride(0),
-            call.scale_log2,
+            q=call.q_THD,
+            **call.descriptors(own.keys),
+            out=out_THD,
+            lse=lse_HT,
+            bounds=call.tables.bounds,
+            tokens=call.tokens,
+            tiles=tiles,
+            stride_t=call.q_THD.stride(0),
+            scale_log2=call.scale_log2,
             PARTIAL=call.partial,
             **call.sizes(own),
         )

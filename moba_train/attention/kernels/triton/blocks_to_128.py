@@ -35,12 +35,12 @@ _SPLIT = 4096
 
 
 @triton.jit
-def _split(pid, list_of_split, last_split, begin, end, lists, SPLIT: tl.constexpr):
+def _split(pid, list_of_tile, last_tile, begin, end, lists, SPLIT: tl.constexpr):
     """(list or `lists`, its splits, number of this split, first entry, one past the last)."""
-    which = tl.load(list_of_split + pid)
+    which = tl.load(list_of_tile + pid)
     safe = tl.minimum(which, lists - 1)
-    before = tl.load(last_split + safe - 1, mask=safe > 0, other=0)
-    splits = tl.load(last_split + safe) - before
+    before = tl.load(last_tile + safe - 1, mask=safe > 0, other=0)
+    splits = tl.load(last_tile + safe) - before
     first = tl.load(begin + safe) + (pid - before) * SPLIT
     return which, splits, pid - before, first, tl.minimum(first + SPLIT, tl.load(end + safe))
 
@@ -65,8 +65,8 @@ def forward_to_128(
     partial_out,
     partial_lse,
     entries,
-    list_of_split,
-    last_split,
+    list_of_tile,
+    last_tile,
     begin,
     end,
     bounds,
@@ -91,7 +91,7 @@ def forward_to_128(
 ):
     """One split: the partial (out, lse) of each entry; if OWN, with a list's first split out [T, H, D], lse [H, T] of
     its block's own rows, in the work range that has the first entries. The block is one tile."""
-    which, _, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
+    which, _, number, first, last = _split(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, SPLIT)
     if which >= lists:
         return
     part, block = which // blocks, which % blocks
@@ -158,8 +158,8 @@ def backward_to_128(
     part_dv,
     first_split,
     entries,
-    list_of_split,
-    last_split,
+    list_of_tile,
+    last_tile,
     begin,
     end,
     bounds,
@@ -187,7 +187,7 @@ def backward_to_128(
 
     dk and dv of a list of several splits go in parts to part_dk and part_dv [splits, N, D]; if SUM, those of all lists.
     """
-    which, splits, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
+    which, splits, number, first, last = _split(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, SPLIT)
     if which >= lists:
         return
     part, block = which // blocks, which % blocks
@@ -272,24 +272,30 @@ class ShortBlocks:
             launch(
                 forward_to_128,
                 (table.bound,),
-                call.q_THD,
-                *call.descriptors(shape.keys),
-                out_THD,
-                own_lse_HT,
-                partial_out,
-                partial_lse,
-                *call.in_lists(self.lists, table),
-                work.kv_heads.start,
-                call.heads,
-                call.tokens,
-                work.first_entry,
-                work.entries,
-                call.q_THD.stride(0),
-                call.scale_log2,
+                q=call.q_THD,
+                **call.descriptors(shape.keys),
+                out=out_THD,
+                lse=own_lse_HT,
+                partial_out=partial_out,
+                partial_lse=partial_lse,
+                **call.in_lists(self.lists, table, work),
+                bounds=call.tables.bounds,
+                heads=call.heads,
+                tokens=call.tokens,
+                stride_t=call.q_THD.stride(0),
+                scale_log2=call.scale_log2,
                 **self.sizes(shape),
             )
             if call.selected:
-                call.combine(softmax.combine_out, work, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
+                call.combine(
+                    softmax.combine_out,
+                    work,
+                    out=out_THD,
+                    lse=lse_HT,
+                    own_lse=own_lse_HT,
+                    partial_out=partial_out,
+                    partial_lse=partial_lse,
+                )
 
     def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, H, D], dk and dv [S, K, D]."""
@@ -342,30 +348,29 @@ class ShortBlocks:
         launch(
             backward_to_128,
             (table.bound,),
-            call.q_THD,
-            dout,
-            stats,
-            *call.descriptors(shape.keys),
-            dqs[0],
-            *sums,
-            dqs[1],
-            part_dk,
-            part_dv,
-            table.first_split,
-            *call.in_lists(self.lists, table),
-            work.kv_heads.start,
-            call.heads,
-            work.first_entry,
-            work.entries,
-            call.q_THD.stride(0),
-            call.scale,
+            q=call.q_THD,
+            dout=dout,
+            stats=stats,
+            **call.descriptors(shape.keys),
+            dq=dqs[0],
+            dk=sums[0],
+            dv=sums[1],
+            partial_dq=dqs[1],
+            part_dk=part_dk,
+            part_dv=part_dv,
+            first_split=table.first_split,
+            **call.in_lists(self.lists, table, work),
+            bounds=call.tables.bounds,
+            heads=call.heads,
+            stride_t=call.q_THD.stride(0),
+            scale=call.scale,
             SUM=own is not None,
             **self.sizes(shape),
         )
         if most:
             call.add_splits(table, first_kv_head, sums, (part_dk, part_dv), shape.keys, own)
         if call.selected:
-            call.combine(softmax.combine_dq, work, *dqs)
+            call.combine(softmax.combine_dq, work, dq=dqs[0], partial_dq=dqs[1])
 
     def splits(self, parts: list[WorkRange], *, count_all: bool = False) -> list[TileTable]:
         """The splits of each work range; without spans at least one for each list, as the block's own rows go with
