@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from moba_train.checkpoint.evaluated import Numbers
+from moba_train.checkpoint.retention import Numbers
 from moba_train.config.run import UntilConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
