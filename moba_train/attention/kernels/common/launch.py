@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
 
 from moba_train.attention.kernels.table import launcher_is_known
 from moba_train.attention.protocol import Layout
+from moba_train.torch_private import TorchDispatchMode
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}

@@ -17,8 +17,15 @@ from torch import Tensor
 
 from moba_train.attention.kernels.varlen.protocol import Segments, VarlenKernel
 from moba_train.attention.protocol import BackwardState, Gradients
-
-_aten = torch.ops.aten
+from moba_train.torch_private import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    deterministic_fill,
+    flash_attention_backward,
+    flash_attention_forward,
+    set_deterministic_algorithms,
+    set_deterministic_fill,
+)
 
 
 class Cpu(VarlenKernel):
@@ -41,9 +48,7 @@ class Cpu(VarlenKernel):
         lse_HN = torch.full((heads, q_NHD.shape[0]), -torch.inf, dtype=torch.promote_types(torch.float32, q_NHD.dtype))
         for rows, keys in _rows_and_keys(segments):
             inputs = (_heads_first(x, heads) for x in (q_NHD[rows], k_SKD[keys], v_SKD[keys]))
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *inputs, 0.0, **_masked(rows, keys, segments.causal, q_NHD), scale=scale
-            )
+            out, lse = cpu_flash_attention(*inputs, 0.0, **_masked(rows, keys, segments.causal, q_NHD), scale=scale)
             out_NHD[rows], lse_HN[:, rows] = out[0].transpose(0, 1), lse.reshape(heads, -1)
         return out_NHD, lse_HN
 
@@ -54,7 +59,7 @@ class Cpu(VarlenKernel):
         dq_NHD, dk_SKD, dv_SKD = (torch.zeros(x.shape, dtype=x.dtype) for x in (state.q, state.k, state.v))
         for rows, keys in _rows_and_keys(segments):
             *inputs, lse_HN = state.with_queries(rows).with_keys(state.k[keys], state.v[keys])
-            dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dq, dk, dv = cpu_flash_attention_backward(
                 *(_heads_first(x, heads) for x in inputs),
                 lse_HN.unsqueeze(0),
                 0.0,
@@ -108,7 +113,7 @@ class TorchFlash(VarlenKernel):
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """out [N, H, D] and lse [H, N]; (0, -inf) for rows without keys."""
         segments = _for_forward(segments)
-        out, lse, *_ = _aten._flash_attention_forward(
+        out, lse, *_ = flash_attention_forward(
             q_NHD,
             k_SKD,
             v_SKD,
@@ -129,7 +134,7 @@ class TorchFlash(VarlenKernel):
         """(dq, dk, dv) in the dtypes of q, k and v."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=state.q.device)
         with _deterministic_algorithms(deterministic):
-            dq, dk, dv = _aten._flash_attention_backward(
+            dq, dk, dv = flash_attention_backward(
                 *state._replace(lse=state.lse.contiguous()),
                 segments.cu_q,
                 segments.cu_k,
@@ -226,14 +231,14 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
         return
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch._C._get_deterministic_fill_uninitialized_memory()
-    torch._C._set_deterministic_algorithms(True, warn_only=False)
-    torch._C._set_deterministic_fill_uninitialized_memory(False)  # the gradients would be filled with NaN first
+    fill = deterministic_fill()
+    set_deterministic_algorithms(True, warn_only=False)
+    set_deterministic_fill(False)  # the gradients would be filled with NaN first
     try:
         yield
     finally:
-        torch._C._set_deterministic_fill_uninitialized_memory(fill)
-        torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
+        set_deterministic_fill(fill)
+        set_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 class FlashAttention4(VarlenKernel):
