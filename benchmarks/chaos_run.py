@@ -94,7 +94,7 @@ class ChaosRun:
             ],
             "parallel": {"timeout": self.timeout_s},
             "checkpoint": {"every": EVERY, "keep_last": 3},
-            "telemetry": {"log_every": 4, "plots": False, "wandb": {"mode": "disabled"}},
+            "telemetry": {"log_every": 4, "report": False},
         }
 
     def launch(self) -> None:

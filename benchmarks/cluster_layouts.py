@@ -13,11 +13,13 @@ from benchmarks.record import insert_tables, markdown
 from moba_train.config.base import format_duration
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
+from moba_train.memory.devices import H200
 from moba_train.memory.flops import stage_documents
 from moba_train.memory.shortage import format_gib
 from moba_train.resolve.recipe import validate
+from moba_train.tools.plan.command import make_machine
 from moba_train.tools.plan.layouts import Layout, best_layouts
-from moba_train.tools.plan.step_time import Machine, StageStep
+from moba_train.tools.plan.step_time import StageStep
 
 RECIPE = Path(__file__).parent.parent / "configs" / "recipes" / "continue-1m.yaml"
 MARKER = "<!-- layouts -->"
@@ -27,7 +29,7 @@ def table(recipe: Path, overrides: Sequence[str], nodes: Sequence[int]) -> str:
     """The best five layouts on each number of nodes of 8 H200, as a Markdown table: a row for each layout, and in it
     the stages from left to right."""
     config = load_config(recipe, overrides)
-    machine = Machine()
+    machine = make_machine(H200, 8, 400.0, None)
     documents = [stage_documents(config, stage) for stage in resolve_stages(config)]
     stages = " / ".join(stage.name for stage in resolve_stages(config))
     head = ["GPUs", "pp", "tp", "dp_replicate", f"cp: {stages}", "step, s", "tokens/s/GPU", "memory, GiB"]
@@ -58,7 +60,7 @@ def _row(gpus: int, layout: Layout) -> list[str]:
         each("d", *(step.mesh.cp for step in steps)),
         each(".2f", *(step.time.seconds for step in steps)),
         each(",.0f", *(step.tokens_per_second for step in steps)),
-        format_gib(layout.largest.activations.memory.total),
+        format_gib(layout.largest.memory),
         each(".0f", *(step.received.node / 2**30 for step in steps)),
         each(".0f", *(step.received.network / 2**30 for step in steps)),
         format_duration(layout.seconds),

@@ -31,7 +31,7 @@ from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention, packed_layout
 from moba_train.run.determinism import deterministic
 from moba_train.telemetry.jsonl import read_records
-from moba_train.tools.report.compare import compare
+from moba_train.tools.compare import compare
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 REPEATS = 5

@@ -74,7 +74,7 @@ def recipe(folder: Path, arm: str, seed: int, settings: argparse.Namespace) -> d
         },
         "evaluation": {"every": steps, "sequences": 64},
         "checkpoint": {"every": 10**6},
-        "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
+        "telemetry": {"console": False, "report": False},
     }
 
 

@@ -62,7 +62,7 @@ def distil(recipe: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     """Train a recipe in `run_dir` and read what it logged. Raises RuntimeError when training fails."""
     shutil.rmtree(run_dir, ignore_errors=True)
     began = time.perf_counter()
-    status = train([str(recipe), f"run_dir={run_dir}", "telemetry.wandb.mode=disabled", *overrides])
+    status = train([str(recipe), f"run_dir={run_dir}", "telemetry.report=false", *overrides])
     if status:
         raise RuntimeError(f"training of {recipe} ended with status {status}")
     return read_run(run_dir) | {"recipe": recipe.stem, "seconds": round(time.perf_counter() - began, 1)}

@@ -50,7 +50,7 @@ def run(folder: Path, arm: str, rate: float, seed: int, settings: argparse.Names
         "optim": {"kind": arm, "lr": rate, "schedule": {"kind": "cosine", "warmup_tokens": tokens // 20}},
         "evaluation": {"every": settings.steps, "sequences": 64},
         "checkpoint": {"every": 10**6},
-        "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
+        "telemetry": {"console": False, "report": False},
     }
     launch(content, Path(f"{content['run_dir']}.yaml"), 1, check=True)
     records = read_records(Path(content["run_dir"]) / "metrics.jsonl")

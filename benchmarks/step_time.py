@@ -1,13 +1,15 @@
 """Predicted beside measured time of training steps: the model behind `moba-train plan --nodes`, on the measured GPUs.
 
     python -m benchmarks.step_time                            # the table
-    python -m benchmarks.step_time --fit                      # the fitted rates, anew
+    python -m benchmarks.step_time --fit                      # an H200's fitted rates, again
+    python -m benchmarks.step_time --scale h100               # an H200's rates scaled to another GPU, as JSON
     python -m benchmarks.step_time --write docs/planning.md   # both tables, into the document
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
 Measured are the median steps of result files that were made for other purposes; where a file says that they leave out
-the optimizer's update (`lacks_update`), it is added as plan predicts it. Six rates of tools/plan/rates.py are fitted to
-the rows marked so; every other row is predicted. Rows of another GPU than an H200 count with its rates.
+the optimizer's update (`lacks_update`), it is added as plan predicts it. Six of an H200's rates
+(tools/plan/gpus/h200.json) are fitted to the rows marked so; every other row is predicted, each by the rates of its own
+GPU. In the fit, rows of another GPU count by the H200's rates, scaled by the data sheets (`scaled`).
 Compared are STEPS and each row of the files `WHOLE_FILES` that are there; rows that are left out have a reason.
 Nothing is measured here, so no GPU is needed.
 """
@@ -16,8 +18,9 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +32,16 @@ from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.stages import resolve_stages
-from moba_train.memory.devices import Gpu, known_gpu
+from moba_train.memory.devices import H200, Gpu, known_gpu, named_gpu
 from moba_train.memory.flops import stage_documents
-from moba_train.tools.plan.layer_time import attention_flops
-from moba_train.tools.plan.rates import RATES, Rates
-from moba_train.tools.plan.step_time import Machine, StageStep, predict_step
+from moba_train.parallel.links import LINKS
+from moba_train.tools.plan.rates import MeasuredLayer, Rates, shipped_rates
+from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
 
 RESULTS = Path(__file__).parent / "results"
 COMPARED = "docs/planning.md"
 """The document with the tables."""
-FITTED = ("products", "compiled_passes", "eager_passes", "attention")
+FITTED = ("products", "compiled_passes", "eager_passes", "attention_in_step")
 """Rates that are fitted to steps in bf16."""
 FITTED_FLOAT8 = ("float8_products", "float8_weight_bytes")
 """Rates that are fitted to steps in FP8."""
@@ -204,11 +207,51 @@ class Compared:
         return self.predicted.time.seconds / self.seconds - 1
 
 
-def compare(rates: Rates = RATES, steps: Sequence[Measured] | None = None) -> list[Compared]:
-    """Measured steps beside those that these rates of an H200 predict; None: all steps."""
+_BALANCED_BLOCK = 236
+"""Keys of a MoBA block for which an H200's products take as long as its memory: of each row of the history, forward and
+backward, 14 operations a key and element for 18 bytes an element (docs/kernels.md), at 790 TFLOP/s and 4.3 TB/s."""
+
+
+def scaled(rates: Rates, gpu: Gpu) -> Rates:
+    """Rates of an H200, scaled to another GPU: by its peak what multiplies matrices, by its memory what reads
+    and writes.
+
+    AdamW's step only reads and writes; Muon's multiplies matrices. Attention is bound by products, except MoBA's in
+    small blocks, where reading and writing rows takes longer.
+    """
+    peak = (gpu.tflops or H200.tflops or 1.0) / (H200.tflops or 1.0)
+    bandwidth = (gpu.bandwidth or H200.bandwidth or 1.0) / (H200.bandwidth or 1.0)
+
+    def row_on_gpu(row: MeasuredLayer) -> MeasuredLayer:
+        speed = peak
+        if row.kind == "moba":
+            products_s = int(row.options["block_size"]) / _BALANCED_BLOCK
+            speed = max(products_s, 1.0) / max(products_s / peak, 1 / bandwidth)
+        times = {name: float(f"{getattr(row, name) / speed:.4g}") for name in ("forward_ms", "both_ms")}
+        return row.model_copy(update=times)
+
+    changes: dict[str, Any] = {
+        "gpu": gpu.name,
+        "gpu_memory": gpu.memory,
+        "note": "scaled from an H200's by the data sheets, not measured",
+        "sources": {"all": f"h200.json, by benchmarks/step_time.py --scale {gpu.name.lower()}"},
+        "products": peak * rates.products,
+        "float8_products": peak * (rates.float8_products or 0.0),
+        "memory": bandwidth * rates.memory,
+        "update_s": {name: s / (bandwidth if name == "adamw" else peak) for name, s in rates.update_s.items()},
+        "attention": tuple(map(row_on_gpu, rates.attention)),
+    }
+    return rates.model_copy(update=changes)
+
+
+RatesOf = Callable[[Gpu], Rates]
+
+
+def compare(rates_of: RatesOf = shipped_rates, steps: Sequence[Measured] | None = None) -> list[Compared]:
+    """Measured steps beside those that the rates of their GPUs predict; None: all steps."""
     with tempfile.TemporaryDirectory() as folder:
         chosen = all_steps() if steps is None else steps
-        return [_compared(step, _predict(step, rates, Path(folder))) for step in chosen]
+        return [_compared(step, _predict(step, rates_of, Path(folder))) for step in chosen]
 
 
 def _compared(step: Measured, predicted: StageStep) -> Compared:
@@ -270,7 +313,7 @@ def _content(file: Path) -> dict[str, Any]:
     return content
 
 
-def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
+def _predict(step: Measured, rates_of: RatesOf, folder: Path) -> StageStep:
     row = parse_row(step.row, step.defaults)
     corpus = folder / row.documents
     if row.documents == "packed" and not corpus.with_suffix(".idx").exists():
@@ -280,18 +323,17 @@ def _predict(step: Measured, rates: Rates, folder: Path) -> StageStep:
     file.write_text(json.dumps(content))
     config = load_config(file, row.overrides)
     (stage,) = resolve_stages(config)
-    flops = attention_flops(config, stage, stage_documents(config, stage))
     sizes = mesh_sizes(stage.parallel, step.gpus)
-    gpu = measured_gpu(step)
-    on_gpu = rates.scaled_to(gpu)
+    on_gpu = rates_of(measured_gpu(step))
     if _computed_logits_twice(step):
         # The second product as the bytes that would take as long.
         again = 2 * config.model.hidden_size * on_gpu.memory / on_gpu.products
-        passed = logit_bytes(rates, twice=True)
+        passed = logit_bytes(rates_of(H200), twice=True)
         on_gpu = _with(on_gpu, {name: number + again for name, number in passed.items()})
     if step.file in EAGER_LOSS:
-        on_gpu = replace(on_gpu, compiled_loss_bytes=on_gpu.eager_loss_bytes)
-    return predict_step(config, stage, sizes, flops, Machine(gpu, step.gpus, rates=on_gpu))
+        on_gpu = _with(on_gpu, {"compiled_loss_bytes": on_gpu.eager_loss_bytes})
+    attention = attention_times(config, stage, stage_documents(config, stage), on_gpu)
+    return predict_step(config, stage, sizes, attention, Machine(measured_gpu(step), step.gpus, LINKS, on_gpu))
 
 
 def _computed_logits_twice(step: Measured) -> bool:
@@ -299,8 +341,9 @@ def _computed_logits_twice(step: Measured) -> bool:
     return date <= LAST_DAY_OF_TWO and step.file not in LOGITS_ONCE
 
 
-def fit(rates: Rates = RATES) -> Rates:
-    """The rates that come nearest to the rows marked `fit`."""
+def fit() -> Rates:
+    """An H200's rates that come nearest to the rows marked `fit`."""
+    rates = shipped_rates(H200)
     for _ in range(6):
         rates = fitted_once(rates)
     return rates
@@ -313,7 +356,7 @@ def fitted_once(rates: Rates) -> Rates:
 
 
 def _nearer(rates: Rates, names: Sequence[str], in_float8: bool) -> Rates:
-    rates = _changed(rates)  # else the slopes would hold what RATES round of a logit's bytes
+    rates = _changed(rates)  # else the slopes would hold what the file rounds of a logit's bytes
     errors = _fitted_errors(rates, in_float8)
     step = 1e-3
     changed = [_changed(rates, **{name: getattr(rates, name) * (1 + step)}) for name in names]
@@ -329,12 +372,12 @@ def _changed(rates: Rates, **values: float) -> Rates:
 
 
 def _with(rates: Rates, values: Mapping[str, Any]) -> Rates:
-    return replace(rates, **values)
+    return rates.model_copy(update=dict(values))
 
 
 def _fitted_errors(rates: Rates, in_float8: bool) -> np.ndarray:
     steps = [step for step in STEPS if step.fit and ("fp8" in step.row) == in_float8]
-    return np.array([row.error for row in compare(rates, steps)])
+    return np.array([row.error for row in compare(partial(scaled, rates), steps)])
 
 
 LOSSES = {"eager_loss_bytes": "ours", "compiled_loss_bytes": "ours, compiled chunk"}
@@ -410,18 +453,23 @@ def left_out() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the rates anew, print them, and predict by them")
+    parser.add_argument("--scale", metavar="GPU", help="print an H200's rates, scaled to this GPU by the data sheets")
     parser.add_argument("--results", type=Path, nargs="+", default=[], help="of benchmarks.training, in place of all")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between its markers")
     arguments = parser.parse_args()
-    rates = RATES
+    rates_of: RatesOf = shipped_rates
+    if arguments.scale:
+        print(scaled(shipped_rates(H200), named_gpu(arguments.scale)).to_json(), end="")
+        return
     if arguments.fit:
         rates = fit()
+        rates_of = partial(scaled, rates)
         for name in (*FITTED, *FITTED_FLOAT8, *LOSSES):
             print(f"{name} = {getattr(rates, name):.4g}")
     if arguments.results:
-        print(table(compare(rates, [row for file in arguments.results for row in rows_of(file)])))
+        print(table(compare(rates_of, [row for file in arguments.results for row in rows_of(file)])))
         return
-    rows = compare(rates)
+    rows = compare(rates_of)
     tables = {
         "<!-- steps by kind -->": summary(rows),
         "<!-- steps -->": table(rows),

@@ -55,7 +55,7 @@ def recipe(
         "batch_tokens": sequences * seq_len,
         "stages": [{"name": "only", "seq_len": seq_len, "tokens": steps * sequences * seq_len}],
         "checkpoint": {"every": 10**6},
-        "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
+        "telemetry": {"console": False, "report": False},
         **other,
     }
 

@@ -267,7 +267,7 @@ def stats(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Show how far back runs of this many tokens repeat inside documents")
     ] = None,
-    plot: Annotated[str | None, typer.Option(help=".png, .svg or .pdf file to draw the lengths into")] = None,
+    plot: Annotated[str | None, typer.Option(help=".html file to draw the lengths into (needs plotly)")] = None,
 ) -> None:
     """Show the number of documents and tokens in each corpus, and the distribution of document lengths."""
     from data_tools.stats import draw_lengths, histogram_table, sparsity_table, summary_table

@@ -1,5 +1,6 @@
 """Distribution of the document lengths of a corpus, as tables and as a plot, and the sparsity of MoBA on it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from data_tools.outputs import check_output_file, writing_file
+from data_tools.outputs import check_output_file
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.packers import split_documents
 from moba_train.errors import DataError
 
-PLOT_FORMATS = ("png", "svg", "pdf")
-"""Suffixes of plots."""
 QUANTILES = {"min": 0, "5 %": 5, "25 %": 25, "50 %": 50, "75 %": 75, "95 %": 95, "max": 100}
 
 
@@ -109,35 +108,32 @@ def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int
 
 
 def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
-    """Plot the distribution of each corpus' tokens over document lengths; the suffix of `path` selects the format.
+    """Draw the distribution of each corpus' tokens over document lengths as an HTML page.
 
-    Raises DataError when the format is unknown or the file cannot be written.
+    Raises DataError for a name that does not end in .html and a file that cannot be written, LaunchError where plotly
+    is not installed.
     """
-    suffix = Path(path).suffix.removeprefix(".")
-    if suffix not in PLOT_FORMATS:
-        raise DataError(f"--plot {path}: the name must end in {', '.join(f'.{name}' for name in PLOT_FORMATS)}")
+    if Path(path).suffix != ".html":
+        raise DataError(f"--plot {path}: the name must end in .html")
     check_output_file(path, "--plot")
-    import matplotlib
+    from moba_train.tools.report.chart import Chart, palette, text
+    from moba_train.tools.report.page import write_charts
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import PercentFormatter
-
-    figure, axes = plt.subplots(figsize=(9, 4.5), dpi=150, layout="constrained")
-    for corpus in corpora:
+    traces = []
+    for index, corpus in enumerate(corpora, 1):
         rows = length_histogram(corpus.document_lengths)
-        axes.step(
-            [bound for bound, _, _ in rows],
-            [tokens / max(corpus.tokens, 1) for _, _, tokens in rows],
-            where="mid",
-            label=f"{corpus.prefix} ({corpus.documents:,} documents)",
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": text(f"{corpus.prefix} ({corpus.documents:,} documents)"),
+                "x": [bound for bound, _, _ in rows],
+                "y": [tokens / max(corpus.tokens, 1) for _, _, tokens in rows],
+                "line": {"color": palette(index), "shape": "hvh"},
+            }
         )
-    axes.set_xscale("log", base=2)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set(xlabel="document length, tokens (up to)", ylabel="share of the corpus' tokens", ylim=(0, None))
-    axes.grid(alpha=0.25, lw=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    with writing_file(path) as file:
-        figure.savefig(file, format=suffix)
-    plt.close(figure)
+    layout = {
+        "xaxis": {"type": "log", "dtick": math.log10(2), "title": "document length, tokens (up to)"},
+        "yaxis": {"tickformat": ".0%", "rangemode": "tozero", "title": "share of the corpus' tokens"},
+    }
+    write_charts("Document lengths", [Chart("lengths", "Tokens by document length", "", traces, layout)], Path(path))

@@ -66,7 +66,7 @@ def complete_recipe(arm: Arm, corpus: Corpus, runs: Path, ranks: int, saved: boo
     how = {
         "compile": gpu,
         "checkpoint": {"every": 10**6 if saved else None},
-        "telemetry": {"wandb": {"mode": "disabled"}, "console": False},
+        "telemetry": {"console": False, "report": False},
     }
     return how | recipe
 

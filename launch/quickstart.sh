@@ -62,7 +62,7 @@ step "7/7  the report: one HTML file, with no need for a network"
 step "done"
 cat <<EOF
 report       $run/report.html
-logs         $run/metrics.jsonl   (wandb, offline: $run/wandb; 'wandb sync' uploads it)
+logs         $run/metrics.jsonl   (with telemetry.wandb.mode=offline or online also in wandb)
 checkpoints  $run/checkpoints
 recipe       $recipe, resolved: $run/config.yaml
 EOF

@@ -33,6 +33,7 @@ install() {
     clear=() system=() constraints=() extras=()
     # An environment whose Python is gone: venv does not replace its links, unless it may clear the folder.
     [ -x "$PYTHON" ] || [ ! -e "$VENV/pyvenv.cfg" ] || clear=(--clear)
+    extras=(wandb report)
     [ "${FOR:-dev}" = run ] || extras=(dev)
     if "$base" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
         system=(--system-site-packages)  # the image's own CUDA build of torch
@@ -41,7 +42,7 @@ install() {
         [ "${FOR:-dev}" = run ] || extras+=(interpreter)
     fi
     echo "installing into $VENV (once; a few minutes)"
-    wished=$(IFS=,; echo "${extras[*]:+[${extras[*]}]}")
+    wished=$(IFS=,; echo "[${extras[*]}]")
     "$base" -m venv ${clear[@]+"${clear[@]}"} ${system[@]+"${system[@]}"} "$VENV" ||
         refuse "$VENV: no virtual environment can be made there; MOBA_VENV names another place"
     "$PYTHON" -m pip install --quiet ${constraints[@]+"${constraints[@]}"} --editable ".$wished" ||

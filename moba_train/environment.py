@@ -1,13 +1,17 @@
-"""Versions, GPUs and optional packages of this machine.
+"""Versions, GPUs and optional packages of this machine, and the version of the code.
 
 A package is probed by importing the features that we use.
 """
 
+import functools
 import importlib.metadata
 import platform
+import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,6 +31,10 @@ def import_problem(features: Iterable[tuple[str, str]]) -> str:
     return ""
 
 
+_PACKAGE = Path(__file__).parent
+_GIT_SECONDS = 10.0
+
+
 @dataclass(frozen=True)
 class OptionalPackage:
     """A package that some part of this one uses where it is installed."""
@@ -40,8 +48,9 @@ class OptionalPackage:
     install: str
 
 
-def _pip(name: str, gives: str, module: str, attribute: str) -> OptionalPackage:
-    return OptionalPackage(name, gives, ((module, attribute),), f"pip install {name}")
+def _pip(name: str, gives: str, module: str, attribute: str, extra: str = "") -> OptionalPackage:
+    install = f'pip install "moba-train[{extra}]"' if extra else f"pip install {name}"
+    return OptionalPackage(name, gives, ((module, attribute),), install)
 
 
 OPTIONAL_PACKAGES = (
@@ -94,8 +103,9 @@ OPTIONAL_PACKAGES = (
         (("deepspeed.ops.adam", "DeepSpeedCPUAdam"),),
         "pip install deepspeed==0.19.8 ninja",
     ),
-    _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init"),
-    _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter"),
+    _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init", "wandb"),
+    _pip("plotly", "report.html at the end of a run, moba-train report", "plotly.offline", "get_plotlyjs", "report"),
+    _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter", "tensorboard"),
     _pip("nvidia-ml-py", "health.node: state of the GPUs, faster than by nvidia-smi", "pynvml", "nvmlInit"),
     _pip("tokenizers", "tokenizer.json files, in moba-data and generate", "tokenizers", "Tokenizer"),
     _pip("tiktoken", "moba-data tokenize --tokenizer tiktoken:NAME", "tiktoken", "get_encoding"),
@@ -144,3 +154,47 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def code_version() -> dict[str, Any]:
+    """`version` of the package and, if its files are tracked in a git repository, `commit` and `dirty`, which is true
+    if tracked files differ from that commit."""
+    found: dict[str, Any] = {"version": __version__}
+    # A copy that is installed inside another project's repository is not tracked there.
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None or (commit := _git("rev-parse", "HEAD")) is None:
+        return found
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return found | {"commit": commit, "dirty": changes != ""}
+
+
+def describe_code(code: dict[str, Any]) -> str:
+    """`code_version()` in words."""
+    if "commit" not in code:
+        return f"moba_train {code['version']}"
+    return f"moba_train {code['version']}, commit {code['commit'][:12]}{' with changes' * code['dirty']}"
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the package's folder; None if git fails or is missing."""
+    command = ["git", "-C", str(_PACKAGE), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def describe_machine(device: torch.device, ranks: int, ranks_per_node: int) -> dict[str, Any]:
+    """Devices, ranks, host and versions, as JSON values."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})",
+        "ranks": ranks,
+        "ranks_per_node": ranks_per_node,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+    }

@@ -37,9 +37,12 @@ class Registry(Mapping[str, T], Generic[T]):
 
     @cached_property
     def _found(self) -> dict[str, EntryPoint]:
-        installed = [*_of_the_checkout(self._group), *entry_points(group=self._group)]
+        checkout = _of_the_checkout(self._group)
+        installed = list(entry_points(group=self._group))
+        if checkout:  # an editable installation lists our members as they were when it was made
+            installed = [entry for entry in installed if not entry.module.startswith(_OURS)]
         found: dict[str, EntryPoint] = {}
-        for entry in installed:
+        for entry in [*checkout, *installed]:
             if entry.name not in found and not _left_out(entry):
                 found[entry.name] = entry
         return found

@@ -10,11 +10,10 @@ IMPORTED_LATE = [
     "torch._inductor.compile_fx",  # with 800 modules, by the first that compiles
     "networkx",
     "torch.distributed.run",
-    "moba_train.tools.report.plots",
-    "moba_train.tools.report.plots",
-    "matplotlib.backends.backend_agg",
+    "moba_train.tools.report.page",
+    "plotly.offline",
 ]
-"""By training runs: by torch, or with matplotlib."""
+"""By training runs: by torch, or with plotly."""
 
 GARBAGE_SEARCHES = 1_000, 20, 100
 """For `gc.set_threshold`, after `gc.freeze`: Python searches the old objects whenever those that are not frozen have

@@ -211,7 +211,7 @@ def test_every_miniature_trains_through_all_its_stages(recipe: Path, printed: di
     assert evaluated == (set(names) if config.evaluation.position_wise else set())
     prolonged = {stage.name for stage in config.stages if stage.until}
     assert {record["stage"] for record in found if record["type"] == "stage_exit"} == prolonged
-    assert Path(config.run_dir, "position_wise.png").exists() == bool(evaluated)
+    assert ('"key":"position-wise"' in Path(config.run_dir, "report.html").read_text()) == bool(evaluated)
 
 
 def output_of(printed: dict[str, str], beginning: str) -> str:
@@ -225,7 +225,7 @@ def test_what_the_guide_says_its_miniatures_print(printed: dict[str, str]) -> No
     assert all(source in blended for source in ("corpus-train", "short"))
     evaluated = output_of(printed, "moba-train eval")
     assert re.search(r"^tokens +moba\S* +full$", evaluated, re.MULTILINE)
-    assert Path("runs/mini/continue-1m/evaluation/position_wise.png").exists()
+    assert '"key":"position-wise"' in Path("runs/mini/continue-1m/evaluation/evaluation.html").read_text()
 
 
 def test_the_conversations_carry_loss_on_their_answers_alone(printed: dict[str, str]) -> None:

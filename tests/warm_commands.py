@@ -23,7 +23,7 @@ def serve(address: str) -> None:
     import moba_train.memory.plan
     import moba_train.tools.cli
     import moba_train.tools.convert.hf  # what the commands import late
-    import moba_train.tools.report.plots
+    import moba_train.tools.report.page
     import moba_train.train
 
     def train() -> None:

@@ -248,9 +248,12 @@ class UntilConfig(Section):
 
 
 class WandbConfig(Section):
-    """Weights & Biases. One run across restarts; a failing wandb never stops training."""
+    """Weights & Biases, which needs the package wandb (`pip install "moba-train[wandb]"`). One run across restarts; a
+    failing wandb never stops training."""
 
-    mode: Literal["disabled", "offline", "online"] = Field("offline", description="offline: synchronise later by hand")
+    mode: Literal["disabled", "offline", "online"] = Field(
+        "disabled", description="offline: written into the run folder, `wandb sync` uploads it later"
+    )
     project: str = Field("moba_train", min_length=1, description="wandb project")
     entity: str | None = Field(None, description="wandb team or user; null: the account's default")
     tags: list[str] = Field([], description="tags of the wandb run")
@@ -261,9 +264,25 @@ class TelemetryConfig(Section):
 
     log_every: int = Field(1, ge=1, description="optimizer steps between logged metrics")
     console: bool = Field(True, description="progress and metrics in the terminal")
-    tensorboard: bool = Field(False, description="also write TensorBoard events (needs the tensorboard package)")
-    plots: bool = Field(True, description="draw loss, and what was evaluated by position, as images when a run ends")
+    tensorboard: bool = Field(
+        False, description='also write TensorBoard events, which needs `pip install "moba-train[tensorboard]"`'
+    )
+    report: Literal["auto"] | bool = Field(
+        "auto",
+        description="write report.html, the page of `moba-train report`, when a run ends in order; auto: if plotly is "
+        'installed (`pip install "moba-train[report]"`)',
+    )
     wandb: WandbConfig = WandbConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_plots(cls, value: Any) -> Any:
+        """Read `plots`, the former name of `report`. Checkpoints of before 30 November 2026 hold it in their recipe,
+        as true where nobody chose it."""
+        if not isinstance(value, dict) or "plots" not in value or "report" in value:
+            return value
+        renamed = {"report" if key == "plots" else key: given for key, given in value.items()}
+        return renamed | {"report": "auto"} if renamed["report"] is True else renamed
 
 
 class SpikeConfig(Section):

@@ -34,6 +34,7 @@ from moba_train.resolve.data import file_problems, length_problems
 from moba_train.resolve.layout import micro_batch_problems, pipeline_problems, row_problems, tensor_problems
 from moba_train.resolve.stage_exit import exit_problems
 from moba_train.strict_json import NAMED_NUMBERS
+from moba_train.telemetry.sinks import sink_problems
 
 
 def trainable_problems(config: RunConfig) -> Iterator[str]:
@@ -99,7 +100,8 @@ def validate(
     allow_idle: accept options that change nothing, as recipes of earlier versions may have them.
     training: False where a trained model is only evaluated or generates.
     gpu: what the recipe is planned for, here or on other machines; None where that is not known.
-    check_files: also look for the corpora and the tokenizer, relative to the working directory.
+    check_files: also look for the corpora and the tokenizer, relative to the working directory, and for the packages
+        that telemetry asks for.
     Raises ConfigError with all problems, each named by its key.
     """
     problems = [
@@ -135,6 +137,7 @@ def validate(
     if check_files:
         problems += file_problems(config, resolvable=not problems)
         problems += [*initial_problems(config), *_folder_problems(config)]
+        problems += sink_problems(config.telemetry) if training else ()
     if problems:
         raise ConfigError(problems)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
+from moba_train.environment import code_version, describe_code, describe_machine
 from moba_train.memory.activations import StageActivations
 from moba_train.parallel.world import World
 from moba_train.run.checkpoints import RunCheckpoints
@@ -14,7 +15,7 @@ from moba_train.run.progress import Progress
 from moba_train.run.recipe_changes import describe_changes, rate_jump, recipe_changes, write_recipe
 from moba_train.run.stop import StopTime
 from moba_train.telemetry.jsonl import read_since
-from moba_train.telemetry.sinks import code_version, describe, describe_machine, make_telemetry
+from moba_train.telemetry.sinks import make_telemetry
 from moba_train.telemetry.telemetry import Record, SinkRun, Telemetry
 
 STAGE = "stage"
@@ -65,7 +66,7 @@ class RunReports:
         stage = stages[progress.stage]
         self.telemetry.stage = stage.name
         machine = describe_machine(world.device, world.size, world.ranks_per_node)
-        self.event("code", describe(code_version()), machine=machine)
+        self.event("code", describe_code(code_version()), machine=machine)
         if checkpoints.loaded_weights is not None:
             self.event("init_from", checkpoints.loaded_weights)
         if progress.step:

@@ -12,6 +12,7 @@ from moba_train.memory.devices import local_host_bytes, local_host_memory, peak_
 from moba_train.memory.plan import StagePlan, make_plan
 from moba_train.memory.shortage import host_shortage
 from moba_train.parallel.float8 import describe_layers
+from moba_train.telemetry.sinks import describe_sinks
 
 MFU = 0.4
 """Utilisation that the predicted time assumes, as `moba-train plan` does."""
@@ -51,6 +52,7 @@ def summarize(config: RunConfig, world_size: int, ranks_per_node: int, device: t
         at_most = "at most " if any(item.stage.until for item in plan.stages) else ""
         lines.append(("time", f"about {at_most}{format_duration(plan.seconds)} (predicted, at {MFU:.0%} of the peak)"))
     lines.append(("folder", f"{config.run_dir}: config.yaml (every value of the recipe), metrics.jsonl, checkpoints"))
+    lines.append(("records", describe_sinks(config.telemetry)))
     shortage = host_shortage(plan, local_host_memory(ranks_per_node)) if gpu is not None else None
     warnings = [f"warning: {shortage}"] if shortage else []
     return "\n".join([f"run {config.name}", *(f"  {label:<8}{text}" for label, text in lines), *warnings])

@@ -1,80 +1,18 @@
-"""The code a run was trained with.
-
-The machine that a run trains on, for the event `code` of its history.
-
-Progress in the terminal: one compact line per logged step, and a marked line per event.
-
-TensorBoard events, if the recipe asks for them (`telemetry.tensorboard: true`).
-
-From the recipe's `telemetry` section to the sinks it asks for.
-"""
+"""Sinks for the terminal and TensorBoard, and the `Telemetry` of a run from its recipe."""
 
 import datetime
-import functools
-import platform
-import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
-from moba_train import __version__
 from moba_train.config.run import TelemetryConfig
-from moba_train.errors import UserError
 from moba_train.registry import TELEMETRY_SINKS
 from moba_train.telemetry.jsonl import JsonlSink
 from moba_train.telemetry.telemetry import Sink, SinkRun, Telemetry, numbers
-
-_PACKAGE = Path(__file__).parents[1]
-_GIT_SECONDS = 10.0
-
-
-@functools.cache
-def code_version() -> dict[str, Any]:
-    """`version` of the package and, if its files are tracked in a git repository, `commit` and `dirty`: whether tracked
-    files differ from that commit."""
-    found: dict[str, Any] = {"version": __version__}
-    # A copy that is installed inside another project's repository is not tracked there.
-    if _git("ls-files", "--error-unmatch", "__init__.py") is None or (commit := _git("rev-parse", "HEAD")) is None:
-        return found
-    changes = _git("status", "--porcelain", "--untracked-files=no")
-    return found | {"commit": commit, "dirty": changes != ""}
-
-
-def describe(code: dict[str, Any]) -> str:
-    """`code_version()` in words."""
-    if "commit" not in code:
-        return f"moba_train {code['version']}"
-    return f"moba_train {code['version']}, commit {code['commit'][:12]}{' with changes' * code['dirty']}"
-
-
-def _git(*arguments: str) -> str | None:
-    """Output of git in the package's folder; None if git fails or is missing."""
-    command = ["git", "-C", str(_PACKAGE), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def describe_machine(device: torch.device, ranks: int, ranks_per_node: int) -> dict[str, Any]:
-    """Devices, ranks, host and versions, as JSON values."""
-    on_gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})",
-        "ranks": ranks,
-        "ranks_per_node": ranks_per_node,
-        "host": platform.node(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if on_gpu else None,
-    }
-
 
 _EVENT_STYLES = {
     "stage": "bold cyan",
@@ -170,21 +108,20 @@ def _short(value: float) -> str:
 
 
 class TensorBoardSink:
-    """Writes every number as a scalar over steps, and every event's message as text, to `folder`.
-
-    Raises UserError if the package tensorboard is missing.
-    """
+    """Writes every number as a scalar over steps, and every event's message as text, to `folder`."""
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                f"telemetry.tensorboard is true, but the tensorboard package cannot be imported ({error}); "
-                "`pip install tensorboard`, or set telemetry.tensorboard to false"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         # `purge_step` hides earlier events of the steps that a resumed run repeats.
         self._writer = SummaryWriter(str(folder), purge_step=0 if resumed_step is None else resumed_step + 1)
+
+    @classmethod
+    def problem(cls, setting: bool) -> str:
+        """Reason why TensorBoard events cannot be written here, with the remedy; empty: they can."""
+        if find_spec("tensorboard") is not None:
+            return ""
+        return 'given true, but the package tensorboard is not installed; pip install "moba-train[tensorboard]"'
 
     @classmethod
     def open(cls, setting: object, run: SinkRun) -> "TensorBoardSink":
@@ -204,13 +141,30 @@ class TensorBoardSink:
 def make_telemetry(config: TelemetryConfig, run: SinkRun, repeated: Collection[str] = ()) -> Telemetry:
     """A `Telemetry` with the sinks that the recipe asks for. To be called on rank 0.
 
-    `repeated`: types of records that are made again for `run.resumed_step` itself. Raises UserError if the package of a
-    requested sink is missing.
+    `repeated`: types of records that are made again for `run.resumed_step` itself.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonlSink(run.folder / "metrics.jsonl", run.resumed_step, repeated)]
-    for name, sink in TELEMETRY_SINKS.items():
-        setting = getattr(config, name, None)
-        if setting and getattr(setting, "mode", "") != "disabled":
-            sinks.append(sink.open(setting, run))
+    sinks += [sink.open(setting, run) for _, sink, setting in _asked_for(config)]
     return Telemetry(sinks)
+
+
+def sink_problems(config: TelemetryConfig) -> Iterator[str]:
+    """Packages that the recipe's sinks need and that are not installed, each with the command that installs it."""
+    for name, sink, setting in _asked_for(config):
+        if hasattr(sink, "problem") and (problem := sink.problem(setting)):
+            yield f"telemetry.{name}: {problem}"
+
+
+def describe_sinks(config: TelemetryConfig) -> str:
+    """The places of a run's records, and the sinks that are off, on one line."""
+    asked = _asked_for(config)
+    on = [sink.describe(setting) if hasattr(sink, "describe") else name for name, sink, setting in asked]
+    off = sorted({*TELEMETRY_SINKS} - {name for name, _, _ in asked})
+    return ", ".join(["metrics.jsonl", *on]) + (f"; off: {', '.join(off)}" if off else "")
+
+
+def _asked_for(config: TelemetryConfig) -> list[tuple[str, Any, Any]]:
+    """(name, class, value of its key in `telemetry`) of every registered sink that the recipe asks for."""
+    settings = ((name, sink, getattr(config, name, None)) for name, sink in TELEMETRY_SINKS.items())
+    return [found for found in settings if found[2] and getattr(found[2], "mode", "") != "disabled"]

@@ -1,14 +1,12 @@
-"""The contents of a wandb run so far, remembered across restarts.
-
-wandb's history is append-only, and the steps that a resumed run repeats are already in it. A step is therefore drawn
-the first time it is trained; steps that are trained again are counted, not drawn, so that every curve has each step
-once and never goes back. (wandb's own rewinding works online only, and not on every server.) After a rollback, step
-numbers continue to rise, so nothing is repeated.
-
-Weights & Biases, isolated from training: it may be missing, raise or hang without effect on the run.
+"""Weights & Biases, isolated from training: wandb may be missing, raise or hang without effect on the run.
 
 Everything that touches wandb runs in one daemon thread behind a bounded queue. A full queue drops records and counts
 them; nothing is lost, because `metrics.jsonl` holds every record.
+
+wandb's history is append-only, and the steps that a resumed run repeats are already in it. A step is therefore drawn
+the first time it is trained; steps that are trained again are counted, not drawn, so that every curve has each step
+once and never goes back. wandb's own rewinding works online only, and not on every server. After a rollback, step
+numbers continue to rise, so nothing is repeated.
 """
 
 import contextlib
@@ -21,6 +19,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ class WandbHistory:
         return values | self._axes()
 
     def may_alert(self, alert_type: str, now: float, interval_s: float) -> bool:
-        """Whether the last alert of this type is at least `interval_s` seconds old; if so, this one counts as sent."""
+        """True if the last alert of this type is at least `interval_s` seconds old; if so, this one counts as sent."""
         # A clock that was set back must not silence alerts until it has caught up.
         if 0 <= now - self.sent.alerts.get(alert_type, -interval_s) < interval_s:
             return False
@@ -144,13 +143,11 @@ ALERT_INTERVAL_SECONDS = 600.0
 _TITLE_LENGTH = 63
 """wandb requires alert titles to be shorter than 64 characters."""
 
-logger = logging.getLogger(__name__)
-
 
 class WandbSink:
     """Sends records to the wandb run `run_id`, which is created or, after a resume, continued.
 
-    Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed (wandb_history.py);
+    Metrics are drawn over `step` or `tokens`, each step once, also when a run is resumed (`WandbHistory`);
     `redone_steps` counts the steps trained again. A spike also adds a row to the table `spikes`, a changed recipe one
     to `recipe_changes`. Alerts of each type are sent at most once per `ALERT_INTERVAL_SECONDS`. `dropped` counts the
     records that wandb refused, that did not fit into the queue, or that were still in it when `close` gave up. `wait_s`
@@ -173,6 +170,19 @@ class WandbSink:
             target=self._work, args=(config, run_dir, name, run_id, recipe), name="wandb", daemon=True
         )
         self._thread.start()
+
+    @classmethod
+    def problem(cls, setting: WandbConfig) -> str:
+        """Reason why wandb cannot be used here, with the remedy; empty: it can."""
+        if find_spec("wandb") is not None:
+            return ""
+        given = f"given mode {setting.mode!r}, but the package wandb is not installed"
+        return f'{given}; pip install "moba-train[wandb]", or set telemetry.wandb.mode=disabled'
+
+    @classmethod
+    def describe(cls, setting: WandbConfig) -> str:
+        """Name and mode, for the run's first lines."""
+        return f"wandb {setting.mode}"
 
     @classmethod
     def open(cls, setting: WandbConfig, run: SinkRun) -> "WandbSink":

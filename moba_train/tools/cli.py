@@ -1,6 +1,5 @@
 """`moba-train`: parses, calls, prints. Imports what a command needs inside it, so that `--help` starts at once."""
 
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +10,14 @@ from moba_train.tools.cli_options import (
     Checkpoint,
     GpusPerNode,
     Overrides,
+    Rates,
     Recipe,
     check_output_folder,
     command_group,
     table_console,
 )
 from moba_train.tools.eval_commands import evaluate, generate, lm_eval, profile_spans
-from moba_train.tools.launch_command import launch
+from moba_train.tools.launch.command import launch
 
 app = command_group("Distributed long-context pretraining with MoBA.")
 
@@ -48,7 +48,7 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="print the resolved recipe, with all its values")] = False,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see `launch`."""
-    from moba_train.tools.launcher import main
+    from moba_train.tools.launch.torchrun import main
 
     ranks = ["--nproc-per-node", str(gpus)] if gpus else []
     torchrun = ["--standalone", *ranks, "--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe)]
@@ -67,7 +67,7 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs (ranks); default: 1")] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="machines, in place of --gpus: find the best layouts on all their GPUs")
+        int | None, typer.Option(min=1, help="machines, instead of --gpus: find the best layouts on all their GPUs")
     ] = None,
     gpus_per_node: GpusPerNode = 8,
     network: Annotated[
@@ -77,6 +77,7 @@ def plan(
         str | None,
         typer.Option(help="GPU that the run must fit, such as h200; default: this machine's (with --nodes, else h200)"),
     ] = None,
+    rates: Rates = None,
     tflops: Annotated[
         float | None,
         typer.Option(min=1.0, max=1e6, help="dense bf16 peak of one GPU; default: that of --gpu, else an H100's"),
@@ -93,67 +94,67 @@ def plan(
     A recipe whose memory does not fit the GPU is refused, with changes that make it fit, as are missing files. FLOPs
     are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent.
     With --nodes the parallel layout is chosen: the best five by predicted time."""
-    from moba_train.config.load import load_config
     from moba_train.errors import PlanError
-    from moba_train.memory.devices import (
-        H200,
-        local_gpu,
-        local_host_bytes,
-        local_host_memory,
-        named_gpu,
-        peak_or_default,
-    )
-    from moba_train.memory.plan import Plan, make_plan
-    from moba_train.memory.shortage import host_shortage, shortage
-    from moba_train.parallel.links import LINKS
-    from moba_train.resolve.data import check_one_tokenizer
-    from moba_train.resolve.recipe import validate
-    from moba_train.resolve.warnings import print_recipe_warnings
-    from moba_train.tools.plan.command import print_start_warnings
-    from moba_train.tools.plan.fit import cheapest_changes, largest_stage
-    from moba_train.tools.plan.render import print_changes, print_fit, print_over_budget, print_plan
+    from moba_train.memory.devices import local_gpu, named_gpu
+    from moba_train.tools.plan.command import make_machine, plan_nodes, plan_recipe
 
-    target = named_gpu(gpu) if gpu is not None else local_gpu()
-    if nodes is not None:
-        from moba_train.tools.plan.command import plan_nodes
-
-        if gpus is not None or tflops is not None:
-            given = "--gpus" if gpus is not None else "--tflops"
-            raise PlanError(f"--nodes and {given}: given both; allowed: --nodes with --gpus-per-node and --gpu")
-        plan_nodes(recipe, overrides or (), nodes, gpus_per_node, network, target or H200, not no_data)
+    asked = named_gpu(gpu) if gpu is not None else None
+    if nodes is None:
+        if rates is not None:
+            raise PlanError("--rates: given without --nodes; allowed: with it, where the layout is chosen")
+        target = asked or local_gpu()
+        here = asked is None
+        plan_recipe(recipe, overrides or (), gpus or 1, gpus_per_node, network, target, here, tflops, mfu, not no_data)
         return
-    gpus = gpus or 1
-    links = LINKS._replace(network=network * 1e9 / 8)
-    rate = tflops or peak_or_default(target)
-    memory = target.memory if target else None
-    config = load_config(recipe, overrides or ())
-    per_node = min(gpus, gpus_per_node)
-    host = local_host_bytes(per_node) if target and gpu is None else None
-    validate(config, world_size=gpus, check_files=not no_data, ranks_per_node=per_node, gpu=target)
-    if no_data:
-        check_one_tokenizer(config)
-    made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host, links=links)
-    console = table_console()
-    print_plan(made, console)
-    print_fit(made, target, console)
-    print_over_budget(config, made.stages, console)
-    print_recipe_warnings(config)
-    print_start_warnings(config)
-    if host is not None and (warning := host_shortage(made, local_host_memory(per_node))):
-        console.print(f"warning: {warning}", soft_wrap=True)
-    if target is None:
-        return
+    if gpus is not None or tflops is not None:
+        given = "--gpus" if gpus is not None else "--tflops"
+        raise PlanError(f"--nodes and {given}: given both; allowed: --nodes with --gpus-per-node and --gpu")
+    machine = make_machine(asked or (None if rates else local_gpu()), gpus_per_node, network, rates)
+    plan_nodes(recipe, overrides or (), nodes, machine, not no_data)
 
-    def replan(changes: Sequence[str], ranks: int) -> Plan:
-        changed = load_config(recipe, [*(overrides or ()), *changes])
-        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node), gpu=target)
-        documents = [item.documents for item in made.stages]
-        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host, links)
 
-    largest = largest_stage(made)
-    if missing := shortage(largest.stage.name, largest.memory, target):
-        print_changes(made, cheapest_changes(config, made, target, replan), console)
-        raise PlanError(f"the plan does not fit: {missing}")
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="rates, for --rates FILE")] = Path(
+        "rates.json"
+    ),
+    minutes: Annotated[float, typer.Option(min=0.1, help="no attention except full and moba is begun later")] = 4.0,
+) -> None:
+    """Measure what this machine's GPU does in a second, for `plan --nodes` and `tune`.
+
+    Matrix products, memory, blocks, loss, optimizers, attention of every kind, and links between GPUs, in under five
+    minutes. docs/planning.md says what each number is."""
+    from moba_train.telemetry.jsonl import write_atomically
+    from moba_train.tools.plan.calibrate import calibrate as measured
+
+    write_atomically(output, measured(minutes, typer.echo).to_json())
+    typer.echo(f"written: {output}")
+
+
+@app.command()
+def tune(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="ranks on this machine; default: all its GPUs")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="steps of each stage; those of the second half count")] = 10,
+    rates: Rates = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="write the results as JSON")
+    ] = None,
+) -> None:
+    """Train the five best layouts of `plan --nodes 1` for some steps each, and print them in the measured order."""
+    import torch
+
+    from moba_train.errors import PlanError
+    from moba_train.memory.devices import local_gpu
+    from moba_train.tools.plan.command import make_machine
+    from moba_train.tools.plan.tune import tune as measured
+
+    here = local_gpu()
+    if here is None and rates is None:
+        raise PlanError("this machine has no GPU; `moba-train calibrate` measures its CPU in tiny shapes, for --rates")
+    machine = make_machine(None if rates else here, gpus or torch.cuda.device_count() or 1, 400.0, rates)
+    measured(recipe, overrides or (), machine, steps, output, typer.echo)
 
 
 @app.command()
@@ -197,8 +198,8 @@ def compare(
     most: Annotated[int, typer.Option(min=1, help="differences to show")] = 10,
 ) -> None:
     """Name the first tensor, or the first step, that differs between two runs. Exit status 1 if any does."""
-    from moba_train.tools.report.compare import compare as compared
-    from moba_train.tools.report.compare import describe
+    from moba_train.tools.compare import compare as compared
+    from moba_train.tools.compare import describe
 
     result = compared(a, b, tolerance)
     for notice in result.notices:

@@ -18,6 +18,10 @@ Checkpoint = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="a checkpoint, or a run folder: its newest valid checkpoint")
 ]
 
+Rates = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="rates of the GPU, by `calibrate`; default: those that are shipped for it"),
+]
 GpusPerNode = Annotated[int, typer.Option(min=1, help="GPUs (ranks) of each machine")]
 
 

@@ -97,7 +97,7 @@ def evaluate(
     sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
-    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, and for plots")] = None,
+    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, with charts")] = None,
 ) -> None:
     """Evaluate on held-out text and by other tasks, with own and full attention on the same weights.
 
@@ -107,8 +107,9 @@ def evaluate(
 
     check_output_folder(output)
     if gpus > 1 and "RANK" not in os.environ:
-        launch = [sys.executable, "-m", "moba_train.tools.launcher", "--standalone", "--nproc-per-node", str(gpus)]
-        os.execv(sys.executable, [*launch, "-m", "moba_train.tools.cli", *sys.argv[1:]])
+        from moba_train.tools.launch.torchrun import torchrun_command
+
+        os.execv(sys.executable, [*torchrun_command(gpus), "-m", "moba_train.tools.cli", *sys.argv[1:]])
     from moba_train.tools.evaluate import EvaluationOptions, evaluate_checkpoint
     from moba_train.tools.evaluated_recipe import open_for_evaluation
 

@@ -53,6 +53,7 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import World, joined_world
 from moba_train.tools.convert.hf import imported_recipe
+from moba_train.tools.report.sink import plotly_is_installed
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class EvaluationOptions:
     """Ranks that share a sequence; None: as many as in the checkpoint's stage, or one rank for each sequence where that
     does not divide the ranks."""
     output: Path | None = None
-    """Folder for `evaluation.json` and plots; the result is written beside the checkpoint in any case."""
+    """Folder for `evaluation.json` and `evaluation.html`; the result is written beside the checkpoint in any case."""
 
     def to_json(self) -> dict[str, Any]:
         """The options that bear on the numbers, as JSON values."""
@@ -228,17 +229,10 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
         if world.is_main:
             content = result_json(saved, training, options, context, results) | {"ranks": world.size}
             write_results(content, saved.path, options.output, echo)
-            if options.output is not None:
-                _plot(saved.stage.name, results, options.output)
+            if options.output is not None and plotly_is_installed():
+                from moba_train.tools.report.page import write_evaluation  # plotly takes a second to import
 
-
-def _plot(stage: str, results: Mapping[str, EvaluationResult], folder: Path) -> None:
-    """`needle.png` and `position_wise.png`, of the evaluations that ran."""
-    from moba_train.tools.report.plots import draw_needle, draw_position_wise  # matplotlib is slow to import
-
-    for name, draw in (("needle", draw_needle), ("position_wise", draw_position_wise)):
-        if name in results:
-            draw({stage: results[name].data}, folder / f"{name}.png")
+                echo(f"charts: {write_evaluation(content, options.output)}")
 
 
 def training_of(saved: SavedRun) -> Training:

@@ -20,12 +20,16 @@ from benchmarks.step_time import (
     left_out,
     logit_bytes,
     rows_of,
+    scaled,
     summary,
     table,
 )
-from moba_train.tools.plan.rates import RATES
+from moba_train.memory.devices import H200, named_gpu
+from moba_train.tools.plan.rates import shipped_rates
 from moba_train.tools.plan.step_time import StageStep
 from tests.guide import ROOT
+
+RATES = shipped_rates(H200)
 
 
 def test_every_measured_step_is_predicted_within_10_percent() -> None:
@@ -74,7 +78,7 @@ def test_rows_of_another_gpu_are_predicted_with_its_rates(tmp_path: Path) -> Non
         assert (there.memory, there.optimizer) == pytest.approx((slower * here.memory, slower * here.optimizer))
         assert here.loss < there.loss < slower * here.loss
         attention = slower if "moba-128" in row else 1
-        assert there.attention == pytest.approx(attention * here.attention), row
+        assert there.attention == pytest.approx(attention * here.attention, rel=1e-3), row
         assert (here.cp < there.cp < slower * here.cp) == ("cp2" in row)
     shown = table(compare(steps=rows_of(tmp_path / "h100.json")))
     assert "| llama3-8b, 16 layers | `8K:full:none` | 2 H100 | 1.000 | " in shown
@@ -156,3 +160,23 @@ def test_the_rates_are_those_that_the_fit_finds() -> None:
         assert getattr(again, name) == pytest.approx(getattr(RATES, name), rel=0.02), name
     for name, found in logit_bytes(RATES).items():
         assert getattr(RATES, name) == pytest.approx(found, rel=0.02), name
+
+
+def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
+    for name, peak, bandwidth in (("b200", 2250 / 989, 8 / 4.8), ("h100", 1, 3.35 / 4.8), ("l40s", 362 / 989, 0.18)):
+        found = scaled(RATES, named_gpu(name))
+        assert found.products / RATES.products == pytest.approx(peak)
+        assert found.float8_products / RATES.float8_products == pytest.approx(peak)
+        assert found.memory / RATES.memory == pytest.approx(bandwidth)
+        assert RATES.update_s["adamw"] / found.update_s["adamw"] == pytest.approx(bandwidth)
+        assert RATES.update_s["muon"] / found.update_s["muon"] == pytest.approx(peak)
+        for kind, block_size, speed in (("full", None, peak), ("moba", 4096, peak), ("moba", 128, bandwidth)):
+            for ours, theirs in zip(RATES.attention, found.attention, strict=True):
+                if (ours.kind, ours.options.get("block_size")) == (kind, block_size):
+                    expected = min(speed, 236 / 128 * peak) if block_size == 128 else speed
+                    assert ours.both_ms / theirs.both_ms == pytest.approx(expected, rel=1e-3), (name, ours)
+
+
+def test_the_shipped_rates_of_an_h100_are_scaled_or_measured() -> None:
+    rates = shipped_rates(named_gpu("h100"))
+    assert rates == scaled(RATES, named_gpu("h100")) or "measured by moba-train calibrate" in rates.note

@@ -43,13 +43,16 @@ def test_stats_prints_tables_and_draws_the_plot(tmp_path: Path) -> None:
             for length in lengths:
                 writer.add_document([1] * length)
     prefixes = [str(tmp_path / "a"), str(tmp_path / "empty")]
-    options = ["--block-size", "4", "--topk", "1", "--plot", str(tmp_path / "a.svg")]
+    options = ["--block-size", "4", "--topk", "1", "--plot", str(tmp_path / "a.html")]
     narrow = {"COLUMNS": "40"}  # of a terminal; this is a pipe
     result = CliRunner(env=narrow).invoke(app, ["stats", *prefixes, *options])
     assert result.exit_code == 0, result.output
     assert "documents <= 4" in result.output
     assert "35.7%" in result.output  # 5 of 14 tokens are in documents of up to 4
-    assert "<svg" in (tmp_path / "a.svg").read_text()
+    assert "a (3 documents)" in (tmp_path / "a.html").read_text()
+    refused = CliRunner().invoke(app, ["stats", prefixes[0], "--plot", str(tmp_path / "a.svg")])
+    assert refused.exit_code == 2
+    assert "must end in .html" in refused.stderr
 
 
 def test_lengths_are_written_as_in_recipes(tmp_path: Path) -> None:

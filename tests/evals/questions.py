@@ -69,7 +69,7 @@ def recipe(folder: Path, seq_len: int, evaluation: dict[str, Any], **keys: Any) 
         "batch_tokens": seq_len,
         "stages": [{"name": "only", "seq_len": seq_len, "tokens": 2 * seq_len}],
         "evaluation": evaluation,
-        "telemetry": {"console": False, "plots": False, "wandb": {"mode": "disabled"}},
+        "telemetry": {"console": False, "report": False, "wandb": {"mode": "disabled"}},
     }
     return parse_config(yaml.safe_dump(values | keys), "test")
 

@@ -25,7 +25,7 @@ stages:
   - {{name: short, seq_len: 16, tokens: 192, attention: {{default: full}}}}
   - {{name: long, seq_len: 32, tokens: 192}}
 evaluation: {{at_start: true, every: 100, sequences: 3}}
-telemetry: {{console: false, plots: false, wandb: {{mode: disabled}}}}
+telemetry: {{console: false, report: false, wandb: {{mode: disabled}}}}
 """
 
 

@@ -50,7 +50,7 @@ data: {{train: [{{path: {folder}/corpus}}], validation: [{{path: {folder}/corpus
 batch_tokens: 64
 stages: [{{name: only, seq_len: 32, tokens: 192}}]
 evaluation: {{every: 2, sequences: 3, position_wise: {{bucket: 16, sequences: 2}}, gate_probe: {{queries: 32}}}}
-telemetry: {{console: false, plots: false, wandb: {{mode: disabled}}}}
+telemetry: {{console: false, report: false, wandb: {{mode: disabled}}}}
 """
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -30,7 +29,6 @@ from moba_train.parallel.world import World
 from moba_train.resolve.recipe import validate
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
-from moba_train.tools.report.plots import draw_needle
 from moba_train.train import main
 from tests.evals.questions import Reader, context, recipe
 
@@ -294,11 +292,11 @@ def test_a_checkpoint_that_is_evaluated_at_another_length_keeps_its_trained_leng
 
 
 def test_a_stage_trains_until_the_needle_is_found(texts: Path, tmp_path: Path) -> None:
-    """The criterion is judged at each evaluation; this model never meets it. The map goes to the log and a picture."""
+    """The criterion is judged at each evaluation; this model never meets it. The map goes to the log and the report."""
     until = {"metric": "needle", "at_least": 0.95, "max_tokens": 2 * LENGTH}
     stage = {"name": "only", "seq_len": LENGTH, "tokens": LENGTH, "until": until}
     section = {"needle": {"samples": 1, "depths": [0, 100], "lengths": [256], "every": 1}}
-    telemetry = {"console": False, "wandb": {"mode": "disabled"}}  # with plots
+    telemetry = {"console": False, "wandb": {"mode": "disabled"}}  # with the report
     config = recipe(texts, LENGTH, section, run_dir=str(tmp_path / "run"), stages=[stage], telemetry=telemetry)
     (tmp_path / "recipe.yaml").write_text(dump_config(config))
     assert main([str(tmp_path / "recipe.yaml")]) == 0
@@ -309,30 +307,7 @@ def test_a_stage_trains_until_the_needle_is_found(texts: Path, tmp_path: Path) -
     assert found[0]["needle_map"]["lengths"] == [256]
     exits = [record["message"] for record in records if record["type"] == "stage_exit"]
     assert "needle 0.0000, wanted: at least 0.95" in exits[-1]
-    assert (tmp_path / "run" / "needle.png").stat().st_size > 10_000
-
-
-def test_the_map_is_drawn_for_several_attentions_and_marks_the_trained_length(tmp_path: Path) -> None:
-    full = {"passed": [[1.0, 0.5], [0.0, 0.25], [0, 0]], "answers": [], "selected": [[None], [None], [None]]}
-    data = {
-        "trained_length": 8192,
-        "lengths": [4096, 8192, 16384],
-        "depths": [0.0, 100.0],
-        "samples": 4,
-        "seed": 7,
-        "maps": {"moba": full | {"selected": [[0.5], [0.25], [None]]}, "full": full},
-    }
-    with patch.object(plt, "close"):
-        draw_needle({"long": json.loads(json.dumps(data))}, tmp_path / "needle.png")
-    figure = plt.gcf()
-    maps = [axes for axes in figure.axes if axes.images]
-    titles = [axes.get_title() for axes in maps]
-    plt.close(figure)
-    assert titles[:2] == ["long: moba, 4 per cell, seed 7", "long: full, 4 per cell, seed 7"]
-    assert "heads that select the needle" in titles[2]
-    assert maps[0].images[0].get_array().tolist() == [[1.0, 0.0, 0.0], [0.5, 0.25, 0.0]], "depth 0 is the first row"
-    assert maps[0].images[0].origin == "upper"
-    assert maps[0].lines[0].get_xdata() == [1.5, 1.5], "between 8K and 16K"
+    assert '"needle-0-0-' in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_segments_are_encoded_without_tokens_that_span_two(texts: Path) -> None:

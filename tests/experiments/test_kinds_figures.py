@@ -25,14 +25,12 @@ from experiments.registry import FIGURES
 from experiments.versions import insertion_costs
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer
-from moba_train.tools.report.sink import PlotsSink
 from tests.experiments.finished_arms import finished_arm
 
 
 def quick(name: str, monkeypatch: pytest.MonkeyPatch, arms: Sequence[str]) -> list[Result]:
     """Run these arms of a figure's quick form, draw it, and return the arms."""
     monkeypatch.setattr(corpus, "QUICK_TOKENS", 1 << 16)
-    monkeypatch.setattr(PlotsSink, "close", lambda sink: None)  # a run's own pictures take half as long as the run
     assert main([name, "--quick", "--gpus", "0", "--seconds", "1e6", "--arms", *arms]) == 0
     output = Path(f"runs/experiments/{name}-quick.json")
     page.draw(FIGURES[name], output, output.with_suffix(".svg"))

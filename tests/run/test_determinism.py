@@ -18,7 +18,7 @@ from moba_train.errors import ConfigError
 from moba_train.resolve.recipe import validate
 from moba_train.run.determinism import deterministic
 from moba_train.tools.cli import app
-from moba_train.tools.report.compare import _difference
+from moba_train.tools.compare import _difference
 from tests.run.tiny_run import Run
 
 

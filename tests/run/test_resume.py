@@ -96,7 +96,6 @@ def test_training_learns_and_evaluates(finished_run: Run) -> None:
     evaluations = [record["eval_loss"] for record in finished_run.records("validation_loss")]
     assert len(evaluations) == 2
     assert evaluations[1] < evaluations[0]
-    assert (finished_run.run_dir / "loss.png").stat().st_size > 10_000
 
 
 def test_sigterm_saves_and_exits_cleanly(run: Run) -> None:

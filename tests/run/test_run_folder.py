@@ -85,8 +85,8 @@ def test_a_run_whose_folder_was_removed_and_made_anew_by_another_stops_and_leave
 def test_a_run_whose_folder_is_gone_stops_and_does_not_make_it_again(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when it vanishes after the last save, where plots would be drawn in it."""
-    run.recipe["telemetry"]["plots"] = True
+    """Also when it vanishes after the last save, where the report would be written into it."""
+    run.recipe["telemetry"]["report"] = True
     for step in (4, 12):
         before_save(
             monkeypatch, {step: lambda trainer: (trainer.checkpoints._checkpointer.wait(), shutil.rmtree(run.run_dir))}

@@ -75,7 +75,7 @@ def met_at_8() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpora: Path, met_at_8: None) -> Run:
     run = prolonged(tmp_path_factory.mktemp("prolonged"), corpora)
-    run.recipe["telemetry"]["plots"] = True
+    run.recipe["telemetry"]["report"] = True
     assert run.train_here() == 0
     return run
 
@@ -162,15 +162,15 @@ def test_stops_around_the_stage_exit_change_nothing(tmp_path: Path, corpora: Pat
     assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
 
 
-def test_boundaries_show_in_every_log_and_plot(undisturbed: Run) -> None:
+def test_boundaries_show_in_every_log_and_the_report(undisturbed: Run) -> None:
     losses = undisturbed.losses()
     first, second = undisturbed.records("boundary")
     assert (first["stage"], first["loss_before"]) == ("activate", pytest.approx(sum(losses[:3]) / 3))
     assert second["loss_before"] == pytest.approx(sum(losses[3:8]) / 5)
     assert second["loss_step"] == pytest.approx(sum(losses[8:]) / 4 - sum(losses[3:8]) / 5)
     assert [record["stage_index"] for record in undisturbed.records("stage")] == [0, 1, 2]
-    for plot in ("loss.png", "position_wise.png"):
-        assert (undisturbed.run_dir / plot).stat().st_size > 10_000
+    page = (undisturbed.run_dir / "report.html").read_text()
+    assert all(f'"label":"{stage}"' in page for stage in ("activate", "full"))
 
 
 def test_a_boundary_is_reported_once_whenever_the_run_is_stopped_or_made_longer(run: Run) -> None:
@@ -236,7 +236,7 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
         wanted["position_wise"]["curves"]["full"]["mean"], rel=1e-2 if torch.cuda.is_available() else 1e-6
     )
     assert set(written["validation_loss"]) == {"moba", "full", "by_sequence"}
-    assert (tmp_path / "position_wise.png").stat().st_size > 10_000
+    assert '"key":"position-wise"' in (tmp_path / "evaluation.html").read_text()
     assert "96 to 128" in done.output
     only = CliRunner().invoke(app, [*arguments[:2], "--attention", "own", "--bucket", "64", "--sequences", "2"])
     assert "64 to 128" in only.output

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moba_train.tools.report.compare import compare
+from moba_train.tools.compare import compare
 from tests.run.tiny_run import Run, assert_like_one_gpu, assert_same_tensors
 from tests.run.trainer_ranks import Ranks, run_command
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moba_train.config.load import load_config
+from moba_train.environment import code_version
 from moba_train.run.trainer import Trainer
 from moba_train.telemetry.jsonl import read_records
-from moba_train.telemetry.sinks import code_version
 from tests.run.faults import inject, not_a_number, steady
 from tests.run.tiny_run import Run
 

@@ -112,7 +112,7 @@ class Run:
             ],
             "checkpoint": {"every": 4},
             "evaluation": {"every": 6, "sequences": 5},
-            "telemetry": {"console": False, "plots": False, "wandb": {"mode": "disabled"}},
+            "telemetry": {"console": False, "report": False, "wandb": {"mode": "disabled"}},
         }
 
     @property

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from moba_train.errors import UserError
 from moba_train.telemetry.jsonl import JsonlSink, read_records
 from moba_train.telemetry.sinks import ConsoleSink, TensorBoardSink
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.tools.report.compare import Comparison, compare
-from moba_train.tools.report.plots import plot_run
+from moba_train.tools.compare import compare
 
 
 class ListSink:
@@ -93,39 +91,6 @@ def test_a_resumed_run_has_one_history(tmp_path: Path, resumed_step: int | None)
     assert [r["step"] for r in discarded] == [s for s in range(1, 6) if s not in kept]
 
 
-def old_format(run_dir: Path) -> list[dict]:
-    """Rewrite `metrics.jsonl` of a run as early versions wrote it, with "kind" for "type"; returns today's records."""
-    path = run_dir / "metrics.jsonl"
-    records = read_records(path)
-    old = [{"kind" if key == "type" else key: value for key, value in record.items()} for record in records]
-    path.write_text("".join(json.dumps(record) + "\n" for record in old))
-    assert '"type"' not in path.read_text()
-    return records
-
-
-def test_a_history_of_early_versions_is_read_compared_drawn_and_continued(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    telemetry = Telemetry([JsonlSink(path, None)])
-    report(telemetry)
-    telemetry.log(2, 8192, {"loss": 3.0, "grad_norm": 0.25})
-    telemetry.close()
-    today = tmp_path / "today.jsonl"
-    today.write_bytes(path.read_bytes())
-
-    records = old_format(tmp_path)
-    assert read_records(path) == records
-    assert [list(record) for record in read_records(path)] == [list(record) for record in records]
-    assert compare(path, today) == Comparison("steps", 2, [])
-    assert plot_run(tmp_path).stat().st_size > 0
-
-    telemetry = Telemetry([JsonlSink(path, 1)])
-    telemetry.log(2, 8192, {"loss": 2.0})
-    telemetry.close()
-    assert [(r["step"], r["type"]) for r in read_records(path)] == [(r["step"], r["type"]) for r in records]
-    assert read_records(path)[-1]["loss"] == 2.0
-    assert read_records(tmp_path / "metrics.discarded.jsonl") == records[-1:]
-
-
 def test_a_file_without_steps_is_not_compared(tmp_path: Path) -> None:
     """Each step of the other file would count as missing there."""
     history, other = tmp_path / "metrics.jsonl", tmp_path / "corpus.jsonl"
@@ -156,12 +121,6 @@ def test_console_shows_the_time_left() -> None:
     assert output.getvalue().splitlines()[-1].endswith("left 0:02:40")
     sink.write({"type": "metrics", "time": 20.0, "step": 21, "stage": "short"})  # the clock was set back
     assert output.getvalue().splitlines()[-1].endswith("left 0:02:38")
-
-
-def test_tensorboard_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match="pip install tensorboard"):
-        TensorBoardSink(tmp_path, None)
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ stages:
   - {name: short, seq_len: 16, tokens: 64, attention: {default: full}}
   - {name: long, seq_len: 32, tokens: 128}
 evaluation: {every: 2, sequences: 3}
-telemetry: {console: false, plots: false, wandb: {mode: disabled}}
+telemetry: {console: false, report: false, wandb: {mode: disabled}}
 """
 
 

@@ -31,7 +31,7 @@ attention: {full_layers: "last:1", moba: {block_size: 8, topk: 2}}
 data: {tokenizer: data/tok.model, train: [{path: corpus}]}
 batch_tokens: 64
 stages: [{name: only, seq_len: 64, tokens: 64}]
-telemetry: {console: false, plots: false, wandb: {mode: disabled}}
+telemetry: {console: false, report: false, wandb: {mode: disabled}}
 """
 TEXT = "The quick brown fox jumps over the lazy dog, and naïve café owners watch – 你好 – at 10 o'clock.\n"
 

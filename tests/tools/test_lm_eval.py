@@ -58,7 +58,7 @@ RECIPE: dict[str, Any] = {
     "data": {"tokenizer": "tok.model", "train": [{"path": "corpus"}]},
     "batch_tokens": LENGTH,
     "stages": [{"name": "only", "seq_len": LENGTH, "tokens": LENGTH}],
-    "telemetry": {"console": False, "plots": False, "wandb": {"mode": "disabled"}},
+    "telemetry": {"console": False, "report": False, "wandb": {"mode": "disabled"}},
 }
 TEXTS = [
     "The grass is green.",

@@ -35,7 +35,7 @@ data: {train: [{path: corpus}], validation: [{path: corpus}]}
 attention: {default: full}
 batch_tokens: 64
 stages: [{name: short, seq_len: 64, tokens: 128}]
-telemetry: {console: false, plots: false, wandb: {mode: disabled}}
+telemetry: {console: false, report: false, wandb: {mode: disabled}}
 """
 
 

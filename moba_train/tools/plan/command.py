@@ -1,7 +1,4 @@
-"""What a plan says about the run folder: a checkpoint there that training would refuse, or start from unexpectedly.
-
-`moba-train plan --nodes`: the best parallel layouts of a recipe on a number of nodes.
-"""
+"""`moba-train plan`: the cost of a recipe in its own layout or, with `--nodes`, its best layouts; and warnings."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,9 +13,11 @@ from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import tokenizer_hash
-from moba_train.errors import CheckpointError, UserError
-from moba_train.memory.devices import Gpu
+from moba_train.errors import CheckpointError, PlanError, UserError
+from moba_train.memory.devices import H200, Gpu, local_host_bytes, local_host_memory, peak_or_default
 from moba_train.memory.flops import stage_documents
+from moba_train.memory.plan import Plan, make_plan
+from moba_train.memory.shortage import host_shortage, shortage
 from moba_train.parallel.links import LINKS
 from moba_train.resolve.data import check_one_tokenizer
 from moba_train.resolve.recipe import validate
@@ -26,34 +25,81 @@ from moba_train.resolve.warnings import print_recipe_warnings
 from moba_train.run.restarts import Restarts, choose_checkpoint
 from moba_train.run.resumable import resumed_progress
 from moba_train.tools.cli_options import table_console
-from moba_train.tools.plan.layouts import best_layouts
-from moba_train.tools.plan.rates import RATES
-from moba_train.tools.plan.render import print_layouts, print_over_budget
+from moba_train.tools.plan.changes import cheapest_changes, largest_stage
+from moba_train.tools.plan.layouts import Layouts, best_layouts
+from moba_train.tools.plan.rates import read_rates, shipped_rates
+from moba_train.tools.plan.render import print_changes, print_fit, print_layouts, print_over_budget, print_plan
 from moba_train.tools.plan.step_time import Machine
 
 
+def plan_recipe(
+    recipe: Path,
+    overrides: Sequence[str],
+    gpus: int,
+    gpus_per_node: int,
+    network: float,
+    gpu: Gpu | None,
+    is_here: bool,
+    tflops: float | None,
+    mfu: float,
+    check_files: bool,
+) -> None:
+    """Print what a recipe costs on `gpus` GPUs; the arguments are the options of `moba-train plan`.
+
+    gpu: None: memory is not compared with any; is_here: it is this machine's, whose host counts as well
+
+    Raises UserError; PlanError for a plan that does not fit the GPU, after printing changes that make it fit.
+    """
+    links = LINKS._replace(network=network * 1e9 / 8)
+    rate = tflops or peak_or_default(gpu)
+    memory = gpu.memory if gpu else None
+    config = load_config(recipe, overrides)
+    per_node = min(gpus, gpus_per_node)
+    host = local_host_bytes(per_node) if gpu and is_here else None
+    validate(config, world_size=gpus, check_files=check_files, ranks_per_node=per_node, gpu=gpu)
+    if not check_files:
+        check_one_tokenizer(config)
+    made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host, links=links)
+    console = table_console()
+    print_plan(made, console)
+    print_fit(made, gpu, console)
+    print_over_budget(config, made.stages, console)
+    print_recipe_warnings(config)
+    print_start_warnings(config)
+    if host is not None and (warning := host_shortage(made, local_host_memory(per_node))):
+        console.print(f"warning: {warning}", soft_wrap=True)
+    if gpu is None:
+        return
+
+    def replan(changes: Sequence[str], ranks: int) -> Plan:
+        changed = load_config(recipe, [*overrides, *changes])
+        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node), gpu=gpu)
+        documents = [item.documents for item in made.stages]
+        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host, links)
+
+    largest = largest_stage(made)
+    if missing := shortage(largest.stage.name, largest.memory, gpu):
+        print_changes(made, cheapest_changes(config, made, gpu, replan), console)
+        raise PlanError(f"the plan does not fit: {missing}")
+
+
 def print_start_warnings(config: RunConfig) -> None:
-    """Print `start_warnings`, a line each."""
-    for warning in start_warnings(config):
-        print(f"warning: {warning}", flush=True)
-
-
-def start_warnings(config: RunConfig) -> list[str]:
-    """Sentences about a start of a validated recipe in its run folder; none where there is no checkpoint, or it is
-    simply resumed from. Sizes of the checkpoint's files are compared; its bytes and the corpora are not read."""
+    """Warn of a start of a validated recipe in its run folder that training would refuse, or whose `init_from` it would
+    not read. Sizes of the checkpoint's files are compared; its bytes and the corpora are not read."""
     try:
         path = _checkpoint_to_resume_from(config)
         if path is None:
-            return []
+            return
         resumed_progress(config, read_meta(path), _tokenizer(config), str(path))
     except CheckpointError as error:
-        return [f"training would refuse this recipe: {error}"]
-    if config.init_from is None:
-        return []
-    return [
-        f"init_from: {config.init_from} will not be read, because the run continues from its own checkpoint {path}; "
-        "set run_dir to a new folder to begin with these weights"
-    ]
+        print(f"warning: training would refuse this recipe: {error}", flush=True)
+        return
+    if config.init_from is not None:
+        print(
+            f"warning: init_from: {config.init_from} will not be read, because the run continues from its own "
+            f"checkpoint {path}; set run_dir to a new folder to begin with these weights",
+            flush=True,
+        )
 
 
 def _checkpoint_to_resume_from(config: RunConfig) -> Path | None:
@@ -85,25 +131,38 @@ def _tokenizer(config: RunConfig) -> str:
     return ""
 
 
-def plan_nodes(
-    recipe: Path, overrides: Sequence[str], nodes: int, gpus_per_node: int, network: float, gpu: Gpu, check_files: bool
-) -> None:
-    """Print the best layouts. network: Gbit/s of each GPU's adapter. Raises UserError."""
+def find_layouts(
+    recipe: Path, overrides: Sequence[str], nodes: int, machine: Machine, check_files: bool
+) -> tuple[RunConfig, Layouts]:
+    """The recipe and its five best layouts, each of which `moba-train launch` accepts. Raises UserError."""
     config = load_config(recipe, overrides)
-    validate(config, check_files=check_files, gpu=gpu)
+    validate(config, check_files=check_files, gpu=machine.gpu)
     if not check_files:
         check_one_tokenizer(config)
-    links = LINKS._replace(network=network * 1e9 / 8)
-    machine = Machine(gpu, gpus_per_node, links, RATES.scaled_to(gpu))
     documents = [stage_documents(config, stage) for stage in resolve_stages(config)]
 
     def accept(changes: Sequence[str]) -> None:
         changed = load_config(recipe, [*overrides, *changes])
-        validate(changed, world_size=nodes * gpus_per_node, ranks_per_node=gpus_per_node, gpu=gpu)
+        world = nodes * machine.ranks_per_node
+        validate(changed, world_size=world, ranks_per_node=machine.ranks_per_node, gpu=machine.gpu)
 
+    return config, best_layouts(config, nodes, machine, documents, accept)
+
+
+def plan_nodes(recipe: Path, overrides: Sequence[str], nodes: int, machine: Machine, check_files: bool) -> None:
+    """Print the best layouts. Raises UserError."""
+    config, layouts = find_layouts(recipe, overrides, nodes, machine, check_files)
     console = table_console()
-    layouts = best_layouts(config, nodes, machine, documents, accept)
     print_layouts(layouts, nodes, machine, console)
     print_over_budget(config, layouts.best[0].stages, console)
     print_recipe_warnings(config)
     print_start_warnings(config)
+
+
+def make_machine(gpu: Gpu | None, ranks_per_node: int, network: float, rates: Path | None) -> Machine:
+    """The machines to predict for: those of the file `rates`, else of the GPU with its shipped rates, else of an H200.
+
+    network: Gbit/s of each GPU's adapter to other nodes. Raises PlanError for a GPU whose rates are not known.
+    """
+    found = read_rates(rates) if rates is not None else shipped_rates(gpu or H200)
+    return Machine(gpu or found.device, ranks_per_node, found.links(network), found)

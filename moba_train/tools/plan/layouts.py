@@ -1,12 +1,13 @@
 """The best parallel layouts of a recipe on a number of nodes, by the predicted time of all its stages.
 
 Every layout is tried that divides the GPUs, the model and the batches: pp, tp and dp_replicate are the same in all
-stages, cp is each stage's own, dp_shard is the rest. What does not fit the GPU's memory is left out.
+stages, cp is each stage's own, dp_shard is the rest. Layouts that do not fit the GPU's memory are left out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import NamedTuple
 
 from moba_train.config.mesh import MeshSizes, divisors
 from moba_train.config.schema import RunConfig
@@ -15,8 +16,7 @@ from moba_train.errors import ConfigError, PlanError
 from moba_train.memory.flops import Documents
 from moba_train.memory.shortage import format_gib, usable_bytes
 from moba_train.parallel.pipeline.model import number_of_parts
-from moba_train.tools.plan.layer_time import AttentionFlops, attention_flops
-from moba_train.tools.plan.step_time import Machine, StageStep, predict_step
+from moba_train.tools.plan.step_time import AttentionTimes, Machine, StageStep, attention_times, predict_step
 
 _SHARED = ("pp", "tp", "dp_replicate", "dp_shard", "pp_layers", "tp_overlap")
 """Keys of `parallel` that a search sets for all stages."""
@@ -47,11 +47,10 @@ class Layout:
     @property
     def largest(self) -> StageStep:
         """The stage that needs most memory."""
-        return max(self.stages, key=_memory)
+        return max(self.stages, key=lambda step: step.memory)
 
 
-@dataclass(frozen=True)
-class Layouts:
+class Layouts(NamedTuple):
     """Result of a search."""
 
     best: tuple[Layout, ...]
@@ -68,17 +67,21 @@ def best_layouts(
     """The `most` fastest layouts of a validated recipe on `nodes` nodes that fit the GPU and that `accept` lets
     through; of those that differ in dp_replicate alone the fastest.
 
-    documents: those of each stage. Raises PlanError, which says what comes nearest, where no layout divides the
-    recipe's batches, or none fits; where `accept` refuses all, what it says of the fastest.
+    documents: those of each stage. Raises PlanError, which says what comes nearest, if no layout divides the recipe's
+    batches, or none fits; if `accept` refuses all, its error about the fastest.
     """
-    stages = zip(resolve_stages(config), documents, strict=True)
-    flops = [attention_flops(config, stage, own) for stage, own in stages]
-    found = [_predicted(config, one, flops, machine) for one in _candidates(config, nodes, machine)]
+    stages = resolve_stages(config)
+    pairs = zip(stages, documents, strict=True)
+    attention = [attention_times(config, stage, own, machine.rates) for stage, own in pairs]
+    found = [
+        _predicted(config, shared, stages, meshes, attention, machine)
+        for shared, meshes in _candidates(config, stages, nodes, machine)
+    ]
     layouts = [layout for layout in found if layout is not None]
     if not layouts:
-        raise PlanError(_nothing_divides(config, nodes, machine))
+        raise PlanError(_nothing_divides(config, stages, nodes, machine))
     limit = usable_bytes(machine.gpu)
-    fitting = sorted((one for one in layouts if _memory(one.largest) <= limit), key=lambda one: one.seconds)
+    fitting = sorted((one for one in layouts if one.largest.memory <= limit), key=lambda one: one.seconds)
     if not fitting:
         raise PlanError(_nothing_fits(layouts, nodes, machine))
     best: dict[tuple[MeshSizes, ...], Layout] = {}
@@ -95,20 +98,13 @@ def best_layouts(
     return Layouts(tuple(best.values()), len(fitting), len(layouts))
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """What all stages share, and the meshes that each may have."""
-
-    config: RunConfig
-    stages: tuple[Stage, ...]
-    meshes: tuple[tuple[MeshSizes, ...], ...]
-
-
-def _candidates(config: RunConfig, nodes: int, machine: Machine) -> Iterator[_Candidate]:
-    """All layouts that divide GPUs, model and batches."""
+def _candidates(
+    config: RunConfig, stages: Sequence[Stage], nodes: int, machine: Machine
+) -> Iterator[tuple[RunConfig, list[list[MeshSizes]]]]:
+    """All layouts that divide GPUs, model and batches: the recipe with the keys that all stages share, and the meshes
+    that each stage may have."""
     world = nodes * machine.ranks_per_node
     model = config.model
-    stages = resolve_stages(config)
     most_tp = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size, machine.ranks_per_node)
     most_copies = min(stage.batch_sequences for stage in stages)
     for pp in divisors(world):
@@ -122,9 +118,9 @@ def _candidates(config: RunConfig, nodes: int, machine: Machine) -> Iterator[_Ca
                 if number_of_parts(shared.parallel) > model.layers:
                     continue
                 whole = MeshSizes(pp, copies, world // (pp * tp * copies), 1, tp)
-                meshes = tuple(tuple(_meshes(stage, whole)) for stage in stages)
+                meshes = [[*_meshes(stage, whole)] for stage in stages]
                 if all(meshes):
-                    yield _Candidate(shared, stages, meshes)
+                    yield shared, meshes
 
 
 def _with_layout(config: RunConfig, pp: int, tp: int, copies: int) -> RunConfig:
@@ -141,60 +137,63 @@ def _meshes(stage: Stage, whole: MeshSizes) -> Iterator[MeshSizes]:
         mesh = whole._replace(dp_shard=whole.dp_shard // cp, cp=cp)
         unit = mesh.tp * (2 * cp if cp > 1 else 1)  # zigzag layouts cut a sequence into 2 cp parts
         count, rest = divmod(stage.batch_sequences, stage.micro_batch_size * mesh.dp)
-        if rows % unit == 0 and rest == 0 and count >= mesh.pp and _rounds_divide(stage, count, mesh.pp):
+        if rows % unit or rest or count < mesh.pp:
+            continue
+        if mesh.pp == 1 or stage.parallel.pp_schedule == "1f1b" or count % (count // mesh.pp) == 0:
             yield mesh
 
 
-def _rounds_divide(stage: Stage, count: int, pp: int) -> bool:
-    return pp == 1 or stage.parallel.pp_schedule == "1f1b" or count % (count // pp) == 0
-
-
 def _predicted(
-    given: RunConfig, candidate: _Candidate, flops: Sequence[AttentionFlops], machine: Machine
+    given: RunConfig,
+    shared: RunConfig,
+    stages: Sequence[Stage],
+    meshes: Sequence[Sequence[MeshSizes]],
+    attention: Sequence[AttentionTimes],
+    machine: Machine,
 ) -> Layout | None:
-    """The candidate with the fastest mesh of each stage that fits the GPU, or the one that needs least memory; None if
+    """The layout with the fastest mesh of each stage that fits the GPU, or the one that needs least memory; None if
     a stage cannot run on any."""
     steps = []
-    for stage, own, meshes in zip(candidate.stages, flops, candidate.meshes, strict=True):
-        found = [step for mesh in meshes if (step := _step(candidate.config, stage, mesh, own, machine))]
+    for stage, times, own_meshes in zip(stages, attention, meshes, strict=True):
+        found = [step for mesh in own_meshes if (step := _step(shared, stage, mesh, times, machine))]
         if not found:
             return None
-        fitting = [step for step in found if _memory(step) <= usable_bytes(machine.gpu)]
-        steps.append(min(fitting, key=lambda step: step.time.seconds) if fitting else min(found, key=_memory))
-    return Layout(_arguments(given, candidate.config, steps), tuple(steps))
+        fitting = [step for step in found if step.memory <= usable_bytes(machine.gpu)]
+        fastest = min(fitting, key=lambda step: step.time.seconds, default=None)
+        steps.append(fastest or min(found, key=lambda step: step.memory))
+    return Layout(_arguments(given, shared, stages, steps), tuple(steps))
 
 
 def _step(
-    config: RunConfig, stage: Stage, mesh: MeshSizes, flops: AttentionFlops, machine: Machine
+    config: RunConfig, stage: Stage, mesh: MeshSizes, attention: AttentionTimes, machine: Machine
 ) -> StageStep | None:
     parallel = {name: getattr(config.parallel, name) for name in _SHARED} | {"cp": mesh.cp}
-    stage = replace(stage, parallel=stage.parallel.model_copy(update=parallel))
+    laid_out = replace(stage, parallel=stage.parallel.model_copy(update=parallel))
     try:
-        return predict_step(config, stage, mesh, flops, machine)
+        return predict_step(config, laid_out, mesh, attention, machine)
     except (ConfigError, ValueError):  # too little host memory, or a transport that cannot do these sizes
         return None
 
 
-def _arguments(given: RunConfig, config: RunConfig, steps: Sequence[StageStep]) -> tuple[str, ...]:
-    """Overrides of the recipe `given`: only what it has otherwise."""
+def _arguments(
+    given: RunConfig, config: RunConfig, stages: Sequence[Stage], steps: Sequence[StageStep]
+) -> tuple[str, ...]:
+    """Overrides that change the recipe `given`, with its `stages`, into this layout."""
     values = {name: (getattr(given.parallel, name), getattr(config.parallel, name)) for name in _SHARED}
-    changed = [f"parallel.{name}={_as_yaml(value)}" for name, (before, value) in values.items() if value != before]
-    stages = zip(resolve_stages(given), steps, strict=True)
-    own = [
-        f"stages.{stage.index}.parallel.cp={step.mesh.cp}"
-        for stage, step in stages
-        if stage.parallel.cp != step.mesh.cp
+    changed = [
+        f"parallel.{name}={str(value).lower().replace(' ', '')}"
+        for name, (before, value) in values.items()
+        if value != before
     ]
+    pairs = zip(stages, steps, strict=True)
+    own = [f"stages.{old.index}.parallel.cp={new.mesh.cp}" for old, new in pairs if old.parallel.cp != new.mesh.cp]
     return (*changed, *own)
 
 
-def _as_yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
-
-
-def _nothing_divides(config: RunConfig, nodes: int, machine: Machine) -> str:
-    stage = min(resolve_stages(config), key=lambda stage: stage.batch_sequences // stage.micro_batch_size)
-    fewer = [count for count in _powers_below(nodes) if any(_candidates(config, count, machine))]
+def _nothing_divides(config: RunConfig, stages: Sequence[Stage], nodes: int, machine: Machine) -> str:
+    stage = min(stages, key=lambda stage: stage.batch_sequences // stage.micro_batch_size)
+    powers = [2**exponent for exponent in reversed(range((nodes - 1).bit_length()))]
+    fewer = [count for count in powers if any(_candidates(config, stages, count, machine))]
     nearest = f"nearest: --nodes {fewer[0]}" if fewer else "no smaller number of nodes does, either"
     gpus = nodes * machine.ranks_per_node
     return (
@@ -205,20 +204,11 @@ def _nothing_divides(config: RunConfig, nodes: int, machine: Machine) -> str:
 
 
 def _nothing_fits(layouts: Sequence[Layout], nodes: int, machine: Machine) -> str:
-    nearest = min(layouts, key=lambda layout: _memory(layout.largest))
+    nearest = min(layouts, key=lambda layout: layout.largest.memory)
     step = nearest.largest
     return (
         f"no layout of {nodes * machine.ranks_per_node} GPUs fits {machine.gpu.name}, of which "
-        f"{format_gib(usable_bytes(machine.gpu))} GiB are usable; the nearest needs {format_gib(_memory(step))} GiB in "
+        f"{format_gib(usable_bytes(machine.gpu))} GiB are usable; the nearest needs {format_gib(step.memory)} GiB in "
         f"stage {step.stage.name}: {' '.join(nearest.arguments) or 'the layout of the recipe'}; allowed: more nodes, a "
         "smaller micro_batch_size, activation_checkpointing=budget, activation_offload=true"
     )
-
-
-def _memory(step: StageStep) -> int:
-    return step.activations.memory.total
-
-
-def _powers_below(number: int) -> list[int]:
-    """Powers of two below `number`, largest first."""
-    return [2**exponent for exponent in reversed(range((number - 1).bit_length()))]

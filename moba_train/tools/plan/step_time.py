@@ -1,52 +1,91 @@
-"""Predicted time of one optimizer step: computation by measured rates, and what communication it cannot hide.
+"""Predicted time of one optimizer step: computation by measured rates, and the communication that it cannot hide.
 
 Every part of the step that a GPU computes takes its operations, or the bytes that it moves in memory, over a measured
-rate (rates.py, attention_rates.py). Communication takes its bytes over the bandwidth of the links (parallel/links.py).
-What hides it: FSDP's gathers the forward pass of other blocks, its gathers and reductions the backward pass; attention
-the part of context parallelism that need not come first. Tensor parallelism without `tp_overlap` and what a pipeline's
-ranks pass on are hidden by nothing. Left out: the host's time, which decides where a rank has few tokens, evaluations,
-checkpoints, data, and activations on their way to the host.
+rate (rates.py). Communication takes its bytes over the bandwidth of the links (parallel/links.py). It is hidden as
+follows: FSDP's gathers behind the forward pass of other blocks, its gathers and reductions behind the backward pass,
+and the part of context parallelism that need not come first behind attention. Nothing hides tensor parallelism without
+`tp_overlap` and what a pipeline's ranks pass on. Left out are the host's time, which decides where a rank has few
+tokens, evaluations, checkpoints, data, and activations on their way to the host.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moba_train.config.attention import LayerAttention
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import PlanError
 from moba_train.memory.activations import StageActivations, stage_activations
-from moba_train.memory.devices import H200, Gpu
+from moba_train.memory.devices import Gpu
+from moba_train.memory.flops import Documents, attention_matrices, feed_forward_matrices, layer_flops
+from moba_train.memory.layer_memory import block_bytes
 from moba_train.memory.memory import NO_TRANSPORT, element_bytes, memory_for_buffers
 from moba_train.memory.pipeline import pipeline_layers, rank_costs, rank_work, step_length
+from moba_train.memory.plan import repeated_transfers
 from moba_train.memory.weights import gathered_bytes, rank_weights
+from moba_train.parallel.activations import Kept
 from moba_train.parallel.context.costs import TransportCost, predict_cost
-from moba_train.parallel.links import LINKS, LinkedGroup, Links, Traffic, linked_group
+from moba_train.parallel.links import LinkedGroup, Links, Traffic, linked_group
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
-from moba_train.tools.plan.layer_time import AttentionFlops, LayerTimes
-from moba_train.tools.plan.rates import RATES, Rates
+from moba_train.tools.plan.rates import CALIBRATE, Rates
 
-GATHERED_COPIES = 4
-"""Bytes that a GPU reads and writes for each weight and gather: bf16, out of the buffer of the gather."""
-ACCUMULATED_COPIES = 10
-"""Bytes for each gathered weight of a pipeline and each micro-batch after the first: a gradient, bf16, is added to the
-sum, float32."""
-NORM_BYTES = 4
-"""Bytes for each weight of the rank's shard: its gradient, float32, is read for the norms."""
-SHARD_COPIES = 6
-"""Bytes for each weight of the rank's shard and gather: float32 to bf16."""
+TENSOR_TRANSFERS = 8  # of tensor parallelism in a block's forward and backward pass
+_NOT_OVERLAPPED = 2  # of these with `tp_overlap` (parallel/tensor.py)
+_CONTEXT_TRANSFERS = 3  # keys and values in the forward and the backward pass, and their gradients
+# Bytes that a GPU reads and writes for each weight:
+GATHERED_COPIES = 4  # at each gather: bf16, out of the buffer of the gather
+SHARD_COPIES = 6  # of the rank's shard, at each gather: float32 to bf16
+ACCUMULATED_COPIES = 10  # in a pipeline's micro-batches after the first: a gradient, bf16, is added to a float32 sum
+NORM_BYTES = 4  # of the rank's shard: its gradient, float32, is read for the norms
 
 
 class Machine(NamedTuple):
-    """What a run is predicted for."""
+    """The machines that a run is predicted for."""
 
-    gpu: Gpu = H200
-    ranks_per_node: int = 8
-    links: Links = LINKS
-    rates: Rates = RATES
-    host_bytes: float | None = None
-    """Host memory for the offloaded activations of one GPU; None: not known."""
+    gpu: Gpu
+    ranks_per_node: int
+    links: Links
+    rates: Rates
+
+
+AttentionTimes = Mapping[LayerAttention, tuple[float, float]]
+"""Seconds of each attention of a stage for a token, over the ranks that share it: forward, and forward and backward."""
+
+
+def attention_times(config: RunConfig, stage: Stage, documents: Documents, rates: Rates) -> AttentionTimes:
+    """Times of the attentions of a stage whose sequences hold `documents`. They are the same on every mesh.
+
+    Raises PlanError for a kind that was not measured.
+    """
+    found = {}
+    for layer in dict.fromkeys(stage.attention):
+        rate = rates.attention_rate(layer, config.model.head_width, stage.seq_len)
+        flops = layer_flops(config.model, layer, documents.lengths) / documents.tokens / rates.attention_in_step
+        found[layer] = flops / 3 / rate.forward, flops / rate.both
+    return found
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one layer and one micro-batch on a rank, forward and backward, by the parts of `StepTime`."""
+
+    products: float
+    attention: float
+    memory: float
+    repeated: float
+    tp: float
+    cp: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self)
+
+    @property
+    def forward(self) -> float:
+        """Seconds of the forward pass, a third of what is computed once."""
+        return (self.seconds - self.repeated) / 3
 
 
 @dataclass(frozen=True)
@@ -57,11 +96,11 @@ class StepTime:
     """Matrix products of the layers."""
     attention: float
     memory: float
-    """Element-wise operations of the layers, and FSDP's copies."""
+    """Norms, rotary embedding, SwiGLU and residual sums, which only read and write memory, and FSDP's copies."""
     loss: float
     """Output projection and cross entropy."""
     repeated: float
-    """What is computed again in the backward pass."""
+    """Computed again in the backward pass."""
     optimizer: float
     fsdp: float
     """Weights and gradients on their way, which nothing hides."""
@@ -92,7 +131,7 @@ class StageStep:
     activations: StageActivations
     time: StepTime
     traffic: Mapping[str, Traffic]
-    """What a rank receives in a step, by the dimension that it comes from."""
+    """Bytes that a rank receives in a step, by the dimension that they come from."""
 
     @property
     def seconds(self) -> float:
@@ -106,77 +145,86 @@ class StageStep:
 
     @property
     def received(self) -> Traffic:
-        """What a rank receives in a step."""
+        """Sum of the traffic."""
         return sum(self.traffic.values(), Traffic())
+
+    @property
+    def memory(self) -> int:
+        """Bytes of GPU memory at the step's peak."""
+        return self.activations.memory.total
 
 
 def predict_step(
-    config: RunConfig, stage: Stage, sizes: MeshSizes, flops: AttentionFlops, machine: Machine
+    config: RunConfig, stage: Stage, sizes: MeshSizes, attention: AttentionTimes, machine: Machine
 ) -> StageStep:
-    """The steps of `stage` on a mesh of these sizes, given the operations of its attentions (`attention_flops`).
+    """The steps of `stage` on a mesh of these sizes, given the times of its attentions (`attention_times`).
 
-    Raises PlanError for what was never measured, ConfigError where activations do not fit the host, and ValueError
+    Raises PlanError for what was not measured, ConfigError where activations do not fit the host, and ValueError
     where the configured transport cannot do these sizes.
     """
+    rates = machine.rates
     if config.precision.compute == "fp32":
         raise PlanError("precision.compute: given fp32, whose steps were never measured; allowed: auto or bf16")
-    if config.optim.kind not in machine.rates.update_s:
+    if config.optim.kind not in rates.update_s:
         raise PlanError(
-            f"optim.kind: given {config.optim.kind}, whose update was never measured, so no step with it can be "
-            f"predicted; allowed: {', '.join(machine.rates.update_s)}; `moba-train plan RECIPE --gpus N`, without "
-            "--nodes, plans the others, too"
+            f"optim.kind: given {config.optim.kind}, whose update was not measured on {rates.gpu}, so no step with it "
+            f"can be predicted; measured: {', '.join(rates.update_s)}; {CALIBRATE}"
         )
-    transport = _transport(config, stage, sizes, machine)
+    if config.precision.linear == "fp8" and rates.float8_products is None:
+        raise PlanError(
+            f"precision.linear: given fp8, which was not measured on {rates.gpu}; {CALIBRATE}, if torchao is installed"
+        )
+    transport = None
+    if sizes.cp > 1:
+        width = element_bytes(config)
+        for_buffers = memory_for_buffers(config, stage, sizes, machine.gpu.memory)
+        strategy, _ = stage_strategy(config, stage, machine.ranks_per_node, width, for_buffers)
+        transport = predict_cost(strategy, stage_attention_shape(config, stage, width))
     buffers = transport.memory if transport else NO_TRANSPORT
-    activations = stage_activations(config, stage, sizes, machine.gpu.memory, machine.host_bytes, buffers)
-    cp_nodes = linked_group(sizes, machine.ranks_per_node, "cp").nodes
-    times = LayerTimes(config, stage, sizes, flops, transport, cp_nodes, machine.links, machine.rates)
-    step = _Step(config, stage, sizes, machine, times, activations)
-    return StageStep(stage, sizes, activations, step.time(), step.traffic(transport))
-
-
-def _transport(config: RunConfig, stage: Stage, sizes: MeshSizes, machine: Machine) -> TransportCost | None:
-    """What one layer's context parallelism costs, with the transport that the run will take."""
-    if sizes.cp == 1:
-        return None
-    width = element_bytes(config)
-    room = memory_for_buffers(config, stage, sizes, machine.gpu.memory)
-    strategy, _ = stage_strategy(config, stage, machine.ranks_per_node, width, room)
-    return predict_cost(strategy, stage_attention_shape(config, stage, width))
+    activations = stage_activations(config, stage, sizes, machine.gpu.memory, None, buffers)
+    step = _Step(config, stage, sizes, attention, machine, transport, activations)
+    return StageStep(stage, sizes, activations, step.time(), step.traffic())
 
 
 class _Step:
-    """Layers, output projection, FSDP and pipeline, put together."""
+    """Layers, output projection, FSDP and pipeline of a step, put together."""
 
     def __init__(
         self,
         config: RunConfig,
         stage: Stage,
         sizes: MeshSizes,
+        attention: AttentionTimes,
         machine: Machine,
-        times: LayerTimes,
+        transport: TransportCost | None,
         activations: StageActivations,
     ) -> None:
+        """transport: of one layer under context parallelism."""
         self._config = config
         self._sizes = sizes
+        self._attention = attention
         self._machine = machine
+        self._transport = transport
+        self._width = element_bytes(config)
+        self._tokens = stage.micro_batch_size * stage.seq_len / sizes.cp  # of a tp group
+        self._hidden_bytes = self._tokens * config.model.hidden_size * self._width
         self._kept = [layer.kept for layer in activations.layers]
-        self._times = times
-        by_kind = {key: times.layer(*key) for key in dict.fromkeys(zip(stage.attention, self._kept, strict=True))}
-        self._layers = [by_kind[key] for key in zip(stage.attention, self._kept, strict=True)]
+        keys = list(zip(stage.attention, self._kept, strict=True))
+        by_key = {key: self._layer(*key) for key in dict.fromkeys(keys)}
+        self._layers = [by_key[key] for key in keys]
         self._micro_batches = stage.batch_sequences // (stage.micro_batch_size * sizes.dp)
         self._share = self._micro_batches / sizes.pp
         """Micro-batches of all layers that make a rank's work."""
         self._parts = pipeline_layers(config)
         last = rank_work(config, stage, sizes, sizes.pp - 1)
         self._blocks = len(last.layers)
-        self._weights = rank_weights(config, sizes, element_bytes(config), last)  # of the rank with the output
+        self._weights = rank_weights(config, sizes, self._width, last)  # of the rank with the output
         self._in_blocks = sum(self._weights.blocks.values())
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
         stay = sum(layer.weights for layer in activations.layers)
         self._gathers = 2 - stay / len(activations.layers) if sizes.pp == 1 else 1.0
-        """How often FSDP gathers a block's weights for one micro-batch, or a pipeline for all of them; on average.
+        """Number of times that FSDP gathers a block's weights for one micro-batch, or a pipeline for all, on average.
 
         Once for the forward pass, and again for the backward pass where they were freed between.
         """
@@ -192,38 +240,88 @@ class _Step:
             products=layers("products"),
             attention=layers("attention"),
             memory=layers("memory") + self._copies(),
-            loss=self._share * self._times.output_seconds(),
+            loss=self._share * self._output_seconds(),
             repeated=layers("repeated"),
             optimizer=(rates.update_s[self._config.optim.kind] + NORM_BYTES / rates.memory) * self._weights.shard,
             fsdp=self._rounds * self._waiting_for_weights(),
-            tp=layers("tp") + self._share * self._times.output_tensor_bytes() / self._machine.links.node,
+            tp=layers("tp") + self._share * self._output_tensor_bytes() / self._machine.links.node,
             cp=layers("cp"),
             pp=self._waiting_for_ranks(),
         )
 
-    def traffic(self, transport: TransportCost | None) -> dict[str, Traffic]:
-        """What a rank receives, by the dimension that it comes from; transport: of one layer under context
-        parallelism."""
-        context = Traffic(transport.node_bytes, transport.network_bytes) if transport else Traffic()
-        blocks = map(self._times.tensor_bytes, self._kept)
+    def traffic(self) -> dict[str, Traffic]:
+        """Bytes that a rank receives, by the dimension that they come from."""
+        cost = self._transport
+        context = Traffic(cost.node_bytes, cost.network_bytes) if cost else Traffic()
+        blocks = map(self._tensor_bytes, self._kept)
         return {
             "fsdp": self._weights_traffic().times(self._rounds),
-            "tp": Traffic(node=self._share * (sum(blocks) + self._times.output_tensor_bytes())),
+            "tp": Traffic(node=self._share * (sum(blocks) + self._output_tensor_bytes())),
             "cp": context.times(self._share * len(self._layers)),
             "pp": self._passed_on(),
         }
+
+    def _layer(self, attention: LayerAttention, kept: Kept) -> LayerTime:
+        """A layer with this attention that keeps so much for its backward pass."""
+        model, rates = self._config.model, self._machine.rates
+        tokens = self._tokens / self._sizes.tp
+        forward_s, attention_s = (tokens * seconds for seconds in self._attention[attention])
+        float8 = rates.float8_products if self._config.precision.linear == "fp8" else None
+        product_s = 2 * tokens / (float8 or rates.products)  # of a weight, forward
+        # In FP8, too, the inputs of products are read and written in the layer's precision.
+        block = block_bytes(model, self._width, self._sizes.tp, self._config.compile, input_width=self._width)
+        passes = rates.compiled_passes if self._config.compile else rates.eager_passes
+        memory_s = passes * (block.attention + block.feed_forward) * tokens / rates.memory
+        repeated = 0.0 if kept is Kept.ALL else memory_s / 3
+        repeated += forward_s if kept < Kept.ATTENTION else 0.0
+        repeated += product_s * attention_matrices(model) if kept < Kept.PROJECTIONS else 0.0
+        repeated += product_s * feed_forward_matrices(model) * 2 / 3 if kept < Kept.PRODUCTS else 0.0
+        return LayerTime(
+            products=3 * product_s * (attention_matrices(model) + feed_forward_matrices(model)),
+            attention=attention_s,
+            memory=memory_s,
+            repeated=repeated,
+            tp=self._tensor_bytes(kept, exposed=True) / self._machine.links.node,
+            cp=self._context_seconds(attention_s),
+        )
+
+    def _tensor_bytes(self, kept: Kept, exposed: bool = False) -> float:
+        """Bytes that a rank receives from its tp group for a layer; `exposed`: those that nothing hides."""
+        overlapped = exposed and self._config.parallel.tp_overlap
+        transfers = (_NOT_OVERLAPPED if overlapped else TENSOR_TRANSFERS) + repeated_transfers(kept)
+        return transfers * self._hidden_bytes * (1 - 1 / self._sizes.tp)
+
+    def _context_seconds(self, attention_s: float) -> float:
+        """Seconds of context parallelism that attention of `attention_s` seconds does not hide."""
+        if self._transport is None:
+            return 0.0
+        links = self._machine.links
+        hops = _CONTEXT_TRANSFERS * (self._group("cp").nodes - 1)
+        return self._transport.exposed_seconds(attention_s, links, self._machine.rates.memory) + hops * links.hop_s
+
+    def _output_seconds(self) -> float:
+        """Seconds of the output projection and its loss."""
+        model, rates = self._config.model, self._machine.rates
+        logits = self._tokens / self._sizes.tp * model.vocab_size
+        passed = rates.compiled_loss_bytes if self._config.compile else rates.eager_loss_bytes
+        return logits * (6 * model.hidden_size / rates.products + passed / rates.memory)
+
+    def _output_tensor_bytes(self) -> float:
+        """Bytes of the output weight, and of its gradient, that a rank receives from its tp group for the loss."""
+        weight = self._width * self._config.model.vocab_size * self._config.model.hidden_size
+        return 2 * weight * (1 - 1 / self._sizes.tp)
 
     def _group(self, *dimensions: str) -> LinkedGroup:
         return linked_group(self._sizes, self._machine.ranks_per_node, *dimensions)
 
     def _waiting_for_weights(self) -> float:
-        """Seconds of a round of FSDP that no block's computation hides: the first gather and the last reduction, those
-        of its outermost unit, and what takes longer than the passes of the other blocks."""
+        """Seconds of a round of FSDP that nothing hides: first gather, last reduction, those of its outermost unit, and
+        the excess over the passes of the other blocks."""
         links, blocks = self._machine.links, self._blocks
         shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
         block, outer = self._in_blocks / blocks, self._weights.outer
         head = self._weights.ends - outer
-        width = element_bytes(self._config)
+        width = self._width
         gather_s = shards.gather_seconds(gathered_bytes(self._config, width) * block, links)
         outer_gather_s, head_gather_s = (shards.gather_seconds(width * count, links) for count in (outer, head))
         reduce_s, outer_reduce_s, head_reduce_s = (
@@ -232,18 +330,17 @@ class _Step:
             for count in (block, outer, head)
         )
         forward_s = sum(layer.forward for layer in self._layers) / self._sizes.pp
-        backward_s = sum(layer.backward for layer in self._layers) / self._sizes.pp
+        backward_s = sum(layer.seconds - layer.forward for layer in self._layers) / self._sizes.pp
         again_s = (self._gathers - 1) * gather_s
         longer_s = max(0.0, (blocks - 1) * gather_s + head_gather_s - forward_s)
         longer_s += max(0.0, blocks * again_s + head_reduce_s + (blocks - 1) * reduce_s - backward_s)
         return outer_gather_s + gather_s + longer_s + reduce_s + outer_reduce_s
 
     def _weights_traffic(self) -> Traffic:
-        """What a rank receives in a round of FSDP."""
+        """Bytes that a rank receives in a round of FSDP."""
         shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
         in_blocks, ends = self._in_blocks, self._weights.ends
-        width = element_bytes(self._config)
-        gathered = self._gathers * gathered_bytes(self._config, width) * in_blocks + width * ends
+        gathered = self._gathers * gathered_bytes(self._config, self._width) * in_blocks + self._width * ends
         reduced = in_blocks + ends
         own = 4 * reduced / shards.ranks
         return shards.gather(gathered + self._weights.gradient_sent * reduced) + copies.gather(own).times(2)
@@ -269,7 +366,7 @@ class _Step:
         if pp == 1:
             return 0.0
         layers = [layer.seconds for layer in self._layers]
-        ranks = rank_costs(self._parts, pp, layers, self._times.output_seconds())
+        ranks = rank_costs(self._parts, pp, layers, self._output_seconds())
         length = step_length(self._config.parallel, len(self._parts), ranks, self._micro_batches)
         return length - self._share * sum(ranks) + self._passed_on().seconds(self._machine.links)
 
@@ -277,4 +374,4 @@ class _Step:
         """A hidden state and a gradient for each micro-batch and part of the rank's."""
         pp = self._sizes.pp
         states = 2 * self._micro_batches * len(self._parts) / pp if pp > 1 else 0
-        return self._group("pp").pass_on(states * self._times.hidden_bytes / self._sizes.tp)
+        return self._group("pp").pass_on(states * self._hidden_bytes / self._sizes.tp)

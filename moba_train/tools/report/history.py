@@ -3,35 +3,26 @@
 The run may go on, may have crashed, or may come from elsewhere. What is missing, damaged or not readable becomes a
 notice; only a folder without `metrics.jsonl` is an error.
 
-Curves of a run: which of its steps are drawn, and the smoothed loss.
-
 A page shows about 2,000 points of a curve; a run has up to millions of steps. The steps that are drawn keep the lowest
 and highest loss and the highest gradient norm of every interval, so that no spike disappears.
-
-The throughput that a run was planned to have, to compare the measured one with.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
-from moba_train.config.load import parse_config, parse_yaml
-from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import corpus_file
+from moba_train.config.load import parse_yaml
 from moba_train.errors import UserError
 from moba_train.foreign_files import (
-    check_below,
     folder_roots,
     open_foreign,
     read_foreign,
     read_foreign_json,
-    working_roots,
 )
 from moba_train.telemetry.jsonl import parse_record
 
@@ -49,7 +40,7 @@ _YEAR_10000 = 253_402_300_800
 
 @dataclass(frozen=True)
 class Result:
-    """What one evaluation measured at one step."""
+    """Result of one evaluation at one step."""
 
     name: str
     step: int
@@ -81,7 +72,7 @@ class History:
         return self._columns[name]
 
     def has(self, name: str) -> bool:
-        """Whether any step has this number."""
+        """True if any step has this number."""
         return bool(np.isfinite(self.column(name)).any())
 
     def of_type(self, *types: str) -> list[Record]:
@@ -104,9 +95,11 @@ class History:
 
     @property
     def stages(self) -> list[Record]:
-        """The record that began each stage. Early versions wrote one wherever a run resumed, too; a stage whose first
-        steps were lost may have begun anew with a changed recipe, at the same step. In place of a record that is lost,
-        the first from which the run resumed."""
+        """The record that began each stage.
+
+        A stage whose first steps were lost may have begun again with a changed recipe, at the same step: the last one
+        counts. In place of a record that is lost, it is the first from which the run resumed.
+        """
         began: dict[str, Record] = {}
         for event in self.of_type("stage", "resume"):
             first = began.setdefault(event["stage"], event)
@@ -220,12 +213,13 @@ def _evaluation_files(history: History) -> Iterator[Result]:
     for path in paths[-_MOST_EVALUATIONS:]:
         try:
             content = read_foreign_json(path, roots=roots)
-            yield from _file_results(content, path.name)
+            yield from file_results(content, path.name)
         except (OSError, UserError, TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
             history.notices.append(f"evaluations/{path.name} cannot be read: {error!r}")
 
 
-def _file_results(content: dict[str, Any], source: str) -> Iterator[Result]:
+def file_results(content: dict[str, Any], source: str) -> Iterator[Result]:
+    """The results in the content of a file of `moba-train eval`. Raises what a wrong content raises."""
     for name in content["tasks"]:
         data = content[name]
         if not isinstance(data, dict):
@@ -243,8 +237,6 @@ def _file_results(content: dict[str, Any], source: str) -> Iterator[Result]:
 MOST_POINTS = 2400
 """Points of one curve, over all runs of a page."""
 FEWEST_POINTS = 300
-AXES = ("tokens", "step", "hours")
-"""What progress can be measured in; hours are wall-clock time since the first record."""
 
 Rows = npt.NDArray[np.int64]
 Axes = dict[str, list[Any]]
@@ -269,13 +261,13 @@ def shown_rows(history: History, runs: int) -> Rows:
 
 
 def axes(history: History, columns: dict[str, Column]) -> Axes:
-    """Tokens, steps and hours of some points, from the columns `tokens`, `step` and `time`."""
+    """Tokens, steps and hours since the first record of some points, from their columns `tokens`, `step`, `time`."""
     hours = (columns["time"] - history.start) / 3600
     return {"tokens": columns["tokens"].tolist(), "step": columns["step"].tolist(), "hours": hours.tolist()}
 
 
 def place_columns(history: History) -> dict[str, Column]:
-    """The columns that say where each logged step is."""
+    """Tokens, step and time of each logged step."""
     return {name: history.column(name) for name in ("tokens", "step", "time")}
 
 
@@ -297,45 +289,3 @@ def value_at(history: History, step: float, name: str) -> float:
     if not known.any():
         return float("nan")
     return float(values[known][np.abs(steps[known] - step).argmin()])
-
-
-PLANNED_MFU = 0.4
-"""The default of `moba-train plan`."""
-
-
-def planned_rates(history: History) -> tuple[dict[str, float], str]:
-    """Planned tokens per second of each stage, by its name; or {} and the reason why there are none.
-
-    The plan is made for the devices that the run recorded (event `code`). Only corpora below the working folder or in
-    $MOBA_TRAIN_DATA_ROOTS are read: the recipe may come from elsewhere.
-    """
-    machine = next((event["machine"] for event in reversed(history.of_type("code")) if "machine" in event), None)
-    if not isinstance(machine, dict):
-        return {}, "the run did not record its devices"
-    if not history.recipe:
-        return {}, "its recipe cannot be read"
-    device = str(machine.get("device"))
-    if device.startswith("CPU"):
-        return {}, "a CPU has no known peak rate"
-    from moba_train.memory.devices import peak_tflops  # imports torch, which takes seconds
-    from moba_train.memory.plan import make_plan
-
-    peak = peak_tflops(device)
-    if peak is None:
-        return {}, f"the peak rate of {device} is not known"
-    try:
-        config = parse_config(yaml.safe_dump(history.recipe), "config.yaml")
-        check_corpus_roots(config)
-        plan = make_plan(config, int(machine["ranks"]), peak, PLANNED_MFU, int(machine["ranks_per_node"]))
-    except (UserError, OSError, ValueError, KeyError, TypeError) as error:
-        return {}, " ".join(str(error).split())
-    return {stage.stage.name: stage.tokens / stage.seconds for stage in plan.stages}, ""
-
-
-def check_corpus_roots(config: RunConfig, further: Sequence[Path] = ()) -> None:
-    """Raises ForeignFileError for a training corpus that is not below the working folder, $MOBA_TRAIN_DATA_ROOTS or
-    `further` folders."""
-    sources = [*config.data.train, *(source for stage in config.stages for source in stage.train or ())]
-    for source in sources:
-        for end in ("idx", "bin"):
-            check_below(Path(corpus_file(source.path, end)), [*working_roots(), *further])

@@ -1,7 +1,8 @@
-"""`moba-train report`: one HTML file about one or several runs, complete in itself.
+"""Pages of charts: `moba-train report`, and those of `eval`, `fit-scaling` and `moba-data stats`.
 
-The page holds its style sheet, its program, plotly.js (compressed) and the data. Its content security policy lets it
-load nothing, and run only those two scripts, whatever a run's names and messages contain.
+A page is one HTML file that is complete in itself. It holds its style sheet, its program, plotly.js (compressed) and
+the data. Its content security policy lets it load nothing, and run only those two scripts, whatever a run's names and
+messages contain.
 """
 
 import base64
@@ -12,7 +13,7 @@ import importlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ from moba_train.tools.report.evaluation_charts import (
     selected_blocks,
 )
 from moba_train.tools.report.facts import environment, events, facts, settings
-from moba_train.tools.report.history import History, read_history
+from moba_train.tools.report.history import Axes, History, file_results, read_history
+from moba_train.tools.report.sink import INSTALL
 from moba_train.tools.report.training_charts import (
     data_mix_chart,
     gradient_chart,
@@ -47,12 +49,18 @@ from moba_train.tools.report.training_charts import (
 
 ChartMaker = Callable[[Sequence[Shown]], list[Chart]]
 
-SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (
+_LONG_CONTEXT: tuple[ChartMaker, ...] = (
+    position_chart,
+    gap_chart,
+    needle_maps,
+    ruler_charts,
+    lm_eval_charts,
+    selected_blocks,
+    gate_charts,
+)
+_SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (
     ("Training", (loss_chart, throughput_chart, mfu_chart, learning_rate_chart, gradient_chart)),
-    (
-        "Long context",
-        (position_chart, gap_chart, needle_maps, ruler_charts, lm_eval_charts, selected_blocks, gate_charts),
-    ),
+    ("Long context", _LONG_CONTEXT),
     ("Data", (data_mix_chart, padding_chart)),
     ("Machine", (step_time_chart, memory_chart)),
 )
@@ -68,7 +76,7 @@ class Section(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Where the page is, and what the reader should know about the data."""
+    """File of the page, and notices about its data."""
 
     path: Path
     notices: list[str]
@@ -84,43 +92,79 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Report:
     histories = [read_history(folder) for folder in folders]
     _name_apart(histories)
     path = output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    page = render(histories, time.time())
+    _write(path, render(histories, time.time()))
+    return Report(path, _notices(histories))
+
+
+def write_evaluation(content: dict[str, Any], folder: Path) -> Path:
+    """Write the charts of a result of `moba-train eval` as `evaluation.html` into `folder`. Returns its path.
+
+    Raises LaunchError when it cannot be written.
+    """
+    path = folder / "evaluation.html"
+    history = History(folder, content["run"], results=[*file_results(content, "evaluation.json")])
+    sections = [Section("", _charts(_LONG_CONTEXT, shown([history])))]
+    _write(path, _page(history.name, sections, time.time(), notices=history.notices))
+    return path
+
+
+def write_charts(title: str, charts: list[Chart], path: Path) -> None:
+    """Write a page with charts that are about no single run. Raises LaunchError when it cannot be written."""
+    _write(path, _page(title, [Section("", _fill_rows(charts))], time.time()))
+
+
+def _write(path: Path, page: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, page)
     except OSError as error:
-        raise LaunchError(f"{path}: the report cannot be written: {error.strerror or error}; set --output") from error
-    return Report(path, _notices(histories))
+        raise LaunchError(f"{path}: the page cannot be written: {error.strerror or error}; set --output") from error
 
 
 def render(histories: Sequence[History], now: float) -> str:
-    """The page as HTML; `now`: seconds since the epoch."""
+    """The page of these runs as HTML; `now`: seconds since the epoch."""
     runs = shown(histories)
-    sections = [Section(title, _charts(makers, runs)) for title, makers in SECTIONS]
-    styles, program, plotly = (_asset("report.css"), _asset("report.js"), _plotly())
-    environment_of = jinja2.Environment(
+    sections = [Section(title, _charts(makers, runs)) for title, makers in _SECTIONS]
+    keys = settings([history.recipe for history in histories])
+    return _page(
+        " · ".join(history.name for history in histories),
+        sections,
+        now,
+        axes={f"run-{run.index}": run.axes() for run in runs},
+        runs=[(history, facts(history, now)) for history in histories],
+        notices=_notices(histories),
+        events=events(histories),
+        settings=keys,
+        differing=[key for key in keys if key.differs],
+        environment=environment(histories),
+    )
+
+
+def _page(
+    title: str, sections: Sequence[Section], now: float, axes: Mapping[str, Axes] | None = None, **parts: Any
+) -> str:
+    """The page as HTML. Without `runs` among the `parts` of the template, it has charts and notices only."""
+    given = {"runs": [], "notices": [], "events": [], "settings": [], "differing": [], "environment": [], **parts}
+    charts = [chart for section in sections for chart in section.charts]
+    styles, program, plotly = _asset("report.css"), _asset("report.js"), _plotly()
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_ASSETS),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    keys = settings([history.recipe for history in histories])
-    return environment_of.get_template("report.html.j2").render(
-        title=" · ".join(history.name for history in histories),
-        runs=[(history, facts(history, now)) for history in histories],
+    return templates.get_template("report.html.j2").render(
+        **given,
+        title=title,
         sections=[section for section in sections if section.charts],
-        notices=_notices(histories),
-        events=events(histories),
-        settings=keys,
-        differing=[key for key in keys if key.differs],
-        environment=environment(histories),
+        progress=any(chart.progress for chart in charts),
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)),
         styles=styles,
         program=program,
         policy=_policy(program, plotly),
         plotly=_packed(plotly),
-        data=_data(runs, sections),
+        data=_data(charts, axes or {}),
     )
 
 
@@ -161,13 +205,9 @@ def _name_apart(histories: Sequence[History]) -> None:
                 history.name += f" ({history.folder})" if key == "folder" else f" #{index}"
 
 
-def _data(runs: Sequence[Shown], sections: Sequence[Section]) -> str:
-    """What the program draws, as JSON that can stand inside a script element."""
-    content = {
-        "axes": {f"run-{run.index}": run.axes() for run in runs},
-        "runs": [run.history.name for run in runs],
-        "charts": [_chart(chart) for section in sections for chart in section.charts],
-    }
+def _data(charts: Sequence[Chart], axes: Mapping[str, Axes]) -> str:
+    """The charts, and the axes that they share by name, as JSON that can stand inside a script element."""
+    content = {"axes": axes, "charts": [_chart(chart) for chart in charts]}
     text = json.dumps(as_json(content), allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -189,11 +229,11 @@ def _asset(name: str) -> str:
 
 @cache
 def _plotly() -> str:
-    """plotly.js from the Python package. Raises LaunchError when that is missing."""
+    """Source of plotly.js, from the Python package. Raises LaunchError when that is missing."""
     try:
         return str(importlib.import_module("plotly.offline").get_plotlyjs())
     except ImportError as error:
-        raise LaunchError(f"the report needs plotly ({error}): pip install plotly") from error
+        raise LaunchError(f"the package plotly cannot be imported ({error}): {INSTALL}") from error
 
 
 @cache

@@ -1,61 +1,74 @@
-"""The plot of scaling fits: `scaling.png`.
-
-What `moba-train fit-scaling` prints and writes: lines for the terminal, `scaling.json`, `scaling.png`.
-"""
+"""Output of `moba-train fit-scaling`: lines for the terminal, `scaling.json` and the page `scaling.html`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import ScalarFormatter
 
 from moba_train.strict_json import to_json
 from moba_train.telemetry.jsonl import write_atomically
+from moba_train.tools.report.chart import Chart, Trace, palette, text
+from moba_train.tools.report.page import write_charts
 from moba_train.tools.report.scaling import GroupFit, Interval, PowerLaw, ScalingReport
+from moba_train.tools.report.sink import plotly_is_installed
 
-matplotlib.use("Agg")
+_COMPUTES_ON_A_LINE = 50
+"""Points of a fitted law, which is straight on logarithmic axes unless it has an irreducible loss."""
 
-_COLOURS = plt.get_cmap("tab10")
 
-
-def draw_scaling(fits: Sequence[GroupFit], path: Path) -> Path:
-    """Draw runs, fitted laws and their intervals into `path`, and return it: a row for each metric, a column for each
-    compute, a colour for each group."""
-    metrics = list(dict.fromkeys(one.metric for one in fits))
-    computes = list(dict.fromkeys(one.compute for one in fits))
+def scaling_charts(fits: Sequence[GroupFit]) -> list[Chart]:
+    """Charts of the runs, the fitted laws and their intervals: one for each metric and compute, a colour a group."""
     groups = list(dict.fromkeys(one.group for one in fits))
-    size = (6 * len(computes), 4.5 * len(metrics))
-    figure, grid = plt.subplots(len(metrics), len(computes), figsize=size, dpi=150, squeeze=False, layout="constrained")
+    charts: dict[tuple[str, str], Chart] = {}
     for one in fits:
-        axes = grid[metrics.index(one.metric)][computes.index(one.compute)]
-        _draw(axes, one, _COLOURS(groups.index(one.group) % 10))
-    for row, metric in zip(grid, metrics, strict=True):
-        for axes, compute in zip(row, computes, strict=True):
-            axes.set(xscale="log", yscale="log", xlabel=f"PFLOP/s-days ({compute})", ylabel=f"{metric}, nats per token")
-            for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                formatted(ScalarFormatter(useOffset=False))
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(alpha=0.25, lw=0.5, which="both")
-            axes.legend(framealpha=1, edgecolor="none")
-    figure.savefig(path)
-    plt.close(figure)
-    return path
+        chart = charts.setdefault((one.metric, one.compute), _empty_chart(one))
+        chart.traces.extend(_traces(one, palette(groups.index(one.group) + 1)))
+    return list(charts.values())
 
 
-def _draw(axes: Axes, one: GroupFit, colour: tuple[float, float, float, float]) -> None:
+def _empty_chart(one: GroupFit) -> Chart:
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"type": "log", "title": f"PFLOP/s-days ({one.compute})"},
+        "yaxis": {"type": "log", "title": f"{one.metric}, nats per token"},
+    }
+    note = f"Points: runs. Lines: fitted laws, with intervals of {one.confidence:.0%}."
+    return Chart(f"{one.metric}-{one.compute}", f"{one.metric} over {one.compute}", note, [], layout, height=440)
+
+
+def _traces(one: GroupFit, colour: str) -> list[Trace]:
+    """Interval, law and runs of one group."""
     compute, loss = np.array(one.points).T
     law = one.fit.law
     above = f"{float(law.c):.3f} + " if law.c else ""
-    label = f"{one.group}: {above}{float(law.a):.3f} C^{float(law.b):.3f}"
-    axes.plot(compute, loss, "o", ms=4, color=colour)
-    line = np.geomspace(compute.min(), compute.max(), 50)
-    values = np.array([one.loss_at(float(x)) for x in line])
-    axes.plot(line, values[:, 0], color=colour, lw=1.4, label=label)
-    axes.fill_between(line, values[:, 1], values[:, 2], color=colour, alpha=0.15, lw=0)
+    label = f"{text(one.group)}: {above}{float(law.a):.3f} C^{float(law.b):.3f}"
+    line = np.geomspace(compute.min(), compute.max(), _COMPUTES_ON_A_LINE)
+    value, low, high = np.array([one.loss_at(float(x)) for x in line]).T
+    band = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": np.concatenate([line, line[::-1]]),
+        "y": np.concatenate([low, high[::-1]]),
+        "fill": "toself",
+        "fillcolor": colour,
+        "opacity": 0.12,
+        "line": {"width": 0},
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
+    curve = {"type": "scatter", "mode": "lines", "name": label, "x": line, "y": value, "line": {"color": colour}}
+    points = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": compute,
+        "y": loss,
+        "marker": {"color": colour, "size": 7},
+        "text": [text(run.folder.name) for run in one.runs],
+        "hovertemplate": "%{text}: %{y:.4f}<extra></extra>",
+        "showlegend": False,
+    }
+    return [band, curve, points]
 
 
 def describe(report: ScalingReport) -> Iterator[str]:
@@ -84,12 +97,14 @@ def _cell(value: Interval, digits: str) -> str:
 
 
 def write_report(report: ScalingReport, folder: Path) -> list[Path]:
-    """Write `scaling.json` and `scaling.png` into `folder`. Returns their paths."""
-
+    """Write `scaling.json` and, if plotly is installed, `scaling.html` into `folder`. Returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "scaling.json"
-    write_atomically(target, to_json(report_json(report), indent=1) + "\n")
-    return [target, draw_scaling(report.fits, folder / "scaling.png")]
+    written = [folder / "scaling.json"]
+    write_atomically(written[0], to_json(report_json(report), indent=1) + "\n")
+    if plotly_is_installed():
+        written.append(folder / "scaling.html")
+        write_charts("Scaling fits", scaling_charts(report.fits), written[1])
+    return written
 
 
 def report_json(report: ScalingReport) -> dict[str, Any]:

@@ -14,14 +14,16 @@ from pydantic import ValidationError
 from moba_train.config.explain import did_you_mean, explain
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages
+from moba_train.data.indexed import corpus_file
 from moba_train.errors import ForeignFileError, UserError
+from moba_train.foreign_files import check_below, working_roots
 from moba_train.memory.flops import Documents, count_recipe_parameters, real_flops, stage_documents
-from moba_train.tools.report.history import History, check_corpus_roots, number, read_history
+from moba_train.tools.report.history import History, number, read_history
 
 PFLOPS_DAY = 1e15 * 86400
 """FLOPs of one PFLOP/s-day, the unit of published fits."""
 COMPUTES = ("6ND", "real")
-"""Ways to count compute: 6 FLOPs for each parameter outside embeddings and each token; `planning.flops.real_flops`."""
+"""Ways to count compute: 6 FLOPs for each parameter outside embeddings and each token; `memory.flops.real_flops`."""
 Compute = Literal["6ND", "real"]
 
 _ELSEWHERE = "one document per sequence: corpora are not below the working folder or $MOBA_TRAIN_DATA_ROOTS"
@@ -60,8 +62,8 @@ def read_runs(
                 the last evaluation, which must be of the run's last step
     group_by    `attention`: the attention kinds of the stages; otherwise a key of the recipe, such as
                 `attention.moba.topk`
-    data_roots  folders, as resolved paths, whose corpora are read for the lengths of their documents, besides those
-                below the working folder and $MOBA_TRAIN_DATA_ROOTS; of others one document per sequence is counted
+    data_roots  folders, as resolved paths, whose corpora are read for the lengths of their documents, in addition to
+                those below the working folder and $MOBA_TRAIN_DATA_ROOTS; others count one document per sequence
 
     Raises UserError for a folder that is no run, or given twice, an unfinished run, and a metric that it does not have.
     """
@@ -123,7 +125,7 @@ def _real_flops(config: RunConfig, stages: Sequence[Stage], data_roots: Sequence
     total = 0.0
     sources = []
     try:
-        check_corpus_roots(config, data_roots)  # the recipe may come from elsewhere
+        _check_corpus_roots(config, data_roots)  # the recipe may come from elsewhere
         readable = True
     except ForeignFileError:
         readable = False
@@ -133,6 +135,15 @@ def _real_flops(config: RunConfig, stages: Sequence[Stage], data_roots: Sequence
         total += flops * (stage.end_token - stage.first_token)
         sources.append(documents.source if readable else _ELSEWHERE)
     return total, "; ".join(dict.fromkeys(sources))
+
+
+def _check_corpus_roots(config: RunConfig, further: Sequence[Path]) -> None:
+    """Raises ForeignFileError for a training corpus that is not below the working folder, $MOBA_TRAIN_DATA_ROOTS or
+    `further` folders."""
+    sources = [*config.data.train, *(source for stage in config.stages for source in stage.train or ())]
+    for source in sources:
+        for end in ("idx", "bin"):
+            check_below(Path(corpus_file(source.path, end)), [*working_roots(), *further])
 
 
 def _loss(history: History, metric: str, last_step: int, last_steps: int) -> float:
@@ -184,7 +195,7 @@ def _value(folder: Path, config: RunConfig, key: str) -> str:
 
 
 def comparison_warnings(runs: Sequence[ScalingRun]) -> Iterator[str]:
-    """What makes the losses or computes of these runs hard to compare, a sentence each."""
+    """Differences of the recipes that make losses or computes hard to compare, a sentence each."""
     for key in _SAME:
         values = {_value(run.folder, run.config, key): run.folder for run in runs}
         if len(values) > 1:

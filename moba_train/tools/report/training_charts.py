@@ -8,14 +8,10 @@ import numpy as np
 
 from moba_train.tools.report.chart import Chart, Shown, Trace, palette, text, wrapped
 from moba_train.tools.report.history import (
-    AXES,
-    PLANNED_MFU,
     Column,
-    Record,
     axes,
     number,
     place_columns,
-    planned_rates,
     smooth,
     value_at,
 )
@@ -85,39 +81,10 @@ def _event_points(run: Shown, event_type: str, label: str, marker: dict[str, Any
 
 
 def throughput_chart(runs: Sequence[Shown]) -> list[Chart]:
-    """Tokens per second, with the rate that `moba-train plan` expects of each stage."""
+    """Tokens per second."""
     traces = _lines(runs, ("tokens_per_s", "tokens/s", 1))
-    notes = ["All devices together."]
-    problems: set[str] = set()
-    for run in runs:
-        rates, problem = planned_rates(run.history)
-        traces += _planned(run, rates)
-        problems |= {f"No plan: {problem}."} if problem else set()
-    if any(trace.get("planned") for trace in traces):
-        notes.append(f"Dashed: what `moba-train plan` expects at an MFU of {PLANNED_MFU:.0%}.")
     layout = {"yaxis": {"title": "tokens/s", "rangemode": "tozero"}}
-    return _progress("throughput", "Throughput", " ".join([*notes, *sorted(problems)]), traces, runs, layout)
-
-
-def _planned(run: Shown, rates: dict[str, float]) -> list[Trace]:
-    """A horizontal line for each stage that has both a planned rate and logged steps."""
-    ends: dict[str, tuple[Record, Record]] = {}
-    for record in run.history.metrics:
-        first, _ = ends.get(record["stage"], (record, record))
-        ends[record["stage"]] = (first, record)
-    found = [(stage, pair) for stage, pair in ends.items() if stage in rates]
-    if not found:
-        return []
-    records: list[Record] = [record for _, pair in found for record in pair]
-    places = {name: [*values] for name, values in run.places(records).items()}
-    heights: list[float] = [rates[stage] for stage, _ in found for _ in range(2)]
-    for gap in range(len(found) - 1, 0, -1):  # no line from one stage to the next
-        heights.insert(2 * gap, math.nan)
-        for name in AXES:
-            places[name].insert(2 * gap, places[name][2 * gap])
-    style = {"color": run.colour(2), "dash": "dash", "width": 1.5}
-    line = run.points("plan", [], np.array(heights), mode="lines", line=style, yhoverformat=".3s")
-    return [line | {"axes": places, "planned": True}]
+    return _progress("throughput", "Throughput", "All devices together.", traces, runs, layout)
 
 
 def mfu_chart(runs: Sequence[Shown]) -> list[Chart]:
@@ -148,7 +115,7 @@ def gradient_chart(runs: Sequence[Shown]) -> list[Chart]:
 
 
 def step_time_chart(runs: Sequence[Shown]) -> list[Chart]:
-    """Where the time of a step goes."""
+    """Parts of the time of a step."""
     traces = _lines(
         runs,
         ("step_s", "step", 1),
@@ -167,7 +134,7 @@ def memory_chart(runs: Sequence[Shown]) -> list[Chart]:
 
 
 def padding_chart(runs: Sequence[Shown]) -> list[Chart]:
-    """How much of the batches is trained on."""
+    """Shares of the batches that carry loss, and that are padding."""
     traces = _lines(runs, ("loss_token_fraction", "carry loss", 1), ("padding_fraction", "padding", 2))
     layout = {"yaxis": {"title": "share of tokens", "tickformat": ".0%", "range": [-0.02, 1.02]}}
     return _progress("batches", "Batches", "Share of each batch's tokens.", traces, runs, layout)

@@ -11,24 +11,21 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from moba_train.attention.registry import KINDS
-from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
 from moba_train.errors import PlanError
-from moba_train.memory.devices import H200, Gpu, local_gpu, named_gpu
+from moba_train.memory.devices import H200, Gpu, local_gpu
 from moba_train.memory.flops import Documents
 from moba_train.parallel.links import LINKS
 from moba_train.resolve.recipe import validate
 from moba_train.tools.cli import app
-from moba_train.tools.plan.layer_time import attention_flops
+from moba_train.tools.plan.command import make_machine
 from moba_train.tools.plan.layouts import Layout, best_layouts
-from moba_train.tools.plan.rates import RATES
-from moba_train.tools.plan.step_time import Machine, StageStep, predict_step
+from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
 
-FOUR = Machine(ranks_per_node=4)
+FOUR = make_machine(H200, 4, 400.0, None)
 LARGE = ("model={vocab_size: 32000, hidden_size: 4096, intermediate_size: 14336, layers: 8, heads: 32, kv_heads: 8}",)
 
 
@@ -40,8 +37,8 @@ def step(config: RunConfig, index: int, sizes: MeshSizes, machine: Machine = FOU
     stage = resolve_stages(config)[index]
     parallel = stage.parallel.model_copy(update=sizes._asdict())
     config = config.model_copy(update={"parallel": parallel})
-    flops = attention_flops(config, stage, documents(config)[index])
-    return predict_step(config, replace(stage, parallel=parallel), sizes, flops, machine)
+    attention = attention_times(config, stage, documents(config)[index], machine.rates)
+    return predict_step(config, replace(stage, parallel=parallel), sizes, attention, machine)
 
 
 @pytest.fixture
@@ -87,12 +84,12 @@ def test_the_best_layout_is_the_fastest_of_all_that_are_valid(search, recipe) ->
 
 def test_only_what_fits_the_gpu_is_chosen(search) -> None:
     everything = search(*LARGE, nodes=1)
-    least = min(layout.largest.activations.memory.total for layout in everything)
+    least = min(layout.largest.memory for layout in everything)
     middle = Gpu("Middle", H200.tflops, 1.2 * least / 0.9)
     fitting = search(*LARGE, nodes=1, machine=FOUR._replace(gpu=middle))
     assert 0 < len(fitting) < len(everything)
     for layout in fitting:
-        assert layout.largest.activations.memory.total <= 0.9 * middle.memory
+        assert layout.largest.memory <= 0.9 * middle.memory
     small = Gpu("Small", H200.tflops, least / 2)
     with pytest.raises(
         PlanError, match=r"no layout of 4 GPUs fits Small, of which .* GiB are usable; the nearest needs "
@@ -117,9 +114,13 @@ def test_what_cannot_be_predicted_is_said(search) -> None:
         search("precision.compute=fp32")
     with pytest.raises(PlanError, match="attention kind 'infllm' has no measured time"):
         search("attention={default: infllm}", "stages.1.attention={}")
-    unmeasured = FOUR._replace(rates=replace(RATES, update_s={"muon": RATES.update_s["muon"]}))
-    with pytest.raises(PlanError, match=r"optim.kind: given adamw, whose update was never measured.*--gpus N"):
-        search(machine=unmeasured)
+    for change, problem in (
+        ({"update_s": {"muon": 1e-10}}, "optim.kind: given adamw, whose update was not measured"),
+        ({"float8_products": None}, "precision.linear: given fp8, which was not measured"),
+    ):
+        unmeasured = FOUR._replace(rates=FOUR.rates.model_copy(update=change))
+        with pytest.raises(PlanError, match=f"{problem}.*`moba-train calibrate"):
+            search("precision={linear: fp8, fp8: {emulate: true}}", machine=unmeasured)
 
 
 def test_the_parts_of_a_step_follow_the_layout(load) -> None:
@@ -132,7 +133,7 @@ def test_the_parts_of_a_step_follow_the_layout(load) -> None:
         assert getattr(eight.time, part) == pytest.approx(getattr(alone.time, part) / 8)
     assert eight.tokens_per_second == pytest.approx(512 * 1024 / 8 / eight.time.seconds)
     assert eight.received.network > 0
-    near = step(config, 0, MeshSizes(dp_shard=8), Machine())
+    near = step(config, 0, MeshSizes(dp_shard=8), FOUR._replace(ranks_per_node=8))
     assert near.received.network == 0 < near.received.node
     tensor = step(config, 0, MeshSizes(dp_shard=4, tp=2))
     # 8 transfers a block of half of the rows of all micro-batches of the tp group, in bf16; in each of them half of the
@@ -180,24 +181,6 @@ def test_a_slow_network_costs_layouts_that_use_it(load) -> None:
     )
 
 
-def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
-    for name, peak, bandwidth in (("b200", 2250 / 989, 8 / 4.8), ("h100", 1, 3.35 / 4.8), ("l40s", 362 / 989, 0.18)):
-        scaled = RATES.scaled_to(named_gpu(name))
-        assert scaled.products / RATES.products == pytest.approx(peak)
-        assert scaled.float8_products / RATES.float8_products == pytest.approx(peak)
-        assert scaled.memory / RATES.memory == pytest.approx(bandwidth)
-        assert RATES.update_s["adamw"] / scaled.update_s["adamw"] == pytest.approx(bandwidth)
-        assert RATES.update_s["muon"] / scaled.update_s["muon"] == pytest.approx(peak)
-        for kind, options, speed in (
-            ("full", {}, peak),
-            ("moba", {"block_size": 4096}, peak),
-            ("moba", {"block_size": 64}, bandwidth),
-        ):
-            layer = LayerAttention(kind, KINDS[kind].Options.model_validate(options))
-            assert scaled.attention_speed(layer) == pytest.approx(speed * RATES.attention), (name, layer)
-    assert RATES.scaled_to(H200) == RATES.scaled_to(Gpu("Unknown", None, 1e9)) == RATES
-
-
 def test_this_machines_gpu_has_the_bandwidth_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30, major=9, minor=0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -221,6 +204,14 @@ def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: P
     for arguments in lines[1:3]:
         again = plan("--gpus", "8", "--gpus-per-node", "4", *shlex.split(arguments))
         assert again.exit_code == 0, again.output
+    (recipe.parent / "rates.json").write_text(FOUR.rates.to_json().replace('"H200"', '"Our GPU"'))
+    own = plan("--nodes", "2", "--gpus-per-node", "4", "--rates", str(recipe.parent / "rates.json"))
+    assert own.exit_code == 0, own.output
+    assert "8 GPUs: 2 nodes of 4 Our GPU" in own.output
+    assert re.findall(r"^  \d\. (.*?) +# ", own.output, re.MULTILINE)
+    unknown = plan("--nodes", "2", "--gpu", "a100")
+    assert unknown.exit_code == 2
+    assert "--gpu: given A100, whose rates are not known; known: h100, h200; `moba-train calibrate" in unknown.stderr
     both = plan("--nodes", "2", "--gpus", "8")
     assert both.exit_code == 2
     assert "--nodes and --gpus: given both" in both.stderr

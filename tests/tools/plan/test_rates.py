@@ -1,6 +1,6 @@
-"""Rates of attention are those of the result files, and of the nearest measured layer for all others."""
+"""Shipped rates are those of the result files; a layer has those of the nearest measured one; what is not known is
+refused."""
 
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -13,9 +13,11 @@ import benchmarks
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.errors import PlanError
-from moba_train.tools.plan.rates import MEASURED, AttentionRate, MeasuredLayer, attention_rate
+from moba_train.memory.devices import Gpu, named_gpu
+from moba_train.tools.plan.rates import AttentionRate, MeasuredLayer, read_rates, shipped_rates
 
 RESULTS = Path(benchmarks.__file__).parent / "results"
+H200 = shipped_rates(named_gpu("h200"))
 KERNELS = {"auto": ("flash-attn-4", "flash4"), "cudnn": ("cuDNN", "cudnn"), "flash": ("FlashAttention-2", "flash2")}
 
 
@@ -28,7 +30,7 @@ def results(*names: str) -> list[dict[str, Any]]:
 
 
 def measured() -> Iterator[MeasuredLayer]:
-    """Every layer of the files that MEASURED could have, under the same names."""
+    """Every layer of the result files that the shipped file could have, under the same names."""
     for row in results("full-attention-h200"):
         for backend, (kernel, _) in KERNELS.items():
             if len(row["lengths"]) == 1:
@@ -56,33 +58,54 @@ def measured() -> Iterator[MeasuredLayer]:
 
 def timed(kind: str, options: dict[str, Any], head_dim: int, tokens: int, found: dict[str, Any]) -> MeasuredLayer:
     times = (float(f"{found[key]['median']:.4g}") for key in ("forward_ms", "both_ms"))
-    return MeasuredLayer(kind, options, head_dim, tokens, *times)
+    forward_ms, both_ms = times
+    return MeasuredLayer(
+        kind=kind, options=options, head_dim=head_dim, tokens=tokens, forward_ms=forward_ms, both_ms=both_ms
+    )
 
 
 def test_every_number_is_that_of_a_result_file() -> None:
     files = list(measured())
-    assert [row for row in MEASURED if row not in files] == []
-    keys = [(row.kind, str(row.options), row.head_dim, row.tokens) for row in MEASURED]
+    assert [row for row in H200.attention if row not in files] == []
+    keys = [(row.kind, str(row.options), row.head_dim, row.tokens) for row in H200.attention]
     assert len(set(keys)) == len(keys)
-    for before, after in itertools.pairwise(MEASURED):
-        assert before[:3] != after[:3] or before.tokens < after.tokens, "lengths of the same layer ascend"
 
 
 def test_a_rate_is_that_of_the_measured_layer_or_of_the_nearest() -> None:
-    full = attention_rate(layer("full"), 128, 65536)
+    full = H200.attention_rate(layer("full"), 128, 65536)
     assert full.both == pytest.approx(12 * 32 * 128 * 65536**2 / 2 / 0.208, rel=1e-6)
     assert full.forward == pytest.approx(4 * 32 * 128 * 65536**2 / 2 / 0.05889, rel=1e-6)
-    assert attention_rate(layer("full", backend="flash4"), 128, 65536) == full
-    assert attention_rate(layer("full", backend="flash"), 128, 65536).both < 0.6 * full.both
-    assert attention_rate(layer("full"), 128, 2**24) == attention_rate(layer("full"), 128, 2**18)
-    fine, coarse = (attention_rate(layer("moba", block_size=size, topk=12), 128, 2**20) for size in (128, 4096))
+    assert H200.attention_rate(layer("full", backend="flash4"), 128, 65536) == full
+    assert H200.attention_rate(layer("full", backend="flash"), 128, 65536).both < 0.6 * full.both
+    assert H200.attention_rate(layer("full"), 128, 2**24) == H200.attention_rate(layer("full"), 128, 2**18)
+    fine, coarse = (H200.attention_rate(layer("moba", block_size=size, topk=12), 128, 2**20) for size in (128, 4096))
     assert coarse.both > 2 * fine.both
-    assert attention_rate(layer("moba", block_size=2048, topk=12), 128, 2**20) == coarse
-    between = attention_rate(layer("full"), 128, 2**14)
-    ends = [attention_rate(layer("full"), 128, 2**13), attention_rate(layer("full"), 128, 2**15)]
+    assert H200.attention_rate(layer("moba", block_size=2048, topk=12), 128, 2**20) == coarse
+    between = H200.attention_rate(layer("full"), 128, 2**14)
+    ends = [H200.attention_rate(layer("full"), 128, 2**13), H200.attention_rate(layer("full"), 128, 2**15)]
     assert between == pytest.approx(AttentionRate(*(sum(pair) / 2 for pair in zip(*ends, strict=True))))
 
 
 def test_a_kind_that_was_never_measured_is_named() -> None:
-    with pytest.raises(PlanError, match=r"attention kind 'infllm' has no measured time.*: full, moba,.*--gpus N"):
-        attention_rate(layer("infllm"), 128, 8192)
+    with pytest.raises(PlanError, match=r"'infllm' has no measured time on H200.*: full, moba,.*`moba-train calib"):
+        H200.attention_rate(layer("infllm"), 128, 8192)
+
+
+def test_rates_are_found_by_the_name_of_the_gpu() -> None:
+    assert shipped_rates(Gpu("NVIDIA H200", 989, 1.0)) == H200
+    assert shipped_rates(Gpu("NVIDIA H100 80GB HBM3", 989, 1.0)).gpu == "H100"
+    with pytest.raises(PlanError, match="given L40S, whose rates are not known; known: h100, h200; `moba-train cal"):
+        shipped_rates(named_gpu("l40s"))
+
+
+def test_a_file_of_rates_is_read_as_it_was_written_and_another_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(H200.to_json())
+    assert read_rates(file) == H200
+    assert H200.device == named_gpu("h200")
+    for content, reason in (("{}", "Field required"), ("[", "Invalid JSON"), ('{"format": 2}', "Input should be 1")):
+        file.write_text(content)
+        with pytest.raises(PlanError, match=rf"--rates: \S+ holds no rates: {reason}.*`moba-train calibrate"):
+            read_rates(file)
+    with pytest.raises(PlanError, match=r"nowhere.json holds no rates: No such file"):
+        read_rates(tmp_path / "nowhere.json")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moba_train.tools.report.compare import compare
+from moba_train.tools.compare import compare
 
 
 def metrics(path: Path, *losses: float) -> Path:

@@ -19,7 +19,8 @@ from moba_train.memory.devices import Gpu, named_gpu, peak_or_default
 from moba_train.memory.plan import Plan, make_plan
 from moba_train.memory.shortage import usable_bytes
 from moba_train.tools.cli import app
-from moba_train.tools.plan.fit import cheapest_changes, largest_stage
+from moba_train.tools.plan.changes import cheapest_changes, largest_stage
+from moba_train.tools.plan.rates import shipped_rates
 
 MODELS = Path(__file__).parents[3] / "configs/models"
 ON_H200 = ["--gpu", "h200", "--no-data"]
@@ -133,6 +134,10 @@ def test_the_fastest_layout_is_held_against_gpu_gib(recipe):
 def test_fp8_is_refused_for_a_gpu_without_it_in_the_words_of_a_run(recipe, layout):
     """Emulated FP8 is accepted for every GPU."""
     fp8 = ["precision.linear=fp8", "activation_checkpointing=full", *layout, "--no-data"]
+    if "--nodes" in layout:  # the package has no rates of these GPUs
+        rates = recipe.parent / "rates.json"
+        rates.write_text(shipped_rates(named_gpu("h200")).to_json())
+        fp8 += ["--rates", str(rates)]
     for name in ("a100", "a100-sxm4-40gb", "a800"):
         done = plan(recipe, *fp8, "--gpu", name)
         assert done.exit_code == 2
