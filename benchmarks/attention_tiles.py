@@ -21,13 +21,13 @@ from benchmarks.options import need_gpus
 from benchmarks.timing import kernel_times, milliseconds
 from moba_train.attention.protocol import BackwardState
 
-FORWARD = ("own", "forward", "short_forward")
+FORWARD = ("diagonal", "forward", "short_forward")
 CANDIDATES = {
-    "own": "128x64x8x3 128x64x4x3 128x128x8x2 64x64x4x3",
+    "diagonal": "128x64x8x3 128x64x4x3 128x128x8x2 64x64x4x3",
     "forward": "256x64x8x3 128x128x8x3 128x128x8x2 128x64x8x3 128x64x4x3 64x128x4x2",
     "dq": "128x64x8x3 128x64x8x2 128x128x8x2 128x32x8x3 64x64x4x3 64x128x4x2",
     "dkdv": "64x128x8x3 64x128x8x2 64x128x8x4 64x64x4x3 128x64x8x3 32x128x8x3",
-    "dkdv_own": "64x128x8x3 64x128x8x2 64x64x4x3 64x64x4x2 64x64x8x3 128x64x8x2 128x128x8x2",
+    "dkdv_diagonal": "64x128x8x3 64x128x8x2 64x64x4x3 64x64x4x2 64x64x8x3 128x64x8x2 128x128x8x2",
     "short_forward": "128x128x8x3 128x128x8x2 64x128x4x2 64x128x4x3 64x128x8x3",
     "short_backward": "32x128x8x3 32x128x8x2 64x128x8x3 64x128x8x2",
 }

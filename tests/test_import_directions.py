@@ -30,6 +30,7 @@ ORDER = (
     "environment",
     "strict_json",
     "registry",
+    "torch_private",
     "errors",
 )
 """Three parts: tools, mechanisms and, from `train` on, the core. What uses stands above what is used: a folder imports

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges
+from moba_train.torch_private import tensor_version
 
 LayoutArguments = tuple[Tensor, Tensor | None, int, int, list[int]]
 """cu_seqlens, cu_seqlens_cpu, max_seqlen, total, and the token ranges of the queries: start, stop, start, stop, ..."""
@@ -24,12 +25,12 @@ def whole_layout(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: 
         return Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
     if _last_layout is not None:
         last, version = _last_layout
-        same = last.cu_seqlens is cu_seqlens and version == cu_seqlens._version
+        same = last.cu_seqlens is cu_seqlens and version == tensor_version(cu_seqlens)
         same = same and last.cu_seqlens_cpu is cu_seqlens_cpu
         if same and (last.max_seqlen, last.total) == (max_seqlen, total):
             return last
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
-    _last_layout = layout, cu_seqlens._version
+    _last_layout = layout, tensor_version(cu_seqlens)
     return layout
 
 

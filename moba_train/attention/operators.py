@@ -17,13 +17,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moba_train.attention.handles import by_handle
 from moba_train.attention.layout import Layout
 from moba_train.attention.layout_operators import argument_layout, on_the_device_of, paired, whole_layout
 from moba_train.attention.observer import observed
 from moba_train.attention.protocol import BackwardState, LocalAttention
+from moba_train.torch_private import current_dispatch_mode
 
 _CALL = (
     "Tensor cu_seqlens, Tensor? cu_seqlens_cpu, SymInt max_seqlen, SymInt total, SymInt[]? q_ranges, "
@@ -155,7 +155,7 @@ def _is_watched(*tensors: Tensor) -> bool:
     Else the functions behind them run at once: looking an operator up takes the host as long as our Python around it
     (benchmarks/LOG.md).
     """
-    seen = torch.is_grad_enabled() or _get_current_dispatch_mode() is not None
+    seen = torch.is_grad_enabled() or current_dispatch_mode() is not None
     return seen or any(type(x) is not Tensor for x in tensors)
 
 

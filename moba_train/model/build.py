@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.kind import AttentionKind
@@ -24,6 +23,7 @@ from moba_train.config.base import Section
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import kinds_by_layer
 from moba_train.model.transformer import Transformer
+from moba_train.torch_private import local_shape_and_offset
 
 Shapes = Mapping[str, torch.Size]
 """Shapes of parameters by name."""
@@ -168,7 +168,7 @@ def _generator(like: Tensor, name: str, seed: int) -> torch.Generator:
 def _copy_full(parameter: Tensor, full: Tensor) -> None:
     if isinstance(parameter, DTensor):
         # Every rank drew the same numbers, so each keeps its shard without communication.
-        shape, offset = compute_local_shape_and_global_offset(full.shape, parameter.device_mesh, parameter.placements)
+        shape, offset = local_shape_and_offset(full.shape, parameter.device_mesh, parameter.placements)
         full = full[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
         parameter = parameter.to_local()
     parameter.copy_(full)

@@ -29,6 +29,7 @@ from moba_train.parallel.transfers import (
     ExchangedGradients,
     gathered_bytes,
 )
+from moba_train.torch_private import dynamo_config
 
 
 def norm_problem(implementation: str, device: str | None) -> str:
@@ -111,7 +112,7 @@ def sharded_model(
     with torch.device("meta"):
         model = build_model(config) if dims.sizes.pp == 1 else _pipeline_model(config, dims, layers)
     if config.compile:
-        limits = torch._dynamo.config
+        limits = dynamo_config()
         limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
         if dims.world.device.type == "cuda":  # a CPU's short runs would take longer to compile it than they gain
             model.chunk_loss = CompiledChunkLoss()

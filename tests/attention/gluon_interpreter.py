@@ -29,13 +29,13 @@ class Interpreter:
         self.kernel, self.random = kernel, random.Random(seed)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **sizes: self._run(grid, arguments, sizes)
+        return lambda **arguments: self._run(grid, arguments)
 
-    def _run(self, grid: tuple[int, ...], arguments: tuple[Any, ...], sizes: dict[str, int]) -> None:
-        sizes = {name: size for name, size in sizes.items() if name in self.kernel.arg_names}
+    def _run(self, grid: tuple[int, ...], given: dict[str, Any]) -> None:
+        arguments = {name: _argument(x) for name, x in given.items() if name in self.kernel.arg_names}
         for program in itertools.product(*map(range, grid)):
             machine = Machine(program, grid, self.random)
-            translate(self.kernel, machine.names(), {})(*map(_argument, arguments), **sizes)
+            translate(self.kernel, machine.names(), {})(**arguments)
 
 
 def translate(function: Any, names: dict[str, Any], done: dict[int, Any]) -> Any:

@@ -153,6 +153,9 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(long, monkeypatch):
     """By the kernels of short and of long blocks; every history block, or a random part of them. Blocks of 16 are not
     offered, but quick."""
     block_size = 16
+    passes = ("blocks_from_144_forward", "blocks_from_144_dq") if long else ("blocks_to_128", "blocks_to_128")
+    for name, file in zip(("forward_pass", "backward_pass"), passes, strict=True):
+        monkeypatch.setattr(call.BlockCall, name, f"triton/{file}.py")
     if long:
         monkeypatch.setattr(call, "tile_shapes", lambda head_dim, _block_size: tile_shapes(head_dim, 4096))
     whole = layout_of([128 * block_size], "cpu")

@@ -21,16 +21,18 @@ quicken()
 def small_tiles(monkeypatch):
     """The kernels' own source, by tiles of 16 rows and 16 keys."""
     shape = TileShape(16, 16, 4, 2)
-    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_own=shape))
+    monkeypatch.setattr(
+        call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_diagonal=shape)
+    )
     for seed, (module, name) in enumerate(
         [
-            (blocks_256_to_4096_gradients, "gradients_history"),
-            (blocks_128_gradients, "gradients_gathered"),
-            (blocks_256_to_4096_gradients, "gradients_own"),
+            (blocks_256_to_4096_gradients, "backward_history"),
+            (blocks_128_gradients, "backward_gathered"),
+            (blocks_256_to_4096_gradients, "backward_diagonal"),
         ]
     ):
         monkeypatch.setattr(module, name, Interpreter(getattr(module, name), seed))
-    monkeypatch.setattr(BlockCall, "one_pass", True)
+    monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_256_to_4096_gradients.py")
 
 
 def gradients(lengths, heads, kv_heads, dtype, options):
@@ -65,9 +67,9 @@ def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(limit, sp
     """One tile of keys; `limit`: entries of a work range, here cut by heads and queries; `split`: rows of a split."""
     monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", split)
     shape = TileShape(16, 64, 4, 2)
-    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, b), dkdv=shape, dkdv_own=shape))
+    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, b), dkdv=shape, dkdv_diagonal=shape))
     monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "own_in_one_pass", lambda self: True)
-    monkeypatch.setattr(BlockCall, "gathered", True)
+    monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_128_gradients.py")
     monkeypatch.setattr(BlockCall, "limit", limit)
     got, want = gradients([300, 90], 6, 2, torch.float32, {"block_size": 64, "topk": 4})
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):

@@ -35,7 +35,11 @@ def test_packed_rows_give_the_same_gradients(lengths, heads, kv_heads, head_dim,
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", head_dim, **options)
     shape = TileShape(32, 64, 4, 2)
-    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_own=shape))
+    monkeypatch.setattr(
+        call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_diagonal=shape)
+    )
+    monkeypatch.setattr(call.BlockCall, "forward_pass", "triton/blocks_from_144_forward.py")
+    monkeypatch.setattr(call.BlockCall, "backward_pass", "triton/blocks_from_144_dq.py")
     monkeypatch.setattr(
         blocks_from_144_dkdv, "work_ranges", lambda lists, kv, most: work_ranges(lists, kv, min(limit, most))
     )

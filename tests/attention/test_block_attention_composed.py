@@ -96,7 +96,7 @@ def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
     calls = watch(monkeypatch, most_segments=21)
     assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="composed", block_size=4, topk=3)
     assert max(call.segments for call in calls) <= 21
-    with pytest.raises(ValueError, match=r"attention\.moba\.backend: 'composed' cannot run .* at most 21 supported"):
+    with pytest.raises(ValueError, match=r"attention\.moba\.backend: 'composed' cannot do .* at most 21 supported"):
         assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="composed", block_size=1, topk=3)
 
 

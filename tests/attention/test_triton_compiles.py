@@ -207,11 +207,11 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
     call = {"PARTIAL": partial}
     history = {**call, "C": 11, "BLOCK": 4096}
     for kernel, tile, more, allowed in (
-        (blocks_from_144_forward.attend_own, shape.own, call, 32),
-        (blocks_from_144_forward.attend_history, shape.forward, history, 64),
-        (blocks_from_144_dq.dq_own, shape.dq, {}, 32),
+        (blocks_from_144_forward.forward_diagonal, shape.diagonal, call, 32),
+        (blocks_from_144_forward.forward_history, shape.forward, history, 64),
+        (blocks_from_144_dq.dq_diagonal, shape.dq, {}, 32),
         (blocks_from_144_dq.dq_history, shape.dq, history, 32),
-        (blocks_from_144_dkdv.dkdv_own, shape.dkdv_own, {}, 96),
+        (blocks_from_144_dkdv.dkdv_diagonal, shape.dkdv_diagonal, {}, 96),
     ):
         fits(kernel, sizes(tile, head_dim, **more), tile, dtype, allowed, tmp_path)
     constants = {"D": head_dim, "M": shape.dkdv.rows, "N": shape.dkdv.keys}
@@ -237,9 +237,9 @@ def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, head_dim,
     from moba_train.attention.kernels.hopper import blocks_128_gradients, blocks_256_to_4096_gradients
 
     function, more = {
-        "history": (blocks_256_to_4096_gradients.gradients_history, {}),
-        "gathered": (blocks_128_gradients.gradients_gathered, {"G": 4, "C": 7}),
-        "own": (blocks_256_to_4096_gradients.gradients_own, {"G": 4}),
+        "history": (blocks_256_to_4096_gradients.backward_history, {}),
+        "gathered": (blocks_128_gradients.backward_gathered, {"G": 4, "C": 7}),
+        "own": (blocks_256_to_4096_gradients.backward_diagonal, {"G": 4}),
     }[kernel]
     shape, registers = tile_shapes(head_dim, 512).dkdv, blocks_256_to_4096_gradients.REGISTERS
     stages = blocks_256_to_4096_gradients.STAGES
@@ -260,7 +260,7 @@ def test_the_forward_pass_keeps_the_matrix_units_busy(head_dim, tmp_path):
     shape, options = tile_shapes(head_dim, 512).forward, blocks_from_512_forward.OPTIONS
     constants = {"G": 4, "M": shape.rows, **blocks_from_512_forward.STAGES}
     sizes = head_dim, 0, shape.keys
-    compiled = compile_gluon(blocks_from_512_forward.attend_own, constants, *sizes, "bf16", {}, **options)
+    compiled = compile_gluon(blocks_from_512_forward.forward_diagonal, constants, *sizes, "bf16", {}, **options)
     keeps_busy(compiled, options["maxnreg"], 0, tmp_path)
 
 
@@ -328,9 +328,9 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_si
     for own in (True, False) if (dtype, partial, block_size) == ("bf16", False, 64) else (True,):
         call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPLIT": 4096, "OWN": own}
         constants = sizes(shape.short_forward, head_dim, **call)
-        fits(blocks_to_128.attend, constants, shape.short_forward, dtype, 128, tmp_path)
+        fits(blocks_to_128.forward_to_128, constants, shape.short_forward, dtype, 128, tmp_path)
         constants = sizes(shape.short_backward, head_dim, **call, SUM=not own)
-        fits(blocks_to_128.gradients, constants, shape.short_backward, dtype, 512, tmp_path)
+        fits(blocks_to_128.backward_to_128, constants, shape.short_backward, dtype, 512, tmp_path)
 
 
 def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
@@ -338,10 +338,15 @@ def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
     long, short = tile_shapes(128, 4096), tile_shapes(128, 128)
     sizes_of = {"PARTIAL": True, "C": 127}
     for kernel, tile, more, allowed in (
-        (blocks_from_144_forward.attend_history, long.forward, {"BLOCK": 4096}, 64),
+        (blocks_from_144_forward.forward_history, long.forward, {"BLOCK": 4096}, 64),
         (blocks_from_144_dq.dq_history, long.dq, {"BLOCK": 4096}, 32),
-        (blocks_to_128.attend, short.short_forward, {"BLOCK": 128, "SPLIT": 4096, "OWN": True}, 128),
-        (blocks_to_128.gradients, short.short_backward, {"BLOCK": 128, "SPLIT": 4096, "OWN": True, "SUM": True}, 512),
+        (blocks_to_128.forward_to_128, short.short_forward, {"BLOCK": 128, "SPLIT": 4096, "OWN": True}, 128),
+        (
+            blocks_to_128.backward_to_128,
+            short.short_backward,
+            {"BLOCK": 128, "SPLIT": 4096, "OWN": True, "SUM": True},
+            512,
+        ),
     ):
         fits(kernel, sizes(tile, 128, **sizes_of, **more), tile, "bf16", allowed, tmp_path)
 
@@ -424,9 +429,9 @@ def test_the_choice_by_compressed_blocks_fits_and_uses_the_matrix_units(head_dim
 def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim, tmp_path):
     shapes = spans.span_shapes(head_dim)
     for kernel, shape in (
-        (spans.attend, shapes.forward),
-        (spans.row_gradients, shapes.dq),
-        (spans.key_gradients, shapes.dkdv),
+        (spans.forward_spans, shapes.forward),
+        (spans.dq_spans, shapes.dq),
+        (spans.dkdv_spans, shapes.dkdv),
     ):
         fits(kernel, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
 

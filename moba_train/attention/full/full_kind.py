@@ -13,7 +13,7 @@ from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
-from moba_train.attention.kernels.table import kernel_decodes, triton_refuses
+from moba_train.attention.kernels.table import call_problem, kernel_decodes
 from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
@@ -83,7 +83,7 @@ class FullAttention(LocalAttention, Decodes):
         if self.options.backend != "auto" or not torch.are_deterministic_algorithms_enabled():
             return False
         one = layout.is_whole and layout.cu_seqlens.numel() == 2 and layout.total >= _BLOCKS_PAY_FROM
-        if not one or triton_refuses(q_THD, layout, _BLOCK, history_bound(layout, _BLOCK)):
+        if not one or call_problem(q_THD, layout, _BLOCK, history_bound(layout, _BLOCK)):
             return False
         return self.pick(q_THD, layout) is Flash
 

@@ -13,8 +13,8 @@ from moba_train.attention.kernels.common.reference import Mask, masked_attend, m
 from moba_train.attention.kernels.varlen import Cpu, FlashAttention4, PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients
+from moba_train.torch_private import cudnn_attention, cudnn_attention_backward
 
-_aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -69,9 +69,7 @@ class Cudnn:
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         batch = _documents_first(q, segments.max_q), *(_documents_first(x, segments.max_k) for x in (k, v))
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            *batch, None, True, 0.0, segments.causal, False, scale=scale
-        )
+        out, lse, *_ = cudnn_attention(*batch, None, True, 0.0, segments.causal, False, scale=scale)
         lse_BHL = lse.view(-1, q.shape[1], segments.max_q)
         return out.transpose(1, 2).reshape(q.shape), lse_BHL.transpose(0, 1).flatten(1)
 
@@ -82,7 +80,7 @@ class Cudnn:
         k, v = (_documents_first(x, max_k) for x in (state.k, state.v))
         lse = state.lse.unflatten(1, (-1, max_q)).transpose(0, 1).unsqueeze(-1).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused without dropout
-        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = cudnn_attention_backward(
             dout, q, k, v, out, lse, seed, seed, None, None, None, max_q, max_k, 0.0, segments.causal, scale=scale
         )
         pairs = ((dq, state.q), (dk, state.k), (dv, state.v))

@@ -1,14 +1,12 @@
-"""The backends of attention to selected blocks, and which one a call gets.
+"""Attention to selected blocks, for any selector, by one of three backends.
 
-A backend is a module with the functions of `Backend`: reference.py, composed.py and triton/attention.py.
+A backend is a module with the functions of `Backend`: common/reference.py, composed.py and triton/backend.py. table.py
+says which of them a stage takes; a batch that the first cannot do goes to the next.
 
-Attention to selected blocks, for any selector.
-
-Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width, C selected blocks of a query.
+Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width, C history blocks of a query.
 """
 
 import logging
-import math
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -19,19 +17,12 @@ from torch import Tensor
 
 from moba_train.attention.kernels import composed
 from moba_train.attention.kernels.common import reference
-from moba_train.attention.kernels.common.geometry import KeySpans
-from moba_train.attention.kernels.table import triton_block_size, triton_refuses
+from moba_train.attention.kernels.common.geometry import KeySpans, ranges_problem
+from moba_train.attention.kernels.table import BackendChoice, Facts, resolve_backend
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
 logger = logging.getLogger(__name__)
-
-_COMPOSED_PAYS_FROM = {"flash-attn-4": 2048}
-"""Block size from which `composed` on a varlen kernel of this name beats `triton` (benchmarks/LOG.md)."""
-_COMPOSED_ROWS = 2**21
-"""Query rows (tokens x heads) from which its partial results are small compared with what dense attention takes."""
-_COMPOSED_ROWS_OF_A_SHARD = 2**19
-"""The fewest query rows that it was measured with in a shard, where all keys are in memory anyway."""
 
 
 class Backend(Protocol):
@@ -72,67 +63,25 @@ class Backend(Protocol):
         ...
 
 
-def pick_backend(wanted: str, key: str, q_THD: Tensor, layout: Layout, *, block_size: int, selected: int) -> Backend:
-    """The backend `wanted`, or the best one for `auto`; what `composed` cannot compose goes to the reference.
+def _backend(name: str) -> Backend:
+    """The module of a backend; the Triton kernels are imported at the first use."""
+    if name == "triton":
+        from moba_train.attention.kernels.triton import backend
 
-    `key`: YAML key of `wanted`, for messages; `selected`: blocks of a query besides its own, at most. Raises ValueError
-    when the wanted backend cannot do the call. What `auto` picks, and why, is logged once.
-    """
-    if wanted == "reference" or (wanted == "composed" and not composed.composes(layout, block_size)):
-        return cast(Backend, reference)
-    no_composed = composed.refuses(q_THD, layout, block_size) if wanted == "composed" else ""
-    no_triton = _triton_refuses(q_THD, layout, block_size, selected) if wanted == "triton" else ""
-    if reason := no_composed or no_triton:
-        raise ValueError(f"{key}: {wanted!r} cannot run this call: {reason}; use 'auto'")
-    name = _best(key, q_THD, layout, block_size, selected) if wanted == "auto" else wanted
-    plain = {composed.NAME: composed, reference.NAME: reference}
-    return cast(Backend, plain[name]) if name in plain else _triton()
+        return cast(Backend, backend)
+    return cast(Backend, composed if name == "composed" else reference)
 
 
-def _triton() -> Backend:
-    """The Triton kernels, imported at the first use."""
-    from moba_train.attention.kernels.triton import backend
-
-    return cast(Backend, backend)
-
-
-def _best(key: str, q_THD: Tensor, layout: Layout, block_size: int, selected: int) -> str:
-    """Name of the backend that `auto` takes."""
-    if not q_THD.is_cuda:
-        return "reference"
-    no_triton = _triton_refuses(q_THD, layout, block_size, selected)
-    no_composed = composed.refuses(q_THD, layout, block_size) if no_triton else ""
-    if no_triton and no_composed:
-        slow = f"{key}: auto takes plain PyTorch, which is very much slower than the kernels"
-        warnings.warn(f"{slow}: {no_triton}; {no_composed}", stacklevel=2)  # shown once per place, Python's default
-        return "reference"
-    if no_triton:
-        kernel = composed.kernel_name(q_THD, layout, block_size)
-        return _picked(key, "composed", f"on {kernel}; not triton: {no_triton}")
-    if _composed_pays(q_THD, layout, block_size):
-        kernel = composed.kernel_name(q_THD, layout, block_size)
-        return _picked(key, "composed", f"on {kernel}, faster for blocks of {block_size}")
-    return _picked(key, "triton", f"which can do head dim {q_THD.shape[-1]} and block_size {block_size}")
-
-
-def _composed_pays(q_THD: Tensor, layout: Layout, block_size: int) -> bool:
-    """Whether `composed` is faster than `triton` where both can run: a rule from measurements."""
-    few = q_THD.shape[0] * q_THD.shape[1] < (_COMPOSED_ROWS if layout.is_whole else _COMPOSED_ROWS_OF_A_SHARD)
-    if few or block_size < min(_COMPOSED_PAYS_FROM.values(), default=math.inf):
-        return False  # without a look at the optional packages, which takes seconds
-    pays = block_size >= _COMPOSED_PAYS_FROM.get(composed.kernel_name(q_THD, layout, block_size), math.inf)
-    return pays and not composed.refuses(q_THD, layout, block_size)
+def _batch_problem(name: str, q_THD: Tensor, layout: Layout, block_size: int) -> str:
+    """The reason why a backend of the order cannot do this batch; empty if it can."""
+    if name == "triton":
+        return ranges_problem(layout, block_size)
+    return composed.refuses(q_THD, layout, block_size) if name == "composed" else ""
 
 
 @cache
-def _picked(key: str, name: str, why: str) -> str:
-    logger.info("%s: auto takes %s, %s", key, name, why)
-    return name
-
-
-def _triton_refuses(x: Tensor, layout: Layout, block_size: int, selected: int) -> str:
-    """Why the Triton kernels cannot attend for queries like `x`; empty when they can."""
-    return triton_refuses(x, layout, block_size, selected) or triton_block_size(block_size)
+def _log_once(message: str) -> None:
+    logger.info(message)
 
 
 @dataclass(frozen=True)
@@ -150,21 +99,24 @@ class BlockAttention:
     """auto, triton, composed or reference."""
     key: str
     """YAML key of `backend`, for messages."""
+    choice: BackendChoice | None = None
+    """The backends that `table.resolve_backend` chose when the stage began; None: chosen at the first call on a
+    layout."""
 
     def selection(self, selected_HTC: Tensor, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
         """The selected blocks of the layout's queries, and what the backend keeps with them."""
         backend = self._picked(q_THD, layout, selected_HTC.shape[2])
         return (selected_HTC, *backend.block_lists(selected_HTC, layout, kv_heads, self.block_size))
 
-    def empty_selection(self, selected: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
-        """Tensors of the shapes and dtypes of `selection`'s for C = `selected`, contents undefined."""
-        selected_HTC = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], selected), dtype=torch.int32)
-        backend = self.pick(q_THD, layout, selected)  # not kept: sizes may be symbolic in torch.compile's tracing
+    def empty_selection(self, history_blocks: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
+        """Tensors of the shapes and dtypes of `selection`'s for C = `history_blocks`, contents undefined."""
+        selected_HTC = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], history_blocks), dtype=torch.int32)
+        backend = self.pick(q_THD, layout, history_blocks)  # not kept: sizes may be symbolic in torch.compile's tracing
         return (selected_HTC, *backend.empty_block_lists(selected_HTC, layout, kv_heads, self.block_size))
 
-    def takes_spans(self, q_THD: Tensor, layout: Layout, selected: int) -> bool:
-        """Whether `attend` takes spans for queries like these: the Triton kernels do."""
-        return self._picked(q_THD, layout, selected).NAME == "triton"
+    def takes_spans(self, q_THD: Tensor, layout: Layout, history_blocks: int) -> bool:
+        """True if `attend` takes spans for queries like these: the Triton kernels do."""
+        return self._picked(q_THD, layout, history_blocks).NAME == "triton"
 
     def attend(
         self,
@@ -193,15 +145,36 @@ class BlockAttention:
         sizes = {"block_size": self.block_size, "scale": self.scale}
         return sizes if spans is None else {**sizes, "spans": spans}
 
-    def _picked(self, q_THD: Tensor, layout: Layout, selected: int) -> Backend:
+    def _picked(self, q_THD: Tensor, layout: Layout, history_blocks: int) -> Backend:
         """Picked once for a layout and kept with it.
 
         Around a ring, `attend` meets layouts that `selection` did not, of a part of the keys: there the reference may
         take the call, whatever made the selection.
         """
-        key = ("block backend", self, selected, q_THD.shape, q_THD.dtype, q_THD.device)
-        return layout.cached(key, lambda: self.pick(q_THD, layout, selected))
+        key = ("block backend", self, history_blocks, q_THD.shape, q_THD.dtype, q_THD.device)
+        return layout.cached(key, lambda: self.pick(q_THD, layout, history_blocks))
 
-    def pick(self, q_THD: Tensor, layout: Layout, selected: int) -> Backend:
-        """The backend for queries like these, with `selected` blocks of a query besides its own."""
-        return pick_backend(self.backend, self.key, q_THD, layout, block_size=self.block_size, selected=selected)
+    def pick(self, q_THD: Tensor, layout: Layout, history_blocks: int) -> Backend:
+        """The backend for queries like these, which select at most so many blocks before their own.
+
+        Raises ValueError, with the YAML key, if the wanted one cannot do the call. What `auto` takes is logged once.
+        """
+        choice = self.choice
+        if choice is None:
+            facts = Facts.from_call(q_THD, layout, self.block_size, history_blocks)
+            choice = resolve_backend(self.key, self.backend, facts)
+        reasons = []
+        for name in choice.order:
+            if not (reason := _batch_problem(name, q_THD, layout, self.block_size)):
+                break
+            reasons.append(reason)
+            # The composition of a part of the keys, as a ring gives it, goes to the reference, also where it is wanted.
+            if self.backend == name and (name != "composed" or composed.composes(layout, self.block_size)):
+                raise ValueError(f"{self.key}: {name!r} cannot do this batch: {reason}; use 'auto'")
+        if self.backend == "auto" and name != "reference":
+            _log_once(f"{self.key}: auto takes {name}, {choice.why}")
+        elif self.backend == "auto" and q_THD.is_cuda:
+            slow = f"{self.key}: auto takes plain PyTorch, which is very much slower than the kernels"
+            # shown once per place, Python's default
+            warnings.warn(f"{slow}: {'; '.join(reasons) or choice.why}", stacklevel=2)
+        return _backend(name)

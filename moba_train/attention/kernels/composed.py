@@ -220,12 +220,6 @@ def refuses(q_THD: Tensor, layout: Layout, block_size: int) -> str:
     return "" if _kernel(q_THD, layout, block_size) else refusals(q_THD, _most_segments(layout, block_size))
 
 
-def kernel_name(q_THD: Tensor, layout: Layout, block_size: int) -> str:
-    """Name of the varlen kernel that the composition runs on."""
-    kernel = _kernel(q_THD, layout, block_size)
-    return kernel.name if kernel else "no kernel"
-
-
 def _kernel(q_THD: Tensor, layout: Layout, block_size: int) -> type[VarlenKernel] | None:
     return best_kernel(q_THD, _most_segments(layout, block_size))
 

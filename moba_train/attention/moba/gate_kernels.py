@@ -45,10 +45,10 @@ def pool_keys(k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
         launch(
             _pool,
             (tables.blocks, kv_heads),
-            k_SKD,
-            pooled_NKD,
-            tables.bounds,
-            k_SKD.stride(0),
+            k=k_SKD,
+            pooled=pooled_NKD,
+            bounds=tables.bounds,
+            stride_t=k_SKD.stride(0),
             D=head_dim,
             UNROLL=16,
             num_warps=1,
@@ -103,7 +103,16 @@ def select_blocks(
     chunks = ceil_div(blocks, _CHUNK)
     levels = min(chunks, count, 3 if count <= 5 else 4)
     grid = (ceil_div(tokens, rows), kv_heads if grouped else heads)
-    sizes = {
+    shared = {
+        "q": q_THD,
+        "own": tables.own_T,
+        "first": tables.first_T,
+        "selected": selected_HTC,
+        "marks": torch.empty(grid[0] * grid[1], dtype=torch.int32, device=q_THD.device),
+        "tokens": tokens,
+        "blocks": blocks,
+        "kv_heads": kv_heads,
+        "stride_t": q_THD.stride(0),
         "GROUP": grouped,
         "PREVIOUS": "previous" in always,
         "FIRST": "first" in always,
@@ -115,14 +124,12 @@ def select_blocks(
         "N": _CHUNK,
         "num_warps": warps(count),
     }
-    marks = torch.empty(grid[0] * grid[1], dtype=torch.int32, device=q_THD.device)
-    shared = (tables.own_T, tables.first_T, selected_HTC, marks, tokens, blocks, kv_heads, q_THD.stride(0))
     if count <= 16:  # with more, too many tiles would have to be done again
         pooled = pooled_NKD.flatten(1)
         desc = TensorDescriptor(pooled, list(pooled.shape), list(pooled.stride()), [_CHUNK, head_dim])
-        launch(_select, grid, q_THD, desc, *shared, (chunks - 1).bit_length(), LEVELS=levels, **sizes)
+        launch(_select, grid, pooled_desc=desc, chunk_bits=(chunks - 1).bit_length(), LEVELS=levels, **shared)
     if count > 16 or levels < min(chunks, count):
-        launch(_select_marked, grid, q_THD, pooled_NKD, *shared, ALL=count > 16, **sizes)
+        launch(_select_marked, grid, pooled=pooled_NKD, ALL=count > 16, **shared)
     return selected_HTC
 
 

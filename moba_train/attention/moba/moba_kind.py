@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moba_train.attention.kernels.common.selection import SELECTION
-from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
+from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import (
     AttentionKind,
     KindCosts,
@@ -56,10 +56,7 @@ class MobaKind(AttentionKind):
                 f"({', '.join(sorted(forced))}) and count towards it; allowed: >= {len(forced)}"
             )
 
-        reason = triton_limits(context.model.head_width, options.history_blocks)
-        reason = reason or triton_block_size(options.block_size)
-        if context.device not in (None, "cuda") and not interpreted():
-            reason = f"the run trains on {context.device}, CUDA needed"
+        reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
         if options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 

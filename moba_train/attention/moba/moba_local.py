@@ -11,7 +11,7 @@ from moba_train.attention.facets.probed import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.selection import Choice, key_share, selection_statistics
-from moba_train.attention.kernels.table import triton_refuses
+from moba_train.attention.kernels.table import call_problem
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba import gate
 from moba_train.attention.protocol import AttentionFacts, Selection
@@ -46,7 +46,7 @@ def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, co
     backend `wanted`, else plain PyTorch. `composed` has none of its own and takes the kernels."""
     if wanted == "reference" or (wanted != "triton" and not x.is_cuda):
         return cast(Selector, gate)
-    return cast(Selector, gate) if triton_refuses(x, layout, block_size, count) else _triton()
+    return cast(Selector, gate) if call_problem(x, layout, block_size, count) else _triton()
 
 
 def _triton() -> Selector:

@@ -19,7 +19,7 @@ from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kernels.common.selection import SELECTION
-from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
+from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import (
     AttentionKind,
     KindCosts,
@@ -98,11 +98,7 @@ class DistilledGate(AttentionKind):
                 f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
                 f"{context.seq_len} tokens; allowed: at most seq_len"
             )
-        reason = triton_limits(context.model.head_width, options.history_blocks) or triton_block_size(
-            options.block_size
-        )
-        if context.device not in (None, "cuda") and not interpreted():
-            reason = f"the run trains on {context.device}, CUDA needed"
+        reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
         if options.mode == "sparse" and options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 

@@ -41,7 +41,7 @@ from moba_train.attention.kernels.common.selection import (
     key_share,
     selection_statistics,
 )
-from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
+from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba.moba_kind import attended_pairs
@@ -339,7 +339,5 @@ class InfLLMV2Costs(KindCosts):
 
 def _kernels_refuse(options: InfLLMV2Attention.Options, context: StageContext) -> str:
     """Why the Triton kernels cannot run in this stage; empty when they can."""
-    if context.device not in (None, "cuda") and not interpreted():
-        return f"the run trains on {context.device}, CUDA needed"
     remote = options.topk - options.local_blocks
-    return triton_limits(context.model.head_width, remote) or triton_block_size(options.block_size)
+    return triton_problem(context.device, context.model.head_width, options.block_size, remote)

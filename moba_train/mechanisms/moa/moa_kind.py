@@ -21,7 +21,7 @@ from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.common.selection import KEY_SHARE, key_share
-from moba_train.attention.kernels.table import interpreted, triton_block_size, triton_limits
+from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
@@ -365,12 +365,10 @@ class MoaCosts(KindCosts):
 
 def _triton_refuses(options: SpanAttention.Options, context: StageContext) -> str:
     """Why the Triton kernels cannot attend in these spans; empty when they can."""
-    if context.device not in (None, "cuda") and not interpreted():
-        return f"the run trains on {context.device}, CUDA needed"
     reasons = (_rule_refuses(rule, context) for rule in set(options.rules()) if rule.block_size)
     return next(filter(None, reasons), "")
 
 
 def _rule_refuses(rule: SpanRule, context: StageContext) -> str:
     selected = Spans((rule,)).most_history(context.seq_len)
-    return triton_limits(context.model.head_width, selected) or triton_block_size(rule.block_size)
+    return triton_problem(context.device, context.model.head_width, rule.block_size, selected)

@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from moba_train.attention.kind import LayerInput, StageContext, SublayerInput
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.protocol import packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig

@@ -1,12 +1,9 @@
 """The sizes of one call of the kernels, and the launches that its passes share."""
 
-import warnings
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -15,20 +12,13 @@ from moba_train.attention.kernels.common.geometry import KeySpans
 from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.kernels.common.lists import BlockLists, BlockTables, block_tables
 from moba_train.attention.kernels.common.tiles import TileShape, TileShapes, TileTable, WorkRange, tile_shapes
+from moba_train.attention.kernels.table import Facts, kernel_for
 from moba_train.attention.layout import Layout
 
 _LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
 _SUMMED_KEYS = 16
-_ONE_PASS = (256, 512, 1024, 2048, 4096)
-"""Keys of blocks whose gradients were measured to be faster in one pass."""
-_GLUON_TRITON = "3.6"
-"""Release of Triton that the kernels in Gluon are written for; Gluon changes from release to release."""
-_HEAD_DIMS = (128,)
-"""Head widths that the kernels in Gluon were measured with."""
-_GATHERED: tuple[int, ...] = (128,)
-"""Keys of blocks whose gradients one pass over gathered rows was measured to make faster: those of one tile of keys."""
 
 
 @dataclass(frozen=True)
@@ -76,39 +66,18 @@ class BlockCall:
         return self.layout.k_ranges is not None
 
     @property
-    def one_pass(self) -> bool:
-        """Whether one pass makes all gradients of these blocks (one_pass.py)."""
-        return self.block_size in _ONE_PASS and self.selected > 0 and not self.partial and self._suits_gluon
+    def forward_pass(self) -> str:
+        """File of the kernels that attend to these blocks (table.py)."""
+        return kernel_for("forward", self._facts).file
 
     @property
-    def gathered(self) -> bool:
-        """Whether one pass makes all gradients of these blocks and gathers its rows (gathered_pass.py)."""
-        return self.block_size in _GATHERED and self.selected > 0 and not self.partial and self._suits_gluon
+    def backward_pass(self) -> str:
+        """File of the kernels that make the gradients (table.py)."""
+        return kernel_for("backward", self._facts).file
 
     @property
-    def warp_specialised(self) -> bool:
-        """Whether kernels whose warps have roles attend to these blocks (forward_pass.py): from 512 keys on; 512, 1024
-        and 4096 were measured to be faster so (benchmarks/results/attention-forward-h200.json)."""
-        return (
-            self.block_size >= 512
-            and self.block_size % self.shapes.forward.keys == 0
-            and not self.partial
-            and self._suits_gluon
-        )
-
-    @property
-    def _suits_gluon(self) -> bool:
-        """Whether the GPU, dtype, head width and the release of Triton are those that the kernels in Gluon are for.
-
-        Asked last: where the release alone is another one, there is a warning.
-        """
-        return (
-            self.q_THD.is_cuda
-            and torch.cuda.get_device_capability(self.q_THD.device) == (9, 0)
-            and self.q_THD.dtype in (torch.bfloat16, torch.float16)
-            and self.head_dim in _HEAD_DIMS
-            and _suits_release(triton.__version__)
-        )
+    def _facts(self) -> Facts:
+        return Facts.from_call(self.q_THD, self.layout, self.block_size, self.selected)
 
     @property
     def limit(self) -> int:
@@ -158,17 +127,28 @@ class BlockCall:
         """Uninitialised, contiguous, with k's shape and dtype."""
         return torch.empty(self.k_SKD.shape, dtype=self.k_SKD.dtype, device=self.k_SKD.device)
 
-    def descriptors(self, keys: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    def descriptors(self, keys: int) -> dict[str, TensorDescriptor]:
         """K and V for bulk copies of [keys, D]; what lies past the end reads as zero."""
-        return self.descriptor(self.k_SKD, keys), self.descriptor(self.v_SKD, keys)
+        return {"k_desc": self.descriptor(self.k_SKD, keys), "v_desc": self.descriptor(self.v_SKD, keys)}
 
     def descriptor(self, x: Tensor, many: int) -> TensorDescriptor:
         """[tokens, heads, D] for bulk copies of `many` tokens of one head."""
         return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [token_stride(x), 1], [many, self.head_dim])
 
-    def in_lists(self, lists: BlockLists, table: TileTable) -> tuple[Any, ...]:
-        """The arguments by which a kernel over the tiles of some lists finds its rows and its block."""
-        return lists.entries, *table.arguments, self.tables.bounds, table.lists, self.tables.blocks
+    def in_lists(self, lists: BlockLists, table: TileTable, work: WorkRange) -> dict[str, Any]:
+        """The arguments by which a kernel over the tiles of a work range finds its rows and its block."""
+        return {
+            "entries": lists.entries,
+            "list_of_tile": table.list_of_tile,
+            "last_tile": table.last_tile,
+            "begin": table.begin,
+            "end": table.end,
+            "lists": table.lists,
+            "blocks": self.tables.blocks,
+            "first_kv_head": work.kv_heads.start,
+            "first_entry": work.first_entry,
+            "head_entries": work.entries,
+        }
 
     def own_tiles(self, shape: TileShape) -> int:
         """Row tiles of a block's own rows, at most."""
@@ -186,19 +166,19 @@ class BlockCall:
         launch(
             softmax.prepare,
             (ceil_div(many, _PREPARE_ROWS),),
-            dout_THD,
-            out_THD.contiguous(),
-            lse_HT.contiguous(),
-            stats_TH2,
-            many,
-            self.tokens,
-            self.heads,
+            dout=dout_THD,
+            out=out_THD.contiguous(),
+            lse=lse_HT.contiguous(),
+            stats=stats_TH2,
+            rows=many,
+            tokens=self.tokens,
+            heads=self.heads,
             D=self.head_dim,
             M=_PREPARE_ROWS,
         )
         return stats_TH2
 
-    def combine(self, kernel: Any, work: WorkRange, *tensors: Tensor, place: Tensor | None = None) -> None:
+    def combine(self, kernel: Any, work: WorkRange, *, place: Tensor | None = None, **tensors: Tensor) -> None:
         """Join the partial results of a work range into the tensors that hold the own blocks' part.
 
         Partial results are in the order of the entries, or in the order of `place` (int32, of each entry).
@@ -209,15 +189,15 @@ class BlockCall:
         launch(
             kernel,
             (ceil_div(tokens * self.group, _COMBINE_ROWS), work.heads),
-            *tensors,
-            self.selected_HTC if place is None else place,
-            self.selected_HTC,
-            self.tables.bounds,
-            self.tokens,
-            first,
-            first + tokens,
-            work.kv_heads.start,
-            self.heads,
+            **tensors,
+            place=self.selected_HTC if place is None else place,
+            selected=self.selected_HTC,
+            bounds=self.tables.bounds,
+            tokens=self.tokens,
+            first_token=first,
+            last_token=first + tokens,
+            first_kv_head=work.kv_heads.start,
+            heads=self.heads,
             PARTIAL=self.partial,
             PLACED=place is not None,
             G=self.group,
@@ -242,36 +222,24 @@ class BlockCall:
         launch(
             softmax.sum_splits,
             (table.lists, ceil_div(self.longest, _SUMMED_KEYS)),
-            *sums,
-            *(own or sums),
-            *parts,
-            table.first_split,
-            table.splits,
-            self.tables.bounds,
-            self.tables.blocks,
-            first_kv_head,
-            sums[0].shape[1],
-            own[0].shape[1] if own else 0,
+            dk=sums[0],
+            dv=sums[1],
+            own_dk=(own or sums)[0],
+            own_dv=(own or sums)[1],
+            part_dk=parts[0],
+            part_dv=parts[1],
+            first_split=table.first_split,
+            splits_of=table.splits,
+            bounds=self.tables.bounds,
+            blocks=self.tables.blocks,
+            first_kv_head=first_kv_head,
+            kv_heads=sums[0].shape[1],
+            own_heads=own[0].shape[1] if own else 0,
             ADD=own is not None,
             D=self.head_dim,
             N=keys,
             KEYS=_SUMMED_KEYS,
         )
-
-
-@cache
-def _suits_release(triton_release: str) -> bool:
-    """Whether the kernels in Gluon are for this release of Triton; where not, warns, once in a process."""
-    if triton_release.startswith(f"{_GLUON_TRITON}."):
-        return True
-    sizes = ", ".join(map(str, sorted((*_GATHERED, *_ONE_PASS))))
-    warnings.warn(
-        f"Triton {triton_release} is installed, but the fastest kernels of this GPU need {_GLUON_TRITON}: attention to "
-        f"blocks takes slower ones for the gradients with blocks of {sizes} keys and for the forward pass with blocks "
-        f"of 512 keys and more; install a release of torch that comes with Triton {_GLUON_TRITON}",
-        stacklevel=2,
-    )
-    return False
 
 
 def token_stride(x: Tensor) -> int:

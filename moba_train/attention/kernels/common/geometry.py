@@ -59,6 +59,17 @@ def in_one_range(ranges: TokenRanges | None, block_size: int) -> bool:
     return all(gap == 0 or gap >= block_size for gap in gaps)
 
 
+def ranges_problem(layout: Layout, block_size: int) -> str:
+    """The reason why kernels that take a block's given rows as neighbours cannot work on this shard; empty if they
+    can."""
+    for ranges in (layout.q_ranges, layout.k_ranges):
+        if not in_one_range(ranges, block_size):
+            given = ranges or ()
+            parts = ", ".join(f"{start}-{stop}" for start, stop in given[:4]) + ", ..." * (len(given) > 4)
+            return f"a shard whose token ranges {parts} are less than block_size {block_size} apart"
+    return ""
+
+
 def history_blocks(layout: Layout, block_size: int) -> Tensor:
     """int32 [T, C]: every block before a query's own in its document, ascending, -1 behind. C: one block less than the
     longest document has."""

@@ -1,14 +1,16 @@
 """Launches of kernels, and their repetition, which takes the host a third of the time.
 
-What a function of this backend launches, with which sizes and on which buffers, follows from its layout and from the
-shapes of its tensors; from layer to layer only addresses change. So the second call on a layout is recorded, and later
-ones allocate and launch what it did (`replayed`).
+A function of the backend launches kernels whose sizes and buffers follow from its layout and from the shapes of its
+tensors; from layer to layer only addresses change. So the second call on a layout is recorded, and later ones allocate
+and launch what it did (`replayed`): 1.44 to 1.14 ms of host time for a layer at 8K 512/3, 2.93 to 0.78 at 32K 128/8
+(benchmarks/LOG.md, "Launches and host time").
 
 A record holds allocations and launches alone. A function that does anything else with tensors, such as copying one that
 is not contiguous, or that launches a kernel without `launch`, is not recorded for such tensors: it always runs as
-written.
+written. MOBA_TRAIN_REPLAY=0 turns repetition off; docs/kernels.md says what it relies on.
 """
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from copy import copy
@@ -17,17 +19,19 @@ from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
 
+from moba_train.attention.kernels.table import launcher_is_known
 from moba_train.attention.layout import Layout
+from moba_train.torch_private import TorchDispatchMode
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _RECORD_NEXT = object()
+REPLAY = os.environ.get("MOBA_TRAIN_REPLAY", "1") != "0"
+"""Launches are recorded and repeated. Read once: a look at the environment at every call takes the host 1 us."""
 _thread = threading.local()
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,11 +42,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **sizes: Any) -> None:
-    """`kernel[grid](*arguments, **sizes)`, seen by a recorder; compile-time arguments alone are given by name."""
-    compiled = kernel[grid](*arguments, **sizes)
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """`kernel[grid](**arguments)`, seen by a recorder."""
+    compiled = kernel[grid](**arguments)
     if (recorder := _recorder()) is not None:
-        recorder.launched(kernel, compiled, grid, arguments, sizes)
+        recorder.launched(kernel, compiled, grid, arguments)
 
 
 def replayed(function: Function) -> Function:
@@ -55,13 +59,14 @@ def replayed(function: Function) -> Function:
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         tensors, layout, plain = _sorted_out([*arguments, *options.values()])
-        if plain is None or _recorder() is not None:  # which sees the launches, not that they are repeated
+        # A recorder of an outer function must see the launches, not that they are repeated.
+        if plain is None or not REPLAY or _recorder() is not None:
             return function(*arguments, **options)
         records = layout.cached(("records", function), dict[Hashable, Any])
         addresses = [*map(Tensor.data_ptr, tensors)]
-        # Triton compiles kernels by alignment; and which tensors are the same one is part of a record.
-        places = [(address % 16 == 0, addresses.index(address)) for address in addresses]
-        key = (*options, *plain, *places, *[(x.shape, x.stride(), x.dtype) for x in tensors])
+        # Triton compiles kernels by alignment; and a record knows which arguments are one tensor.
+        pointers = [(address % 16 == 0, addresses.index(address)) for address in addresses]
+        key = (*options, *plain, *pointers, *[(x.shape, x.stride(), x.dtype) for x in tensors])
         if key not in records:  # the first call, which may compile kernels and build tables
             records[key] = _RECORD_NEXT
             return function(*arguments, **options)
@@ -79,14 +84,14 @@ def replayed(function: Function) -> Function:
 
 
 def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """`compiled[grid]`; of Triton 3.6, the function of its launcher in which that ends, if no memory must be given to
-    the kernel.
+    """`compiled[grid]`; of Triton 3.6, the function of its private launcher in which that ends, if no memory must be
+    given to the kernel.
 
-    That takes the host 2 us less a launch. It does not ask which device is the current one, and skips Triton's hooks,
-    so Triton's own profiler does not see these launches.
+    That takes the host 2 us less a launch (224 to 174 us for the layer of 8K 512/3). It does not ask which device is
+    the current one, and skips Triton's hooks, so Triton's own profiler does not see these launches.
     """
     launcher: Any = getattr(compiled, "run", None)
-    if not triton.__version__.startswith("3.6.") or launcher is None:
+    if launcher is None or not launcher_is_known():
         return cast(Callable[..., None], compiled[grid])
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return cast(Callable[..., None], compiled[grid])
@@ -119,7 +124,7 @@ def _sorted_out(arguments: Iterable[Any]) -> tuple[list[Tensor], Layout, list[Ha
 
 
 class _Allocation(NamedTuple):
-    """A buffer, by what `torch.empty_strided` takes."""
+    """A buffer, by the arguments of `torch.empty_strided`."""
 
     slot: int
     shape: torch.Size
@@ -137,12 +142,12 @@ class _Allocation(NamedTuple):
 
 @dataclass
 class _Launch:
-    """A launch of a compiled kernel: its arguments, and which of them are addresses in which buffers."""
+    """A launch of a compiled kernel: its arguments, of which some are addresses in buffers."""
 
     run: Callable[..., None]
     arguments: list[Any]
     addresses: list[tuple[int, int, int]]
-    """(place in the arguments, slot of the buffer, bytes into it)"""
+    """(index among the arguments, slot of the buffer, bytes into it)"""
     descriptors: list[tuple[Any, int]]
     """(descriptor among the arguments, slot of its buffer, which it has only while it is used)"""
     unused: list[int]
@@ -151,8 +156,8 @@ class _Launch:
     def repeat(self, buffers: list[Tensor | None], addresses: list[int]) -> None:
         """Launch it again."""
         arguments = self.arguments.copy()
-        for place, slot, offset in self.addresses:
-            arguments[place] = addresses[slot] + offset
+        for index, slot, offset in self.addresses:
+            arguments[index] = addresses[slot] + offset
         for descriptor, slot in self.descriptors:
             descriptor.base = buffers[slot]
         self.run(*arguments)
@@ -164,10 +169,11 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a call allocates and launches, in order. Its buffers have slots: first the given tensors, then its own."""
+    """The allocations and launches of a call, in order. Buffers have slots: first the given tensors, then those that
+    it allocates."""
 
     steps: list[_Allocation | _Launch]
-    own_slots: int
+    allocated: int
     results: list[int]
     """Slots of what it returns."""
     is_tuple: bool
@@ -176,8 +182,8 @@ class _Record:
 
     def replay(self, tensors: list[Tensor], addresses: list[int]) -> Any:
         """The results of the recorded function for these tensors, at these addresses."""
-        buffers: list[Tensor | None] = [*tensors, *[None] * self.own_slots]
-        addresses = [*addresses, *[0] * self.own_slots]
+        buffers: list[Tensor | None] = [*tensors, *[None] * self.allocated]
+        addresses = [*addresses, *[0] * self.allocated]
         with self.lock:
             for step in self.steps:
                 step.repeat(buffers, addresses)
@@ -186,13 +192,13 @@ class _Record:
 
 
 class _Recorder(TorchDispatchMode):
-    """Inside, on this thread: notes allocations and launches, and whether there is anything else."""
+    """Inside, on this thread: notes allocations and launches, and if there is anything else."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.given = {x.data_ptr(): slot for slot, x in reversed([*enumerate(tensors)])}
         self.storages = {*map(_storage, tensors)}
-        self.first_own = self.slots = len(tensors)
+        self.given_slots = self.slots = len(tensors)
         self.steps: list[_Allocation | _Launch] = []
         self.unseen = 0
         self.complete = True
@@ -229,37 +235,35 @@ class _Recorder(TorchDispatchMode):
             self.complete = False
         return result
 
-    def launched(
-        self, kernel: Any, compiled: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], sizes: dict[str, Any]
-    ) -> None:
+    def launched(self, kernel: Any, compiled: Any, grid: tuple[int, ...], named: dict[str, Any]) -> None:
         """Note a launch."""
         if compiled is None:  # under Triton's interpreter
             self.complete = False
             return
         self.unseen -= 1
-        compile_time = [sizes[parameter.name] for parameter in kernel.params if parameter.is_constexpr]
-        found = _Launch(_runner(compiled, (*grid, 1, 1)[:3]), [*arguments, *compile_time], [], [], [])
-        for place, given in enumerate(arguments):
-            if isinstance(given, (int, float)):
+        arguments = [named[parameter.name] for parameter in kernel.params]  # not the compiler's options
+        found = _Launch(_runner(compiled, (*grid, 1, 1)[:3]), arguments, [], [], [])
+        for index, (parameter, given) in enumerate(zip(kernel.params, tuple(arguments), strict=True)):
+            if parameter.is_constexpr or isinstance(given, (int, float)):
                 continue
             base = getattr(given, "base", given)  # of a descriptor, Triton's or Gluon's
             if not isinstance(base, Tensor):
                 self.complete = False
-            elif (where := self._place(base)) is None:
+            elif (found_in := self._buffer(base)) is None:
                 continue  # a table of the layout, which stays where it is
             elif base is given:
-                found.addresses.append((place, *where))
-                found.arguments[place] = None
+                found.addresses.append((index, *found_in))
+                found.arguments[index] = None
             else:
-                slot, offset = where
+                slot, offset = found_in
                 descriptor = copy(given)  # the call may use it again
                 descriptor.base = None
                 found.descriptors.append((descriptor, slot))
-                found.arguments[place] = descriptor
+                found.arguments[index] = descriptor
                 self.complete &= offset == 0
         self.steps.append(found)
 
-    def _place(self, x: Tensor) -> tuple[int, int] | None:
+    def _buffer(self, x: Tensor) -> tuple[int, int] | None:
         """Slot and offset in bytes of a tensor in one of the buffers; None: it is in none of them."""
         address = x.data_ptr()
         if address in self.given:
@@ -281,10 +285,10 @@ class _Recorder(TorchDispatchMode):
         if not self.complete or self.unseen > 0:
             return None
         self._find_unused(slots)
-        return _Record(self.steps, self.slots - self.first_own, slots, is_tuple)
+        return _Record(self.steps, self.slots - self.given_slots, slots, is_tuple)
 
     def _find_unused(self, results: list[int]) -> None:
-        needed = {*range(self.first_own), *results}
+        needed = {*range(self.given_slots), *results}
         for step in reversed(self.steps):
             if isinstance(step, _Launch):
                 used = {slot for _, slot, *_ in (*step.addresses, *step.descriptors)}

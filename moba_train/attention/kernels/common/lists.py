@@ -96,10 +96,32 @@ def invert(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Te
     by_chunk, by_block = (chunks, kv_heads), (ceil_div(blocks, _SCANNED), kv_heads)
     sizes = {"G": group, "C": selected, "TILE": _TILE, "num_warps": 1}
     tile = {"CHUNKS": _SCANNED, "BLOCKS": _SCANNED}
-    launch(_count, by_chunk, selected_HTC, counts_KCN, tokens, blocks, chunk, **sizes)
-    launch(_sum_chunks, by_block, counts_KCN, totals, blocks, chunks, **tile)
-    launch(_find_starts, by_block, counts_KCN, totals, cursor_KCN, starts, blocks, chunks, **tile)
-    launch(_place, by_chunk, selected_HTC, cursor_KCN, entries, tokens, blocks, chunk, **sizes)
+    launch(
+        _count, by_chunk, selected=selected_HTC, counts=counts_KCN, tokens=tokens, blocks=blocks, chunk=chunk, **sizes
+    )
+    launch(_sum_chunks, by_block, counts=counts_KCN, totals=totals, blocks=blocks, chunks=chunks, **tile)
+    launch(
+        _find_starts,
+        by_block,
+        counts=counts_KCN,
+        totals=totals,
+        cursors=cursor_KCN,
+        starts=starts,
+        blocks=blocks,
+        chunks=chunks,
+        **tile,
+    )
+    launch(
+        _place,
+        by_chunk,
+        selected=selected_HTC,
+        cursors=cursor_KCN,
+        entries=entries,
+        tokens=tokens,
+        blocks=blocks,
+        chunk=chunk,
+        **sizes,
+    )
     return entries, starts
 
 
@@ -228,27 +250,27 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
         launch(
             _token_tables,
             (ceil_div(tokens, size),),
-            layout.cu_seqlens,
-            first,
-            own_T,
-            first_T,
-            tokens,
-            documents,
-            block_size,
-            steps,
+            cu_seqlens=layout.cu_seqlens,
+            first=first,
+            own=own_T,
+            first_of=first_T,
+            tokens=tokens,
+            documents=documents,
+            block_size=block_size,
+            steps=steps,
             SIZE=size,
         )
     if blocks:
         launch(
             _block_bounds,
             (ceil_div(blocks, size),),
-            layout.cu_seqlens,
-            first,
-            bounds,
-            blocks,
-            documents,
-            block_size,
-            steps,
+            cu_seqlens=layout.cu_seqlens,
+            first=first,
+            bounds=bounds,
+            blocks=blocks,
+            documents=documents,
+            block_size=block_size,
+            steps=steps,
             SIZE=size,
         )
     if layout.q_ranges is not None:

@@ -37,13 +37,13 @@ class TileShape:
 class TileShapes:
     """The tile shape of each kernel that multiplies matrices."""
 
-    own: TileShape
+    diagonal: TileShape
     forward: TileShape
     dq: TileShape
     dkdv: TileShape
-    dkdv_own: TileShape
+    dkdv_diagonal: TileShape
     short_forward: TileShape | None = None
-    """For short_blocks.py; None: the block is too long."""
+    """For blocks_to_128.py; None: the block is too long."""
     short_backward: TileShape | None = None
 
 
@@ -56,7 +56,7 @@ def tile_shapes(head_dim: int, block_size: int) -> TileShapes:
     """
     dq = TileShape(128, 64, 8, 3) if head_dim == 128 else TileShape(128, 128, 8, 2)
     dkdv = TileShape(64, 128, 8, 3)
-    long = TileShapes(TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3), dq, dkdv, dkdv_own=dkdv)
+    long = TileShapes(TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3), dq, dkdv, dkdv_diagonal=dkdv)
     if block_size > 128:
         return long
     keys = 128 if block_size > 64 else 64
@@ -112,11 +112,6 @@ class RowTiles:
     begin: Tensor
     end: Tensor
     """int [lists]: slice of the entries that belongs to each list."""
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of `tile_of_program`: list_of_tile, last_tile, begin, end."""
-        return self.list_of_tile, self.last_tile, self.begin, self.end
 
 
 def cut_lists(begin: Tensor, end: Tensor, bound: int, rows: int) -> RowTiles:
@@ -174,20 +169,20 @@ def tile_tables(
     launch(
         _tile_tables,
         (ceil_div(most_lists, _LISTS), len(parts)),
-        lists.starts,
-        ends,
-        numbers,
-        lists.entries.numel(),
-        blocks,
-        kv_heads,
-        first.heads,
-        cuts,
-        lists.chunks,
-        first.chunks.stop - first.chunks.start,
-        most_lists,
-        bound,
-        split_bound,
-        split_tiles,
+        starts=lists.starts,
+        ends=ends,
+        numbers=numbers,
+        entry_count=lists.entries.numel(),
+        blocks=blocks,
+        kv_heads=kv_heads,
+        together=first.heads,
+        cuts=cuts,
+        chunks=lists.chunks,
+        chunks_together=first.chunks.stop - first.chunks.start,
+        most_lists=most_lists,
+        bound=bound,
+        split_bound=split_bound,
+        split_tiles=split_tiles,
         RANKED=split_tiles > 0,
         COUNTED=1 if count_all else 2,
         AT_LEAST=at_least,

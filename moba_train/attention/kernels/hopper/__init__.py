@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moba_train.attention.kernels.common.call import token_stride
+from moba_train.attention.kernels.common.call import BlockCall, token_stride
 
 _KINDS: dict[torch.dtype, Any] = {
     torch.bfloat16: gl.bfloat16,
@@ -29,3 +29,8 @@ def descriptor(x: Tensor, many: int) -> TensorDescriptor:
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """The layout of a tile of shape `block` in shared memory, as bulk copies and the matrix units take it."""
     return gl.NVMMASharedLayout.get_default_for(list(block), _KINDS[dtype])
+
+
+def descriptors(call: BlockCall, keys: int) -> dict[str, TensorDescriptor]:
+    """K and V for bulk copies of [keys, D]; what lies past the end reads as zero."""
+    return {"k_desc": descriptor(call.k_SKD, keys), "v_desc": descriptor(call.v_SKD, keys)}

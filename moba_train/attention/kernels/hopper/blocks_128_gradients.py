@@ -15,12 +15,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from moba_train.attention.kernels.common import softmax
+from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import launch
+from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange, work_ranges
-from moba_train.attention.kernels.hopper import descriptor
+from moba_train.attention.kernels.hopper import descriptors
 from moba_train.attention.kernels.hopper.blocks_256_to_4096_gradients import OnePass
 from moba_train.attention.kernels.hopper.gradients_key_tile import copy_keys, multiply, rooms, store_parts
 from moba_train.attention.kernels.triton.blocks_from_144_dkdv import SplitSums
+from moba_train.attention.protocol import Gradients
 
 _WARPS = gl.constexpr(4)
 _ROWS = gl.constexpr(16)
@@ -82,7 +85,7 @@ def _gather(
 
 
 @gluon.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "split", "first_entry", "head_entries"])
-def gradients_gathered(
+def backward_gathered(
     q,
     dout,
     stats,
@@ -153,7 +156,7 @@ def gradients_gathered(
 
 @dataclass(frozen=True)
 class GatheredPass(OnePass):
-    """The launches of one call whose rows are gathered (`BlockCall.gathered`), to blocks of one tile of keys: only the
+    """The launches of one call whose rows are gathered to blocks of one tile of keys: only the
     rows' dq takes memory."""
 
     def run(self) -> tuple[Tensor, Tensor]:
@@ -170,34 +173,39 @@ class GatheredPass(OnePass):
         part_dq = self.dq.new_empty(1 + work.heads * work.entries, call.head_dim)
         part_dk, part_dv = (self.stats.new_empty(table.split_bound * keys, call.head_dim) for _ in range(2))
         launch(
-            gradients_gathered,
+            backward_gathered,
             (table.split_bound,),
-            call.q_THD,
-            self.dout,
-            self.stats,
-            *(descriptor(x, keys) for x in (call.k_SKD, call.v_SKD)),
-            part_dq,
-            part_dk,
-            part_dv,
-            self.lists.entries,
-            table.list_of_split,
-            table.first_split,
-            table.last_tile,
-            table.begin,
-            table.end,
-            call.tables.bounds,
-            table.lists,
-            call.tables.blocks,
-            call.heads,
-            work.kv_heads.start,
-            self.split_tiles,
-            work.first_entry,
-            work.entries,
-            call.q_THD.stride(0),
-            call.scale,
+            q=call.q_THD,
+            dout=self.dout,
+            stats=self.stats,
+            **descriptors(call, keys),
+            part_dq=part_dq,
+            part_dk=part_dk,
+            part_dv=part_dv,
+            entries=self.lists.entries,
+            list_of_split=table.list_of_split,
+            first_split=table.first_split,
+            last_tile=table.last_tile,
+            begin=table.begin,
+            end=table.end,
+            bounds=call.tables.bounds,
+            lists=table.lists,
+            blocks=call.tables.blocks,
+            heads=call.heads,
+            first_kv_head=work.kv_heads.start,
+            split=self.split_tiles,
+            first_entry=work.first_entry,
+            head_entries=work.entries,
+            stride_t=call.q_THD.stride(0),
+            scale=call.scale,
             G=call.group,
             C=call.selected,
             **self.sizes,
         )
-        call.combine(softmax.combine_dq, work, self.dq, part_dq[1:])
+        call.combine(softmax.combine_dq, work, dq=self.dq, partial_dq=part_dq[1:])
         return SplitSums(table, part_dk, part_dv)
+
+
+def attend_backward(call: BlockCall, lists: BlockLists, dout_THD: Tensor, stats_TH2: Tensor) -> Gradients:
+    """dq [T, H, D], dk and dv [S, K, D]."""
+    return GatheredPass(call, dout_THD, stats_TH2, lists, call.like_q()).gradients()

@@ -1,11 +1,11 @@
 """All gradients of blocks of 256 to 4096 keys in one pass (gradients_key_tile.py), on Hopper.
 
-`gradients_history`: a program has a tile of keys and a split of its list, whose rows are packed. The tiles of keys of a
+`backward_history`: a program has a tile of keys and a split of its list, whose rows are packed. The tiles of keys of a
 block take turns at the dq of a tile of rows: the program of each waits until that of the tile before has added its
 part. That one was started before, so it never waits for this one; they soon run one tile of rows apart.
 
-`gradients_own`: the blocks' own rows, causal. A program has a block and a key/value head, and takes one tile of keys
-after the other; each thread adds to the parts of dq that it has written before.
+`backward_diagonal`: the blocks' own rows, causal. A program has a block and a key/value head, and takes one tile of
+keys after the other; each thread adds to the parts of dq that it has written before.
 
 The rows' dq is summed row by row, and `combine_dq` adds it to the own blocks' part.
 """
@@ -21,12 +21,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moba_train.attention.kernels.common import softmax
+from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import ceil_div, launch
+from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange
-from moba_train.attention.kernels.hopper import descriptor
+from moba_train.attention.kernels.hopper import descriptor, descriptors
 from moba_train.attention.kernels.hopper.gradients_key_tile import copy_keys, multiply, rooms, row_tile, store_parts
 from moba_train.attention.kernels.triton.blocks_from_144_dkdv import Packed, PackedDkdv, SplitSums
-from moba_train.attention.kernels.triton.blocks_from_144_dq import own_dq
+from moba_train.attention.kernels.triton.blocks_from_144_dq import diagonal_dq
+from moba_train.attention.protocol import Gradients
 
 
 @gluon.jit
@@ -77,7 +80,7 @@ def _copy_packed(descriptors, done, room, bars, first, tiles, key_tile, first_ke
 
 
 @gluon.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "split"])
-def gradients_history(
+def backward_history(
     q_desc,
     dout_desc,
     lse_desc,
@@ -213,7 +216,7 @@ def _own_key_tiles(
 
 
 @gluon.jit(do_not_specialize=["heads", "key_tiles"])
-def gradients_own(
+def backward_diagonal(
     q_desc,
     dout_desc,
     stats,
@@ -268,13 +271,13 @@ _ROUNDED = 8
 is off by 0.0047 in norm after 8 tiles and 0.0076 after 32, where two passes have 0.0029 and attention written plainly
 in bf16 0.0066; more where all keys have something in common (benchmarks/LOG.md)."""
 _FULL = 0.65
-"""A program of `gradients_own` takes a whole block. Below this share of the multiprocessors in use, it loses what it
-gained over two kernels with a program for each tile (0.26 ms for 0.44 at 8K 512/3, where nearly all are)."""
+"""A program of `backward_diagonal` takes a whole block. Below this share of the multiprocessors in use, it loses what
+it gained over two kernels with a program for each tile (0.26 ms for 0.44 at 8K 512/3, where nearly all are)."""
 
 
 @dataclass(frozen=True)
 class OnePass(PackedDkdv):
-    """The launches of one call (`BlockCall.one_pass`)."""
+    """The launches of one call."""
 
     dq: Tensor
     """[T, H, D]: receives the gradients."""
@@ -323,23 +326,24 @@ class OnePass(PackedDkdv):
         written."""
         call = self.call
         if not self.own_in_one_pass():
-            own_dq(call, self.dout, self.stats, self.dq)
+            diagonal_dq(call, self.dout, self.stats, self.dq)
             return super().own(heads, dtype)
         shape = call.shapes.dkdv
         sum_dk, sum_dv = (torch.empty(call.k_SKD.shape, dtype=dtype, device=self.stats.device) for _ in range(2))
         launch(
-            gradients_own,
+            backward_diagonal,
             (call.tables.blocks, call.kv_heads),
-            *(descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
-            self.stats,
-            *(descriptor(x, shape.keys) for x in (call.k_SKD, call.v_SKD)),
-            self.dq,
-            sum_dk,
-            sum_dv,
-            call.tables.bounds,
-            call.heads,
-            self.key_tiles,
-            call.scale,
+            q_desc=descriptor(call.q_THD, shape.rows),
+            dout_desc=descriptor(self.dout, shape.rows),
+            stats=self.stats,
+            **descriptors(call, shape.keys),
+            dq=self.dq,
+            sum_dk=sum_dk,
+            sum_dv=sum_dv,
+            bounds=call.tables.bounds,
+            heads=call.heads,
+            key_tiles=self.key_tiles,
+            scale=call.scale,
             G=call.group,
             **self.sizes,
         )
@@ -364,27 +368,22 @@ class OnePass(PackedDkdv):
         splits = table.split_bound * self.key_tiles
         part_dk, part_dv = (self.stats.new_empty(splits * shape.keys, call.head_dim) for _ in range(2))
         launch(
-            gradients_history,
+            backward_history,
             (splits,),
-            *(descriptor(x, shape.rows) for x in (room.q, room.dout, room.lse, room.delta)),
-            *(descriptor(x, shape.keys) for x in (call.k_SKD, call.v_SKD)),
-            packed_dq,
-            done,
-            part_dk,
-            part_dv,
-            table.list_of_split,
-            table.first_split,
-            table.last_tile,
-            call.tables.bounds,
-            table.lists,
-            call.tables.blocks,
-            work.kv_heads.start,
-            self.key_tiles,
-            self.split_tiles,
-            call.scale,
+            q_desc=descriptor(room.q, shape.rows),
+            dout_desc=descriptor(room.dout, shape.rows),
+            lse_desc=descriptor(room.lse, shape.rows),
+            delta_desc=descriptor(room.delta, shape.rows),
+            **descriptors(call, shape.keys),
+            packed_dq=packed_dq,
+            done=done,
+            part_dk=part_dk,
+            part_dv=part_dv,
+            **self.in_splits(work, table),
+            scale=call.scale,
             **self.sizes,
         )
-        call.combine(softmax.combine_dq, work, self.dq, packed_dq, place=place)
+        call.combine(softmax.combine_dq, work, place=place, dq=self.dq, partial_dq=packed_dq)
         return SplitSums(table, part_dk, part_dv)
 
     @property
@@ -398,3 +397,8 @@ class OnePass(PackedDkdv):
 def busy_share(programs: int, at_once: int) -> float:
     """The share of their time in which multiprocessors have one of these equally long programs."""
     return programs / (ceil_div(programs, at_once) * at_once) if programs else 0.0
+
+
+def attend_backward(call: BlockCall, lists: BlockLists, dout_THD: Tensor, stats_TH2: Tensor) -> Gradients:
+    """dq [T, H, D], dk and dv [S, K, D]."""
+    return OnePass(call, dout_THD, stats_TH2, lists, call.like_q()).gradients()

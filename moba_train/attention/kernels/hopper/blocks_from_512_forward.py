@@ -9,13 +9,9 @@ take place while the matrix units work for other rows. Every role walks through 
 A place in shared memory has two barriers: `ready`, once it is filled, and `free`, once the products that read it have
 ended in both warpgroups, or, of rows, once the results that take their place are stored. What fills a place for the
 n-th time, counted from 0, waits for n phases of `free`, and what reads it then for n + 1 phases of `ready`.
-
-The launches of forward_pass.py: attention to long blocks by warps that have roles, on Hopper.
-
-Tiles have the shape of those of the kernels in Triton (`TileShapes.forward`), so both work from the same tables.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,8 +24,9 @@ from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import launch
 from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange
-from moba_train.attention.kernels.hopper import descriptor
-from moba_train.attention.kernels.hopper.forward_row_tile import attend
+from moba_train.attention.kernels.hopper import descriptors
+from moba_train.attention.kernels.hopper.forward_row_tile import attend_rows
+from moba_train.attention.kernels.triton.blocks_from_144_forward import LongForward
 
 
 @gluon.jit
@@ -190,8 +187,8 @@ def _attend_tiles(
     bars = (q_bars, k_bars, v_bars)
     gl.warp_specialize(
         [
-            (attend, (out, lse, room, bars, 0, heads, tokens, scale_log2, BLOCK, OWN)),
-            (attend, (out, lse, room, bars, 1, heads, tokens, scale_log2, BLOCK, OWN)),
+            (attend_rows, (out, lse, room, bars, 0, heads, tokens, scale_log2, BLOCK, OWN)),
+            (attend_rows, (out, lse, room, bars, 1, heads, tokens, scale_log2, BLOCK, OWN)),
             (
                 _gather,
                 (q, stride_t, entries, q_rooms, q_bars, tiles, tables, heads, first_kv_head, first_entry, head_entries,
@@ -206,7 +203,7 @@ def _attend_tiles(
 
 
 @gluon.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_entry", "head_entries"])
-def attend_history(
+def forward_history(
     q,
     k_desc,
     v_desc,
@@ -244,7 +241,7 @@ def attend_history(
 
 
 @gluon.jit(do_not_specialize=["blocks", "row_tiles", "heads", "tokens"])
-def attend_own(
+def forward_diagonal(
     q,
     k_desc,
     v_desc,
@@ -276,49 +273,56 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """Registers of a thread, before the warps divide them: eight warps that multiply have 224, four that copy 56."""
 
 
-def history(
-    call: BlockCall, lists: BlockLists, work: WorkRange, table: TileTable, partial_out: Tensor, partial_lse: Tensor
-) -> None:
-    """The partial results of a work range's entries, in their order."""
-    launch(
-        attend_history,
-        (_programs(call, table.bound),),
-        call.q_THD,
-        *_keys_and_values(call),
-        partial_out,
-        partial_lse,
-        *call.in_lists(lists, table),
-        call.heads,
-        work.kv_heads.start,
-        work.first_entry,
-        work.entries,
-        call.q_THD.stride(0),
-        call.scale_log2,
-        C=call.selected,
-        BLOCK=call.block_size,
-        **_sizes(call),
-    )
+@dataclass(frozen=True)
+class SpecialisedForward(LongForward):
+    """The launches of one call. Tiles have the shape of those of the kernels in Triton (`TileShapes.forward`), so both
+    work from the same tables."""
 
+    def history(self, work: WorkRange, table: TileTable, partial_out: Tensor, partial_lse: Tensor) -> None:
+        """The partial results of a work range's entries, in their order."""
+        call = self.call
+        launch(
+            forward_history,
+            (_programs(call, table.bound),),
+            q=call.q_THD,
+            **descriptors(call, call.shapes.forward.keys),
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+            **call.in_lists(self.lists, table, work),
+            bounds=call.tables.bounds,
+            heads=call.heads,
+            stride_t=call.q_THD.stride(0),
+            scale_log2=call.scale_log2,
+            C=call.selected,
+            BLOCK=call.block_size,
+            **self._sizes,
+        )
 
-def own(call: BlockCall, out_THD: Tensor, lse_HT: Tensor) -> None:
-    """out [T, H, D] and lse [H, T] of the own blocks."""
-    row_tiles = call.own_tiles(call.shapes.forward)
-    launch(
-        attend_own,
-        (_programs(call, call.tables.blocks * row_tiles * call.kv_heads),),
-        call.q_THD,
-        *_keys_and_values(call),
-        out_THD,
-        lse_HT,
-        call.tables.bounds,
-        call.tables.blocks,
-        row_tiles,
-        call.heads,
-        call.tokens,
-        call.q_THD.stride(0),
-        call.scale_log2,
-        **_sizes(call),
-    )
+    def own(self, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """out [T, H, D] and lse [H, T] of the own blocks."""
+        call = self.call
+        row_tiles = call.own_tiles(call.shapes.forward)
+        launch(
+            forward_diagonal,
+            (_programs(call, call.tables.blocks * row_tiles * call.kv_heads),),
+            q=call.q_THD,
+            **descriptors(call, call.shapes.forward.keys),
+            out=out_THD,
+            lse=lse_HT,
+            bounds=call.tables.bounds,
+            blocks=call.tables.blocks,
+            row_tiles=row_tiles,
+            heads=call.heads,
+            tokens=call.tokens,
+            stride_t=call.q_THD.stride(0),
+            scale_log2=call.scale_log2,
+            **self._sizes,
+        )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Compile-time sizes of both kernels, and how they are compiled."""
+        return {"G": self.call.group, "M": self.call.shapes.forward.rows, **STAGES, **OPTIONS}
 
 
 def _programs(call: BlockCall, tiles: int) -> int:
@@ -326,11 +330,6 @@ def _programs(call: BlockCall, tiles: int) -> int:
     return min(tiles, torch.cuda.get_device_properties(call.q_THD.device).multi_processor_count)
 
 
-def _keys_and_values(call: BlockCall) -> tuple[Any, Any]:
-    keys = call.shapes.forward.keys
-    return descriptor(call.k_SKD, keys), descriptor(call.v_SKD, keys)
-
-
-def _sizes(call: BlockCall) -> dict[str, int]:
-    """Compile-time sizes of both kernels, and how they are compiled."""
-    return {"G": call.group, "M": call.shapes.forward.rows, **STAGES, **OPTIONS}
+def attend(call: BlockCall, lists: BlockLists, out_THD: Tensor, lse_HT: Tensor) -> None:
+    """Write out [T, H, D] and lse [H, T]."""
+    SpecialisedForward(call, lists).attend(out_THD, lse_HT)

@@ -111,7 +111,7 @@ def _store(out, lse, q_tile, place_room, total, top_M, sum_M, heads, tokens, OWN
 
 
 @gluon.jit
-def attend(
+def attend_rows(
     out, lse, room, bars, half: gl.constexpr, heads, tokens, scale_log2, BLOCK: gl.constexpr, OWN: gl.constexpr
 ):  # fmt: skip
     """One warpgroup: the results of half of the rows of one tile after the other."""

@@ -7,6 +7,9 @@ Queries and keys may be parts of the sequence. Lists name the rows of the given 
 selected, whether its keys are given or not; keys that are not given are skipped.
 """
 
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,8 +17,6 @@ from moba_train.attention.kernels.common.call import BlockCall, heads_side_by_si
 from moba_train.attention.kernels.common.geometry import KeySpans, block_bound
 from moba_train.attention.kernels.common.launch import replayed
 from moba_train.attention.kernels.common.lists import BlockLists, block_tables, empty_inverse, invert
-from moba_train.attention.kernels.triton.blocks_from_144_forward import LongBlocks
-from moba_train.attention.kernels.triton.blocks_to_128 import ShortBlocks
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
@@ -54,8 +55,7 @@ def attend(
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lse_HT = torch.empty(call.heads, call.tokens, dtype=torch.float32, device=q_THD.device)
     if call.tokens:
-        launches = ShortBlocks if call.shapes.short_forward and not call.warp_specialised else LongBlocks
-        launches(call, _lists(call, lists)).attend(out_THD, lse_HT)
+        _kernels(call.forward_pass).attend(call, _lists(call, lists), out_THD, lse_HT)
     return out_THD, lse_HT
 
 
@@ -76,12 +76,17 @@ def attend_backward(
         return torch.empty_like(state.q), torch.zeros_like(state.k), torch.zeros_like(state.v)
     dout_THD = heads_side_by_side(state.dout.contiguous())
     stats_TH2 = call.stats(dout_THD, state.out, state.lse)
-    if call.gathered:
-        from moba_train.attention.kernels.hopper.blocks_128_gradients import GatheredPass  # needs Gluon
+    gradients: Gradients = _kernels(call.backward_pass).attend_backward(call, _lists(call, lists), dout_THD, stats_TH2)
+    return gradients
 
-        return GatheredPass(call, dout_THD, stats_TH2, _lists(call, lists), call.like_q()).gradients()
-    launches = ShortBlocks if call.shapes.short_backward else LongBlocks
-    return launches(call, _lists(call, lists)).attend_backward(dout_THD, stats_TH2)
+
+def _kernels(file: str) -> Any:
+    """The module of a row of the table, imported at the first use: those in hopper/ need a release of Gluon.
+
+    It has `attend(call, lists, out, lse)`, which writes out [T, H, D] and lse [H, T], or `attend_backward(call, lists,
+    dout, stats)`, which returns dq, dk and dv.
+    """
+    return import_module(f"moba_train.attention.kernels.{file.removesuffix('.py').replace('/', '.')}")
 
 
 def _lists(call: BlockCall, tensors: list[Tensor]) -> BlockLists:

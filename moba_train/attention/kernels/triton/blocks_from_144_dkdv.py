@@ -7,7 +7,7 @@ feed the matrix units. Instead
 1. `pack` copies the rows of a work range (q, dout, lse, delta) in list order, each list filled up with rows of
    probability 0 to whole tiles, so that no reader needs a mask or a bound;
 2. `dkdv_history` reads them as plain tiles, by bulk copies: a program has a tile of keys and a split of its list;
-3. `dkdv_own` writes the own blocks' part, in float32;
+3. `dkdv_diagonal` writes the own blocks' part, in float32;
 4. `softmax.sum_splits` adds the results of the splits to it, in order, and rounds.
 
 Launches follow one another, so the order of all sums is fixed. The price is 6 * D bytes of traffic per row of a list
@@ -16,6 +16,7 @@ besides what the gathers cost once, against 8 * D * BLOCK operations.
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import triton
@@ -38,7 +39,7 @@ _ROOM = 2**19
 
 
 @triton.jit(do_not_specialize=["first_kv_head", "heads", "key_tiles"])
-def dkdv_own(
+def dkdv_diagonal(
     q_desc,
     dout_desc,
     stats,
@@ -231,10 +232,13 @@ class Packed:
     lse: Tensor
     delta: Tensor
 
-    def descriptors(self, rows: int) -> list[TensorDescriptor]:
+    def descriptors(self, rows: int) -> dict[str, TensorDescriptor]:
         """For bulk copies of tiles of these rows."""
-        tensors = (self.q, self.dout, self.lse, self.delta)
-        return [TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *x.shape[1:]]) for x in tensors]
+        tensors = {"q_desc": self.q, "dout_desc": self.dout, "lse_desc": self.lse, "delta_desc": self.delta}
+        return {
+            name: TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *x.shape[1:]])
+            for name, x in tensors.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -317,24 +321,25 @@ class PackedDkdv:
         call = self.call
         if call.spans is not None:
             return SpanCall(call, call.spans).dkdv(self.dout, self.stats, heads)
-        shape = self.call.shapes.dkdv_own
+        shape = self.call.shapes.dkdv_diagonal
         key_tiles = ceil_div(call.longest, shape.keys)
         many = heads.stop - heads.start
         size = call.k_SKD.shape[0], many, call.head_dim
         sum_dk, sum_dv = (torch.empty(size, dtype=dtype, device=self.stats.device) for _ in range(2))
         launch(
-            dkdv_own,
+            dkdv_diagonal,
             (call.tables.blocks * key_tiles, many),
-            *(call.descriptor(x, shape.rows) for x in (call.q_THD, self.dout)),
-            self.stats,
-            *call.descriptors(shape.keys),
-            sum_dk,
-            sum_dv,
-            call.tables.bounds,
-            heads.start,
-            call.heads,
-            key_tiles,
-            call.scale,
+            q_desc=call.descriptor(call.q_THD, shape.rows),
+            dout_desc=call.descriptor(self.dout, shape.rows),
+            stats=self.stats,
+            **call.descriptors(shape.keys),
+            sum_dk=sum_dk,
+            sum_dv=sum_dv,
+            bounds=call.tables.bounds,
+            first_kv_head=heads.start,
+            heads=call.heads,
+            key_tiles=key_tiles,
+            scale=call.scale,
             **call.sizes(shape),
         )
         return sum_dk, sum_dv
@@ -345,20 +350,18 @@ class PackedDkdv:
         launch(
             pack,
             (table.bound,),
-            call.q_THD,
-            self.dout,
-            self.stats,
-            room.q,
-            room.dout,
-            room.lse,
-            room.delta,
-            table.last_tile if place is None else place,
-            *call.in_lists(self.lists, table),
-            call.heads,
-            work.kv_heads.start,
-            work.first_entry,
-            work.entries,
-            call.q_THD.stride(0),
+            q=call.q_THD,
+            dout=self.dout,
+            stats=self.stats,
+            packed_q=room.q,
+            packed_dout=room.dout,
+            packed_lse=room.lse,
+            packed_delta=room.delta,
+            place=table.last_tile if place is None else place,
+            **call.in_lists(self.lists, table, work),
+            bounds=call.tables.bounds,
+            heads=call.heads,
+            stride_t=call.q_THD.stride(0),
             PLACED=place is not None,
             G=call.group,
             C=call.selected,
@@ -379,23 +382,29 @@ class PackedDkdv:
         launch(
             dkdv_history,
             (table.split_bound * self.key_tiles,),
-            *room.descriptors(shape.rows),
-            *call.descriptors(shape.keys),
-            part_dk,
-            part_dv,
-            table.list_of_split,
-            table.first_split,
-            table.last_tile,
-            call.tables.bounds,
-            table.lists,
-            call.tables.blocks,
-            work.kv_heads.start,
-            self.key_tiles,
-            self.split_tiles,
-            call.scale,
+            **room.descriptors(shape.rows),
+            **call.descriptors(shape.keys),
+            part_dk=part_dk,
+            part_dv=part_dv,
+            **self.in_splits(work, table),
+            scale=call.scale,
             **sizes,
         )
         return SplitSums(table, part_dk, part_dv)
+
+    def in_splits(self, work: WorkRange, table: TileTable) -> dict[str, Any]:
+        """The arguments by which a kernel over the splits of packed lists finds its rows and its block."""
+        return {
+            "list_of_split": table.list_of_split,
+            "first_split": table.first_split,
+            "last_tile": table.last_tile,
+            "bounds": self.call.tables.bounds,
+            "lists": table.lists,
+            "blocks": self.call.tables.blocks,
+            "first_kv_head": work.kv_heads.start,
+            "key_tiles": self.key_tiles,
+            "split": self.split_tiles,
+        }
 
     def add(
         self, splits: SplitSums, first_kv_head: int, sums: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor]

@@ -8,12 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moba_train.attention.kernels.common import softmax
 from moba_train.attention.kernels.common.call import BlockCall
 from moba_train.attention.kernels.common.launch import launch
-from moba_train.attention.kernels.common.lists import key_rows, query_rows
+from moba_train.attention.kernels.common.lists import BlockLists, key_rows, query_rows
 from moba_train.attention.kernels.common.softmax import LOG2_E, load_rows
-from moba_train.attention.kernels.common.tiles import tile_of_program
+from moba_train.attention.kernels.common.tiles import tile_of_program, tile_tables, work_ranges
+from moba_train.attention.kernels.triton.blocks_from_144_dkdv import PackedDkdv
 from moba_train.attention.kernels.triton.spans import SpanCall
+from moba_train.attention.protocol import Gradients
 
 
 @triton.jit
@@ -121,7 +124,7 @@ def dq_history(
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def dq_own(
+def dq_diagonal(
     q,
     dout,
     stats,
@@ -173,7 +176,7 @@ def dq_own(
     tl.store(dq + place[:, None] + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
 
 
-def own_dq(call: BlockCall, dout: Tensor, stats: Tensor, dq: Tensor) -> None:
+def diagonal_dq(call: BlockCall, dout: Tensor, stats: Tensor, dq: Tensor) -> None:
     """Write to dq [T, H, D] the part of the own blocks, or of the spans in their place."""
     if call.spans is not None:
         SpanCall(call, call.spans).dq(dout, stats, dq)
@@ -181,16 +184,50 @@ def own_dq(call: BlockCall, dout: Tensor, stats: Tensor, dq: Tensor) -> None:
     shape = call.shapes.dq
     tiles = call.own_tiles(shape)
     launch(
-        dq_own,
+        dq_diagonal,
         (call.tables.blocks * tiles, call.kv_heads),
-        call.q_THD,
-        dout,
-        stats,
-        *call.descriptors(shape.keys),
-        dq,
-        call.tables.bounds,
-        tiles,
-        call.q_THD.stride(0),
-        call.scale,
+        q=call.q_THD,
+        dout=dout,
+        stats=stats,
+        **call.descriptors(shape.keys),
+        dq=dq,
+        bounds=call.tables.bounds,
+        tiles=tiles,
+        stride_t=call.q_THD.stride(0),
+        scale=call.scale,
         **call.sizes(shape),
     )
+
+
+def attend_backward(call: BlockCall, lists: BlockLists, dout: Tensor, stats: Tensor) -> Gradients:
+    """dq [T, H, D], dk and dv [S, K, D]; these by blocks_from_144_dkdv.py."""
+    shape = call.shapes.dq
+    dk, dv = PackedDkdv(call, dout, stats, lists).run()
+    dq = call.like_q()
+    diagonal_dq(call, dout, stats, dq)
+    if call.selected == 0:
+        return dq, dk, dv
+    descriptors = call.descriptors(shape.keys)
+    parts = list(work_ranges(lists, call.kv_heads, call.limit))
+    partial_dq = call.buffer(parts)
+    for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
+        launch(
+            dq_history,
+            (table.bound,),
+            q=call.q_THD,
+            dout=dout,
+            stats=stats,
+            **descriptors,
+            partial_dq=partial_dq,
+            **call.in_lists(lists, table, work),
+            bounds=call.tables.bounds,
+            heads=call.heads,
+            stride_t=call.q_THD.stride(0),
+            scale=call.scale,
+            PARTIAL=call.partial,
+            C=call.selected,
+            BLOCK=call.block_size,
+            **call.sizes(shape),
+        )
+        call.combine(softmax.combine_dq, work, dq=dq, partial_dq=partial_dq)
+    return dq, dk, dv

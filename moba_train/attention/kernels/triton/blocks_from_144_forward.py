@@ -23,8 +23,6 @@ from moba_train.attention.kernels.common.launch import launch
 from moba_train.attention.kernels.common.lists import BlockLists, key_rows, query_rows
 from moba_train.attention.kernels.common.softmax import LOWEST, normalised
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange, tile_of_program, tile_tables, work_ranges
-from moba_train.attention.kernels.triton.blocks_from_144_dkdv import PackedDkdv
-from moba_train.attention.kernels.triton.blocks_from_144_dq import dq_history, own_dq
 from moba_train.attention.kernels.triton.spans import SpanCall
 
 
@@ -72,7 +70,7 @@ def _attend_tile(
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "first_entry", "head_entries"])
-def attend_history(
+def forward_history(
     q,
     k_desc,
     v_desc,
@@ -139,7 +137,7 @@ def attend_history(
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
-def attend_own(
+def forward_diagonal(
     q,
     k_desc,
     v_desc,
@@ -195,7 +193,7 @@ def attend_own(
 
 
 @dataclass(frozen=True)
-class LongBlocks:
+class LongForward:
     """The launches of one call."""
 
     call: BlockCall
@@ -207,111 +205,70 @@ class LongBlocks:
         lists = self.lists
         shape = self.call.shapes.forward
         own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
-        self.attend_own(out_THD, own_lse_HT)
+        if call.spans is None:
+            self.own(out_THD, own_lse_HT)
+        else:
+            SpanCall(call, call.spans).attend(out_THD, own_lse_HT)
         if call.selected == 0:
             return
         parts = list(work_ranges(lists, call.kv_heads, call.limit))
         partial_out = call.buffer(parts)
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
         for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
-            self.attend_history(work, table, partial_out, partial_lse)
-            call.combine(softmax.combine_out, work, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
+            self.history(work, table, partial_out, partial_lse)
+            call.combine(
+                softmax.combine_out,
+                work,
+                out=out_THD,
+                lse=lse_HT,
+                own_lse=own_lse_HT,
+                partial_out=partial_out,
+                partial_lse=partial_lse,
+            )
 
-    def attend_history(self, work: WorkRange, table: TileTable, partial_out: Tensor, partial_lse: Tensor) -> None:
+    def history(self, work: WorkRange, table: TileTable, partial_out: Tensor, partial_lse: Tensor) -> None:
         """The partial results of a work range's entries, in their order."""
         call = self.call
-        if call.warp_specialised:
-            from moba_train.attention.kernels.hopper import blocks_from_512_forward  # needs Gluon
-
-            blocks_from_512_forward.history(call, self.lists, work, table, partial_out, partial_lse)
-            return
         shape = call.shapes.forward
         launch(
-            attend_history,
+            forward_history,
             (table.bound,),
-            call.q_THD,
-            *call.descriptors(shape.keys),
-            partial_out,
-            partial_lse,
-            *call.in_lists(self.lists, table),
-            work.kv_heads.start,
-            work.first_entry,
-            work.entries,
-            call.q_THD.stride(0),
-            call.scale_log2,
+            q=call.q_THD,
+            **call.descriptors(shape.keys),
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+            **call.in_lists(self.lists, table, work),
+            bounds=call.tables.bounds,
+            stride_t=call.q_THD.stride(0),
+            scale_log2=call.scale_log2,
             PARTIAL=call.partial,
             C=call.selected,
             BLOCK=call.block_size,
             **call.sizes(shape),
         )
 
-    def attend_own(self, out_THD: Tensor, lse_HT: Tensor) -> None:
-        """The own blocks' results, or those of the spans in their place."""
+    def own(self, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """out [T, H, D] and lse [H, T] of the own blocks."""
         call = self.call
-        if call.spans is not None:
-            SpanCall(call, call.spans).attend(out_THD, lse_HT)
-            return
-        if call.warp_specialised:
-            from moba_train.attention.kernels.hopper import blocks_from_512_forward  # needs Gluon
-
-            blocks_from_512_forward.own(call, out_THD, lse_HT)
-            return
-        own = call.shapes.own
+        own = call.shapes.diagonal
         tiles = call.own_tiles(own)
         launch(
-            attend_own,
+            forward_diagonal,
             (call.tables.blocks * tiles, call.kv_heads),
-            call.q_THD,
-            *call.descriptors(own.keys),
-            out_THD,
-            lse_HT,
-            call.tables.bounds,
-            call.tokens,
-            tiles,
-            call.q_THD.stride(0),
-            call.scale_log2,
+            q=call.q_THD,
+            **call.descriptors(own.keys),
+            out=out_THD,
+            lse=lse_HT,
+            bounds=call.tables.bounds,
+            tokens=call.tokens,
+            tiles=tiles,
+            stride_t=call.q_THD.stride(0),
+            scale_log2=call.scale_log2,
             PARTIAL=call.partial,
             **call.sizes(own),
         )
 
-    def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [T, H, D], dk and dv [S, K, D]."""
-        call = self.call
-        lists = self.lists
-        shape = self.call.shapes.dq
-        if call.one_pass:
-            from moba_train.attention.kernels.hopper.blocks_256_to_4096_gradients import OnePass  # needs Gluon
 
-            return OnePass(call, dout, stats, lists, call.like_q()).gradients()
-        dk, dv = PackedDkdv(call, dout, stats, lists).run()
-        dq = call.like_q()
-        own_dq(call, dout, stats, dq)
-        if call.selected == 0:
-            return dq, dk, dv
-        k_desc, v_desc = call.descriptors(shape.keys)
-        parts = list(work_ranges(lists, call.kv_heads, call.limit))
-        partial_dq = call.buffer(parts)
-        for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
-            launch(
-                dq_history,
-                (table.bound,),
-                call.q_THD,
-                dout,
-                stats,
-                k_desc,
-                v_desc,
-                partial_dq,
-                *call.in_lists(lists, table),
-                call.heads,
-                work.kv_heads.start,
-                work.first_entry,
-                work.entries,
-                call.q_THD.stride(0),
-                call.scale,
-                PARTIAL=call.partial,
-                C=call.selected,
-                BLOCK=call.block_size,
-                **call.sizes(shape),
-            )
-            call.combine(softmax.combine_dq, work, dq, partial_dq)
-        return dq, dk, dv
+def attend(call: BlockCall, lists: BlockLists, out_THD: Tensor, lse_HT: Tensor) -> None:
+    """Write out [T, H, D] and lse [H, T]."""
+    LongForward(call, lists).attend(out_THD, lse_HT)

@@ -5,9 +5,9 @@ flight while the rows before them are worked on. The block's own rows, causal, f
 With 128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result against 4 * D * 128 operations, 128 a
 byte.
 
-`gradients` makes a row's part of dq along with dk and dv: five matrix products and one gather, where separate passes
-take seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order. Where
-one head's partial dq is too large, the queries are cut into ranges, and all lists add to float32 sums.
+`backward_to_128` makes a row's part of dq along with dk and dv: five matrix products and one gather, where separate
+passes take seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order.
+Where one head's partial dq is too large, the queries are cut into ranges, and all lists add to float32 sums.
 
 Where the call has spans (spans.py), these take the place of the own blocks, and the programs here only work on lists.
 """
@@ -28,18 +28,19 @@ from moba_train.attention.kernels.common.lists import BlockLists, key_rows, quer
 from moba_train.attention.kernels.common.softmax import LOG2_E, LOWEST, load_rows, normalised
 from moba_train.attention.kernels.common.tiles import TileShape, TileTable, WorkRange, tile_tables, work_ranges
 from moba_train.attention.kernels.triton.spans import SpanCall
+from moba_train.attention.protocol import Gradients
 
 _SPLIT = 4096
 """Rows of a list that one program takes, at most: a block that all queries select costs balance."""
 
 
 @triton.jit
-def _split(pid, list_of_split, last_split, begin, end, lists, SPLIT: tl.constexpr):
+def _split(pid, list_of_tile, last_tile, begin, end, lists, SPLIT: tl.constexpr):
     """(list or `lists`, its splits, number of this split, first entry, one past the last)."""
-    which = tl.load(list_of_split + pid)
+    which = tl.load(list_of_tile + pid)
     safe = tl.minimum(which, lists - 1)
-    before = tl.load(last_split + safe - 1, mask=safe > 0, other=0)
-    splits = tl.load(last_split + safe) - before
+    before = tl.load(last_tile + safe - 1, mask=safe > 0, other=0)
+    splits = tl.load(last_tile + safe) - before
     first = tl.load(begin + safe) + (pid - before) * SPLIT
     return which, splits, pid - before, first, tl.minimum(first + SPLIT, tl.load(end + safe))
 
@@ -55,7 +56,7 @@ def _softmax(s_MN, v_ND, scale_log2, PARTIAL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "tokens", "first_entry", "head_entries"])
-def attend(
+def forward_to_128(
     q,
     k_desc,
     v_desc,
@@ -64,8 +65,8 @@ def attend(
     partial_out,
     partial_lse,
     entries,
-    list_of_split,
-    last_split,
+    list_of_tile,
+    last_tile,
     begin,
     end,
     bounds,
@@ -90,7 +91,7 @@ def attend(
 ):
     """One split: the partial (out, lse) of each entry; if OWN, with a list's first split out [T, H, D], lse [H, T] of
     its block's own rows, in the work range that has the first entries. The block is one tile."""
-    which, _, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
+    which, _, number, first, last = _split(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, SPLIT)
     if which >= lists:
         return
     part, block = which // blocks, which % blocks
@@ -143,7 +144,7 @@ def _gradients(q_MD, dout_MD, p_NM, dp_NM, delta_M, k_ND, dk_ND, dv_ND):
 
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "first_entry", "head_entries"])
-def gradients(
+def backward_to_128(
     q,
     dout,
     stats,
@@ -157,8 +158,8 @@ def gradients(
     part_dv,
     first_split,
     entries,
-    list_of_split,
-    last_split,
+    list_of_tile,
+    last_tile,
     begin,
     end,
     bounds,
@@ -186,7 +187,7 @@ def gradients(
 
     dk and dv of a list of several splits go in parts to part_dk and part_dv [splits, N, D]; if SUM, those of all lists.
     """
-    which, splits, number, first, last = _split(tl.program_id(0), list_of_split, last_split, begin, end, lists, SPLIT)
+    which, splits, number, first, last = _split(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, SPLIT)
     if which >= lists:
         return
     part, block = which // blocks, which % blocks
@@ -269,26 +270,32 @@ class ShortBlocks:
             SpanCall(call, call.spans).attend(out_THD, own_lse_HT)
         for work, table in zip(parts, self.splits(parts), strict=True):
             launch(
-                attend,
+                forward_to_128,
                 (table.bound,),
-                call.q_THD,
-                *call.descriptors(shape.keys),
-                out_THD,
-                own_lse_HT,
-                partial_out,
-                partial_lse,
-                *call.in_lists(self.lists, table),
-                work.kv_heads.start,
-                call.heads,
-                call.tokens,
-                work.first_entry,
-                work.entries,
-                call.q_THD.stride(0),
-                call.scale_log2,
+                q=call.q_THD,
+                **call.descriptors(shape.keys),
+                out=out_THD,
+                lse=own_lse_HT,
+                partial_out=partial_out,
+                partial_lse=partial_lse,
+                **call.in_lists(self.lists, table, work),
+                bounds=call.tables.bounds,
+                heads=call.heads,
+                tokens=call.tokens,
+                stride_t=call.q_THD.stride(0),
+                scale_log2=call.scale_log2,
                 **self.sizes(shape),
             )
             if call.selected:
-                call.combine(softmax.combine_out, work, out_THD, lse_HT, own_lse_HT, partial_out, partial_lse)
+                call.combine(
+                    softmax.combine_out,
+                    work,
+                    out=out_THD,
+                    lse=lse_HT,
+                    own_lse=own_lse_HT,
+                    partial_out=partial_out,
+                    partial_lse=partial_lse,
+                )
 
     def attend_backward(self, dout: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq [T, H, D], dk and dv [S, K, D]."""
@@ -339,32 +346,31 @@ class ShortBlocks:
         most = table.bound if own else 2 * work.heads * work.entries // _SPLIT
         part_dk, part_dv = (stats.new_empty(most * shape.keys, call.head_dim) for _ in range(2))
         launch(
-            gradients,
+            backward_to_128,
             (table.bound,),
-            call.q_THD,
-            dout,
-            stats,
-            *call.descriptors(shape.keys),
-            dqs[0],
-            *sums,
-            dqs[1],
-            part_dk,
-            part_dv,
-            table.first_split,
-            *call.in_lists(self.lists, table),
-            work.kv_heads.start,
-            call.heads,
-            work.first_entry,
-            work.entries,
-            call.q_THD.stride(0),
-            call.scale,
+            q=call.q_THD,
+            dout=dout,
+            stats=stats,
+            **call.descriptors(shape.keys),
+            dq=dqs[0],
+            dk=sums[0],
+            dv=sums[1],
+            partial_dq=dqs[1],
+            part_dk=part_dk,
+            part_dv=part_dv,
+            first_split=table.first_split,
+            **call.in_lists(self.lists, table, work),
+            bounds=call.tables.bounds,
+            heads=call.heads,
+            stride_t=call.q_THD.stride(0),
+            scale=call.scale,
             SUM=own is not None,
             **self.sizes(shape),
         )
         if most:
             call.add_splits(table, first_kv_head, sums, (part_dk, part_dv), shape.keys, own)
         if call.selected:
-            call.combine(softmax.combine_dq, work, *dqs)
+            call.combine(softmax.combine_dq, work, dq=dqs[0], partial_dq=dqs[1])
 
     def splits(self, parts: list[WorkRange], *, count_all: bool = False) -> list[TileTable]:
         """The splits of each work range; without spans at least one for each list, as the block's own rows go with
@@ -383,3 +389,13 @@ class ShortBlocks:
             "SPLIT": _SPLIT,
             **call.sizes(shape),
         }
+
+
+def attend(call: BlockCall, lists: BlockLists, out_THD: Tensor, lse_HT: Tensor) -> None:
+    """Write out [T, H, D] and lse [H, T]."""
+    ShortBlocks(call, lists).attend(out_THD, lse_HT)
+
+
+def attend_backward(call: BlockCall, lists: BlockLists, dout_THD: Tensor, stats_TH2: Tensor) -> Gradients:
+    """(dq, dk, dv) of `attend`."""
+    return ShortBlocks(call, lists).attend_backward(dout_THD, stats_TH2)

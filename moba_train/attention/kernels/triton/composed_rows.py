@@ -39,9 +39,9 @@ class GatheredPart:
     def gather(self, x_rows: Tensor) -> Tensor:
         """[rows, D] -> [E, 1, D]."""
         x_ED = x_rows.new_empty(self.row_E.numel(), x_rows.shape[1])
-        _gather[(self.row_E.numel() // _TILE,)](
-            x_rows.contiguous(), self.row_E, x_ED, D=x_rows.shape[1], M=_TILE, num_warps=_WARPS
-        )
+        grid = (self.row_E.numel() // _TILE,)
+        rows = x_rows.contiguous()
+        _gather[grid](x=rows, row_of=self.row_E, gathered=x_ED, D=x_rows.shape[1], M=_TILE, num_warps=_WARPS)
         return x_ED.unsqueeze(1)
 
     def gather_lse(self, lse_rows: Tensor) -> Tensor:
@@ -50,12 +50,20 @@ class GatheredPart:
 
     def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
         """Join the own blocks' results with those of the lists, by online softmax: out in place, lse written."""
-        tensors = out_THD, lse_HT, own_lse_HT, part_ED, part_E.contiguous()
-        self.call.combine(softmax.combine_out, self.work, *tensors, place=self.place)
+        self.call.combine(
+            softmax.combine_out,
+            self.work,
+            place=self.place,
+            out=out_THD,
+            lse=lse_HT,
+            own_lse=own_lse_HT,
+            partial_out=part_ED,
+            partial_lse=part_E.contiguous(),
+        )
 
     def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
         """Add the lists' parts of dq to the own blocks', in place, rounded once."""
-        self.call.combine(softmax.combine_dq, self.work, dq_THD, part_ED, place=self.place)
+        self.call.combine(softmax.combine_dq, self.work, place=self.place, dq=dq_THD, partial_dq=part_ED)
 
     def by_entry(self, x_HTC: Tensor) -> Tensor:
         """[H, T, C] -> [E]; 0 for padding."""
@@ -124,16 +132,10 @@ def _part(call: BlockCall, lists: BlockLists, work: WorkRange, table: TileTable,
     row_E = torch.empty(table.bound * _TILE, dtype=torch.int32, device=lists.entries.device)
     place = torch.empty(work.heads, work.entries, dtype=torch.int32, device=row_E.device)
     _place_rows[(table.bound,)](
-        row_E,
-        place,
-        lists.entries,
-        *table.arguments,
-        table.lists,
-        call.tables.blocks,
-        call.heads,
-        work.kv_heads.start,
-        work.first_entry,
-        work.entries,
+        row_of=row_E,
+        place=place,
+        heads=call.heads,
+        **call.in_lists(lists, table, work),
         G=call.group,
         C=call.selected,
         M=_TILE,

@@ -46,18 +46,18 @@ def decode(
     assert cached.k_RKD.is_contiguous()
     assert cached.v_RKD.is_contiguous()
     _attend[(batch * lists, parts)](
-        q_BHD.contiguous(),
-        cached.k_RKD,
-        cached.v_RKD,
-        q_BHD if selected_HBC is None else selected_HBC.contiguous(),
-        cached.bounds(),
-        partial,
-        partial_lse,
-        batch,
-        lists,
-        tiles,
-        triton.cdiv(tiles, parts),
-        scale * LOG2_E.value,
+        q=q_BHD.contiguous(),
+        k=cached.k_RKD,
+        v=cached.v_RKD,
+        selected=q_BHD if selected_HBC is None else selected_HBC.contiguous(),
+        bounds=cached.bounds(),
+        partial=partial,
+        partial_lse=partial_lse,
+        batch=batch,
+        lists=lists,
+        tiles=tiles,
+        per_part=triton.cdiv(tiles, parts),
+        scale_log2=scale * LOG2_E.value,
         C=count,
         BLOCK=block_size,
         HEADS=heads,
@@ -72,7 +72,18 @@ def decode(
     out = torch.empty_like(q_BHD)
     lse = torch.empty(heads, batch, dtype=torch.float32, device=q_BHD.device)
     slots = triton.next_power_of_2(parts)
-    _join[(batch, heads)](partial, partial_lse, out, lse, parts, batch, HEADS=heads, D=head_dim, P=slots, num_warps=4)
+    _join[(batch, heads)](
+        partial=partial,
+        partial_lse=partial_lse,
+        out=out,
+        lse=lse,
+        parts=parts,
+        batch=batch,
+        HEADS=heads,
+        D=head_dim,
+        P=slots,
+        num_warps=4,
+    )
     return out, lse
 
 

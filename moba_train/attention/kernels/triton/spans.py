@@ -47,7 +47,7 @@ def _rows_and_spans(first, end, tokens, keys, G: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
-def attend(
+def forward_spans(
     q,
     k_desc,
     v_desc,
@@ -92,7 +92,7 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
-def row_gradients(
+def dq_spans(
     q,
     dout,
     stats,
@@ -128,7 +128,7 @@ def row_gradients(
 
 
 @triton.jit(do_not_specialize=["first_kv_head", "heads", "tokens", "keys"])
-def key_gradients(
+def dkdv_spans(
     q_desc,
     dout_desc,
     stats,
@@ -161,7 +161,7 @@ def key_gradients(
     dv_ND = tl.zeros([N, D], tl.float32)
     low = tl.min(first_N)
     tiles = tl.maximum(tl.cdiv(tl.max(end_N) - low, M), 0)
-    divisor = tl.maximum(tiles, 1)  # dividing by zero is undefined (packed.dkdv_own)
+    divisor = tl.maximum(tiles, 1)  # dividing by zero is undefined (`dkdv_diagonal`)
     for i in tl.range(0, tiles * G):
         at, head = low + i % divisor * M, kv_head * G + i // divisor
         q_MD = q_desc.load([at, head * D])
@@ -196,18 +196,18 @@ class SpanCall:
         """Write out [T, H, D] and lse [H, T] of the spans alone."""
         call, shape = self.call, self.shapes.forward
         launch(
-            attend,
+            forward_spans,
             self._row_tiles(shape),
-            call.q_THD,
-            *call.descriptors(shape.keys),
-            out_THD,
-            lse_HT,
-            self.spans.first_T,
-            self.spans.end_T,
-            call.tokens,
-            call.k_SKD.shape[0],
-            call.q_THD.stride(0),
-            call.scale_log2,
+            q=call.q_THD,
+            **call.descriptors(shape.keys),
+            out=out_THD,
+            lse=lse_HT,
+            first=self.spans.first_T,
+            end=self.spans.end_T,
+            tokens=call.tokens,
+            keys=call.k_SKD.shape[0],
+            stride_t=call.q_THD.stride(0),
+            scale_log2=call.scale_log2,
             **call.sizes(shape),
         )
 
@@ -215,19 +215,19 @@ class SpanCall:
         """Write the spans' part to dq [T, H, D]."""
         call, shape = self.call, self.shapes.dq
         launch(
-            row_gradients,
+            dq_spans,
             self._row_tiles(shape),
-            call.q_THD,
-            dout_THD,
-            stats_TH2,
-            *call.descriptors(shape.keys),
-            dq_THD,
-            self.spans.first_T,
-            self.spans.end_T,
-            call.tokens,
-            call.k_SKD.shape[0],
-            call.q_THD.stride(0),
-            call.scale,
+            q=call.q_THD,
+            dout=dout_THD,
+            stats=stats_TH2,
+            **call.descriptors(shape.keys),
+            dq=dq_THD,
+            first=self.spans.first_T,
+            end=self.spans.end_T,
+            tokens=call.tokens,
+            keys=call.k_SKD.shape[0],
+            stride_t=call.q_THD.stride(0),
+            scale=call.scale,
             **call.sizes(shape),
         )
 
@@ -238,20 +238,21 @@ class SpanCall:
         sum_dk, sum_dv = (stats_TH2.new_empty(keys, many, call.head_dim) for _ in range(2))
         if keys:
             launch(
-                key_gradients,
+                dkdv_spans,
                 (ceil_div(keys, shape.keys), many),
-                *(call.descriptor(x, shape.rows) for x in (call.q_THD, dout_THD)),
-                stats_TH2,
-                *call.descriptors(shape.keys),
-                sum_dk,
-                sum_dv,
-                self.spans.first_row_S,
-                self.spans.end_row_S,
-                heads.start,
-                call.heads,
-                call.tokens,
-                keys,
-                call.scale,
+                q_desc=call.descriptor(call.q_THD, shape.rows),
+                dout_desc=call.descriptor(dout_THD, shape.rows),
+                stats=stats_TH2,
+                **call.descriptors(shape.keys),
+                sum_dk=sum_dk,
+                sum_dv=sum_dv,
+                first=self.spans.first_row_S,
+                end=self.spans.end_row_S,
+                first_kv_head=heads.start,
+                heads=call.heads,
+                tokens=call.tokens,
+                keys=keys,
+                scale=call.scale,
                 **call.sizes(shape),
             )
         return sum_dk, sum_dv

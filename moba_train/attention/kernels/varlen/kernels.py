@@ -15,22 +15,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moba_train.attention.kernels.varlen.protocol import Segments, lacks, refuses_other_than_16_bit
+from moba_train.attention.kernels.varlen.protocol import Segments, VarlenKernel
 from moba_train.attention.protocol import BackwardState, Gradients
+from moba_train.torch_private import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    deterministic_fill,
+    flash_attention_backward,
+    flash_attention_forward,
+    set_deterministic_algorithms,
+    set_deterministic_fill,
+)
 
-_aten = torch.ops.aten
 
-
-class Cpu:
+class Cpu(VarlenKernel):
     """Key/value heads are repeated for the queries that share them, for one segment at a time."""
 
     name: ClassVar[str] = "torch's CPU kernel"
     most_segments: ClassVar[int] = 2**31 - 1
-
-    @staticmethod
-    def refuses(q_NHD: Tensor) -> str:
-        """Why this kernel cannot work on tensors like `q`; empty when it can."""
-        return "" if q_NHD.device.type == "cpu" else f"tensors are on {q_NHD.device.type}, not on the CPU"
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
@@ -46,9 +48,7 @@ class Cpu:
         lse_HN = torch.full((heads, q_NHD.shape[0]), -torch.inf, dtype=torch.promote_types(torch.float32, q_NHD.dtype))
         for rows, keys in _rows_and_keys(segments):
             inputs = (_heads_first(x, heads) for x in (q_NHD[rows], k_SKD[keys], v_SKD[keys]))
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                *inputs, 0.0, **_masked(rows, keys, segments.causal, q_NHD), scale=scale
-            )
+            out, lse = cpu_flash_attention(*inputs, 0.0, **_masked(rows, keys, segments.causal, q_NHD), scale=scale)
             out_NHD[rows], lse_HN[:, rows] = out[0].transpose(0, 1), lse.reshape(heads, -1)
         return out_NHD, lse_HN
 
@@ -59,7 +59,7 @@ class Cpu:
         dq_NHD, dk_SKD, dv_SKD = (torch.zeros(x.shape, dtype=x.dtype) for x in (state.q, state.k, state.v))
         for rows, keys in _rows_and_keys(segments):
             *inputs, lse_HN = state.part(rows=rows)._replace(k=state.k[keys], v=state.v[keys])
-            dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dq, dk, dv = cpu_flash_attention_backward(
                 *(_heads_first(x, heads) for x in inputs),
                 lse_HN.unsqueeze(0),
                 0.0,
@@ -98,18 +98,11 @@ _MOST_SEGMENTS = 2**16 - 1
 """The second dimension of a launch."""
 
 
-class TorchFlash:
+class TorchFlash(VarlenKernel):
     """torch's own, through the operators behind its scaled_dot_product_attention."""
 
     name: ClassVar[str] = "torch's FlashAttention-2"
     most_segments: ClassVar[int] = _MOST_SEGMENTS
-
-    @staticmethod
-    def refuses(q_NHD: Tensor) -> str:
-        """Why this kernel cannot work on tensors like `q`; empty when it can."""
-        if reason := _refuses(q_NHD):
-            return reason
-        return "" if torch.backends.cuda.is_flash_attention_available() else "this build of torch has none"
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
@@ -120,7 +113,7 @@ class TorchFlash:
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """out [N, H, D] and lse [H, N]; (0, -inf) for rows without keys."""
         segments = _for_forward(segments)
-        out, lse, *_ = _aten._flash_attention_forward(
+        out, lse, *_ = flash_attention_forward(
             q_NHD,
             k_SKD,
             v_SKD,
@@ -141,7 +134,7 @@ class TorchFlash:
         """(dq, dk, dv) in the dtypes of q, k and v."""
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=state.q.device)
         with _deterministic_algorithms(deterministic):
-            dq, dk, dv = _aten._flash_attention_backward(
+            dq, dk, dv = flash_attention_backward(
                 *state._replace(lse=state.lse.contiguous()),
                 segments.cu_q,
                 segments.cu_k,
@@ -157,18 +150,11 @@ class TorchFlash:
         return dq, dk, dv
 
 
-class PackagedFlash2:
+class PackagedFlash2(VarlenKernel):
     """The package flash-attn from 2.7 on, for builds of torch that come without FlashAttention-2."""
 
     name: ClassVar[str] = "flash-attn 2"
     most_segments: ClassVar[int] = _MOST_SEGMENTS
-
-    @staticmethod
-    def refuses(q_NHD: Tensor) -> str:
-        """Why this kernel cannot work on tensors like `q`; empty when it can."""
-        # The names with _wrapped came with 2.7, and with them the parameters used below.
-        names = "_wrapped_flash_attn_varlen_forward", "_wrapped_flash_attn_varlen_backward"
-        return _refuses(q_NHD) or lacks("flash_attn.flash_attn_interface", *names)
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
@@ -211,13 +197,6 @@ class PackagedFlash2:
         return grads
 
 
-def _refuses(q_NHD: Tensor) -> str:
-    if reason := refuses_other_than_16_bit(q_NHD, 256):
-        return reason
-    major, minor = torch.cuda.get_device_capability(q_NHD.device)
-    return "" if major >= 8 else f"compute capability {major}.{minor}, 8.0 or newer needed"
-
-
 def _dq_buffers(segments: int, device: torch.device) -> int:
     """The kernel's programs, as many as fill the GPU, share out a segment's key tiles; each adds to its own buffer."""
     programs: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -252,44 +231,21 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
         return
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch._C._get_deterministic_fill_uninitialized_memory()
-    torch._C._set_deterministic_algorithms(True, warn_only=False)
-    torch._C._set_deterministic_fill_uninitialized_memory(False)  # the gradients would be filled with NaN first
+    fill = deterministic_fill()
+    set_deterministic_algorithms(True, warn_only=False)
+    set_deterministic_fill(False)  # the gradients would be filled with NaN first
     try:
         yield
     finally:
-        torch._C._set_deterministic_fill_uninitialized_memory(fill)
-        torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
+        set_deterministic_fill(fill)
+        set_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-_WIDEST_HEAD = {9: 128, 10: 128, 11: 128}
-"""The largest head dim, by the major number of the compute capability."""
-
-
-class FlashAttention4:
-    """Written against 4.0.0b18 on compute capability 9.0.
-
-    The package shares its name space with FlashAttention-2 and exists as pre-releases only, so what counts is which
-    functions and parameters are there, not the version.
-    """
+class FlashAttention4(VarlenKernel):
+    """Written against 4.0.0b18 on compute capability 9.0."""
 
     name: ClassVar[str] = "flash-attn-4"
     most_segments: ClassVar[int] = 2**31 - 1
-
-    @staticmethod
-    def refuses(q_NHD: Tensor) -> str:
-        """Why this kernel cannot work on tensors like `q`; empty when it can."""
-        if reason := refuses_other_than_16_bit(q_NHD, 256):
-            return reason
-        major, minor = torch.cuda.get_device_capability(q_NHD.device)
-        if q_NHD.shape[-1] > _WIDEST_HEAD.get(major, 0):
-            return f"head dim {q_NHD.shape[-1]} on compute capability {major}.{minor}"
-        return lacks(
-            "flash_attn.cute.interface",
-            "_flash_attn_fwd",
-            "_flash_attn_bwd",
-            parameters=("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal", "softmax_scale"),
-        )
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:

@@ -6,15 +6,13 @@ takes an `out` and `lse` from outside in the backward pass, so that partial resu
 Shape suffixes: N query rows, S key rows, H query heads, K key/value heads (K divides H; never repeated), D head width.
 """
 
-import importlib
-import inspect
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.kernels.table import varlen_problem
 from moba_train.attention.protocol import BackwardState, Gradients
 
 
@@ -50,16 +48,16 @@ class Segments:
 
 
 class VarlenKernel(Protocol):
-    """One implementation; never instantiated."""
+    """One implementation; never instantiated. Its row in the table has the same `name`."""
 
     name: ClassVar[str]
     most_segments: ClassVar[int]
     """The most segments that one call may have."""
 
-    @staticmethod
-    def refuses(q_NHD: Tensor) -> str:
-        """Why the kernel cannot work on tensors like this one; empty when it can. Reads no contents."""
-        ...
+    @classmethod
+    def refuses(cls, q_NHD: Tensor) -> str:
+        """The reason why the kernel cannot work on tensors like this one (table.py); empty if it can."""
+        return varlen_problem(cls.name, q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
@@ -82,27 +80,3 @@ class VarlenKernel(Protocol):
         `deterministic`: equal inputs give equal bits; without it, the library or torch's own switch decides.
         """
         ...
-
-
-def refuses_other_than_16_bit(q_NHD: Tensor, widest: int) -> str:
-    """Why a flash kernel refuses the device, dtype or head dim (a multiple of 8 up to `widest`) of q; empty if not."""
-    if not q_NHD.is_cuda:
-        return f"tensors are on {q_NHD.device.type}, not on CUDA"
-    if q_NHD.dtype not in (torch.float16, torch.bfloat16):
-        return f"dtype {q_NHD.dtype}, bfloat16 or float16 needed"
-    if q_NHD.shape[-1] % 8 or q_NHD.shape[-1] > widest:
-        return f"head dim {q_NHD.shape[-1]}, a multiple of 8 up to {widest} needed"
-    return ""
-
-
-@cache
-def lacks(module: str, *functions: str, parameters: tuple[str, ...] = ()) -> str:
-    """Which of these functions, each with these parameters, an optional package lacks; empty when it has all."""
-    try:
-        for name in functions:
-            function = getattr(importlib.import_module(module), name)
-            if missing := set(parameters) - inspect.signature(function).parameters.keys():
-                return f"{module}.{name} has no parameter {', '.join(sorted(missing))}"
-    except Exception as error:  # a broken build raises anything
-        return f"{type(error).__name__}: {error}"
-    return ""
