@@ -87,7 +87,7 @@ def _attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, attention: LocalAttenti
     cu_seqlens = torch.tensor([0, total], dtype=torch.int32, device=q_THD.device)
     if queries == total:
         return LOCAL_ENGINE(q_THD, k_SKD, v_SKD, attention, Layout(cu_seqlens, total, total))[0]
-    if _decode == "full" and queries == 1 and attention.decodes_full:
+    if _decode == "full" and queries == 1 and attention.facts.decodes_full:
         attention = FullAttention(FullAttention.Options(), q_THD.shape[-1])
     layout = Layout(cu_seqlens, total, total, q_ranges=(TokenRange(total - queries, total),))
     selection = attention.select(q_THD, attention.summarize(k_SKD, layout), layout)

@@ -15,6 +15,7 @@ from moba_train.attention.engine import Engine
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.observer import observing
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.hf.config import layer_problem
@@ -446,7 +447,8 @@ def observed(
     layer: Layer, engine: Engine, shard: DataShard, sample: list[int], positions: Tensor | None = None
 ) -> GateStatistics:
     """The statistics of what the layer's kind selects for the sampled queries."""
-    looking = LayerProbe(engine, shard, layer.model.heads)
+    looking = LayerProbe(shard, layer.model.heads)
     looking.tokens = sample
-    run_layer(layer, looking, positions)
+    with observing(engine, looking):
+        run_layer(layer, engine, positions)
     return looking.found

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from moba_train.attention.kind import StageContext
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import observing
+from moba_train.attention.shard import Generation
 from moba_train.evals.answers import SelectedBlocks
 from moba_train.hf.config import layer_entry, layer_problem, parse_layer
 from moba_train.mechanisms.moa import moa_kind as moa_attention
@@ -168,7 +169,7 @@ def test_new_tokens_may_attend_to_everything():
     class Engine:
         def shard(self, layout):
             shard = LOCAL_ENGINE.shard(layout)
-            shard.attends_to_all = True
+            shard.generation = Generation(attends_to_all=True, states={})
             return shard
 
     got = run_layer(make_layer("moa", MIXED, LENGTHS), Engine())

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moba_train.attention.engine import OperatorEngine
+from moba_train.attention import operators
 from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
@@ -30,6 +30,7 @@ from moba_train.parallel.activations import (
 )
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.offload import HostMemory, buffer_bytes
 from tests.thread_ranks import thread_transports
 
@@ -81,11 +82,11 @@ def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Calls of attention, forward and backward alike, and elements that went to the host and came back."""
     found: Counter[str] = Counter()
-    call, copy_out, copy_back = OperatorEngine.call, HostMemory.copy_out, HostMemory.copy_back
+    call, copy_out, copy_back = operators.observed, HostMemory.copy_out, HostMemory.copy_back
 
-    def counted_call(engine: OperatorEngine, *arguments: Any) -> Any:
+    def counted_call(*arguments: Any) -> Any:
         found["attention"] += 1
-        return call(engine, *arguments)
+        return call(*arguments)
 
     def counted_copy(memory: HostMemory, tensor: Tensor) -> Any:
         found["sent"] += tensor.numel()
@@ -95,7 +96,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["returned"] += sum(copy.numel() for copy in copies)
         return copy_back(memory, copies)
 
-    monkeypatch.setattr(OperatorEngine, "call", counted_call)
+    monkeypatch.setattr(operators, "observed", counted_call)
     monkeypatch.setattr(HostMemory, "copy_out", counted_copy)
     monkeypatch.setattr(HostMemory, "copy_back", counted_return)
     return found
@@ -193,8 +194,8 @@ def test_a_feed_forward_in_parts_is_the_whole_one_up_to_rounding(monkeypatch: py
 def test_a_rank_of_several_traces_its_layers_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kinds that gather keys or states, on the first of two ranks whose other one would send the same."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(ContextParallel, "all_ranks", lambda _engine, x: torch.cat([x, x]))
-    monkeypatch.setattr(ContextParallel, "sum_shards", lambda _engine, x: sum(x.chunk(2)))
+    monkeypatch.setattr(AllGather, "gather", lambda _transport, x: torch.cat([x, x]))
+    monkeypatch.setattr(AllGather, "sum_shards", lambda _transport, x: sum(x.chunk(2)))
     names = ("lightning", "nsa")
     torch._dynamo.reset()  # sizes that earlier tests have made symbols take several times as long
     strategy = CPStrategy(2, "allgather", "zigzag", 2)

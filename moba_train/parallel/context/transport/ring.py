@@ -38,6 +38,7 @@ from moba_train.parallel.context.transport.base import (
     sum_over_ranks,
 )
 from moba_train.parallel.context.units import all_summaries
+from moba_train.registry import TRANSPORTS
 
 
 class RingSpec(TransportSpec):
@@ -77,11 +78,13 @@ class RingSpec(TransportSpec):
     def check_attention(self, strategy: CPStrategy, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
         """Raises ValueError if it attends to some of the keys after the others and the results do not merge."""
         if strategy.chunks_per_call < strategy.ranks and not facts.merges:
+            *others, last = (name for name in TRANSPORTS if name != self.name)
             raise ValueError(
                 "parallel.cp_transport: 'ring' attends to the keys of some ranks after those of others when it spans "
                 "several nodes or has few buffers (parallel.cp_ring_depth), but a layer adds up the results of its "
                 "blocks, which cannot be merged over parts of a block's keys (attention.moba_v1.merge: sum or gate, "
-                "kind moba_v05); inside a node leave parallel.cp_ring_depth out, or use another transport"
+                "kind moba_v05); inside a node leave parallel.cp_ring_depth out, or use "
+                f"{', '.join(others)} or {last}"
             )
 
     def has_unequal_shards(self, work_grows: bool) -> bool:
