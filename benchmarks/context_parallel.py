@@ -35,6 +35,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.attention.observer import observed
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
@@ -139,6 +140,7 @@ def both_passes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Forward and backward: out, dq, dk, dv."""
     q, k, v, dout = inputs
+    attention = observed(attention, engine.observers)
     out, lse, selection = engine.forward(q, k, v, attention, layout)
     return out, *engine.backward(BackwardState(dout, q, k, v, out, lse), selection, attention, layout)
 

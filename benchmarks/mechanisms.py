@@ -29,7 +29,7 @@ from benchmarks.mechanisms_table import Result, compared, render
 from benchmarks.options import length, need_gpus
 from benchmarks.record import provenance, save, spread
 from benchmarks.timing import measure, milliseconds
-from moba_train.attention.kind import StageContext
+from moba_train.attention.kind import StageContext, TwoSublayers
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
@@ -87,7 +87,7 @@ def default_rows() -> list[str]:
     return [*kinds, *variants]
 
 
-class _Recorder:
+class _Recorder(TwoSublayers):
     """Stands in for a layer's kind in one forward pass, and keeps what the layer hands to it."""
 
     def __init__(self, name: str) -> None:
@@ -99,8 +99,9 @@ class _Recorder:
         self.mixed = layer
         return layer.q_THd, None
 
-    def second_sublayer(self, layer: Any, _parameters: Any) -> None:
+    def second_sublayer(self, layer: Any, _parameters: Any) -> Tensor:
         self.second = layer
+        return layer.x_TD
 
 
 class MechanismLayer:
@@ -144,11 +145,8 @@ class MechanismLayer:
         with torch.no_grad():
             block(x_TD, cos, sin, packed_layout([tokens], x_TD.device))
             block.attention.kind = None
-            second = recorder.second
-            if second is not None and self.kind.second_sublayer(second, self.parameters) is None:
-                second = None  # blocks ask every kind, and most have none
         self.layer = _with_leaves(recorder.mixed)
-        self.second = None if second is None else _with_leaves(second)
+        self.second = _with_leaves(recorder.second) if isinstance(self.kind, TwoSublayers) else None
         inputs = [value for part in (self.layer, self.second or ()) for value in part if isinstance(value, Tensor)]
         own = [] if self.parameters is None else [p for p in self.parameters.parameters() if p.requires_grad]
         self.leaves = [*inputs, *own]

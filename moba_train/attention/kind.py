@@ -202,8 +202,8 @@ class AttentionKind(ABC):
         """Costs of a layer in a model of this shape."""
 
 
-class TwoSublayers(AttentionKind):
-    """Facet: a kind with a second sublayer between the attention and the feed-forward."""
+class TwoSublayers(ABC):
+    """Facet of a kind: it has a second sublayer between the attention and the feed-forward."""
 
     @abstractmethod
     def second_sublayer(self, layer: SublayerInput, parameters: nn.Module | None) -> Tensor:

@@ -86,7 +86,7 @@ def write_dump(
     whole = {**head, "gradient_norms": norms, "attention": [layer.values for layer in layers], "ranks": ranks}
     path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
     written = broadcast(dist.get_rank() == 0 and _write(path, whole))
-    found = joined(layers).values()
+    found = joined(layers).values
     return Dump(list(ranks), {f"gate_{name}": found[name] for name in GATE if name in found}, path if written else None)
 
 

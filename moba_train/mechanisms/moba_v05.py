@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kind import (
+    AttentionKind,
     KindCosts,
     LayerInput,
     MicroBatch,
@@ -73,7 +74,7 @@ class OwnSegment(MobaAttention):
         return Statistics()
 
 
-class MobaV05Kind(TwoSublayers):
+class MobaV05Kind(AttentionKind, TwoSublayers):
     """Self attention inside a token's own segment, and a second sublayer that attends to earlier segments.
 
     Attention, second sublayer and feed-forward follow each other in a block, each behind a norm of its own and added to

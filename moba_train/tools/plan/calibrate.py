@@ -16,21 +16,21 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from moba_train.attention.kind import LayerInput, StageContext, SublayerInput
+from moba_train.attention.kind import LayerInput, StageContext, SublayerInput, TwoSublayers
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
 from moba_train.config.optim import OptimConfig
-from moba_train.config.run import PrecisionConfig
+from moba_train.config.precision import PrecisionConfig
 from moba_train.memory.devices import H200, local_gpu, local_host_memory
 from moba_train.memory.flops import attention_matrices, feed_forward_matrices
 from moba_train.memory.layer_memory import block_bytes
@@ -330,10 +330,12 @@ class Calibration:
         def forward() -> list[tuple[Tensor, Tensor]]:
             """Results with a gradient, each with one that reaches it."""
             out_THd, auxiliary_T = kind.mix(given, parameters)
-            results: list[tuple[Any, Tensor]] = [(out_THd, dout_THd), (kind.second_sublayer(between, parameters), x_TD)]
+            results = [(out_THd, dout_THd)]
+            if isinstance(kind, TwoSublayers):
+                results.append((kind.second_sublayer(between, parameters), x_TD))
             if auxiliary_T is not None:
                 results.append((auxiliary_T, torch.ones_like(auxiliary_T)))
-            return [(out, gradient) for out, gradient in results if out is not None and out.requires_grad]
+            return [(out, gradient) for out, gradient in results if out.requires_grad]
 
         def both() -> None:
             results, gradients = zip(*forward(), strict=True)
