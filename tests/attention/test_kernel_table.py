@@ -1,5 +1,6 @@
 """The table of kernels from plain facts: no GPU, no tensor."""
 
+import doctest
 import re
 import warnings
 from collections.abc import Iterator
@@ -165,6 +166,14 @@ def test_no_other_file_of_attention_asks_for_a_capability_or_a_release():
         if asks.search(path.read_text())
     }
     assert found == {"attention/kernels/table.py"}
+
+
+def test_the_example_of_the_lists_is_true():
+    pytest.importorskip("triton")
+    from moba_train.attention.kernels.common import lists
+
+    result = doctest.testmod(lists)
+    assert (result.failed, result.attempted > 8) == (0, True)
 
 
 def test_the_page_shows_the_table():

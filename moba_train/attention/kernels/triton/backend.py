@@ -24,7 +24,7 @@ NAME = "triton"
 
 @replayed
 def block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
-    """(entries, starts): the lists of the rows that selected each block (lists.py), for both passes."""
+    """(slots, starts): the lists of the rows that selected each block (lists.py), for both passes."""
     return invert(selected_HTC, kv_heads, block_tables(layout, block_size).blocks)
 
 
@@ -45,9 +45,9 @@ def attend(
     scale: float,
     spans: KeySpans | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, D] and lse [H, T] over the own blocks and the selected ones, as far as their keys are given.
+    """out [T, H, D] and lse [H, T] over the diagonal blocks and the selected ones, as far as their keys are given.
 
-    `spans`: what queries attend to in place of their own blocks; no selected block lies in a query's span.
+    `spans`: keys that queries attend to instead of their diagonal blocks; no selected block lies in a query's span.
     """
     selected_HTC, *lists = selection
     call = BlockCall.from_tensors(q_THD, k_SKD, v_SKD, layout, selected_HTC, block_size, scale, spans)
@@ -89,5 +89,5 @@ def _kernels(file: str) -> Any:
 
 
 def _lists(call: BlockCall, tensors: list[Tensor]) -> BlockLists:
-    entries, starts = tensors
-    return BlockLists.from_tensors(entries, starts, call.selected_HTC, call.kv_heads, call.tables.blocks)
+    slots, starts = tensors
+    return BlockLists.from_tensors(slots, starts, call.selected_HTC, call.kv_heads, call.tables.blocks)
