@@ -1,10 +1,9 @@
-"""Base class of attentions to selected blocks that are full attention where no block can be left out.
+"""Base classes of attentions to selected blocks: `DenseOrSparse`, which is full attention where no block can be left
+out, and `GivenBlocks`, whose blocks the caller selects, for kinds whose selection has parameters or looks at more than
+keys.
 
-Shape suffixes: T queries, S keys, B sequences, H query heads, K key/value heads, D head width, C selected blocks.
-
-Attention to blocks that the caller selects: for kinds whose selection has parameters or looks at more than keys.
-
-Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width, C selected blocks of a query.
+Shape suffixes: T queries, S keys, B sequences, H query heads, K key/value heads, D head width, C history blocks of a
+query.
 """
 
 from abc import abstractmethod
@@ -25,12 +24,12 @@ from moba_train.config.base import Section
 
 
 class SelectedBlocks(Protocol):
-    """What attends to a selection: `BlockAttention` or `SharedBlocks`."""
+    """Attention to a selection: `BlockAttention` or `SharedBlocks`."""
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) over the own and the selected blocks."""
+        """(out, lse) over the diagonal and the selected blocks."""
         ...
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
@@ -44,7 +43,7 @@ class DenseOrSparse(LocalAttention):
     dense: FullAttention
     blocks: SelectedBlocks
     backend: str
-    """auto, triton, composed or reference; full attention takes the place of blocks for auto alone."""
+    """auto, triton, composed or reference; full attention replaces blocks for auto alone."""
 
     @property
     @abstractmethod
@@ -52,14 +51,14 @@ class DenseOrSparse(LocalAttention):
         """Length of the longest document of which no query leaves a block out."""
 
     def is_dense(self, layout: Layout) -> bool:
-        """Whether no document is long enough for a query to leave a block out: then full attention, whose kernels are
-        faster, takes the place of blocks, and selections are ()."""
+        """True if no document is long enough for a query to leave a block out: then full attention, whose kernels are
+        faster, replaces blocks, and selections are ()."""
         return self.backend == "auto" and layout.max_seqlen <= self.dense_tokens
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """(out [T, H, D], lse [H, T]) over the given keys of the own and the selected blocks."""
+        """(out [T, H, D], lse [H, T]) over the given keys of the diagonal and the selected blocks."""
         attend = self.dense.attend if self.is_dense(layout) else self.blocks.attend
         return attend(q_THD, k_SKD, v_SKD, layout, selection)
 
@@ -87,7 +86,7 @@ class DenseOrSparse(LocalAttention):
 
 
 class GivenBlocks(LocalAttention):
-    """Each query and head attends to its own block, causally, and to the earlier blocks that the caller names."""
+    """Each query and head attends to its diagonal block, causally, and to the earlier blocks that the caller names."""
 
     Options = Section  # those of the kind that gives the blocks
 
@@ -134,7 +133,7 @@ class GivenBlocks(LocalAttention):
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """(out [T, H, D], lse [H, T]) over the given keys of the own and the selected blocks."""
+        """(out [T, H, D], lse [H, T]) over the given keys of the diagonal and the selected blocks."""
         return self.blocks.attend(q_THD, k_SKD, v_SKD, layout, selection)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:

@@ -81,7 +81,7 @@ def test_auto_takes_the_best_backend_of_a_stage_and_says_why(given, order, why):
             facts(dtype=torch.float32),
             "'composed', which cannot run: flash-attn-4: dtype .*; allowed: auto, ref",
         ),
-        ("cuda", facts(), "given 'cuda', allowed: auto, triton, composed, reference"),
+        ("cuda", facts(), "given 'cuda'; allowed: auto, triton, composed, reference"),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_key_reason_and_what_is_allowed(wanted, given, message):

@@ -124,7 +124,7 @@ def select_blocks(
         "N": _CHUNK,
         "num_warps": warps(history_blocks),
     }
-    if history_blocks <= 16:  # with more, too many tiles would have to be done again
+    if history_blocks <= 16:  # with more history blocks, many tiles would have to be done again
         pooled = pooled_NKD.flatten(1)
         desc = TensorDescriptor(pooled, list(pooled.shape), list(pooled.stride()), [_CHUNK, head_dim])
         launch(_select, grid, pooled_desc=desc, chunk_bits=(chunks - 1).bit_length(), LEVELS=levels, **shared)
@@ -177,28 +177,10 @@ def _keep(key, best1, best2, best3, best4, LEVELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "chunk_bits"])
 def _select(
-    q,
-    pooled_desc,
-    diagonal,
-    first,
-    selected,
-    marks,
-    tokens,
-    blocks,
-    kv_heads,
-    stride_t,
-    chunk_bits,
-    GROUP: tl.constexpr,
-    PREVIOUS: tl.constexpr,
-    FIRST: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    KEPT: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+    q, pooled_desc, diagonal, first, selected, marks, tokens, blocks, kv_heads, stride_t, chunk_bits,
+    GROUP: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr,
+    KEPT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     # Below every score; and what is left of a bucket when all its levels are drawn, with perhaps more behind.
     EMPTY: tl.constexpr = -0x7FFFFFFF
     HIDDEN: tl.constexpr = -0x80000000
@@ -275,27 +257,10 @@ def _load_block_keys(pooled, block, lo, hi, kv_heads, kv_head, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads"])
 def _select_marked(
-    q,
-    pooled,
-    diagonal,
-    first,
-    selected,
-    marks,
-    tokens,
-    blocks,
-    kv_heads,
-    stride_t,
-    ALL: tl.constexpr,
-    GROUP: tl.constexpr,
-    PREVIOUS: tl.constexpr,
-    FIRST: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    KEPT: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, pooled, diagonal, first, selected, marks, tokens, blocks, kv_heads, stride_t,
+    ALL: tl.constexpr, GROUP: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr,
+    HISTORY: tl.constexpr, KEPT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """A tile of queries of one head that is marked, or with ALL any."""
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     if (not ALL) and tl.load(marks + head * tl.num_programs(0) + tile) == 0:

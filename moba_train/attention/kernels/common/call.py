@@ -68,16 +68,18 @@ class BlockCall:
     @property
     def forward_pass(self) -> str:
         """File of the kernels that attend to these blocks (table.py)."""
-        return kernel_for("forward", self._facts).file
+        return self._file("forward")
 
     @property
     def backward_pass(self) -> str:
         """File of the kernels that make the gradients (table.py)."""
-        return kernel_for("backward", self._facts).file
+        return self._file("backward")
 
-    @property
-    def _facts(self) -> Facts:
-        return Facts.from_call(self.q_THD, self.layout, self.block_size, self.history_blocks)
+    def _file(self, does: str) -> str:
+        """File of the table's row, which is looked up once for a layout: a look-up takes the host 20 us."""
+        q, sizes = self.q_THD, (self.block_size, self.history_blocks)
+        key = (does, *sizes, self.head_dim, q.dtype, q.device)
+        return self.layout.cached(key, lambda: kernel_for(does, Facts.from_call(q, self.layout, *sizes)).file)
 
     @property
     def limit(self) -> int:

@@ -86,20 +86,20 @@ def history_bound(layout: Layout, block_size: int) -> int:
 
 
 class QueryBlocks(NamedTuple):
-    """Where queries are among the blocks (geometry.py)."""
+    """Blocks of some queries."""
 
     own_t: Tensor
-    """int64: each query's own block."""
+    """int64: each query's block, the diagonal one."""
     first_t: Tensor
     """int64: the first block of its document."""
 
     def rows(self, rows: slice) -> "QueryBlocks":
-        """Those of some queries."""
+        """Blocks of a part of the queries."""
         return QueryBlocks(self.own_t[rows], self.first_t[rows])
 
 
 def query_blocks(layout: Layout, block_size: int) -> QueryBlocks:
-    """Those of the layout's queries; kept with the layout."""
+    """Blocks of the layout's queries; kept with the layout."""
 
     def make() -> QueryBlocks:
         own = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
@@ -162,8 +162,8 @@ class LocalBlocks:
 
 
 def with_local_blocks(selected_KTC: Tensor, local_T2: Tensor, most: int) -> Tensor:
-    """The selected blocks and the local ones before the own block (`LocalBlocks.history`), of which none is selected:
-    int32 [K, T, C + L], ascending, -1 behind. `most`: L."""
+    """The selected blocks and the local ones before the diagonal block (`LocalBlocks.history`), of which none is
+    selected: int32 [K, T, C + L], ascending, -1 behind. `most`: L."""
     first_T1, diagonal_T1 = local_T2.split(1, dim=1)
     local_TL = first_T1 + torch.arange(most, dtype=torch.int32, device=local_T2.device)
     local_TL = torch.where(local_TL < diagonal_T1, local_TL, -1)

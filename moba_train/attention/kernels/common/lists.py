@@ -6,8 +6,8 @@ A *row* is one query of one head. Inside a key/value head, row `t * G + g` is he
 one after the other, and where each list starts; list `kv_head * blocks + block` has the slots that selected the block.
 
 Three documents of 5, 3 and 9 tokens in blocks of 4, two query heads that share a key/value head, topk 2: each query
-selects one history block, beside the diagonal block, which is not listed. Blocks start with each document; the host
-knows an upper bound of their number, 7, of which 6 exist.
+selects one history block; the diagonal block is attended to in any case and not listed. Blocks start with each
+document; the host knows an upper bound of their number, 7, of which 6 exist.
 
 >>> import torch
 >>> from moba_train.attention.kernels.common.geometry import block_bound, block_edges, block_ids
@@ -207,7 +207,7 @@ def _sum_chunks(counts, totals, blocks, chunks, CHUNKS: tl.constexpr, BLOCKS: tl
 
 @triton.jit(do_not_specialize=["blocks", "chunks"])
 def _find_starts(counts, totals, cursors, starts, blocks, chunks, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where each list's slots from each chunk begin: starts [lists, chunks] and one past the last; cursors alike, but
+    """Begin of each list's slots from each chunk: starts [lists, chunks] and one past the last; cursors alike, but
     [key/value heads, chunks, blocks]."""
     kv_head = tl.program_id(1)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)

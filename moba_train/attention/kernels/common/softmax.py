@@ -96,26 +96,11 @@ def _at(position_of, slot, used, INDIRECT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
 def combine_out(
-    out,
-    lse,
-    diagonal_lse,
-    partial_out,
-    partial_lse,
-    position_of,
-    selected,
-    bounds,
-    tokens,
-    first_token,
-    last_token,
-    first_kv_head,
-    heads,
-    PARTIAL: tl.constexpr,
-    INDIRECT: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    D: tl.constexpr,
+    out, lse, diagonal_lse, partial_out, partial_lse, position_of, selected, bounds, tokens, first_token, last_token,
+    first_kv_head, heads,
+    PARTIAL: tl.constexpr, INDIRECT: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr,
-):
+):  # fmt: skip
     """out [T, H, D] holds the diagonal block's part and receives the result; lse [H, T] is written, from
     diagonal_lse and theirs.
 
@@ -157,23 +142,10 @@ def combine_out(
 
 @triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
 def combine_dq(
-    dq,
-    partial_dq,
-    position_of,
-    selected,
-    bounds,
-    tokens,
-    first_token,
-    last_token,
-    first_kv_head,
-    heads,
-    PARTIAL: tl.constexpr,
-    INDIRECT: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    D: tl.constexpr,
+    dq, partial_dq, position_of, selected, bounds, tokens, first_token, last_token, first_kv_head, heads,
+    PARTIAL: tl.constexpr, INDIRECT: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr,
-):
+):  # fmt: skip
     """dq [T, H, D] holds the diagonal block's part and receives the sum."""
     row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
     slot = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * HISTORY
@@ -190,24 +162,10 @@ def combine_dq(
 
 @triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads", "diagonal_heads"])
 def sum_splits(
-    dk,
-    dv,
-    diagonal_dk,
-    diagonal_dv,
-    part_dk,
-    part_dv,
-    first_split,
-    splits_of,
-    bounds,
-    blocks,
-    first_kv_head,
-    kv_heads,
+    dk, dv, diagonal_dk, diagonal_dv, part_dk, part_dv, first_split, splits_of, bounds, blocks, first_kv_head, kv_heads,
     diagonal_heads,
-    ADD: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    ADD: tl.constexpr, D: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """dk and dv [S, K, D] of KEYS keys of a list of several splits; its parts are [splits, N keys, D].
 
     ADD: with diagonal_dk and diagonal_dv [S, diagonal_heads, D] of these heads, and for every list.

@@ -43,7 +43,7 @@ class TileShapes:
     dkdv: TileShape
     dkdv_diagonal: TileShape
     short_forward: TileShape | None = None
-    """For blocks_to_128.py; None: the block is too long."""
+    """Shape of blocks_to_128.py; None: the block is too long."""
     short_backward: TileShape | None = None
 
 
@@ -215,7 +215,7 @@ def _aligned(count: int) -> int:
 
 @triton.jit
 def _begin_and_end(starts, lists_at, which, ok, chunks, first_chunk, last_chunk):
-    """Where lists begin and end in a range of chunks; 0, 0 for lists that are not `ok`."""
+    """Begin and end of lists in a range of chunks; 0, 0 for lists that are not `ok`."""
     at = starts + (lists_at + which).to(tl.int64) * chunks
     return tl.load(at + first_chunk, mask=ok, other=0), tl.load(at + last_chunk, mask=ok, other=0)
 
@@ -232,27 +232,11 @@ def _tile_count(begin, end, exists, ROWS: tl.constexpr, AT_LEAST: tl.constexpr):
     ]
 )
 def _tile_tables(
-    starts,
-    ends,
-    numbers,
-    slot_count,
-    blocks,
-    kv_heads,
-    together,
-    cuts,
-    chunks,
-    chunks_together,
-    most_lists,
-    bound,
-    split_bound,
-    split_tiles,
-    RANKED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    AT_LEAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    LISTS: tl.constexpr,
+    starts, ends, numbers, slot_count, blocks, kv_heads, together, cuts, chunks, chunks_together, most_lists, bound,
+    split_bound, split_tiles,
+    RANKED: tl.constexpr, COUNTED: tl.constexpr, AT_LEAST: tl.constexpr, ROWS: tl.constexpr, LISTS: tl.constexpr,
     FILL: tl.constexpr,
-):
+):  # fmt: skip
     """The tables of LISTS lists of one work range: `together` key/value heads, a range of `chunks_together` chunks."""
     work = tl.program_id(1)
     first_head = work // cuts * together

@@ -86,37 +86,10 @@ def _gather(
 
 @gluon.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "split", "first_slot", "head_slots"])
 def backward_gathered(
-    q,
-    dout,
-    stats,
-    k_desc,
-    v_desc,
-    part_dq,
-    part_dk,
-    part_dv,
-    slots,
-    list_of_split,
-    first_split,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    heads,
-    first_kv_head,
-    split,
-    first_slot,
-    head_slots,
-    stride_t,
-    scale,
-    G: gl.constexpr,
-    HISTORY: gl.constexpr,
-    D: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q, dout, stats, k_desc, v_desc, part_dq, part_dk, part_dv, slots, list_of_split, first_split, last_tile, begin, end,
+    bounds, lists, blocks, heads, first_kv_head, split, first_slot, head_slots, stride_t, scale,
+    G: gl.constexpr, HISTORY: gl.constexpr, D: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """float32 dk and dv of a block's keys from a split of the rows of its list, to part_dk and part_dv [splits, N, D];
     the rows' dq from these keys, to part_dq [1 + slots, D]."""
     pid = gl.program_id(0)

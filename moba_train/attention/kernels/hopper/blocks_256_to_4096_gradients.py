@@ -88,31 +88,10 @@ def _copy_packed(descriptors, done, smem, barriers, first, tiles, key_tile, firs
 
 @gluon.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "split"])
 def backward_history(
-    q_desc,
-    dout_desc,
-    lse_desc,
-    delta_desc,
-    k_desc,
-    v_desc,
-    packed_dq,
-    done,
-    part_dk,
-    part_dv,
-    list_of_split,
-    first_split,
-    last_tile,
-    bounds,
-    lists,
-    blocks,
-    first_kv_head,
-    key_tiles,
-    split,
-    scale,
-    D: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, packed_dq, done, part_dk, part_dv, list_of_split,
+    first_split, last_tile, bounds, lists, blocks, first_kv_head, key_tiles, split, scale,
+    D: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """float32 dk and dv of one tile of a block's keys from a split of the packed rows of its list, to part_dk and
     part_dv [splits, key tiles, N, D]; the rows' dq from these keys, added to packed_dq [rows, D].
 
@@ -225,24 +204,9 @@ def _diagonal_key_tiles(
 
 @gluon.jit(do_not_specialize=["heads", "key_tiles"])
 def backward_diagonal(
-    q_desc,
-    dout_desc,
-    stats,
-    k_desc,
-    v_desc,
-    dq,
-    sum_dk,
-    sum_dv,
-    bounds,
-    heads,
-    key_tiles,
-    scale,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q_desc, dout_desc, stats, k_desc, v_desc, dq, sum_dk, sum_dv, bounds, heads, key_tiles, scale,
+    G: gl.constexpr, D: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """One diagonal block, causal: dq [T, H, D]; dk and dv [S, K, D], float32 where more is added."""
     block, kv_head = gl.program_id(0), gl.program_id(1)
     at = bounds + block * 6
@@ -303,7 +267,7 @@ class OnePass(PackedDkdv):
 
     @property
     def dq_dtype(self) -> torch.dtype:
-        """What the tiles of keys add up a row's dq in."""
+        """Dtype in which the tiles of keys add up a row's dq."""
         return self.dq.dtype if self.key_tiles <= _ROUNDED else torch.float32
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -333,8 +297,8 @@ class OnePass(PackedDkdv):
         return dk, dv
 
     def diagonal(self, heads: slice, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """dk and dv [S, K, D] of the diagonal blocks, or of the spans in their place, all `heads` at once; their dq is
-        written."""
+        """dk and dv [S, K, D] of the diagonal blocks, or of the spans that replace them, all `heads` at once; their dq
+        is written."""
         call = self.call
         if not self.diagonal_in_one_pass():
             diagonal_dq(call, self.dout, self.stats, self.dq)

@@ -7,7 +7,7 @@ stages are empty; two consumer warpgroups have half of the tile's rows each, and
 1.97 to 1.79 ms (benchmarks/LOG.md).
 
 There are as many programs as multiprocessors, and each takes one tile of rows after the other: their gathers and stores
-take place while the matrix units work for other rows. Every role walks through the same tiles by itself.
+overlap with products of other rows. Every role walks through the same tiles by itself.
 
 A stage of q is also the stage of its results: it is empty once these are stored.
 """
@@ -210,33 +210,11 @@ def _attend_tiles(
 
 @gluon.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_slot", "head_slots"])
 def forward_history(
-    q,
-    k_desc,
-    v_desc,
-    partial_out,
-    partial_lse,
-    slots,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    heads,
-    first_kv_head,
-    first_slot,
-    head_slots,
-    stride_t,
-    scale_log2,
-    G: gl.constexpr,
-    HISTORY: gl.constexpr,
-    BLOCK: gl.constexpr,
-    M: gl.constexpr,
-    K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-):
+    q, k_desc, v_desc, partial_out, partial_lse, slots, list_of_tile, last_tile, begin, end, bounds, lists, blocks,
+    heads, first_kv_head, first_slot, head_slots, stride_t, scale_log2,
+    G: gl.constexpr, HISTORY: gl.constexpr, BLOCK: gl.constexpr, M: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+):  # fmt: skip
     """The rows of all lists: the partial (out, lse) of each slot, in the order of the work range's slots."""
     tiles = gl.load(last_tile + lists - 1)
     tables = (list_of_tile, last_tile, begin, end, bounds, lists, blocks, first_kv_head)
@@ -250,24 +228,9 @@ def forward_history(
 
 @gluon.jit(do_not_specialize=["blocks", "row_tiles", "heads", "tokens"])
 def forward_diagonal(
-    q,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    bounds,
-    blocks,
-    row_tiles,
-    heads,
-    tokens,
-    stride_t,
-    scale_log2,
-    G: gl.constexpr,
-    M: gl.constexpr,
-    K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-):
+    q, k_desc, v_desc, out, lse, bounds, blocks, row_tiles, heads, tokens, stride_t, scale_log2,
+    G: gl.constexpr, M: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+):  # fmt: skip
     """Diagonal blocks, causal: out [T, H, D] and lse [H, T]."""
     tiles = blocks * row_tiles * (heads // G)
     # Without lists, `slots` is not looked at.

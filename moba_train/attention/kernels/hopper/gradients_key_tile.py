@@ -38,7 +38,7 @@ def allocate_shared(k_desc, M: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.
     """(shared memory of the operands, barriers): STAGES stages for tiles of M rows, each full after ARRIVALS arrivals.
 
     A kernel must wait for every barrier that it makes: else the compiler gives the barrier's memory to something else,
-    which crashed beside another process (benchmarks/LOG.md, "Wrong results").
+    which crashed when another process ran on the GPU (benchmarks/LOG.md, "Wrong results").
     """
     dtype: gl.constexpr = k_desc.dtype
     N: gl.constexpr = k_desc.block_type.shape[0]

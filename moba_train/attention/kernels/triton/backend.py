@@ -7,6 +7,7 @@ Queries and keys may be parts of the sequence. Lists name the rows of the given 
 selected, whether its keys are given or not; keys that are not given are skipped.
 """
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -79,6 +80,7 @@ def attend_backward(
     return gradients
 
 
+@cache
 def _kernels(file: str) -> Any:
     """The module of a row of the table, imported at the first use: those in hopper/ need a release of Gluon.
 

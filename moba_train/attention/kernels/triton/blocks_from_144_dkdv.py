@@ -11,7 +11,7 @@ feed the matrix units. Instead
 4. `softmax.sum_splits` adds the results of the splits to it, in order, and rounds.
 
 Launches follow one another, so the order of all sums is fixed. The price is 6 * D bytes of traffic per row of a list
-besides what the gathers cost once, against 8 * D * BLOCK operations.
+in addition to what the gathers cost once, against 8 * D * BLOCK operations.
 """
 
 from dataclasses import dataclass
@@ -40,23 +40,9 @@ _LEAST_ROWS = 2**19
 
 @triton.jit(do_not_specialize=["first_kv_head", "heads", "key_tiles"])
 def dkdv_diagonal(
-    q_desc,
-    dout_desc,
-    stats,
-    k_desc,
-    v_desc,
-    sum_dk,
-    sum_dv,
-    bounds,
-    first_kv_head,
-    heads,
-    key_tiles,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q_desc, dout_desc, stats, k_desc, v_desc, sum_dk, sum_dv, bounds, first_kv_head, heads, key_tiles, scale,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """dk and dv [S, some K, D] of one tile of keys from its diagonal block, causal; float32 where more is added."""
     pid, part = tl.program_id(0), tl.program_id(1)
     block = pid // key_tiles
@@ -99,33 +85,10 @@ def dkdv_diagonal(
 
 @triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_slot", "head_slots"])
 def pack(
-    q,
-    dout,
-    stats,
-    packed_q,
-    packed_dout,
-    packed_lse,
-    packed_delta,
-    position_of,
-    slots,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    heads,
-    first_kv_head,
-    first_slot,
-    head_slots,
-    stride_t,
-    STORE_POSITIONS: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-):
+    q, dout, stats, packed_q, packed_dout, packed_lse, packed_delta, position_of, slots, list_of_tile, last_tile, begin,
+    end, bounds, lists, blocks, heads, first_kv_head, first_slot, head_slots, stride_t,
+    STORE_POSITIONS: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
     """One row tile of one list: its rows to packed_q and packed_dout [tiles * M, D], their stats to [tiles * M].
 
     STORE_POSITIONS: rows of its slots, to position_of [kv heads, head_slots].
@@ -159,28 +122,10 @@ def pack(
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "split"])
 def dkdv_history(
-    q_desc,
-    dout_desc,
-    lse_desc,
-    delta_desc,
-    k_desc,
-    v_desc,
-    part_dk,
-    part_dv,
-    list_of_split,
-    first_split,
-    last_tile,
-    bounds,
-    lists,
-    blocks,
-    first_kv_head,
-    key_tiles,
-    split,
-    scale,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, part_dk, part_dv, list_of_split, first_split, last_tile,
+    bounds, lists, blocks, first_kv_head, key_tiles, split, scale,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """float32 dk and dv of one tile of a block's keys from a split of the packed rows of its list, to part_dk and
     part_dv [splits, key tiles, N, D].
 
@@ -233,7 +178,7 @@ class PackedRows:
     delta: Tensor
 
     def descriptors(self, rows: int) -> dict[str, TensorDescriptor]:
-        """For bulk copies of tiles of these rows."""
+        """Descriptors for bulk copies of tiles of these rows."""
         tensors = {"q_desc": self.q, "dout_desc": self.dout, "lse_desc": self.lse, "delta_desc": self.delta}
         return {
             name: TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *x.shape[1:]])

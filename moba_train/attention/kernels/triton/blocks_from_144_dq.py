@@ -21,23 +21,9 @@ from moba_train.attention.protocol import Gradients
 
 @triton.jit
 def _dq_tile(
-    q_MD,
-    dout_MD,
-    lse_M,
-    delta_M,
-    last_M,
-    k_desc,
-    v_desc,
-    start,
-    length,
-    column,
-    scale,
-    DIAGONAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q_MD, dout_MD, lse_M, delta_M, last_M, k_desc, v_desc, start, length, column, scale,
+    DIAGONAL: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """dq [M, D] of one tile from the rows start .. start + length of k; DIAGONAL: a row sees no keys after `last_M`."""
     dq_MD = tl.zeros([M, D], tl.float32)
     for j in tl.range(0, length, N):
@@ -57,34 +43,11 @@ def _dq_tile(
 
 @triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_slot", "head_slots"])
 def dq_history(
-    q,
-    dout,
-    stats,
-    k_desc,
-    v_desc,
-    partial_dq,
-    slots,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    heads,
-    first_kv_head,
-    first_slot,
-    head_slots,
-    stride_t,
-    scale,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, dout, stats, k_desc, v_desc, partial_dq, slots, list_of_tile, last_tile, begin, end, bounds, lists, blocks,
+    heads, first_kv_head, first_slot, head_slots, stride_t, scale,
+    PARTIAL: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One row tile of one list: each slot's part of dq, in the order of the work range's slots."""
     which, first, stop = tile_of_program(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, M)
     if which >= lists:
@@ -102,44 +65,18 @@ def dq_history(
     token = row // G
     q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, token, kv_head * G + row % G, heads, ok, stride_t, D)
     dq_MD = _dq_tile(
-        q_MD,
-        dout_MD,
-        lse_M,
-        delta_M,
-        None,
-        k_desc,
-        v_desc,
-        start,
-        length,
-        kv_head * D,
-        scale,
-        DIAGONAL=False,
-        EVEN=BLOCK % N == 0 and not PARTIAL,
-        D=D,
-        M=M,
-        N=N,
-    )
+        q_MD, dout_MD, lse_M, delta_M, last_M=None, k_desc=k_desc, v_desc=v_desc, start=start, length=length,
+        column=kv_head * D, scale=scale, DIAGONAL=False, EVEN=BLOCK % N == 0 and not PARTIAL, D=D, M=M, N=N,
+    )  # fmt: skip
     offset = part.to(tl.int64) * head_slots + (slot - first_slot)
     tl.store(partial_dq + offset[:, None] * D + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def dq_diagonal(
-    q,
-    dout,
-    stats,
-    k_desc,
-    v_desc,
-    dq,
-    bounds,
-    tiles,
-    stride_t,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, dout, stats, k_desc, v_desc, dq, bounds, tiles, stride_t, scale,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One row tile of one diagonal block, causal: dq [T, H, D]."""
     pid, kv_head = tl.program_id(0), tl.program_id(1)
     block, tile = pid // tiles, tiles - 1 - pid % tiles
@@ -154,24 +91,12 @@ def dq_diagonal(
     head = kv_head * G + row % G
     q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, at_M, head, heads, ok, stride_t, D)
     shift -= key_shift
+    last_M = tl.minimum(at_M + shift, stop - 1)
+    length = tl.minimum(stop - start, first + (tile * M + M - 1) // G + 1 + shift - start)
     dq_MD = _dq_tile(
-        q_MD,
-        dout_MD,
-        lse_M,
-        delta_M,
-        tl.minimum(at_M + shift, stop - 1),
-        k_desc,
-        v_desc,
-        start,
-        tl.minimum(stop - start, first + (tile * M + M - 1) // G + 1 + shift - start),
-        kv_head * D,
-        scale,
-        DIAGONAL=True,
-        EVEN=False,
-        D=D,
-        M=M,
-        N=N,
-    )
+        q_MD, dout_MD, lse_M, delta_M, last_M=last_M, k_desc=k_desc, v_desc=v_desc, start=start, length=length,
+        column=kv_head * D, scale=scale, DIAGONAL=True, EVEN=False, D=D, M=M, N=N,
+    )  # fmt: skip
     offset = (at_M.to(tl.int64) * heads + head) * D
     tl.store(dq + offset[:, None] + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
 

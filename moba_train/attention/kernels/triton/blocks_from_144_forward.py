@@ -28,21 +28,10 @@ from moba_train.attention.kernels.triton.spans import SpanCall
 
 @triton.jit
 def _attend_tile(
-    q_MD,
-    last_M,
-    k_desc,
-    v_desc,
-    start,
-    length,
-    column,
-    scale_log2,
-    DIAGONAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
+    q_MD, last_M, k_desc, v_desc, start, length, column, scale_log2,
+    DIAGONAL: tl.constexpr, EVEN: tl.constexpr, PARTIAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
-):
+):  # fmt: skip
     """(out [M, D] normalised, lse [M], natural) of one tile over the rows start .. start + length of k.
 
     DIAGONAL: a row sees no keys after `last_M`. PARTIAL: some rows may see no key, and get (0, -inf).
@@ -71,32 +60,11 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "first_slot", "head_slots"])
 def forward_history(
-    q,
-    k_desc,
-    v_desc,
-    partial_out,
-    partial_lse,
-    slots,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    first_kv_head,
-    first_slot,
-    head_slots,
-    stride_t,
-    scale_log2,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, k_desc, v_desc, partial_out, partial_lse, slots, list_of_tile, last_tile, begin, end, bounds, lists, blocks,
+    first_kv_head, first_slot, head_slots, stride_t, scale_log2,
+    PARTIAL: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One row tile of one list: the partial (out, lse) of each slot, in the order of the work range's slots."""
     which, first, stop = tile_of_program(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, M)
     if which >= lists:
@@ -116,21 +84,9 @@ def forward_history(
     at = token.to(tl.int64) * stride_t + (kv_head * G + row % G) * D
     q_MD = tl.load(q + at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
     out_MD, lse_M = _attend_tile(
-        q_MD,
-        None,
-        k_desc,
-        v_desc,
-        start,
-        length,
-        kv_head * D,
-        scale_log2,
-        DIAGONAL=False,
-        EVEN=BLOCK % N == 0 and not PARTIAL,
-        PARTIAL=False,
-        D=D,
-        M=M,
-        N=N,
-    )
+        q_MD, last_M=None, k_desc=k_desc, v_desc=v_desc, start=start, length=length, column=kv_head * D,
+        scale_log2=scale_log2, DIAGONAL=False, EVEN=BLOCK % N == 0 and not PARTIAL, PARTIAL=False, D=D, M=M, N=N,
+    )  # fmt: skip
     offset = part.to(tl.int64) * head_slots + (slot - first_slot)
     tl.store(partial_out + offset[:, None] * D + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
     tl.store(partial_lse + offset, lse_M, mask=ok)
@@ -138,22 +94,9 @@ def forward_history(
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def forward_diagonal(
-    q,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    bounds,
-    tokens,
-    tiles,
-    stride_t,
-    scale_log2,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, k_desc, v_desc, out, lse, bounds, tokens, tiles, stride_t, scale_log2,
+    PARTIAL: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One row tile of one diagonal block, causal: out [T, H, D] and lse [H, T]."""
     pid, kv_head = tl.program_id(0), tl.program_id(1)
     block, tile = pid // tiles, tiles - 1 - pid % tiles  # the last rows see the most keys: they go first
@@ -172,21 +115,9 @@ def forward_diagonal(
     q_MD = tl.load(q + at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
     length = tl.minimum(stop - start, first + (tile * M + M - 1) // G + 1 + (shift - key_shift) - start)
     out_MD, lse_M = _attend_tile(
-        q_MD,
-        last_M,
-        k_desc,
-        v_desc,
-        start,
-        length,
-        kv_head * D,
-        scale_log2,
-        DIAGONAL=True,
-        EVEN=False,
-        PARTIAL=PARTIAL,
-        D=D,
-        M=M,
-        N=N,
-    )
+        q_MD, last_M=last_M, k_desc=k_desc, v_desc=v_desc, start=start, length=length, column=kv_head * D,
+        scale_log2=scale_log2, DIAGONAL=True, EVEN=False, PARTIAL=PARTIAL, D=D, M=M, N=N,
+    )  # fmt: skip
     offset = (at_M.to(tl.int64) * heads + head) * D
     tl.store(out + offset[:, None] + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
     tl.store(lse + head.to(tl.int64) * tokens + at_M, lse_M, mask=ok)

@@ -58,38 +58,11 @@ def _softmax(s_MN, v_ND, scale_log2, PARTIAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "tokens", "first_slot", "head_slots"])
 def forward_to_128(
-    q,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    slots,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    first_kv_head,
-    heads,
-    tokens,
-    first_slot,
-    head_slots,
-    stride_t,
-    scale_log2,
-    DIAGONAL: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, k_desc, v_desc, out, lse, partial_out, partial_lse, slots, list_of_tile, last_tile, begin, end, bounds, lists,
+    blocks, first_kv_head, heads, tokens, first_slot, head_slots, stride_t, scale_log2,
+    DIAGONAL: tl.constexpr, PARTIAL: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One split: the partial (out, lse) of each slot; if DIAGONAL, with a list's first split out [T, H, D], lse [H, T]
     of the diagonal block, in the work range that has the first slots."""
     which, _, number, first, last = _split(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, SPLIT)
@@ -146,43 +119,11 @@ def _gradients(q_MD, dout_MD, p_NM, dp_NM, delta_M, k_ND, dk_ND, dv_ND):
 
 @triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "first_slot", "head_slots"])
 def backward_to_128(
-    q,
-    dout,
-    stats,
-    k_desc,
-    v_desc,
-    dq,
-    dk,
-    dv,
-    partial_dq,
-    part_dk,
-    part_dv,
-    first_split,
-    slots,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    first_kv_head,
-    heads,
-    first_slot,
-    head_slots,
-    stride_t,
-    scale,
-    DIAGONAL: tl.constexpr,
-    SUM: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, dout, stats, k_desc, v_desc, dq, dk, dv, partial_dq, part_dk, part_dv, first_split, slots, list_of_tile,
+    last_tile, begin, end, bounds, lists, blocks, first_kv_head, heads, first_slot, head_slots, stride_t, scale,
+    DIAGONAL: tl.constexpr, SUM: tl.constexpr, PARTIAL: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One split: each slot's part of dq, and dk and dv [S, K, D]; if DIAGONAL, with a list's first split the diagonal
     block and its dq [T, H, D], in the work range that has the first slots.
 

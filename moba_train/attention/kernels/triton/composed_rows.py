@@ -146,23 +146,10 @@ def _part(call: BlockCall, lists: BlockLists, work: WorkRange, table: TileTable,
 
 @triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_slot", "head_slots"])
 def _find_rows(
-    row_of,
-    position_of,
-    slots,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    lists,
-    blocks,
-    heads,
-    first_kv_head,
-    first_slot,
+    row_of, position_of, slots, list_of_tile, last_tile, begin, end, lists, blocks, heads, first_kv_head, first_slot,
     head_slots,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    M: tl.constexpr,
-):
+    G: tl.constexpr, HISTORY: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
     """One tile of one list: the rows it gathers, and the positions of its slots."""
     tile = tl.program_id(0)
     which, first, stop = tile_of_program(tile, list_of_tile, last_tile, begin, end, lists, M)

@@ -49,7 +49,7 @@ def choose_blocks(
         blocks=blocks,
         forced_first=first,
         forced_local=local,
-        count=history_blocks,
+        history_blocks=history_blocks,
         KEPT=triton.next_power_of_2(history_blocks),
         M=rows,
         N=width,
@@ -58,21 +58,11 @@ def choose_blocks(
     return chosen_HtC
 
 
-@triton.jit(do_not_specialize=["queries", "blocks", "forced_first", "forced_local", "count"])
+@triton.jit(do_not_specialize=["queries", "blocks", "forced_first", "forced_local", "history_blocks"])
 def _choose(
-    scores,
-    own,
-    first,
-    chosen,
-    queries,
-    blocks,
-    forced_first,
-    forced_local,
-    count,
-    KEPT: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    scores, own, first, chosen, queries, blocks, forced_first, forced_local, history_blocks,
+    KEPT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     LOWEST_KEY: tl.constexpr = -0x80000000
     query_M = tl.program_id(0) * M + tl.arange(0, M)
     ok_M = query_M < queries
@@ -89,24 +79,24 @@ def _choose(
     key = tl.where(score == float("-inf"), LOWEST_KEY, key)
     key = tl.where(history & forced, 0x7FFFFFFF, key)
 
-    # The highest number that `count` keys reach: its sign first, then bit by bit.
+    # The highest number that `history_blocks` keys reach: its sign first, then bit by bit.
     reach_M = tl.sum((key >= 0).to(tl.int32), 1)
-    bar_M = tl.where(reach_M >= count, 0, LOWEST_KEY)
+    bar_M = tl.where(reach_M >= history_blocks, 0, LOWEST_KEY)
     for bit in tl.range(0, 31):
         higher_M = bar_M + (1 << (30 - bit))
         reach_M = tl.sum((key >= higher_M[:, None]).to(tl.int32), 1)
-        bar_M = tl.where(reach_M >= count, higher_M, bar_M)
+        bar_M = tl.where(reach_M >= history_blocks, higher_M, bar_M)
 
     above = key > bar_M[:, None]
     equal = (key == bar_M[:, None]) & (key != LOWEST_KEY)
-    missing_M = count - tl.sum(above.to(tl.int32), 1)
+    missing_M = history_blocks - tl.sum(above.to(tl.int32), 1)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= missing_M[:, None]))
     position = tl.cumsum(taken.to(tl.int32), 1) - 1
-    out_M1 = chosen + row_M[:, None] * count
+    out_M1 = chosen + row_M[:, None] * history_blocks
     tl.store(out_M1 + position, tl.broadcast_to(block_N[None, :], (M, N)), mask=taken & ok_M[:, None])
     taken_M = tl.sum(taken.to(tl.int32), 1)
     kept_S = tl.arange(0, KEPT)
-    unused = (kept_S[None, :] >= taken_M[:, None]) & (kept_S < count)[None, :] & ok_M[:, None]
+    unused = (kept_S[None, :] >= taken_M[:, None]) & (kept_S < history_blocks)[None, :] & ok_M[:, None]
     tl.store(out_M1 + kept_S[None, :], tl.full([M, KEPT], -1, tl.int32), mask=unused)
 
 
@@ -171,17 +161,9 @@ def found_ids(best_MS, HISTORY: tl.constexpr, KEPT: tl.constexpr):
 
 @triton.jit
 def store_ids(
-    selected,
-    id_MS,
-    token,
-    ok,
-    tokens,
-    head,
-    GROUP: tl.constexpr,
-    G: tl.constexpr,
-    HISTORY: tl.constexpr,
-    KEPT: tl.constexpr,
-):
+    selected, id_MS, token, ok, tokens, head,
+    GROUP: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
     """Store to selected [heads, T, HISTORY], ascending, -1 behind; an absent id is 0x7FFFFFFF. GROUP: for all heads of
     a group."""
     kept = tl.arange(0, KEPT)

@@ -48,22 +48,9 @@ def _rows_and_spans(first, end, tokens, keys, G: tl.constexpr, M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
 def forward_spans(
-    q,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    first,
-    end,
-    tokens,
-    keys,
-    stride_t,
-    scale_log2,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, k_desc, v_desc, out, lse, first, end, tokens, keys, stride_t, scale_log2,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One tile of rows: out [T, H, D] and lse [H, T]; (0, -inf) for rows without keys."""
     at_M, head, ok, first_M, end_M, low, high = _rows_and_spans(first, end, tokens, keys, G, M)
     column = tl.arange(0, D)
@@ -93,23 +80,9 @@ def forward_spans(
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
 def dq_spans(
-    q,
-    dout,
-    stats,
-    k_desc,
-    v_desc,
-    dq,
-    first,
-    end,
-    tokens,
-    keys,
-    stride_t,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, dout, stats, k_desc, v_desc, dq, first, end, tokens, keys, stride_t, scale,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One tile of rows: dq [T, H, D]."""
     at_M, head, ok, first_M, end_M, low, high = _rows_and_spans(first, end, tokens, keys, G, M)
     heads = tl.num_programs(1) * G
@@ -129,25 +102,9 @@ def dq_spans(
 
 @triton.jit(do_not_specialize=["first_kv_head", "heads", "tokens", "keys"])
 def dkdv_spans(
-    q_desc,
-    dout_desc,
-    stats,
-    k_desc,
-    v_desc,
-    sum_dk,
-    sum_dv,
-    first,
-    end,
-    first_kv_head,
-    heads,
-    tokens,
-    keys,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q_desc, dout_desc, stats, k_desc, v_desc, sum_dk, sum_dv, first, end, first_kv_head, heads, tokens, keys, scale,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One tile of keys: float32 dk and dv [S, some K, D]. `first`, `end`: each key's first query, one past its last."""
     key = tl.program_id(0) * N + tl.arange(0, N)
     part = tl.program_id(1)
