@@ -66,12 +66,12 @@ def deterministic_fill() -> bool:
 
 
 def set_deterministic_fill(value: bool) -> None:
-    """As `deterministic_fill`. Tried with torch 2.11 and 2.13. Without it: the same."""
+    """Setter of `deterministic_fill`. Tried with torch 2.11 and 2.13. Without it: the same."""
     torch._C._set_deterministic_fill_uninitialized_memory(value)
 
 
 def set_deterministic_algorithms(value: bool, *, warn_only: bool) -> None:
-    """As `deterministic_fill`. Tried with torch 2.11 and 2.13. Without it: the same."""
+    """Switch of deterministic kernels alone. Tried with torch 2.11 and 2.13. Without it: the same."""
     torch._C._set_deterministic_algorithms(value, warn_only=warn_only)
 
 
@@ -123,6 +123,6 @@ def inductor_config() -> Any:
 
 
 def pipeline_transfers_with_products() -> None:
-    """Of tensor parallelism, in code that is compiled from now on. Tried with torch 2.11 and 2.13. Without it: no
-    `tp_overlap` (parallel/tensor.py)."""
+    """Hide tensor parallelism's transfers behind products in code that is compiled from now on. Tried with torch 2.11
+    and 2.13. Without it: no `tp_overlap` (parallel/tensor.py)."""
     inductor_config()._micro_pipeline_tp = True

@@ -31,7 +31,7 @@ class AttendsToBlocks(Protocol):
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) over the own and the selected blocks."""
+        """(out, lse) over the diagonal and the selected blocks."""
         ...
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
@@ -145,7 +145,7 @@ class GivenBlocks(LocalAttention, TakesSelection, Probed):
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection
     ) -> tuple[Tensor, Tensor]:
-        """(out [T, H, D], lse [H, T]) over the given keys of the own and the selected blocks."""
+        """(out [T, H, D], lse [H, T]) over the given keys of the diagonal and the selected blocks."""
         return self.blocks.attend(q_THD, k_SKD, v_SKD, layout, selection)
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:

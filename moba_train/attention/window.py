@@ -43,13 +43,13 @@ class Band:
 
     @property
     def ends_together(self) -> bool:
-        """Whether the last query's own key is the last key: where the kernels' causal masks end."""
+        """True if the last query's own key is the last key, at which the kernels' causal masks end."""
         return self.queries.stop == self.keys.stop
 
 
 def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
     """(query heads, the key/value heads they share) that a backward pass takes at once, so that its memory, several
-    times that of their queries, stays small beside that of all queries."""
+    times that of their queries, stays small compared with that of all queries."""
     kv_heads = k_SKD.shape[1]
     group = q_THD.shape[1] // kv_heads
     together = max(1, _ROWS_AT_ONCE // max(1, q_THD.shape[0] * group))
@@ -97,7 +97,7 @@ class WindowAttention(LocalAttention):
         return None
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """Nothing: the window follows from the tokens' places."""
+        """Nothing: the window follows from the tokens' positions."""
         return ()
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:

@@ -134,7 +134,7 @@ class SummedBlocks:
         if self.own:
             yield selected_mask(selected_HTC[..., :0], layout, self.block_size), None
         for slot in range(selected_HTC.shape[2]):
-            mask = selected_mask(selected_HTC[..., slot : slot + 1], layout, self.block_size, own=False)
+            mask = selected_mask(selected_HTC[..., slot : slot + 1], layout, self.block_size, diagonal=False)
             yield mask, None if weights_HTC is None else weights_HTC[..., slot]
 
     def _composes(self, q_THD: Tensor, layout: Layout) -> bool:

@@ -7,6 +7,7 @@ import torch
 
 from moba_train.attention.kernels.common import call, reference
 from moba_train.attention.kernels.common.geometry import block_bound
+from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import tile_shapes, work_ranges
 from moba_train.attention.kernels.triton import backend, blocks_from_144_dkdv, blocks_from_144_forward, blocks_to_128
 from moba_train.attention.layout import Layout, TokenRange
@@ -54,13 +55,13 @@ def test_selection_lists_output_and_gradients_equal_the_reference(lengths, heads
     q, k = tensors[:2]
     pooled = ours.summarize(k, layout)
     assert torch.equal(pooled, pool_keys(k, layout, options["block_size"]))
-    got, (selected, entries, starts) = run(ours, tensors, layout)
+    got, (selected, slots, starts) = run(ours, tensors, layout)
     selection = reference.select(q, pooled, layout)
     assert torch.equal(selected, selection[0])
-    shown = ours.describe_selection((selected, entries, starts), layout)
+    shown = ours.describe_selection((selected, slots, starts), layout)
     assert shown.values == reference.describe_selection(selection, layout).values
     if selected.numel():
-        check_lists(selected, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
+        check_lists(selected, slots, starts, kv_heads, block_bound(layout, options["block_size"]))
     want = exact(tensors, layout, selected, options["block_size"], ours.scale)
     limit = 2e-6 if dtype == torch.float32 else 1e-3
     assert_results(got, want, limit)
@@ -129,7 +130,7 @@ def test_lists_of_several_splits_are_summed(block_size, monkeypatch):
 @pytest.mark.parametrize(("block_size", "limit"), [(64, 1000), (144, 2100)])
 def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeypatch):
     """Bounded buffers: by key/value heads, and by ranges of queries where one head's partial results are too many."""
-    lengths = [300, 45]  # 2,070 entries in two chunks for each key/value head
+    lengths = [300, 45]  # 2,070 slots in two chunks for each key/value head
     tensors, layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", 64, block_size=block_size, topk=4)
     want, selection = run(ours, tensors, layout)
@@ -175,3 +176,13 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(long, monkeypatch):
     state = BackwardState(dout, q, k, v, out, lse)
     want = [out, lse, *reference.attend_backward(state, layout, selection, **options)]
     assert_results(got, want)
+
+
+def test_the_lists_of_three_short_documents_are_those_of_the_example():
+    """The example in the docstring of common/lists.py, by the kernels."""
+    selected = torch.full((2, 17, 1), -1, dtype=torch.int32)
+    selected[:, 4], selected[:, 12:16], selected[0, 16], selected[1, 16] = 0, 3, 4, 3
+    slots, starts = backend.block_lists(selected, layout_of([5, 3, 9], "cpu"), 1, 4)
+    lists = BlockLists.from_tensors(slots, starts, selected, 1, 7)
+    assert slots[:12].tolist() == [8, 9, 24, 25, 26, 27, 28, 29, 30, 31, 33, 32]
+    assert starts[:: lists.chunks].tolist() == [0, 2, 2, 2, 11, 12, 12, 12]

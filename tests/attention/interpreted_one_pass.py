@@ -55,7 +55,7 @@ def gradients(lengths, heads, kv_heads, dtype, options):
 )
 def test_gradients_in_one_pass_equal_the_reference(lengths, heads, kv_heads, options, split, own, monkeypatch):
     monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", split)
-    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "own_in_one_pass", lambda self: own)
+    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "diagonal_in_one_pass", lambda self: own)
     got, want = gradients(lengths, heads, kv_heads, torch.float32, options)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b) < 2e-6, name
@@ -68,7 +68,7 @@ def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(limit, sp
     monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", split)
     shape = TileShape(16, 64, 4, 2)
     monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, b), dkdv=shape, dkdv_diagonal=shape))
-    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "own_in_one_pass", lambda self: True)
+    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "diagonal_in_one_pass", lambda self: True)
     monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_128_gradients.py")
     monkeypatch.setattr(BlockCall, "limit", limit)
     got, want = gradients([300, 90], 6, 2, torch.float32, {"block_size": 64, "topk": 4})

@@ -57,31 +57,36 @@ def test_lists_are_packed_in_order_and_filled_up():
     lengths, block_size, rows = [200, 70, 129], 64, 32
     (q, k, v, dout), layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
-    selected, entries, starts = ours.select(q, ours.summarize(k, layout), layout)
+    selected, slots, starts = ours.select(q, ours.summarize(k, layout), layout)
     sizes = call.BlockCall.from_tensors(q, k, v, layout, selected, block_size, ours.scale)
     sizes = replace(sizes, shapes=replace(sizes.shapes, dkdv=TileShape(rows, 64, 4, 2)))
     blocks = sizes.tables.blocks
-    lists = BlockLists.from_tensors(entries, starts, selected, 2, blocks)
+    lists = BlockLists.from_tensors(slots, starts, selected, 2, blocks)
     stats = torch.randn(399, 4, 2)
     work = blocks_from_144_dkdv.PackedDkdv(sizes, dout, stats, lists)
     (whole,) = work_ranges(lists, 2, 10**9)
-    room = work.room([whole])
+    packed = work.allocate([whole])
     (table,) = work.tables([whole])
-    work.pack(whole, table, room)
+    work.pack(whole, table, packed)
     tiles = table.last_tile.tolist()
     begin, end = (x.tolist() for x in list_bounds(lists))
     assert {0, 2} <= {stop - first for first, stop in zip(begin, end, strict=True)}
     for which, (first, stop) in enumerate(zip(begin, end, strict=True)):
-        place = rows * (tiles[which - 1] if which else 0)
-        used = slice(place, place + stop - first)
+        first_row = rows * (tiles[which - 1] if which else 0)
+        used = slice(first_row, first_row + stop - first)
         filling = slice(used.stop, rows * tiles[which])
-        row = entries[first:stop] // selected.shape[2]
+        row = slots[first:stop] // selected.shape[2]
         token, head = row // 2, which // blocks * 2 + row % 2
-        for mine, theirs in ((room.q, q), (room.dout, dout), (room.lse, stats[..., 0]), (room.delta, stats[..., 1])):
+        for mine, theirs in (
+            (packed.q, q),
+            (packed.dout, dout),
+            (packed.lse, stats[..., 0]),
+            (packed.delta, stats[..., 1]),
+        ):
             assert torch.equal(mine[used], theirs[token, head])
         assert filling.stop - filling.start < rows
-        assert not any(x[filling].any() for x in (room.q, room.dout, room.delta))
-        assert room.lse[filling].isposinf().all()
+        assert not any(x[filling].any() for x in (packed.q, packed.dout, packed.delta))
+        assert packed.lse[filling].isposinf().all()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +98,7 @@ def test_lists_are_packed_in_order_and_filled_up():
     ],
 )
 def test_launches_of_one_pass_add_up(heads, kv_heads, options, own, keys, monkeypatch):
-    """Packed rows, places, turns and sums; the two kernels' arithmetic is PyTorch's here."""
+    """Packed rows, their positions, the order of sums; the two kernels' arithmetic is PyTorch's here."""
     shape = replace(tile_shapes(64, 4096), dkdv=TileShape(64, keys, 8, 3))
     monkeypatch.setattr(call, "tile_shapes", lambda d, b: shape)
     one_pass_model.use(monkeypatch, own=own)

@@ -84,5 +84,5 @@ def use(monkeypatch: Any, *, own: bool) -> None:
     """Long blocks take one pass, with the functions here in place of its kernels; `own`: for the own blocks, too."""
     monkeypatch.setattr(blocks_256_to_4096_gradients, "backward_history", Launcher(backward_history))
     monkeypatch.setattr(blocks_256_to_4096_gradients, "backward_diagonal", Launcher(backward_diagonal))
-    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "own_in_one_pass", lambda self: own)
+    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "diagonal_in_one_pass", lambda self: own)
     monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_256_to_4096_gradients.py")

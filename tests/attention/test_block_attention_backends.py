@@ -71,7 +71,7 @@ def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason():
 
 def test_flash_shares_the_selection_kernels_where_they_can_run():
     def pick(wanted: str, x: torch.Tensor, count: int = 2):
-        return pick_selector(wanted, x, packed([1], "cpu"), block_size=64, count=count)
+        return pick_selector(wanted, x, packed([1], "cpu"), block_size=64, history_blocks=count)
 
     assert pick("composed", q(128)) == "triton"
     assert pick("composed", q(96)) is gate

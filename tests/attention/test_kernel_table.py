@@ -1,5 +1,6 @@
 """The table of kernels from plain facts: no GPU, no tensor."""
 
+import doctest
 import re
 import warnings
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def test_auto_takes_the_best_backend_of_a_stage_and_says_why(given, order, why):
             facts(dtype=torch.float32),
             "'composed', which cannot run: flash-attn-4: dtype .*; allowed: auto, ref",
         ),
-        ("cuda", facts(), "given 'cuda', allowed: auto, triton, composed, reference"),
+        ("cuda", facts(), "given 'cuda'; allowed: auto, triton, composed, reference"),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_key_reason_and_what_is_allowed(wanted, given, message):
@@ -165,6 +166,14 @@ def test_no_other_file_of_attention_asks_for_a_capability_or_a_release():
         if asks.search(path.read_text())
     }
     assert found == {"attention/kernels/table.py"}
+
+
+def test_the_example_of_the_lists_is_true():
+    pytest.importorskip("triton")
+    from moba_train.attention.kernels.common import lists
+
+    result = doctest.testmod(lists)
+    assert (result.failed, result.attempted > 8) == (0, True)
 
 
 def test_the_page_shows_the_table():

@@ -35,12 +35,13 @@ SHARED_LIMIT = 227 * 1024
 HALF = "windows q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
 HALF += ["q_index", "k_index"]
 FLOATS = [
-    *("partial_lse", "lse", "own_lse", "stats", "packed_lse", "packed_delta", "sums", "scores", "weights"),
-    *("sum_dk", "sum_dv", "own_dk", "own_dv", "part_dk", "part_dv", "logits", "mass", "dlogits", "maxima"),
+    *("partial_lse", "lse", "diagonal_lse", "stats", "packed_lse", "packed_delta", "sums", "scores", "weights"),
+    *("sum_dk", "sum_dv", "diagonal_dk", "diagonal_dv", "part_dk", "part_dv", "logits", "mass", "dlogits", "maxima"),
 ]
 INTEGERS = (
     *("chosen", "first_unit"),
     *(
+        "slots",
         "entries",
         "list_of_tile",
         "last_tile",
@@ -49,8 +50,34 @@ INTEGERS = (
         "last_split",
         "first_split",
     ),
-    *("begin", "end", "bounds", "selected", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
-    *("place", "row_of", "totals", "starts", "ends", "numbers", "best", "token_of", "edges", "seen_from", "seen_to"),
+    *(
+        "begin",
+        "end",
+        "bounds",
+        "selected",
+        "own",
+        "diagonal",
+        "block_of",
+        "first",
+        "marks",
+        "counts",
+        "cursors",
+        "cu_seqlens",
+        "first_of",
+    ),
+    *(
+        "position_of",
+        "row_of",
+        "totals",
+        "starts",
+        "ends",
+        "numbers",
+        "best",
+        "token_of",
+        "edges",
+        "seen_from",
+        "seen_to",
+    ),
     "ids",
 )
 TABLES = {"COUNTED": 2, "LISTS": 64, "FILL": 128}
@@ -108,7 +135,7 @@ def shared_in_place(ttgir: str) -> set[str]:
 
 
 def test_what_threads_share_is_found():
-    compiled = compile_for_hopper(lists._place, {"G": 4, "C": 7, "TILE": 64})
+    compiled = compile_for_hopper(lists._scatter, {"G": 4, "HISTORY": 7, "TILE": 64})
     assert shared_in_place(compiled.asm["ttgir"]) == {"cursors"}
 
 
@@ -205,7 +232,7 @@ def fits(
 def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, dtype, tmp_path):
     shape = tile_shapes(head_dim, 4096)
     call = {"PARTIAL": partial}
-    history = {**call, "C": 11, "BLOCK": 4096}
+    history = {**call, "HISTORY": 11, "BLOCK": 4096}
     for kernel, tile, more, allowed in (
         (blocks_from_144_forward.forward_diagonal, shape.diagonal, call, 32),
         (blocks_from_144_forward.forward_history, shape.forward, history, 64),
@@ -238,7 +265,7 @@ def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, head_dim,
 
     function, more = {
         "history": (blocks_256_to_4096_gradients.backward_history, {}),
-        "gathered": (blocks_128_gradients.backward_gathered, {"G": 4, "C": 7}),
+        "gathered": (blocks_128_gradients.backward_gathered, {"G": 4, "HISTORY": 7}),
         "own": (blocks_256_to_4096_gradients.backward_diagonal, {"G": 4}),
     }[kernel]
     shape, registers = tile_shapes(head_dim, 512).dkdv, blocks_256_to_4096_gradients.REGISTERS
@@ -326,7 +353,7 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_si
     shape = tile_shapes(head_dim, block_size)
     # False: with spans in their place, and gradients in ranges of queries.
     for own in (True, False) if (dtype, partial, block_size) == ("bf16", False, 64) else (True,):
-        call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPLIT": 4096, "OWN": own}
+        call = {"PARTIAL": partial, "HISTORY": 7, "BLOCK": block_size, "SPLIT": 4096, "DIAGONAL": own}
         constants = sizes(shape.short_forward, head_dim, **call)
         fits(blocks_to_128.forward_to_128, constants, shape.short_forward, dtype, 128, tmp_path)
         constants = sizes(shape.short_backward, head_dim, **call, SUM=not own)
@@ -336,15 +363,15 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_si
 def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
     """Whatever kernels reserve must not grow with the number of selected blocks."""
     long, short = tile_shapes(128, 4096), tile_shapes(128, 128)
-    sizes_of = {"PARTIAL": True, "C": 127}
+    sizes_of = {"PARTIAL": True, "HISTORY": 127}
     for kernel, tile, more, allowed in (
         (blocks_from_144_forward.forward_history, long.forward, {"BLOCK": 4096}, 64),
         (blocks_from_144_dq.dq_history, long.dq, {"BLOCK": 4096}, 32),
-        (blocks_to_128.forward_to_128, short.short_forward, {"BLOCK": 128, "SPLIT": 4096, "OWN": True}, 128),
+        (blocks_to_128.forward_to_128, short.short_forward, {"BLOCK": 128, "SPLIT": 4096, "DIAGONAL": True}, 128),
         (
             blocks_to_128.backward_to_128,
             short.short_backward,
-            {"BLOCK": 128, "SPLIT": 4096, "OWN": True, "SUM": True},
+            {"BLOCK": 128, "SPLIT": 4096, "DIAGONAL": True, "SUM": True},
             512,
         ),
     ):
@@ -356,7 +383,7 @@ def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
     slots = triton.next_power_of_2(count)
-    constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "C": count, "SLOTS": slots}
+    constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "HISTORY": count, "KEPT": slots}
     constants |= {"D": head_dim, "M": 64, "N": 64}
     for kernel, more in (
         (gate_kernels._select, {"LEVELS": levels}),
@@ -379,10 +406,10 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
     [
         (gate_kernels._pool, {"D": 128, "UNROLL": 16}),
         (msa._query_gradients, {"W": 128, "M": msa.QUERY_GRADIENT_ROWS}),
-        (lists._count, {"G": 4, "C": 7, "TILE": 64}),
+        (lists._count, {"G": 4, "HISTORY": 7, "TILE": 64}),
         (lists._sum_chunks, {"CHUNKS": 32, "BLOCKS": 32}),
         (lists._find_starts, {"CHUNKS": 32, "BLOCKS": 32}),
-        (lists._place, {"G": 4, "C": 7, "TILE": 64}),
+        (lists._scatter, {"G": 4, "HISTORY": 7, "TILE": 64}),
         (tiles._tile_tables, {**TABLES, "RANKED": True, "AT_LEAST": 0, "ROWS": 64}),
         (
             tiles._tile_tables,
@@ -390,25 +417,25 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
         ),
         (lists._token_tables, {"SIZE": 256}),
         (lists._block_bounds, {"SIZE": 256}),
-        (softmax.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (softmax.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 1, "D": 16, "M": 32}),
-        (softmax.combine_dq, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 1, "D": 16, "M": 32}),
-        (softmax.combine_dq, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (softmax.combine_out, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
-        (softmax.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
-        (composed_rows._place_rows, {"G": 4, "C": 11, "M": 64}),
+        (softmax.combine_out, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 7, "D": 128, "M": 32}),
+        (softmax.combine_out, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 1, "D": 16, "M": 32}),
+        (softmax.combine_dq, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 1, "D": 16, "M": 32}),
+        (softmax.combine_dq, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 7, "D": 128, "M": 32}),
+        (softmax.combine_out, {"PARTIAL": False, "INDIRECT": True, "G": 4, "HISTORY": 11, "D": 128, "M": 32}),
+        (softmax.combine_dq, {"PARTIAL": False, "INDIRECT": True, "G": 4, "HISTORY": 11, "D": 128, "M": 32}),
+        (composed_rows._find_rows, {"G": 4, "HISTORY": 11, "M": 64}),
         (composed_rows._gather, {"D": 128, "M": 64}),
         (softmax.sum_splits, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
         (softmax.sum_splits, {"ADD": False, "D": 128, "N": 128, "KEYS": 16}),
         (softmax.prepare, {"D": 128, "M": 32}),
-        (blocks_from_144_dkdv.pack, {"PLACED": False, "G": 4, "C": 11, "D": 128, "M": 64}),
-        (lists._place, {"G": 4, "C": 127, "TILE": 64}),
-        (softmax.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 127, "D": 128, "M": 32}),
-        (softmax.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 127, "D": 128, "M": 32}),
-        (composed_rows._place_rows, {"G": 4, "C": 127, "M": 64}),
-        (blocks_from_144_dkdv.pack, {"PLACED": True, "G": 4, "C": 127, "D": 128, "M": 64}),
-        (highest_scores._choose, {"SLOTS": 64, "M": 8, "N": 512, "num_warps": 4}),
-        (highest_scores._choose, {"SLOTS": 64, "M": 1, "N": 16384, "num_warps": 16}),
+        (blocks_from_144_dkdv.pack, {"STORE_POSITIONS": False, "G": 4, "HISTORY": 11, "D": 128, "M": 64}),
+        (lists._scatter, {"G": 4, "HISTORY": 127, "TILE": 64}),
+        (softmax.combine_out, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 127, "D": 128, "M": 32}),
+        (softmax.combine_dq, {"PARTIAL": False, "INDIRECT": True, "G": 4, "HISTORY": 127, "D": 128, "M": 32}),
+        (composed_rows._find_rows, {"G": 4, "HISTORY": 127, "M": 64}),
+        (blocks_from_144_dkdv.pack, {"STORE_POSITIONS": True, "G": 4, "HISTORY": 127, "D": 128, "M": 64}),
+        (highest_scores._choose, {"KEPT": 64, "M": 8, "N": 512, "num_warps": 4}),
+        (highest_scores._choose, {"KEPT": 64, "M": 1, "N": 16384, "num_warps": 16}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

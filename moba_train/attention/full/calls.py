@@ -32,7 +32,7 @@ class QueryChunk:
     earlier: int
     """The first `earlier` rows of the keys come before the chunk, or are a single query and what comes before it."""
     own: bool
-    """Whether the next rows of the keys are the chunk's own tokens."""
+    """True if the next rows of the keys are the chunk's own tokens."""
 
     def visible(self, bottom_right: bool) -> list[tuple[slice, bool]]:
         """(rows of the keys, whether causal) of the calls that cover what the chunk sees, each key once."""

@@ -22,16 +22,16 @@ class FullBackend(Protocol):
     """One implementation; never instantiated."""
 
     bottom_right: ClassVar[bool]
-    """Whether its causal mask may have more keys than queries; otherwise they are as many in every document."""
+    """True if its causal mask may have more keys than queries; else they are as many in every document."""
 
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
-        """Whether it computes this call."""
+        """True if it computes this call."""
         ...
 
     @staticmethod
     def pays(layout: Layout) -> bool:
-        """Whether it is fast enough for this call, given that it can do it."""
+        """True if it is fast enough for this call, given that it can do it."""
         ...
 
     @staticmethod
@@ -48,7 +48,7 @@ class FullBackend(Protocol):
 class Cudnn:
     """cuDNN's fused attention on one document, or on equally long ones as a batch.
 
-    It is built anew for every new shape (tens of milliseconds), which does not pay for packed documents of any length.
+    It is built for every new shape (tens of milliseconds), which does not pay for packed documents of any length.
     Its backward pass is not reproducible, so torch's deterministic algorithms exclude it.
     """
 
@@ -194,4 +194,4 @@ BACKENDS: dict[str, type[FullBackend]] = {
     "sdpa": Sdpa,
     "reference": Reference,
 }
-"""In the order in which `auto` tries them."""
+"""Backends in the order in which `auto` tries them."""

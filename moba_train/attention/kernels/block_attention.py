@@ -53,7 +53,7 @@ class Backend(Protocol):
         block_size: int,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) over the own block, causally, and the selected ones."""
+        """(out, lse) over the diagonal block, causally, and the selected ones."""
         ...
 
     def attend_backward(
@@ -86,10 +86,10 @@ def _log_once(message: str) -> None:
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Each query and head attends to its own block, causally, and to selected earlier blocks of its document.
+    """Each query and head attends to its diagonal block, causally, and to selected earlier blocks of its document.
 
     The selector gives block ids (geometry.py), int32 [H, T, C] with C <= 127 for the kernels: ascending, history blocks
-    only, -1 behind. The own block is always attended to and not listed.
+    only, -1 behind. The diagonal block is always attended to and not listed.
     """
 
     block_size: int
@@ -127,9 +127,10 @@ class BlockAttention:
         selection: Selection,
         spans: KeySpans | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """out [T, H, D] and lse [H, T] over the own and the selected blocks, as far as their keys are given.
+        """out [T, H, D] and lse [H, T] over the diagonal and the selected blocks, as far as their keys are given.
 
-        `spans`: what each query attends to in place of its own block (`takes_spans`), none of it in a selected one.
+        `spans`: the keys that each query attends to instead of its diagonal block (`takes_spans`), none of it in a
+        selected one.
         """
         backend = self._picked(q_THD, layout, selection[0].shape[2])
         return backend.attend(q_THD, k_SKD, v_SKD, layout, selection, **self._arguments(spans))
@@ -155,7 +156,7 @@ class BlockAttention:
         return layout.cached(key, lambda: self.pick(q_THD, layout, history_blocks))
 
     def pick(self, q_THD: Tensor, layout: Layout, history_blocks: int) -> Backend:
-        """The backend for queries like these, which select at most so many blocks before their own.
+        """The backend for queries like these, which select at most `history_blocks` before their diagonal block.
 
         Raises ValueError, with the YAML key, if the wanted one cannot do the call. What `auto` takes is logged once.
         """
@@ -175,6 +176,6 @@ class BlockAttention:
             _log_once(f"{self.key}: auto takes {name}, {choice.why}")
         elif self.backend == "auto" and q_THD.is_cuda:
             slow = f"{self.key}: auto takes plain PyTorch, which is very much slower than the kernels"
-            # shown once per place, Python's default
+            # shown once for this line, Python's default
             warnings.warn(f"{slow}: {'; '.join(reasons) or choice.why}", stacklevel=2)
         return _backend(name)

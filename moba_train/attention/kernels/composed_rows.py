@@ -1,4 +1,4 @@
-"""Entries (token, head, selected block) sorted by block, in plain PyTorch: any device, any head dim (composed.py)."""
+"""Query slots (token, head, j-th selected block) sorted by block, in plain PyTorch: any device, any head dim."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ _ROWS_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class SortedPart:
-    """The entries of some heads and a range of tokens, list by list: a list for every pair of a key/value head and a
+    """The slots of some heads and a range of tokens, list by list: a list for every pair of a key/value head and a
     block."""
 
     heads: slice
     tokens: slice
-    entries: int
+    slots: int
     rows: Tensor
-    """int64 [E]: the query row (token x heads + head) of every entry; one row more than entries if some slots name no
-    block: all of these have their place there."""
-    place_thC: Tensor
-    """int64: place of each slot's entry among the entries."""
+    """int64 [E]: the query row (token x heads + head) of every slot; one row more than slots if some slots name no
+    block: all of these have their position there."""
+    position_thC: Tensor
+    """int64: position of each slot in the lists."""
     segments: Segments
 
     def gather(self, x_rows: Tensor) -> Tensor:
@@ -36,69 +36,69 @@ class SortedPart:
         """[rows] -> [1, E]."""
         return lse_rows[self.rows].unsqueeze(0)
 
-    def merge(self, out_THD: Tensor, lse_HT: Tensor, own_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
-        """Join the own blocks' results with those of the entries, by online softmax (attention/merge.py): out in place,
-        lse written."""
-        part_ED[self.entries :] = 0.0
-        part_E[self.entries :] = -torch.inf
-        place_thC = self.place_thC
+    def merge(self, out_THD: Tensor, lse_HT: Tensor, diagonal_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
+        """Join the diagonal blocks' results with those of the slots, by online softmax (attention/merge.py): out in
+        place, lse written."""
+        part_ED[self.slots :] = 0.0
+        part_E[self.slots :] = -torch.inf
+        position_thC = self.position_thC
         out_thD = out_THD[self.tokens, self.heads]
-        own_th1 = own_lse_HT[self.heads, self.tokens].T.unsqueeze(-1)
-        part_thC = part_E[place_thC]
-        lse_th1 = torch.cat([own_th1, part_thC], -1).logsumexp(-1, keepdim=True)
-        own_weight_th1 = (own_th1 - lse_th1).exp_()
+        diagonal_th1 = diagonal_lse_HT[self.heads, self.tokens].T.unsqueeze(-1)
+        part_thC = part_E[position_thC]
+        lse_th1 = torch.cat([diagonal_th1, part_thC], -1).logsumexp(-1, keepdim=True)
+        diagonal_weight_th1 = (diagonal_th1 - lse_th1).exp_()
         weight_thC = (part_thC - lse_th1).exp_()
         for tokens in _tokens_at_once(out_thD):
-            total_thD = out_thD[tokens] * own_weight_th1[tokens]
-            for j in range(place_thC.shape[2]):
-                total_thD.addcmul_(part_ED[place_thC[tokens, :, j]], weight_thC[tokens, :, j, None])
+            total_thD = out_thD[tokens] * diagonal_weight_th1[tokens]
+            for j in range(position_thC.shape[2]):
+                total_thD.addcmul_(part_ED[position_thC[tokens, :, j]], weight_thC[tokens, :, j, None])
             out_thD[tokens] = total_thD
         lse_HT[self.heads, self.tokens] = lse_th1.squeeze(-1).T
 
-    def by_entry(self, x_HTC: Tensor) -> Tensor:
-        """[H, T, C] -> [E]; 0 for the row behind the entries."""
+    def by_slot(self, x_HTC: Tensor) -> Tensor:
+        """[H, T, C] -> [E]; 0 for the row behind the slots."""
         slots_thC = x_HTC[self.heads, self.tokens].transpose(0, 1)
-        x_E = x_HTC.new_zeros(max(self.rows.numel(), self.entries + 1))
-        x_E.scatter_(0, self.place_thC.flatten(), slots_thC.flatten())
-        x_E[self.entries :] = 0.0
+        x_E = x_HTC.new_zeros(max(self.rows.numel(), self.slots + 1))
+        x_E.scatter_(0, self.position_thC.flatten(), slots_thC.flatten())
+        x_E[self.slots :] = 0.0
         return x_E[: self.rows.numel()]
 
     def add_lse(self, lse_HT: Tensor, part_E: Tensor) -> None:
-        """Add the entries' keys to the log-sum-exp of their queries, in place."""
-        part_E[self.entries :] = -torch.inf
-        found_ht = part_E[self.place_thC].logsumexp(-1).T
+        """Add the slots' keys to the log-sum-exp of their queries, in place."""
+        part_E[self.slots :] = -torch.inf
+        found_ht = part_E[self.position_thC].logsumexp(-1).T
         lse_HT[self.heads, self.tokens] = torch.logaddexp(lse_HT[self.heads, self.tokens], found_ht)
 
     def add(self, dq_THD: Tensor, part_ED: Tensor) -> None:
-        """Add the entries' parts of dq to the own blocks', in place, rounded once."""
-        part_ED[self.entries :] = 0.0
+        """Add the slots' parts of dq to the diagonal blocks', in place, rounded once."""
+        part_ED[self.slots :] = 0.0
         dq_thD = dq_THD[self.tokens, self.heads]
         for tokens in _tokens_at_once(dq_thD):
             sum_thD = dq_thD[tokens].to(accumulation_dtype(dq_thD.dtype))
-            for j in range(self.place_thC.shape[2]):
-                sum_thD += part_ED[self.place_thC[tokens, :, j]]
+            for j in range(self.position_thC.shape[2]):
+                sum_thD += part_ED[self.position_thC[tokens, :, j]]
             dq_thD[tokens] = sum_thD
 
 
 def sorted_parts(
     selected_HTC: Tensor, kv_heads: int, limit: int, most_lists: int, edges: Tensor, longest: int, total: int
 ) -> Iterator[tuple[slice, Iterator[SortedPart]]]:
-    """(key/value heads, their parts), of at most about `limit` entries and `most_lists` lists each. Waits for the GPU
+    """(key/value heads, their parts), of at most about `limit` slots and `most_lists` lists each. Waits for the GPU
     once for each part.
 
     `edges` int32 [blocks + 1]: where blocks begin; `longest`: keys of a block at most; `total`: keys.
     """
-    heads, tokens, selected = selected_HTC.shape
+    heads, tokens, history_blocks = selected_HTC.shape
     group = heads // kv_heads
     blocks = edges.numel() - 1
-    per_head = tokens * group * selected
+    per_head = tokens * group * history_blocks
     together = max(1, min(limit // per_head, most_lists // blocks))
     size = -(-tokens // -(-per_head // limit))
     for first in range(0, kv_heads, together):
         some = slice(first, min(first + together, kv_heads))
         slices = [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
         parts = (_part(selected_HTC, some, group, where, edges, longest, total) for where in slices)
-        yield some, (part for part in parts if part.entries)
+        yield some, (part for part in parts if part.slots)
 
 
 def _part(
@@ -114,15 +114,15 @@ def _part(
     key = torch.int16 if lists < 2**15 else torch.int32  # half the width, about half the time
     sorted_E, order_E = list_thC.flatten().to(key).sort(stable=True)
     starts = torch.searchsorted(sorted_E, torch.arange(lists + 1, dtype=key, device=device), out_int32=True)
-    most, entries = torch.stack([starts.diff().max(), starts[-1]]).tolist()
+    most, slots = torch.stack([starts.diff().max(), starts[-1]]).tolist()
 
-    place_E = torch.empty_like(order_E).scatter_(0, order_E, torch.arange(order_E.numel(), device=device))
+    position_E = torch.empty_like(order_E).scatter_(0, order_E, torch.arange(order_E.numel(), device=device))
     token_t = torch.arange(tokens.start, tokens.stop, device=device)
     row_th = token_t.view(-1, 1) * selected_HTC.shape[0] + (heads.start + head_h)
-    rows_E = row_th.flatten()[order_E[: entries + 1] // selected_thC.shape[2]]
+    rows_E = row_th.flatten()[order_E[: slots + 1] // selected_thC.shape[2]]
     keys = keys_end_to_end(edges, kv_heads.stop - kv_heads.start, total)
     segments = Segments(starts, keys, most, longest, causal=False)
-    return SortedPart(heads, tokens, entries, rows_E, place_E.clamp_(max=entries).view(selected_thC.shape), segments)
+    return SortedPart(heads, tokens, slots, rows_E, position_E.clamp_(max=slots).view(selected_thC.shape), segments)
 
 
 def keys_end_to_end(edges: Tensor, heads: int, tokens: int) -> Tensor:

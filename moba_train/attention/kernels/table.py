@@ -30,7 +30,7 @@ _HOPPER = (9, 0)
 _GLUON_TRITON = "3.6"
 """Release of Triton that the kernels in Gluon are written for: Gluon changes from release to release."""
 _MOST_HISTORY = 127
-"""History blocks of a query at most: topk up to 128. More were never tested; lists count to 2**31 entries."""
+"""History blocks of a query at most: topk up to 128. More were never tested; lists count to 2**31 slots."""
 
 
 @dataclass(frozen=True)
@@ -361,56 +361,52 @@ def resolve_backend(key: str, wanted: str, facts: Facts) -> BackendChoice:
 
     Raises ValueError, with the key, what was given and what is allowed, if the wanted one cannot run.
     """
-    no_triton = TRITON.problem(facts)
-    if wanted == "reference":
-        return BackendChoice(("reference",), "as given")
-    if wanted == "triton" and not no_triton:
-        return BackendChoice(("triton",), "as given")
-    if wanted == "composed" and (varlen := varlen_for(facts)):
-        return BackendChoice(("composed", "reference"), f"as given, on {varlen.name}")
-    if wanted == "auto" and facts.machine.device != "cuda":
-        return BackendChoice(("reference",), f"on {facts.machine.device}")
     if wanted == "auto":
-        return _best(facts, no_triton)
-    names = [name for name in ("triton", "composed") if name != wanted and not _problem(name, facts)]
-    reason = {"triton": f" which cannot run: {no_triton};", "composed": f" which cannot run: {no_varlen(facts)};"}
-    given = f"{key}: given {wanted!r},{reason.get(wanted, '')}"
-    raise ValueError(f"{given} allowed: {', '.join(['auto', *names, 'reference'])}")
-
-
-def _best(facts: Facts, no_triton: str) -> BackendChoice:
-    """Backends for `auto` on a GPU."""
-    if composed_pays(facts):
-        varlen = varlen_for(facts)
-        assert varlen
-        why = f"on {varlen.name}, faster for blocks of {facts.block_size}"
-        return BackendChoice(("composed", *([] if no_triton else ["triton"]), "reference"), why)
-    if not no_triton:
-        why = f"which can do head dim {facts.head_width} and block_size {facts.block_size}"
-        return BackendChoice(("triton", "reference"), why)
-    if varlen := varlen_for(facts):
-        return BackendChoice(("composed", "reference"), f"on {varlen.name}; not triton: {no_triton}")
-    return BackendChoice(("reference",), f"{no_triton}; {no_varlen(facts)}")
-
-
-def composed_pays(facts: Facts) -> bool:
-    """True where `composed` was measured to be faster than `triton`."""
-    few = facts.rows < (_COMPOSED_ROWS if facts.whole else _COMPOSED_ROWS_OF_A_SHARD)
-    from_sizes = [row.composed_from for row in VARLEN if row.composed_from]
-    if few or not facts.all_keys or not from_sizes or facts.block_size < min(from_sizes):
-        return False  # without a look at the optional packages, which takes seconds
-    varlen = varlen_for(facts)
-    return varlen is not None and varlen.composed_from is not None and facts.block_size >= varlen.composed_from
+        return _best(facts)
+    known = ("triton", "composed", "reference")
+    if wanted not in known:
+        raise ValueError(f"{key}: given {wanted!r}; allowed: auto, {', '.join(known)}")
+    if reason := _problem(wanted, facts):
+        allowed = ["auto", *(name for name in known if name != wanted and not _problem(name, facts))]
+        raise ValueError(f"{key}: given {wanted!r}, which cannot run: {reason}; allowed: {', '.join(allowed)}")
+    # The reference stands behind `composed` for a part of the keys, as a ring gives it.
+    return BackendChoice((wanted, "reference") if wanted == "composed" else (wanted,), "as given")
 
 
 def _problem(backend: str, facts: Facts) -> str:
-    return TRITON.problem(facts) if backend == "triton" else "" if varlen_for(facts) else no_varlen(facts)
+    """The reason why a backend cannot run; empty if it can."""
+    if backend == "reference":
+        return ""
+    if backend == "triton":
+        return TRITON.problem(facts)
+    reasons = {row.name: row.problem(facts.machine, facts.dtype, facts.head_width) for row in VARLEN}
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) if all(reasons.values()) else ""
 
 
-def no_varlen(facts: Facts) -> str:
-    """The reason of every varlen kernel."""
-    reasons = ((row.name, row.problem(facts.machine, facts.dtype, facts.head_width)) for row in VARLEN)
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons)
+def _best(facts: Facts) -> BackendChoice:
+    """Backends for `auto`: the fastest first."""
+    if facts.machine.device != "cuda":
+        return BackendChoice(("reference",), f"on {facts.machine.device}")
+    no_triton = TRITON.problem(facts)
+    varlen = varlen_for(facts) if no_triton or _may_pay(facts) else None
+    composed_from = varlen.composed_from if varlen and _may_pay(facts) else None
+    if varlen and composed_from and facts.block_size >= composed_from:
+        order = ("composed", "reference") if no_triton else ("composed", "triton", "reference")
+        return BackendChoice(order, f"on {varlen.name}, faster for blocks of {facts.block_size}")
+    if not no_triton:
+        why = f"which can do head dim {facts.head_width} and block_size {facts.block_size}"
+        return BackendChoice(("triton", "reference"), why)
+    if varlen:
+        return BackendChoice(("composed", "reference"), f"on {varlen.name}; not triton: {no_triton}")
+    return BackendChoice(("reference",), f"{no_triton}; {_problem('composed', facts)}")
+
+
+def _may_pay(facts: Facts) -> bool:
+    """False where `composed` is slower whatever the varlen kernel: without a look at the optional packages, which takes
+    seconds."""
+    most = _COMPOSED_ROWS if facts.whole else _COMPOSED_ROWS_OF_A_SHARD
+    least = min(row.composed_from for row in VARLEN if row.composed_from)
+    return facts.rows >= most and facts.all_keys and facts.block_size >= least
 
 
 def triton_problem(device: str | None, head_width: int, block_size: int, history_blocks: int) -> str:
@@ -461,6 +457,7 @@ def markdown() -> str:
     for row in KERNELS:
         sizes = "any" if row.block_sizes is None else sizes_text(row.block_sizes)
         needs = f"compute capability 9.0, Triton {_GLUON_TRITON}, all keys" if row.gluon else ""
+        needs += ", topk 2 or more" if row.history else ""
         cells = row.does, f"`{row.file}`", sizes, ", ".join(map(str, row.head_widths)), needs, row.why
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| varlen kernel | head dim | compute capability | `composed` beats `triton` | why |"]

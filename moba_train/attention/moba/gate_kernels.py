@@ -1,13 +1,13 @@
-"""Mean key of each block.
+"""MoBA's gate as Triton kernels: bit for bit the mean keys of gate.py, and its selection. Imported only when used.
 
-Gate and top-k, the scores never leaving the registers.
-
-`_select` holds a tile of queries of one head and walks the block keys in chunks of N. Column c of every chunk is bucket
-c; the best LEVELS scores of each bucket stay in registers, by minima and maxima alone: no reductions, no branches. At
-the end C winners are drawn from the N * LEVELS left. That is exact unless one bucket held more than LEVELS of the
-winners; with N = 64, LEVELS = 4 and C = 11 that is one row in 36,000, and near blocks, which are alike, lie in
-different buckets. Such a tile is marked, and `_select_marked` does it again, exactly: it walks the chunks, puts what
-enters one by one in its place, and is an order of magnitude slower. With more than 16 selected blocks it does all.
+Gate and top-k are one kernel, the scores never leaving the registers. `_select` holds a tile of queries of one head and
+walks the block keys in chunks of N. Column c of every chunk is bucket c; the best LEVELS scores of each bucket stay in
+registers, by minima and maxima alone: no reductions, no branches. At the end the winners are drawn from the N * LEVELS
+left. That is exact unless one bucket held more than LEVELS of the winners; with N = 64, LEVELS = 4 and topk 12 that is
+one row in 36,000, and near blocks, which are alike, lie in different buckets. Such a tile is marked, and
+`_select_marked` does it again, exactly: it walks the chunks, inserts what enters one by one, and is an order of
+magnitude slower. With more than 16 history blocks it does all. 64K 128/8 took 3.5 ms by insertion alone and takes 1.8
+(benchmarks/LOG.md).
 
 A score enters as a sortable int32: the float's bits made monotone, of which the lowest ones, as many as number the
 chunks (7 at 1M tokens in blocks of 128), give way to the complement of the chunk: of equal gates the lower block id
@@ -69,8 +69,8 @@ def _pool(k, pooled, bounds, stride_t, D: tl.constexpr, UNROLL: tl.constexpr):
     for i in range(whole, end - start):
         total += tl.load(first + i * stride_t).to(tl.float32)
     count = tl.zeros([D], tl.float32) + tl.maximum(end - start, 1)
-    place = (block.to(tl.int64) * tl.num_programs(1) + kv_head) * D + tl.arange(0, D)
-    tl.store(pooled + place, tl.div_rn(total, count).to(pooled.dtype.element_ty))
+    offset = (block.to(tl.int64) * tl.num_programs(1) + kv_head) * D + tl.arange(0, D)
+    tl.store(pooled + offset, tl.div_rn(total, count).to(pooled.dtype.element_ty))
 
 
 _CHUNK = 64
@@ -84,28 +84,28 @@ def select_blocks(
     layout: Layout,
     *,
     block_size: int,
-    count: int,
+    history_blocks: int,
     select: str,
     always: tuple[str, ...],
 ) -> Tensor:
     """The history blocks that each query selects, by the rules of `gate.select_blocks`: int32 [H, T, C], ascending, -1
-    behind; C = `count` <= 127."""
+    behind; C = `history_blocks` <= 127."""
     tables = block_tables(layout, block_size)
     q_THD = heads_side_by_side(q_THD.detach())
     pooled_NKD = pooled_NKD.contiguous()
     tokens, heads, head_dim = q_THD.shape
     blocks, kv_heads, _ = pooled_NKD.shape
-    selected_HTC = torch.empty(heads, tokens, count, dtype=torch.int32, device=q_THD.device)
+    selected_HTC = torch.empty(heads, tokens, history_blocks, dtype=torch.int32, device=q_THD.device)
     if selected_HTC.numel() == 0:
         return selected_HTC
     grouped = select == "group"
     rows = 64
     chunks = ceil_div(blocks, _CHUNK)
-    levels = min(chunks, count, 3 if count <= 5 else 4)
+    levels = min(chunks, history_blocks, 3 if history_blocks <= 5 else 4)
     grid = (ceil_div(tokens, rows), kv_heads if grouped else heads)
     shared = {
         "q": q_THD,
-        "own": tables.own_T,
+        "diagonal": tables.block_T,
         "first": tables.first_T,
         "selected": selected_HTC,
         "marks": torch.empty(grid[0] * grid[1], dtype=torch.int32, device=q_THD.device),
@@ -117,25 +117,25 @@ def select_blocks(
         "PREVIOUS": "previous" in always,
         "FIRST": "first" in always,
         "G": heads // kv_heads,
-        "C": count,
-        "SLOTS": max(2, 1 << (count - 1).bit_length()),
+        "HISTORY": history_blocks,
+        "KEPT": max(2, 1 << (history_blocks - 1).bit_length()),
         "D": head_dim,
         "M": rows,
         "N": _CHUNK,
-        "num_warps": warps(count),
+        "num_warps": warps(history_blocks),
     }
-    if count <= 16:  # with more, too many tiles would have to be done again
+    if history_blocks <= 16:  # with more history blocks, many tiles would have to be done again
         pooled = pooled_NKD.flatten(1)
         desc = TensorDescriptor(pooled, list(pooled.shape), list(pooled.stride()), [_CHUNK, head_dim])
         launch(_select, grid, pooled_desc=desc, chunk_bits=(chunks - 1).bit_length(), LEVELS=levels, **shared)
-    if count > 16 or levels < min(chunks, count):
-        launch(_select_marked, grid, pooled=pooled_NKD, ALL=count > 16, **shared)
+    if history_blocks > 16 or levels < min(chunks, history_blocks):
+        launch(_select_marked, grid, pooled=pooled_NKD, ALL=history_blocks > 16, **shared)
     return selected_HTC
 
 
-def warps(count: int) -> int:
-    """Warps of a program: the slots of all its queries stay in registers."""
-    return 4 if count <= 64 else 8
+def warps(history_blocks: int) -> int:
+    """Warps of a program: the kept blocks of all its queries stay in registers."""
+    return 4 if history_blocks <= 64 else 8
 
 
 @triton.jit
@@ -177,28 +177,10 @@ def _keep(key, best1, best2, best3, best4, LEVELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads", "chunk_bits"])
 def _select(
-    q,
-    pooled_desc,
-    own,
-    first,
-    selected,
-    marks,
-    tokens,
-    blocks,
-    kv_heads,
-    stride_t,
-    chunk_bits,
-    GROUP: tl.constexpr,
-    PREVIOUS: tl.constexpr,
-    FIRST: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+    q, pooled_desc, diagonal, first, selected, marks, tokens, blocks, kv_heads, stride_t, chunk_bits,
+    GROUP: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr,
+    KEPT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     # Below every score; and what is left of a bucket when all its levels are drawn, with perhaps more behind.
     EMPTY: tl.constexpr = -0x7FFFFFFF
     HIDDEN: tl.constexpr = -0x80000000
@@ -208,13 +190,13 @@ def _select(
     kv_head = head if GROUP else head // G
     token = tile * M + tl.arange(0, M)
     ok = token < tokens
-    own_M = tl.load(own + token, mask=ok, other=0)
+    diagonal_M = tl.load(diagonal + token, mask=ok, other=0)
     first_M = tl.load(first + token, mask=ok, other=0)
     lo = tl.min(tl.where(ok, first_M, blocks))
-    chunks = tl.maximum(tl.cdiv(tl.max(own_M) - lo, N), 0)
+    chunks = tl.maximum(tl.cdiv(tl.max(diagonal_M) - lo, N), 0)
     # Chunks in which every block is an unforced candidate of every query of the tile.
     inner = tl.cdiv(tl.max(first_M) + FIRST - lo, N)
-    inner_end = tl.maximum((tl.min(tl.where(ok, own_M, blocks)) - PREVIOUS - lo) // N, inner)
+    inner_end = tl.maximum((tl.min(tl.where(ok, diagonal_M, blocks)) - PREVIOUS - lo) // N, inner)
 
     q_row = q + token.to(tl.int64)[:, None] * stride_t + tl.arange(0, D)[None, :]
     q_MD = None
@@ -235,20 +217,20 @@ def _select(
         key = _chunk_key(s, chunk, chunk_mask)
         forced = FORCED - chunk  # above infinity and NaN, and of two the lower block first
         if PREVIOUS:
-            key = tl.where(block[None, :] == own_M[:, None] - 1, forced, key)
+            key = tl.where(block[None, :] == diagonal_M[:, None] - 1, forced, key)
         if FIRST:
             key = tl.where(block[None, :] == first_M[:, None], forced, key)
-        candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < own_M[:, None])
+        candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < diagonal_M[:, None])
         key = tl.where(candidate, key, EMPTY)
         best1, best2, best3, best4 = _keep(key, best1, best2, best3, best4, LEVELS)
 
-    slot = tl.arange(0, SLOTS)
-    id_MS = tl.full([M, SLOTS], 0x7FFFFFFF, tl.int32)
-    for c in tl.static_range(C):
+    kept = tl.arange(0, KEPT)
+    id_MS = tl.full([M, KEPT], 0x7FFFFFFF, tl.int32)
+    for c in tl.static_range(HISTORY):
         top_M = tl.max(best1, 1)
         winner_M = tl.min(tl.where(best1 == top_M[:, None], column[None, :], N), 1)
         id_M = lo + (chunk_mask - (top_M & chunk_mask)) * N + winner_M
-        id_MS = tl.where((slot == c)[None, :] & (top_M > EMPTY)[:, None], id_M[:, None], id_MS)
+        id_MS = tl.where((kept == c)[None, :] & (top_M > EMPTY)[:, None], id_M[:, None], id_MS)
         drawn = (column[None, :] == winner_M[:, None]) & (top_M > EMPTY)[:, None]
         best1 = tl.where(drawn, best2 if LEVELS > 1 else HIDDEN, best1)
         if LEVELS > 1:
@@ -257,8 +239,8 @@ def _select(
             best3 = tl.where(drawn, best4 if LEVELS > 3 else HIDDEN, best3)
         if LEVELS > 3:
             best4 = tl.where(drawn, HIDDEN, best4)
-    store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
-    if LEVELS < C:
+    store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, HISTORY, KEPT)
+    if LEVELS < HISTORY:
         hidden_M = tl.max((best1 == HIDDEN).to(tl.int32), 1)
         mark = tl.max(tl.where(ok, hidden_M, 0), 0)
         tl.store(marks + tl.program_id(1) * tl.num_programs(0) + tile, tl.where(chunks > LEVELS, mark, 0))
@@ -275,27 +257,10 @@ def _load_block_keys(pooled, block, lo, hi, kv_heads, kv_head, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "kv_heads"])
 def _select_marked(
-    q,
-    pooled,
-    own,
-    first,
-    selected,
-    marks,
-    tokens,
-    blocks,
-    kv_heads,
-    stride_t,
-    ALL: tl.constexpr,
-    GROUP: tl.constexpr,
-    PREVIOUS: tl.constexpr,
-    FIRST: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    SLOTS: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, pooled, diagonal, first, selected, marks, tokens, blocks, kv_heads, stride_t,
+    ALL: tl.constexpr, GROUP: tl.constexpr, PREVIOUS: tl.constexpr, FIRST: tl.constexpr, G: tl.constexpr,
+    HISTORY: tl.constexpr, KEPT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """A tile of queries of one head that is marked, or with ALL any."""
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     if (not ALL) and tl.load(marks + head * tl.num_programs(0) + tile) == 0:
@@ -303,18 +268,18 @@ def _select_marked(
     kv_head = head if GROUP else head // G
     token = tile * M + tl.arange(0, M)
     ok = token < tokens
-    own_M = tl.load(own + token, mask=ok, other=0)
+    diagonal_M = tl.load(diagonal + token, mask=ok, other=0)
     first_M = tl.load(first + token, mask=ok, other=0)
     lo = tl.min(tl.where(ok, first_M, blocks))
-    hi = tl.max(own_M)
+    hi = tl.max(diagonal_M)
     # Between these, every block is an unforced candidate of every query of the tile.
     inner_lo = tl.max(first_M) + 1
-    inner_hi = tl.min(tl.where(ok, own_M, blocks)) - 1
+    inner_hi = tl.min(tl.where(ok, diagonal_M, blocks)) - 1
 
     q_row = q + token.to(tl.int64)[:, None] * stride_t + tl.arange(0, D)[None, :]
     if not GROUP:
         q_MD = tl.load(q_row + head * D, mask=ok[:, None], other=0.0)
-    best_MS, worst_M, bar_M = no_blocks(M, C, SLOTS)
+    best_MS, worst_M, bar_M = no_blocks(M, HISTORY, KEPT)
     column = tl.arange(0, N)
     steps = tl.maximum(tl.cdiv(hi - lo, N), 0)
     base = lo + (steps - 1) * N
@@ -336,10 +301,10 @@ def _select_marked(
         if (base < inner_lo) | (base + N > inner_hi):
             s = tl.minimum(tl.maximum(s, -HIGHEST), HIGHEST)
             if PREVIOUS:
-                s = tl.where(block[None, :] == own_M[:, None] - 1, float("inf"), s)
+                s = tl.where(block[None, :] == diagonal_M[:, None] - 1, float("inf"), s)
             if FIRST:
                 s = tl.where(block[None, :] == first_M[:, None], float("inf"), s)
-            candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < own_M[:, None])
+            candidate = (block[None, :] >= first_M[:, None]) & (block[None, :] < diagonal_M[:, None])
             s = tl.where(candidate, s, float("-inf"))
         else:
             s = tl.maximum(s, -HIGHEST)  # a candidate's gate is above no candidate
@@ -348,5 +313,5 @@ def _select_marked(
         best_MS, worst_M, bar_M = enter(s, block, best_MS, worst_M, bar_M)
         base -= N
 
-    id_MS = found_ids(best_MS, C, SLOTS)
-    store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, C, SLOTS)
+    id_MS = found_ids(best_MS, HISTORY, KEPT)
+    store_ids(selected, id_MS, token, ok, tokens, head, GROUP, G, HISTORY, KEPT)

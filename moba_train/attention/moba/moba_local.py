@@ -33,20 +33,20 @@ class Selector(Protocol):
         layout: Layout,
         *,
         block_size: int,
-        count: int,
+        history_blocks: int,
         select: str,
         always: tuple[str, ...],
     ) -> Tensor:
-        """The selected history blocks, int32 [H, T, count]."""
+        """The selected history blocks, int32 [H, T, history_blocks]."""
         ...
 
 
-def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, count: int) -> Selector:
+def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, history_blocks: int) -> Selector:
     """The selector for tensors like `x` ([tokens, heads, D]): kernels where they can run and are not refused by the
     backend `wanted`, else plain PyTorch. `composed` has none of its own and takes the kernels."""
     if wanted == "reference" or (wanted != "triton" and not x.is_cuda):
         return cast(Selector, gate)
-    return cast(Selector, gate) if call_problem(x, layout, block_size, count) else _triton()
+    return cast(Selector, gate) if call_problem(x, layout, block_size, history_blocks) else _triton()
 
 
 def _triton() -> Selector:
@@ -134,7 +134,7 @@ class MobaAttention(DenseOrSparse, Gated):
             summaries,
             layout,
             block_size=self.block_size,
-            count=self._listed(layout),
+            history_blocks=self._listed(layout),
             select=self.options.select,
             always=self.options.always,
         )
@@ -170,4 +170,4 @@ class MobaAttention(DenseOrSparse, Gated):
         return listed_blocks(self.options.history_blocks, layout, self.block_size)
 
     def _selector(self, x: Tensor, layout: Layout) -> Selector:
-        return pick_selector(self.backend, x, layout, block_size=self.block_size, count=self._listed(layout))
+        return pick_selector(self.backend, x, layout, block_size=self.block_size, history_blocks=self._listed(layout))

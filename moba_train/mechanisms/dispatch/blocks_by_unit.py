@@ -99,7 +99,7 @@ class BlocksByUnit(UnitAttention):
             if queries.weights_FC is None:
                 part.merge(out_F1D, lse_1F, nothing_1F, part_E1D.squeeze(1), part_1E.squeeze(0))
             else:
-                part.add(out_F1D, part_E1D.squeeze(1) * part.by_entry(queries.weights_FC.unsqueeze(0))[:, None])
+                part.add(out_F1D, part_E1D.squeeze(1) * part.by_slot(queries.weights_FC.unsqueeze(0))[:, None])
                 part.add_lse(lse_1F, part_1E.squeeze(0))
         return out_F1D.squeeze(1), lse_1F.squeeze(0)
 
@@ -116,7 +116,7 @@ class BlocksByUnit(UnitAttention):
                 out, lse = part.gather(out_FD), part.gather_lse(lse_F)
             else:  # every block has a softmax of its own
                 out, lse = self._forward(kernel, part, q, k_UD, v_UD)
-                dout = (dout * part.by_entry(queries.weights_FC.unsqueeze(0))[:, None, None]).to(q.dtype)
+                dout = (dout * part.by_slot(queries.weights_FC.unsqueeze(0))[:, None, None]).to(q.dtype)
             state = BackwardState(dout, q, k_UD.unsqueeze(1), v_UD.unsqueeze(1), out, lse)
             dq, dk, dv = kernel.backward(state, part.segments, self.attention.scale, deterministic=True)
             part.add(dq_F1D, dq.squeeze(1))

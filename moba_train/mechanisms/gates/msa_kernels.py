@@ -108,7 +108,7 @@ def selected_pairs(selected_KnC: Tensor, layout: Layout, block_size: int) -> Pai
         edges,
         grid.tokens_n.int(),
         selected_Knj.shape[2],
-        lists.entries,
+        lists.slots,
         begin.contiguous(),
         end.contiguous(),
         selected_Knj.numel(),

@@ -214,7 +214,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every unit of `stride` tokens, [U, K, D]; zeros for units without given keys."""
         stride = self.options.stride
-        pool = pick_selector(self.options.backend, k_SKD, layout, block_size=stride, count=0).pool_keys
+        pool = pick_selector(self.options.backend, k_SKD, layout, block_size=stride, history_blocks=0).pool_keys
         return pool(k_SKD, layout, stride)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:

@@ -35,7 +35,7 @@ class BlockCall:
     block_size: int
     scale: float
     spans: KeySpans | None = None
-    """What queries attend to in place of their own block; None: the own block."""
+    """Keys that queries attend to instead of their diagonal block; None: the diagonal block."""
 
     @classmethod
     def from_tensors(
@@ -56,28 +56,30 @@ class BlockCall:
         return cls(q, k, v, selected_HTC, layout, tables, shapes, block_size, scale, spans)
 
     @property
-    def selected(self) -> int:
-        """Selected blocks of a query, C."""
+    def history_blocks(self) -> int:
+        """Blocks that a query selects before its diagonal block: topk - 1, or all if a document has fewer."""
         return self.selected_HTC.shape[2]
 
     @property
     def partial(self) -> bool:
-        """Whether k and v are a part of the sequence's keys."""
+        """True if k and v are a part of the sequence's keys."""
         return self.layout.k_ranges is not None
 
     @property
     def forward_pass(self) -> str:
         """File of the kernels that attend to these blocks (table.py)."""
-        return kernel_for("forward", self._facts).file
+        return self._file("forward")
 
     @property
     def backward_pass(self) -> str:
         """File of the kernels that make the gradients (table.py)."""
-        return kernel_for("backward", self._facts).file
+        return self._file("backward")
 
-    @property
-    def _facts(self) -> Facts:
-        return Facts.from_call(self.q_THD, self.layout, self.block_size, self.selected)
+    def _file(self, does: str) -> str:
+        """File of the table's row, which is looked up once for a layout: a look-up takes the host 20 us."""
+        q, sizes = self.q_THD, (self.block_size, self.history_blocks)
+        key = (does, *sizes, self.head_dim, q.dtype, q.device)
+        return self.layout.cached(key, lambda: kernel_for(does, Facts.from_call(q, self.layout, *sizes)).file)
 
     @property
     def limit(self) -> int:
@@ -131,14 +133,14 @@ class BlockCall:
         """K and V for bulk copies of [keys, D]; what lies past the end reads as zero."""
         return {"k_desc": self.descriptor(self.k_SKD, keys), "v_desc": self.descriptor(self.v_SKD, keys)}
 
-    def descriptor(self, x: Tensor, many: int) -> TensorDescriptor:
-        """[tokens, heads, D] for bulk copies of `many` tokens of one head."""
-        return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [token_stride(x), 1], [many, self.head_dim])
+    def descriptor(self, x: Tensor, rows: int) -> TensorDescriptor:
+        """[tokens, heads, D] for bulk copies of `rows` tokens of one head."""
+        return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [token_stride(x), 1], [rows, self.head_dim])
 
     def in_lists(self, lists: BlockLists, table: TileTable, work: WorkRange) -> dict[str, Any]:
         """The arguments by which a kernel over the tiles of a work range finds its rows and its block."""
         return {
-            "entries": lists.entries,
+            "slots": lists.slots,
             "list_of_tile": table.list_of_tile,
             "last_tile": table.last_tile,
             "begin": table.begin,
@@ -146,31 +148,31 @@ class BlockCall:
             "lists": table.lists,
             "blocks": self.tables.blocks,
             "first_kv_head": work.kv_heads.start,
-            "first_entry": work.first_entry,
-            "head_entries": work.entries,
+            "first_slot": work.first_slot,
+            "head_slots": work.slots,
         }
 
-    def own_tiles(self, shape: TileShape) -> int:
-        """Row tiles of a block's own rows, at most."""
+    def diagonal_tiles(self, shape: TileShape) -> int:
+        """Row tiles of a diagonal block, at most."""
         return ceil_div(self.longest * self.group, shape.rows)
 
     def buffer(self, parts: list[WorkRange]) -> Tensor:
-        """Room for the partial results of any of these work ranges: [entries, D]."""
-        entries = max(part.heads * part.entries for part in parts)
-        return torch.empty(entries, self.head_dim, dtype=self.q_THD.dtype, device=self.q_THD.device)
+        """Memory for the partial results of any of these work ranges: [slots, D]."""
+        slots = max(part.heads * part.slots for part in parts)
+        return torch.empty(slots, self.head_dim, dtype=self.q_THD.dtype, device=self.q_THD.device)
 
     def stats(self, dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor) -> Tensor:
         """float32 [T, H, 2]: what `softmax.prepare` computes of each row; dout contiguous."""
-        many = self.tokens * self.heads
+        rows = self.tokens * self.heads
         stats_TH2 = torch.empty(self.tokens, self.heads, 2, dtype=torch.float32, device=self.q_THD.device)
         launch(
             softmax.prepare,
-            (ceil_div(many, _PREPARE_ROWS),),
+            (ceil_div(rows, _PREPARE_ROWS),),
             dout=dout_THD,
             out=out_THD.contiguous(),
             lse=lse_HT.contiguous(),
             stats=stats_TH2,
-            rows=many,
+            rows=rows,
             tokens=self.tokens,
             heads=self.heads,
             D=self.head_dim,
@@ -178,19 +180,19 @@ class BlockCall:
         )
         return stats_TH2
 
-    def combine(self, kernel: Any, work: WorkRange, *, place: Tensor | None = None, **tensors: Tensor) -> None:
-        """Join the partial results of a work range into the tensors that hold the own blocks' part.
+    def combine(self, kernel: Any, work: WorkRange, *, position_of: Tensor | None = None, **tensors: Tensor) -> None:
+        """Join the partial results of a work range into the tensors that hold the diagonal blocks' part.
 
-        Partial results are in the order of the entries, or in the order of `place` (int32, of each entry).
+        Partial results are in the order of the slots, or at `position_of` each slot (int32).
         """
-        row_entries = self.group * self.selected
-        first = work.first_entry // row_entries
-        tokens = work.entries // row_entries
+        row_slots = self.group * self.history_blocks
+        first = work.first_slot // row_slots
+        tokens = work.slots // row_slots
         launch(
             kernel,
             (ceil_div(tokens * self.group, _COMBINE_ROWS), work.heads),
             **tensors,
-            place=self.selected_HTC if place is None else place,
+            position_of=self.selected_HTC if position_of is None else position_of,
             selected=self.selected_HTC,
             bounds=self.tables.bounds,
             tokens=self.tokens,
@@ -199,9 +201,9 @@ class BlockCall:
             first_kv_head=work.kv_heads.start,
             heads=self.heads,
             PARTIAL=self.partial,
-            PLACED=place is not None,
+            INDIRECT=position_of is not None,
             G=self.group,
-            C=self.selected,
+            HISTORY=self.history_blocks,
             D=self.head_dim,
             M=_COMBINE_ROWS,
         )
@@ -213,19 +215,19 @@ class BlockCall:
         sums: tuple[Tensor, Tensor],
         parts: tuple[Tensor, Tensor],
         keys: int,
-        own: tuple[Tensor, Tensor] | None = None,
+        diagonal: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Write dk and dv of a work range to `sums` [S, K, D], from the `parts` of its splits [splits * keys, D].
 
-        With the `own` blocks' dk and dv [S, some K, D], of every list; without, of lists of several splits.
+        With the `diagonal` blocks' dk and dv [S, some K, D], of every list; without, of lists of several splits.
         """
         launch(
             softmax.sum_splits,
             (table.lists, ceil_div(self.longest, _SUMMED_KEYS)),
             dk=sums[0],
             dv=sums[1],
-            own_dk=(own or sums)[0],
-            own_dv=(own or sums)[1],
+            diagonal_dk=(diagonal or sums)[0],
+            diagonal_dv=(diagonal or sums)[1],
             part_dk=parts[0],
             part_dv=parts[1],
             first_split=table.first_split,
@@ -234,8 +236,8 @@ class BlockCall:
             blocks=self.tables.blocks,
             first_kv_head=first_kv_head,
             kv_heads=sums[0].shape[1],
-            own_heads=own[0].shape[1] if own else 0,
-            ADD=own is not None,
+            diagonal_heads=diagonal[0].shape[1] if diagonal else 0,
+            ADD=diagonal is not None,
             D=self.head_dim,
             N=keys,
             KEYS=_SUMMED_KEYS,

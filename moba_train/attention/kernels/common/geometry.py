@@ -54,7 +54,7 @@ def block_ids(tokens: Tensor, documents: Tensor, layout: Layout, block_size: int
 
 
 def in_one_range(ranges: TokenRanges | None, block_size: int) -> bool:
-    """Whether no block can lie in two of these ranges with a gap between."""
+    """True if no block can lie in two of these ranges with a gap between."""
     gaps = [start - stop for (_, stop), (start, _) in pairwise(ranges or ())]
     return all(gap == 0 or gap >= block_size for gap in gaps)
 
@@ -75,9 +75,9 @@ def history_blocks(layout: Layout, block_size: int) -> Tensor:
     longest document has."""
     count = history_bound(layout, block_size)
     first_T = first_blocks(layout.cu_seqlens, block_size)[layout.q_documents]
-    own_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
+    diagonal_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
     ids_TC = first_T[:, None] + torch.arange(count, device=first_T.device)
-    return ids_TC.masked_fill_(ids_TC >= own_T[:, None], -1).to(torch.int32)
+    return ids_TC.masked_fill_(ids_TC >= diagonal_T[:, None], -1).to(torch.int32)
 
 
 def history_bound(layout: Layout, block_size: int) -> int:
@@ -86,20 +86,20 @@ def history_bound(layout: Layout, block_size: int) -> int:
 
 
 class QueryBlocks(NamedTuple):
-    """Where queries are among the blocks (geometry.py)."""
+    """Blocks of some queries."""
 
     own_t: Tensor
-    """int64: each query's own block."""
+    """int64: each query's block, the diagonal one."""
     first_t: Tensor
     """int64: the first block of its document."""
 
     def rows(self, rows: slice) -> "QueryBlocks":
-        """Those of some queries."""
+        """Blocks of a part of the queries."""
         return QueryBlocks(self.own_t[rows], self.first_t[rows])
 
 
 def query_blocks(layout: Layout, block_size: int) -> QueryBlocks:
-    """Those of the layout's queries; kept with the layout."""
+    """Blocks of the layout's queries; kept with the layout."""
 
     def make() -> QueryBlocks:
         own = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
@@ -140,10 +140,10 @@ class LocalBlocks:
         """int32 [T, 2]: each query's first local block, and its own. Kept with the layout."""
 
         def make() -> Tensor:
-            own_T, first_T = query_blocks(layout, self.block_size)
+            diagonal_T, first_T = query_blocks(layout, self.block_size)
             positions_T = layout.positions(layout.q_tokens, layout.q_documents)
-            local_T = torch.maximum(first_T, own_T - (self.count - 1))
-            return torch.stack([torch.where(positions_T < self.dense_len, first_T, local_T), own_T], 1).int()
+            local_T = torch.maximum(first_T, diagonal_T - (self.count - 1))
+            return torch.stack([torch.where(positions_T < self.dense_len, first_T, local_T), diagonal_T], 1).int()
 
         return layout.cached(("local blocks", self), make)
 
@@ -162,11 +162,11 @@ class LocalBlocks:
 
 
 def with_local_blocks(selected_KTC: Tensor, local_T2: Tensor, most: int) -> Tensor:
-    """The selected blocks and the local ones before the own block (`LocalBlocks.history`), of which none is selected:
-    int32 [K, T, C + L], ascending, -1 behind. `most`: L."""
-    first_T1, own_T1 = local_T2.split(1, dim=1)
+    """The selected blocks and the local ones before the diagonal block (`LocalBlocks.history`), of which none is
+    selected: int32 [K, T, C + L], ascending, -1 behind. `most`: L."""
+    first_T1, diagonal_T1 = local_T2.split(1, dim=1)
     local_TL = first_T1 + torch.arange(most, dtype=torch.int32, device=local_T2.device)
-    local_TL = torch.where(local_TL < own_T1, local_TL, -1)
+    local_TL = torch.where(local_TL < diagonal_T1, local_TL, -1)
     both_KTC = torch.cat([selected_KTC, local_TL.expand(len(selected_KTC), -1, -1)], -1)
     none = torch.iinfo(torch.int32).max
     both_KTC = both_KTC.masked_fill_(both_KTC < 0, none).sort(-1).values

@@ -1,11 +1,44 @@
-"""For each block and key/value head, the rows that selected it: a stable counting sort of the entries by block.
+"""The tables that kernels read: for each block and key/value head the query slots that selected it, and the rows of
+each block.
 
-Entry `(t * G + g) * C + j` is the j-th selected block of head g of the group at token t. Entries are cut into chunks.
-Each chunk counts how often it names each block (integer atomics: the sums do not depend on their order); after a prefix
-sum over (key/value head, block, chunk), in two launches, each chunk puts its entries in place, in order. So a list
-ascends, its part that comes from a range of chunks (a range of queries) is one slice, and nothing depends on timing.
+A *row* is one query of one head. Inside a key/value head, row `t * G + g` is head g of its group at token t, and *slot*
+`(t * G + g) * HISTORY + j` stands for that row's j-th selected block. The lists are in CSR form: the slots of all lists
+one after the other, and where each list starts; list `kv_head * blocks + block` has the slots that selected the block.
 
-Block tables: which block each token is in, and where each block lies. Computed on the device, once per layout.
+Three documents of 5, 3 and 9 tokens in blocks of 4, two query heads that share a key/value head, topk 2: each query
+selects one history block; the diagonal block is attended to in any case and not listed. Blocks start with each
+document; the host knows an upper bound of their number, 7, of which 6 exist.
+
+>>> import torch
+>>> from moba_train.attention.kernels.common.geometry import block_bound, block_edges, block_ids
+>>> from moba_train.attention.protocol import packed_layout
+>>> layout = packed_layout([5, 3, 9])
+>>> block_ids(layout.q_tokens, layout.q_documents, layout, 4).tolist()
+[0, 0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5]
+>>> block_edges(layout, 4).tolist(), block_bound(layout, 4)
+([0, 4, 5, 8, 12, 16, 17, 17], 7)
+
+Queries in a document's first block have no history. The others select a block before theirs; the two heads of token 16
+may choose.
+
+>>> selected_HTC = torch.full((2, 17, 1), -1, dtype=torch.int32)
+>>> selected_HTC[:, 4], selected_HTC[:, 12:16] = 0, 3
+>>> selected_HTC[:, 16] = torch.tensor([[4], [3]])
+
+Slot `(t * 2 + g) * 1 + j` is 8 and 9 for token 4, 24 to 31 for tokens 12 to 15, 32 and 33 for token 16. Sorted by
+block, stably, they are the lists of blocks 0, 3 and 4; the other blocks have none.
+
+>>> block_of_slot = selected_HTC.transpose(0, 1).flatten()
+>>> slots = block_of_slot.argsort(stable=True)[(block_of_slot < 0).sum() :]
+>>> slots.tolist()
+[8, 9, 24, 25, 26, 27, 28, 29, 30, 31, 33, 32]
+>>> [0, *torch.bincount(block_of_slot[slots], minlength=7).cumsum(0).tolist()]
+[0, 2, 2, 2, 11, 12, 12, 12]
+
+`invert` makes the same lists by a counting sort. Slots are cut into chunks. Each chunk counts how often it names each
+block (integer atomics: the sums do not depend on their order); after a prefix sum over (key/value head, block, chunk),
+in two launches, each chunk scatters its slots, in order. So a list ascends, its part that comes from a range of chunks
+(a range of queries) is one slice, and nothing depends on timing.
 
 Queries and keys may each be a part of the sequence (a shard, made of token ranges). A block is consecutive tokens, so
 its given rows are consecutive; where it also lies in one range, its rows and its tokens differ by one number.
@@ -23,78 +56,81 @@ from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.layout import Layout, TokenRanges
 
 _TILE = 64
-"""Entries ranked at once, by one warp; ranking compares each with each."""
+"""Slots ranked at once, by one warp; ranking compares each with each. Lists of 128 slots by four warps took 2.43 ms
+instead of 0.61 (benchmarks/LOG.md)."""
 _SCANNED = 32
 """Chunks and blocks whose counts are summed at once."""
 
 
 @dataclass(frozen=True)
 class BlockLists:
-    """The inverse of a selection: the rows of each block."""
+    """The inverse of a selection, in CSR form."""
 
-    entries: Tensor
-    """int32 [K * T * G * C]: the entries of list 0, list 1, ...; list `kv_head * blocks + block`. Unused at the end."""
+    slots: Tensor
+    """int32 [K * T * G * C]: the slots of list 0, list 1, ...; unused at the end."""
     starts: Tensor
-    """int [lists * chunks + 1]: where list l's entries from chunk c begin, at index l * chunks + c."""
+    """int [lists * chunks + 1]: where list l's slots from chunk c begin, at index l * chunks + c."""
     chunks: int
     chunk: int
-    """Entries per chunk."""
+    """Slots per chunk."""
     lists: int
 
     @classmethod
     def from_tensors(
-        cls, entries: Tensor, starts: Tensor, selected_HTC: Tensor, kv_heads: int, blocks: int
+        cls, slots: Tensor, starts: Tensor, selected_HTC: Tensor, kv_heads: int, blocks: int
     ) -> "BlockLists":
-        """From what `invert` returned for this selection."""
-        heads, tokens, selected = selected_HTC.shape
+        """Lists of what `invert` returned for this selection."""
+        heads, tokens, history_blocks = selected_HTC.shape
         lists = kv_heads * blocks
-        return cls(entries, starts, *chunking(tokens, heads // kv_heads * selected, lists), lists)
+        return cls(slots, starts, *chunking(tokens, heads // kv_heads * history_blocks, lists), lists)
 
 
-def chunking(tokens: int, row_entries: int, lists: int) -> tuple[int, int]:
-    """(chunks, entries per chunk) of one key/value head; a chunk is whole tokens, `row_entries` = G * C entries each.
+def chunking(tokens: int, row_slots: int, lists: int) -> tuple[int, int]:
+    """(chunks, slots per chunk) of one key/value head; a chunk is whole tokens, `row_slots` = G * HISTORY slots each.
 
     Up to 256 chunks per head keep all multiprocessors busy; `starts` stays below 64 MiB even for very many lists.
     """
-    wanted = max(1, min(256, tokens * row_entries // 1024, 2**24 // max(lists, 1)))
+    wanted = max(1, min(256, tokens * row_slots // 1024, 2**24 // max(lists, 1)))
     chunk_tokens = max(1, ceil_div(tokens, wanted))
-    return max(1, ceil_div(tokens, chunk_tokens)), chunk_tokens * row_entries
+    return max(1, ceil_div(tokens, chunk_tokens)), chunk_tokens * row_slots
 
 
 def empty_inverse(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised (entries, starts) for selected blocks of this shape, int32 [H, T, C]."""
-    heads, tokens, selected = selected_HTC.shape
-    if selected == 0 or tokens == 0:
+    """Uninitialised (slots, starts) for selected blocks of this shape, int32 [H, T, C]."""
+    heads, tokens, history_blocks = selected_HTC.shape
+    if history_blocks == 0 or tokens == 0:
         return selected_HTC.new_empty(0), selected_HTC.new_empty(1)
     lists = kv_heads * blocks
-    chunks, _ = chunking(tokens, heads // kv_heads * selected, lists)
-    place = torch.int32 if selected_HTC.numel() < 2**31 else torch.int64
-    return selected_HTC.new_empty(selected_HTC.numel()), selected_HTC.new_empty(lists * chunks + 1, dtype=place)
+    chunks, _ = chunking(tokens, heads // kv_heads * history_blocks, lists)
+    start = torch.int32 if selected_HTC.numel() < 2**31 else torch.int64
+    return selected_HTC.new_empty(selected_HTC.numel()), selected_HTC.new_empty(lists * chunks + 1, dtype=start)
 
 
 def invert(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """The (entries, starts) of `BlockLists` for selected blocks: int32 [H, T, C], -1 = none."""
-    heads, tokens, selected = selected_HTC.shape
+    """The (slots, starts) of `BlockLists` for selected blocks: int32 [H, T, C], -1 = none."""
+    heads, tokens, history_blocks = selected_HTC.shape
     group = heads // kv_heads
     lists = kv_heads * blocks
-    if selected == 0 or tokens == 0:
-        entries, starts = empty_inverse(selected_HTC, kv_heads, blocks)
-        return entries, starts.zero_()
-    chunks, chunk = chunking(tokens, group * selected, lists)
+    if history_blocks == 0 or tokens == 0:
+        slots, starts = empty_inverse(selected_HTC, kv_heads, blocks)
+        return slots, starts.zero_()
+    chunks, chunk = chunking(tokens, group * history_blocks, lists)
     if chunks * chunk >= 2**31:  # the kernels count to the end of the last chunk in int32
+        given = tokens * group * history_blocks
         raise ValueError(
-            f"{selected} selected blocks for each of {tokens} tokens and {group} query heads of a key/value head are "
-            f"{tokens * group * selected} entries; fewer than {2**31}, up to rounding, allowed: select fewer blocks "
-            "(topk), or set parallel.cp"
+            f"{history_blocks} history blocks for each of {tokens} tokens and {group} query heads of a key/value head "
+            f"are {given} entries; fewer than {2**31}, up to rounding, allowed: select fewer blocks (topk), or set "
+            "parallel.cp"
         )
-    entries, starts = empty_inverse(selected_HTC, kv_heads, blocks)
+    slots, starts = empty_inverse(selected_HTC, kv_heads, blocks)
     device = selected_HTC.device
-    # Chunk by chunk for `_count` and `_place`, so that a chunk's counters share cache lines; `starts` is list by list.
+    # Chunk by chunk for `_count` and `_scatter`, so that a chunk's counters share cache lines; `starts` is list by
+    # list.
     counts_KCN = torch.empty(kv_heads, chunks, blocks, dtype=torch.int32, device=device)
     cursor_KCN = torch.empty_like(counts_KCN, dtype=starts.dtype)
     totals = torch.empty(lists, dtype=torch.int32, device=device)
     by_chunk, by_block = (chunks, kv_heads), (ceil_div(blocks, _SCANNED), kv_heads)
-    sizes = {"G": group, "C": selected, "TILE": _TILE, "num_warps": 1}
+    sizes = {"G": group, "HISTORY": history_blocks, "TILE": _TILE, "num_warps": 1}
     tile = {"CHUNKS": _SCANNED, "BLOCKS": _SCANNED}
     launch(
         _count, by_chunk, selected=selected_HTC, counts=counts_KCN, tokens=tokens, blocks=blocks, chunk=chunk, **sizes
@@ -112,30 +148,30 @@ def invert(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Te
         **tile,
     )
     launch(
-        _place,
+        _scatter,
         by_chunk,
         selected=selected_HTC,
         cursors=cursor_KCN,
-        entries=entries,
+        slots=slots,
         tokens=tokens,
         blocks=blocks,
         chunk=chunk,
         **sizes,
     )
-    return entries, starts
+    return slots, starts
 
 
 @triton.jit
-def _selected_block(selected, entry, stop, kv_head, tokens, G: tl.constexpr, C: tl.constexpr):
-    """The selected blocks of these entries; -1 for none, and from `stop` on."""
-    row, j = entry // C, entry % C
+def _selected_block(selected, slot, stop, kv_head, tokens, G: tl.constexpr, HISTORY: tl.constexpr):
+    """The selected blocks of these slots; -1 for none, and from `stop` on."""
+    row, j = slot // HISTORY, slot % HISTORY
     token, head = row // G, kv_head * G + row % G
-    at = (head.to(tl.int64) * tokens + token) * C + j
-    return tl.load(selected + at, mask=(entry < stop) & (token < tokens), other=-1)
+    at = (head.to(tl.int64) * tokens + token) * HISTORY + j
+    return tl.load(selected + at, mask=(slot < stop) & (token < tokens), other=-1)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "chunk"])
-def _count(selected, counts, tokens, blocks, chunk, G: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
+def _count(selected, counts, tokens, blocks, chunk, G: tl.constexpr, HISTORY: tl.constexpr, TILE: tl.constexpr):
     which, kv_head = tl.program_id(0), tl.program_id(1)
     mine = counts + (kv_head.to(tl.int64) * tl.num_programs(0) + which) * blocks
     for first in range(0, blocks, 1024):
@@ -144,7 +180,7 @@ def _count(selected, counts, tokens, blocks, chunk, G: tl.constexpr, C: tl.const
     tl.debug_barrier()  # all counters are zero before any is raised
     start = which * chunk
     for first in range(start, start + chunk, TILE):
-        block = _selected_block(selected, first + tl.arange(0, TILE), start + chunk, kv_head, tokens, G, C)
+        block = _selected_block(selected, first + tl.arange(0, TILE), start + chunk, kv_head, tokens, G, HISTORY)
         tl.atomic_add(mine + block, 1, mask=block >= 0, sem="relaxed")
 
 
@@ -159,7 +195,7 @@ def _counts_of(counts, kv_head, first, block, blocks, chunks, CHUNKS: tl.constex
 
 @triton.jit(do_not_specialize=["blocks", "chunks"])
 def _sum_chunks(counts, totals, blocks, chunks, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr):
-    """totals [key/value heads, blocks]: entries of each list."""
+    """totals [key/value heads, blocks]: slots of each list."""
     kv_head = tl.program_id(1)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     total = tl.zeros([BLOCKS], tl.int32)
@@ -171,7 +207,7 @@ def _sum_chunks(counts, totals, blocks, chunks, CHUNKS: tl.constexpr, BLOCKS: tl
 
 @triton.jit(do_not_specialize=["blocks", "chunks"])
 def _find_starts(counts, totals, cursors, starts, blocks, chunks, CHUNKS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Where each list's entries from each chunk begin: starts [lists, chunks] and one past the last; cursors alike, but
+    """Begin of each list's slots from each chunk: starts [lists, chunks] and one past the last; cursors alike, but
     [key/value heads, chunks, blocks]."""
     kv_head = tl.program_id(1)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
@@ -196,21 +232,23 @@ def _find_starts(counts, totals, cursors, starts, blocks, chunks, CHUNKS: tl.con
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "chunk"])
-def _place(selected, cursors, entries, tokens, blocks, chunk, G: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
+def _scatter(
+    selected, cursors, slots, tokens, blocks, chunk, G: tl.constexpr, HISTORY: tl.constexpr, TILE: tl.constexpr
+):
     which, kv_head = tl.program_id(0), tl.program_id(1)
     mine = cursors + (kv_head.to(tl.int64) * tl.num_programs(0) + which) * blocks
     i = tl.arange(0, TILE)
     start = which * chunk
     for first in range(start, start + chunk, TILE):
-        entry = first + i
-        block = _selected_block(selected, entry, start + chunk, kv_head, tokens, G, C)
+        slot = first + i
+        block = _selected_block(selected, slot, start + chunk, kv_head, tokens, G, HISTORY)
         same = (block[:, None] == block[None, :]).to(tl.int32)
         rank = tl.sum(tl.where(i[None, :] < i[:, None], same, 0), 1)
         count = tl.sum(same, 1)
         used = block >= 0
         # Past the first-level cache: the cursors change from tile to tile.
         cursor = tl.load(mine + block, mask=used, other=0, cache_modifier=".cg")
-        tl.store(entries + cursor.to(tl.int64) + rank, entry, mask=used)
+        tl.store(slots + cursor.to(tl.int64) + rank, slot, mask=used)
         tl.debug_barrier()  # every cursor is read before any moves on
         tl.store(mine + block, cursor + count, mask=used & (rank == count - 1))
         tl.debug_barrier()
@@ -222,8 +260,8 @@ class BlockTables:
 
     blocks: int
     """Upper bound of the number of blocks, known on the host."""
-    own_T: Tensor
-    """int32 [T]: each token's block."""
+    block_T: Tensor
+    """int32 [T]: each token's block, diagonal for its query."""
     first_T: Tensor
     """int32 [T]: the first block of each token's document."""
     bounds: Tensor
@@ -242,7 +280,7 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
     device = layout.cu_seqlens.device
     documents = layout.cu_seqlens.numel() - 1
     first = first_blocks(layout.cu_seqlens, block_size).to(torch.int32)
-    own_T, first_T = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
+    block_T, first_T = (torch.empty(tokens, dtype=torch.int32, device=device) for _ in range(2))
     bounds = torch.empty(blocks, 6, dtype=torch.int32, device=device)
     steps = documents.bit_length()
     size = 256
@@ -252,7 +290,7 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
             (ceil_div(tokens, size),),
             cu_seqlens=layout.cu_seqlens,
             first=first,
-            own=own_T,
+            block_of=block_T,
             first_of=first_T,
             tokens=tokens,
             documents=documents,
@@ -274,11 +312,11 @@ def _build(layout: Layout, block_size: int) -> BlockTables:
             SIZE=size,
         )
     if layout.q_ranges is not None:
-        own_T, first_T = own_T[layout.q_tokens], first_T[layout.q_tokens]
+        block_T, first_T = block_T[layout.q_tokens], first_T[layout.q_tokens]
         bounds[:, :3] = _rows_of(bounds[:, :2].clone(), layout.q_ranges)
     if layout.k_ranges is not None:
         bounds[:, 3:] = _rows_of(bounds[:, 3:5].clone(), layout.k_ranges)
-    return BlockTables(blocks, own_T, first_T, bounds)
+    return BlockTables(blocks, block_T, first_T, bounds)
 
 
 def _rows_of(tokens_N2: Tensor, ranges: TokenRanges) -> Tensor:
@@ -307,13 +345,13 @@ def _document_of(edges, x, documents, steps):
 
 
 @triton.jit(do_not_specialize=["tokens", "documents", "steps"])
-def _token_tables(cu_seqlens, first, own, first_of, tokens, documents, block_size, steps, SIZE: tl.constexpr):
+def _token_tables(cu_seqlens, first, block_of, first_of, tokens, documents, block_size, steps, SIZE: tl.constexpr):
     token = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     ok = token < tokens
     document = _document_of(cu_seqlens, token, documents, steps)
     first_block = tl.load(first + document, mask=ok, other=0)
     position = token - tl.load(cu_seqlens + document, mask=ok, other=0)
-    tl.store(own + token, first_block + position // block_size, mask=ok)
+    tl.store(block_of + token, first_block + position // block_size, mask=ok)
     tl.store(first_of + token, first_block, mask=ok)
 
 

@@ -169,13 +169,14 @@ def attend_backward(
     return masked_attend_backward(state, mask, scale, prefix=layout.is_whole)
 
 
-def selected_mask(selected_HTC: Tensor, layout: Layout, block_size: int, *, own: bool = True) -> Mask:
-    """The mask of attention to selected history blocks (int [H, T, C], -1 = none) and the own block: [H, rows, keys].
+def selected_mask(selected_HTC: Tensor, layout: Layout, block_size: int, *, diagonal: bool = True) -> Mask:
+    """The mask of attention to selected history blocks (int [H, T, C], -1 = none) and the diagonal block: [H, rows,
+    keys].
 
-    Without `own`, the own block counts only where it is listed.
+    Without `diagonal`, this block counts only if it is listed.
 
     A key counts when its block is the query's own or a selected one and it is not in the future; history blocks lie
-    wholly in the past, so the one comparison of token indices makes only the own block causal inside.
+    wholly in the past, so the one comparison of token indices makes only the diagonal block causal inside.
     """
     blocks = block_bound(layout, block_size)
     q_blocks_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
@@ -188,7 +189,7 @@ def selected_mask(selected_HTC: Tensor, layout: Layout, block_size: int, *, own:
         own_Ht1 = q_blocks_T[rows].view(1, -1, 1).expand(selected_HtC.shape[0], -1, 1)
         attended_HtN = torch.zeros(*own_Ht1.shape[:2], blocks + 1, dtype=torch.bool, device=selected_HTC.device)
         attended_HtN.scatter_(2, torch.where(selected_HtC < 0, blocks, selected_HtC), True)
-        if own:
+        if diagonal:
             attended_HtN.scatter_(2, own_Ht1, True)
         past_ts = k_tokens_S[None, keys] <= q_tokens_T[rows, None]
         return attended_HtN[:, :, k_blocks_S[keys]] & past_ts

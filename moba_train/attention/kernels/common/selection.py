@@ -33,30 +33,33 @@ SELECTION = KEY_SHARE | {
 """What an attention that selects blocks also shows."""
 
 
-def choose_blocks(scores_HtN: Tensor, queries: QueryBlocks, count: int, *, first: int = 0, local: int = 1) -> Tensor:
-    """The `count` history blocks of each query with the highest scores: int32 [H, t, C], ascending, -1 behind.
+def choose_blocks(
+    scores_HtN: Tensor, queries: QueryBlocks, history_blocks: int, *, first: int = 0, local: int = 1
+) -> Tensor:
+    """The `history_blocks` blocks of each query's history with the highest scores: int32 [H, t, C], ascending, -1
+    behind.
 
-    C is `count`, or N if there are fewer. Blocks of the future and of other documents are never chosen, whatever their
-    scores, nor those with a score of -inf. The `first` blocks of a document and the `local` ones that end with the own
-    block are chosen before all others and count towards `count`, except for the own block, which is not listed. Of
-    equal scores the lower block id wins.
+    C is `history_blocks`, or N if there are fewer. Blocks of the future and of other documents are never chosen,
+    whatever their scores, nor those with a score of -inf. The `first` blocks of a document and the `local` ones that
+    end with the diagonal block are chosen before all others and count towards `history_blocks`, except for the diagonal
+    block, which is not listed. Of equal scores the lower block id wins.
     """
-    count = min(count, scores_HtN.shape[-1])
+    history_blocks = min(history_blocks, scores_HtN.shape[-1])
     kernel = _kernel(scores_HtN)
     if kernel is not None:
-        return kernel(scores_HtN, queries.own_t, queries.first_t, count, first=first, local=local)
+        return kernel(scores_HtN, queries.own_t, queries.first_t, history_blocks, first=first, local=local)
     ids_N = torch.arange(scores_HtN.shape[-1], device=scores_HtN.device)
-    own_t1, first_t1 = (x.unsqueeze(-1) for x in queries)
-    history_tN = (first_t1 <= ids_N) & (ids_N < own_t1)
-    forced_tN = history_tN & ((ids_N < first_t1 + first) | (ids_N > own_t1 - local))
+    diagonal_t1, first_t1 = (x.unsqueeze(-1) for x in queries)
+    history_tN = (first_t1 <= ids_N) & (ids_N < diagonal_t1)
+    forced_tN = history_tN & ((ids_N < first_t1 + first) | (ids_N > diagonal_t1 - local))
     scores_HtN = scores_HtN.masked_fill(~history_tN, -torch.inf).masked_fill(forced_tN, torch.inf)
-    values_HtC, chosen_HtC = _highest(scores_HtN, count)
+    values_HtC, chosen_HtC = _highest(scores_HtN, history_blocks)
     chosen_HtC = torch.where(values_HtC == -torch.inf, len(ids_N), chosen_HtC).sort(-1).values
     return torch.where(chosen_HtC == len(ids_N), -1, chosen_HtC).int()
 
 
 def _kernel(scores_HtN: Tensor) -> Callable[..., Tensor] | None:
-    """The Triton kernel that chooses blocks, imported at the first use; None where it cannot take these scores."""
+    """The Triton kernel that chooses blocks, imported at the first use; None if it cannot take these scores."""
     if not triton_runs_on(scores_HtN):
         return None
     from moba_train.attention.kernels.triton import highest_scores
@@ -77,28 +80,28 @@ def _highest(scores_HtN: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids_N = torch.arange(scores_HtN.shape[-1], dtype=torch.float32, device=scores_HtN.device)
     first_equal_HtC = torch.where(scores_HtN == lowest_Ht1, -ids_N, -torch.inf).topk(count, dim=-1).indices
     above_Ht1 = (values_HtC > lowest_Ht1).sum(-1, keepdim=True)
-    place_HtC = torch.arange(count, device=scores_HtN.device) - above_Ht1
-    equal_HtC = first_equal_HtC.gather(-1, place_HtC.clamp(min=0))
-    return values_HtC, torch.where(place_HtC < 0, at_HtC, equal_HtC)
+    index_HtC = torch.arange(count, device=scores_HtN.device) - above_Ht1
+    equal_HtC = first_equal_HtC.gather(-1, index_HtC.clamp(min=0))
+    return values_HtC, torch.where(index_HtC < 0, at_HtC, equal_HtC)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which blocks a query may choose among, and how many."""
+    """Blocks among which a query may choose, and their number."""
 
     block_size: int
     topk: int
-    """Blocks of a query, its own included."""
+    """Blocks of a query, the diagonal block included."""
     first: int = 0
     """Blocks at a document's start that are forced."""
     local: int = 1
-    """Blocks up to the query's own that are forced, its own included."""
+    """Blocks up to the diagonal block that are forced, this one included."""
     dense_len: int = 0
     """Queries at these first positions of a document attend to everything."""
 
 
 def selection_statistics(heads: Iterable[Tensor], layout: Layout, choice: Choice) -> Statistics:
-    """The statistics of the history blocks that the layout's queries select, and of their own ones.
+    """Statistics of the history blocks that the layout's queries select, and of their diagonal blocks.
 
     heads: int32 [T, C] for each head, ids as in blocks/geometry.py, -1 behind. One at a time: all may be large.
     """
@@ -122,7 +125,7 @@ def key_share(attended: float | None, layout: Layout) -> Statistics:
 
 
 def routing_statistics(heads: Iterable[Tensor], layout: Layout, choice: Choice) -> Statistics:
-    """How the freely selected blocks are spread; nothing without any.
+    """Spread of the freely selected blocks; nothing without any.
 
     load_imbalance     selections of the busiest block of a document over the mean of the document's candidates; 1: even
     entropy            entropy of the selections over a document's candidates, relative to its maximum, the logarithm of
@@ -136,11 +139,11 @@ def routing_statistics(heads: Iterable[Tensor], layout: Layout, choice: Choice) 
     weight.
     """
     first_T = first_blocks(layout.cu_seqlens, choice.block_size)[layout.q_documents]
-    own_T = block_ids(layout.q_tokens, layout.q_documents, layout, choice.block_size)
-    chooses_T = own_T - first_T >= choice.topk
+    diagonal_T = block_ids(layout.q_tokens, layout.q_documents, layout, choice.block_size)
+    chooses_T = diagonal_T - first_T >= choice.topk
     chooses_T &= layout.positions(layout.q_tokens, layout.q_documents) >= choice.dense_len
     rows_t = chooses_T.nonzero().flatten()
-    own_t, first_t = own_T[rows_t], first_T[rows_t]
+    own_t, first_t = diagonal_T[rows_t], first_T[rows_t]
     # Candidates lie `local` to own - first blocks back, those at the document's start left out where they are forced.
     mean_distance_t1 = (own_t - first_t + choice.local - choice.first).unsqueeze(1) / 2
     blocks = block_bound(layout, choice.block_size)

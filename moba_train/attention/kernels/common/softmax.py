@@ -2,9 +2,9 @@
 anywhere, so results are reproducible.
 
 `prepare` writes what the backward pass reads of each row. `combine_out` and `combine_dq` join the parts of a query: the
-own block first, then the selected blocks one by one. `sum_splits` adds up dk and dv of a block, split by split.
+diagonal block first, then the selected blocks one by one. `sum_splits` adds up dk and dv of a block, split by split.
 
-Joining is bound by memory: it reads C + 1 rows of 2 * D bytes per query and head and writes one. A partial is
+Joining is bound by memory: it reads topk rows of 2 * D bytes per query and head and writes one. A partial is
 normalised and rounded to 16 bits, which costs the result less than its own rounding does: the weights sum to one.
 """
 
@@ -47,9 +47,9 @@ def prepare(dout, out, lse, stats, rows, tokens, heads, D: tl.constexpr, M: tl.c
 @triton.jit
 def load_stats(stats, at, head, heads, ok):
     """(lse in log 2 units, delta [M]) of the rows `at` of q; an absent one has lse = inf, so that p = 0."""
-    place = (at.to(tl.int64) * heads + head) * 2
+    offset = (at.to(tl.int64) * heads + head) * 2
     which = tl.arange(0, 2)[None, :]
-    stats_M2 = tl.load(stats + place[:, None] + which, mask=ok[:, None], other=0.0)
+    stats_M2 = tl.load(stats + offset[:, None] + which, mask=ok[:, None], other=0.0)
     # Through a sum each number is loaded once. Loaded one by one, every thread would load all it multiplies with.
     lse_M = tl.sum(tl.where(which == 0, stats_M2, 0.0), 1)
     delta_M = tl.sum(tl.where(which == 1, stats_M2, 0.0), 1)
@@ -78,9 +78,9 @@ def _rows(first_token, last_token, first_kv_head, G: tl.constexpr, M: tl.constex
 
 
 @triton.jit
-def _used(slot, ok, bounds, PARTIAL: tl.constexpr):
-    """Whether a slot of the selection names a block, some of whose keys are here."""
-    block = tl.load(slot, mask=ok, other=-1)
+def _used(listed, ok, bounds, PARTIAL: tl.constexpr):
+    """True if the selection `listed` here names a block, some of whose keys are here."""
+    block = tl.load(listed, mask=ok, other=-1)
     used = block >= 0
     if PARTIAL:
         start = tl.load(bounds + block * 6 + 3, mask=used, other=0)
@@ -89,58 +89,45 @@ def _used(slot, ok, bounds, PARTIAL: tl.constexpr):
 
 
 @triton.jit
-def _at(place, entry, used, PLACED: tl.constexpr):
-    """Where the partial results of these entries are: in their order, or at `place`."""
-    return tl.load(place + entry, mask=used, other=0).to(tl.int64) if PLACED else entry
+def _at(position_of, slot, used, INDIRECT: tl.constexpr):
+    """Positions of the partial results of these slots: in their order, or INDIRECT as `position_of` says."""
+    return tl.load(position_of + slot, mask=used, other=0).to(tl.int64) if INDIRECT else slot
 
 
 @triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
 def combine_out(
-    out,
-    lse,
-    own_lse,
-    partial_out,
-    partial_lse,
-    place,
-    selected,
-    bounds,
-    tokens,
-    first_token,
-    last_token,
-    first_kv_head,
-    heads,
-    PARTIAL: tl.constexpr,
-    PLACED: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
+    out, lse, diagonal_lse, partial_out, partial_lse, position_of, selected, bounds, tokens, first_token, last_token,
+    first_kv_head, heads,
+    PARTIAL: tl.constexpr, INDIRECT: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr,
-):
-    """out [T, H, D] holds the own block's part and receives the result; lse [H, T] is written, from own_lse and theirs.
+):  # fmt: skip
+    """out [T, H, D] holds the diagonal block's part and receives the result; lse [H, T] is written, from
+    diagonal_lse and theirs.
 
     out may be read and written in place, as every element stays with one thread. A row's lse is read by many threads:
-    written in place, a late warp would take what another has stored for the own block's.
+    written in place, a late warp would take what another has stored for the diagonal block's, as happened to one of
+    1,100 calls (benchmarks/LOG.md, "Wrong results").
     """
     row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
-    entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
-    slot = selected + (head.to(tl.int64) * tokens + token) * C
+    slot = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * HISTORY
+    listed = selected + (head.to(tl.int64) * tokens + token) * HISTORY
     column = tl.arange(0, D)
     lse_at = head.to(tl.int64) * tokens + token
-    own_M = tl.load(own_lse + lse_at, mask=ok, other=0.0)
-    top_M = own_M
-    for j in tl.range(0, C, loop_unroll_factor=4):
-        used = _used(slot + j, ok, bounds, PARTIAL)
-        at = _at(place, entry + j, used, PLACED)
+    diagonal_M = tl.load(diagonal_lse + lse_at, mask=ok, other=0.0)
+    top_M = diagonal_M
+    for j in tl.range(0, HISTORY, loop_unroll_factor=4):
+        used = _used(listed + j, ok, bounds, PARTIAL)
+        at = _at(position_of, slot + j, used, INDIRECT)
         top_M = tl.maximum(top_M, tl.load(partial_lse + at, mask=used, other=float("-inf")))
     if PARTIAL:
         top_M = tl.maximum(top_M, LOWEST)
-    weight_M = tl.exp(own_M - top_M)
+    weight_M = tl.exp(diagonal_M - top_M)
     sum_M = weight_M
     out_at = out + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
     total_MD = tl.load(out_at, mask=ok[:, None], other=0.0).to(tl.float32) * weight_M[:, None]
-    for j in tl.range(0, C, loop_unroll_factor=4):
-        used = _used(slot + j, ok, bounds, PARTIAL)
-        at = _at(place, entry + j, used, PLACED)
+    for j in tl.range(0, HISTORY, loop_unroll_factor=4):
+        used = _used(listed + j, ok, bounds, PARTIAL)
+        at = _at(position_of, slot + j, used, INDIRECT)
         weight_M = tl.exp(tl.load(partial_lse + at, mask=used, other=float("-inf")) - top_M)
         part = partial_out + (at * D)[:, None] + column[None, :]
         total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32) * weight_M[:, None]
@@ -155,60 +142,33 @@ def combine_out(
 
 @triton.jit(do_not_specialize=["tokens", "first_token", "last_token", "first_kv_head", "heads"])
 def combine_dq(
-    dq,
-    partial_dq,
-    place,
-    selected,
-    bounds,
-    tokens,
-    first_token,
-    last_token,
-    first_kv_head,
-    heads,
-    PARTIAL: tl.constexpr,
-    PLACED: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
+    dq, partial_dq, position_of, selected, bounds, tokens, first_token, last_token, first_kv_head, heads,
+    PARTIAL: tl.constexpr, INDIRECT: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, D: tl.constexpr,
     M: tl.constexpr,
-):
-    """dq [T, H, D] holds the own block's part and receives the sum."""
+):  # fmt: skip
+    """dq [T, H, D] holds the diagonal block's part and receives the sum."""
     row, ok, token, head = _rows(first_token, last_token, first_kv_head, G, M)
-    entry = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * C
-    slot = selected + (head.to(tl.int64) * tokens + token) * C
+    slot = (tl.program_id(1).to(tl.int64) * (last_token - first_token) * G + row) * HISTORY
+    listed = selected + (head.to(tl.int64) * tokens + token) * HISTORY
     column = tl.arange(0, D)
     dq_at = dq + ((token.to(tl.int64) * heads + head) * D)[:, None] + column[None, :]
     total_MD = tl.load(dq_at, mask=ok[:, None], other=0.0).to(tl.float32)
-    for j in tl.range(0, C, loop_unroll_factor=4):
-        used = _used(slot + j, ok, bounds, PARTIAL)
-        part = partial_dq + (_at(place, entry + j, used, PLACED) * D)[:, None] + column[None, :]
+    for j in tl.range(0, HISTORY, loop_unroll_factor=4):
+        used = _used(listed + j, ok, bounds, PARTIAL)
+        part = partial_dq + (_at(position_of, slot + j, used, INDIRECT) * D)[:, None] + column[None, :]
         total_MD += tl.load(part, mask=used[:, None], other=0.0).to(tl.float32)
     tl.store(dq_at, total_MD.to(dq.dtype.element_ty), mask=ok[:, None])
 
 
-@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads", "own_heads"])
+@triton.jit(do_not_specialize=["blocks", "first_kv_head", "kv_heads", "diagonal_heads"])
 def sum_splits(
-    dk,
-    dv,
-    own_dk,
-    own_dv,
-    part_dk,
-    part_dv,
-    first_split,
-    splits_of,
-    bounds,
-    blocks,
-    first_kv_head,
-    kv_heads,
-    own_heads,
-    ADD: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    dk, dv, diagonal_dk, diagonal_dv, part_dk, part_dv, first_split, splits_of, bounds, blocks, first_kv_head, kv_heads,
+    diagonal_heads,
+    ADD: tl.constexpr, D: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """dk and dv [S, K, D] of KEYS keys of a list of several splits; its parts are [splits, N keys, D].
 
-    ADD: with own_dk and own_dv [S, own_heads, D] of these heads, and for every list.
+    ADD: with diagonal_dk and diagonal_dv [S, diagonal_heads, D] of these heads, and for every list.
     """
     which = tl.program_id(0)
     splits = tl.load(splits_of + which)
@@ -228,10 +188,10 @@ def sum_splits(
     row = (start + key).to(tl.int64)
     mask = (start + key < stop)[:, None]
     if ADD:
-        own_head = part + tl.where(own_heads == kv_heads, first_kv_head, 0)
-        at = ((row * own_heads + own_head) * D)[:, None] + column[None, :]
-        dk_ND += tl.load(own_dk + at, mask=mask, other=0.0).to(tl.float32)
-        dv_ND += tl.load(own_dv + at, mask=mask, other=0.0).to(tl.float32)
+        own_head = part + tl.where(diagonal_heads == kv_heads, first_kv_head, 0)
+        at = ((row * diagonal_heads + own_head) * D)[:, None] + column[None, :]
+        dk_ND += tl.load(diagonal_dk + at, mask=mask, other=0.0).to(tl.float32)
+        dv_ND += tl.load(diagonal_dv + at, mask=mask, other=0.0).to(tl.float32)
     at = ((row * kv_heads + first_kv_head + part) * D)[:, None] + column[None, :]
     tl.store(dk + at, dk_ND.to(dk.dtype.element_ty), mask=mask)
     tl.store(dv + at, dv_ND.to(dv.dtype.element_ty), mask=mask)

@@ -20,7 +20,7 @@ _LISTS = 64
 """Lists of a program. It finds what comes before them by itself, from all other lists, so that one launch suffices."""
 _FILL = 128
 _ALIGNED = 4
-"""Tables begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers of another alignment."""
+"""Tables begin at multiples of 16 bytes: Triton compiles a kernel again for pointers of another alignment."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TileShapes:
     dkdv: TileShape
     dkdv_diagonal: TileShape
     short_forward: TileShape | None = None
-    """For blocks_to_128.py; None: the block is too long."""
+    """Shape of blocks_to_128.py; None: the block is too long."""
     short_backward: TileShape | None = None
 
 
@@ -65,14 +65,14 @@ def tile_shapes(head_dim: int, block_size: int) -> TileShapes:
 
 @dataclass(frozen=True)
 class WorkRange:
-    """Key/value heads and chunks of entries worked on at once: their partial results are in memory together."""
+    """Key/value heads and chunks of slots worked on at once: their partial results are in memory together."""
 
     kv_heads: slice
     chunks: slice
-    first_entry: int
-    """The first entry of the first chunk."""
-    entries: int
-    """Entries of each key/value head in these chunks, a multiple of G * C."""
+    first_slot: int
+    """The first slot of the first chunk."""
+    slots: int
+    """Slots of each key/value head in these chunks, a multiple of G * HISTORY."""
 
     @property
     def heads(self) -> int:
@@ -81,8 +81,8 @@ class WorkRange:
 
 
 def work_ranges(lists: BlockLists, kv_heads: int, limit: int) -> Iterator[WorkRange]:
-    """Work ranges of at most about `limit` entries each: cut by key/value heads, then by queries."""
-    total = lists.entries.numel() // kv_heads
+    """Work ranges of at most about `limit` slots each: cut by key/value heads, then by queries."""
+    total = lists.slots.numel() // kv_heads
     if total <= limit:
         together = min(kv_heads, max(1, limit // max(total, 1)))
         for first in range(0, kv_heads, together):
@@ -111,7 +111,7 @@ class RowTiles:
     """int32 [lists]: one past each list's last tile."""
     begin: Tensor
     end: Tensor
-    """int [lists]: slice of the entries that belongs to each list."""
+    """int [lists]: slice of the slots that belongs to each list."""
 
 
 def cut_lists(begin: Tensor, end: Tensor, bound: int, rows: int) -> RowTiles:
@@ -125,8 +125,9 @@ def cut_lists(begin: Tensor, end: Tensor, bound: int, rows: int) -> RowTiles:
 class TileTable(RowTiles):
     """The row tiles of a work range, and with them the splits of its lists.
 
-    A split is some consecutive tiles, so that a block that all queries selected keeps several programs busy; one tile,
-    unless `tile_tables` was given `split_tiles`.
+    A split is some consecutive tiles, so that a block that all queries selected keeps several programs busy (128K
+    512/8 with every head on block 0: 219 ms, then 108, as uniform routing; benchmarks/LOG.md); one tile, unless
+    `tile_tables` was given `split_tiles`.
     """
 
     lists: int
@@ -160,7 +161,7 @@ def tile_tables(
     first = parts[0]
     cuts = sum(work.kv_heads == first.kv_heads for work in parts)
     sizes = [(work.heads * blocks, _bound(work, rows, blocks)) for work in parts]
-    most_lists, bound = (_aligned(max(many)) for many in zip(*sizes, strict=True))
+    most_lists, bound = (_aligned(max(counts)) for counts in zip(*sizes, strict=True))
     split_bound = _aligned(ceil_div(bound, split_tiles) + most_lists) if split_tiles else 0
     ends = torch.empty(len(parts), 2, most_lists, dtype=lists.starts.dtype, device=lists.starts.device)
     numbers = torch.empty(
@@ -172,7 +173,7 @@ def tile_tables(
         starts=lists.starts,
         ends=ends,
         numbers=numbers,
-        entry_count=lists.entries.numel(),
+        slot_count=lists.slots.numel(),
         blocks=blocks,
         kv_heads=kv_heads,
         together=first.heads,
@@ -191,21 +192,21 @@ def tile_tables(
         FILL=_FILL,
     )
     tables = []
-    for (many, tiles), two, mine in zip(sizes, ends.unbind(0), numbers.unbind(0), strict=True):
+    for (count, tiles), two, mine in zip(sizes, ends.unbind(0), numbers.unbind(0), strict=True):
         begin, end = two.unbind(0)
         of_tile, last_tile, splits, first_split, of_split = mine.split(
             [bound, most_lists, most_lists, most_lists, split_bound]
         )
-        split_programs = ceil_div(tiles, split_tiles) + many if split_tiles else tiles
+        split_programs = ceil_div(tiles, split_tiles) + count if split_tiles else tiles
         tables.append(
-            TileTable(tiles, of_tile, last_tile, begin, end, many, split_programs, splits, first_split, of_split)
+            TileTable(tiles, of_tile, last_tile, begin, end, count, split_programs, splits, first_split, of_split)
         )
     return tables
 
 
 def _bound(work: WorkRange, rows: int, blocks: int) -> int:
     """Tiles of a work range, at most."""
-    return ceil_div(work.heads * work.entries, rows) + work.heads * blocks
+    return ceil_div(work.heads * work.slots, rows) + work.heads * blocks
 
 
 def _aligned(count: int) -> int:
@@ -214,7 +215,7 @@ def _aligned(count: int) -> int:
 
 @triton.jit
 def _begin_and_end(starts, lists_at, which, ok, chunks, first_chunk, last_chunk):
-    """Where lists begin and end in a range of chunks; 0, 0 for lists that are not `ok`."""
+    """Begin and end of lists in a range of chunks; 0, 0 for lists that are not `ok`."""
     at = starts + (lists_at + which).to(tl.int64) * chunks
     return tl.load(at + first_chunk, mask=ok, other=0), tl.load(at + last_chunk, mask=ok, other=0)
 
@@ -226,32 +227,16 @@ def _tile_count(begin, end, exists, ROWS: tl.constexpr, AT_LEAST: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        *("entry_count", "blocks", "kv_heads", "together", "cuts", "chunks", "chunks_together", "most_lists", "bound"),
+        *("slot_count", "blocks", "kv_heads", "together", "cuts", "chunks", "chunks_together", "most_lists", "bound"),
         *("split_bound", "split_tiles"),
     ]
 )
 def _tile_tables(
-    starts,
-    ends,
-    numbers,
-    entry_count,
-    blocks,
-    kv_heads,
-    together,
-    cuts,
-    chunks,
-    chunks_together,
-    most_lists,
-    bound,
-    split_bound,
-    split_tiles,
-    RANKED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    AT_LEAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    LISTS: tl.constexpr,
+    starts, ends, numbers, slot_count, blocks, kv_heads, together, cuts, chunks, chunks_together, most_lists, bound,
+    split_bound, split_tiles,
+    RANKED: tl.constexpr, COUNTED: tl.constexpr, AT_LEAST: tl.constexpr, ROWS: tl.constexpr, LISTS: tl.constexpr,
     FILL: tl.constexpr,
-):
+):  # fmt: skip
     """The tables of LISTS lists of one work range: `together` key/value heads, a range of `chunks_together` chunks."""
     work = tl.program_id(1)
     first_head = work // cuts * together
@@ -259,9 +244,9 @@ def _tile_tables(
     first_chunk = work % cuts * chunks_together
     last_chunk = tl.minimum(first_chunk + chunks_together, chunks)
     first_list = tl.program_id(0) * LISTS
-    place = tl.arange(0, LISTS)
-    mine = first_list + place
-    ok = (mine < lists) & (entry_count > 0)  # without entries, `starts` has no list
+    lane = tl.arange(0, LISTS)
+    mine = first_list + lane
+    ok = (mine < lists) & (slot_count > 0)  # without slots, `starts` has no list
     begin, end = _begin_and_end(starts, first_head * blocks, mine, ok, chunks, first_chunk, last_chunk)
     tiles = _tile_count(begin, end, mine < lists, ROWS, AT_LEAST)
 
@@ -269,15 +254,16 @@ def _tile_tables(
     first_split = tl.zeros([LISTS], tl.int32)
     all_splits = 0
     for first in range(0, lists if RANKED else first_list, LISTS):
-        other = first + place
-        ok = (other < lists) & (entry_count > 0)
+        other = first + lane
+        ok = (other < lists) & (slot_count > 0)
         its_begin, its_end = _begin_and_end(starts, first_head * blocks, other, ok, chunks, first_chunk, last_chunk)
         its_tiles = _tile_count(its_begin, its_end, other < lists, ROWS, AT_LEAST)
         before += tl.sum(tl.where(other < first_list, its_tiles, 0))
-        if RANKED:  # the longest first, of equally long lists the first
-            many = its_end - its_begin
-            longer = many[None, :] > (end - begin)[:, None]
-            longer = longer | ((many[None, :] == (end - begin)[:, None]) & (other[None, :] < mine[:, None]))
+        # The longest first, of equally long lists the first: else 32K 512/3 takes 11.1 ms instead of 10.5 (LOG.md).
+        if RANKED:
+            length = its_end - its_begin
+            longer = length[None, :] > (end - begin)[:, None]
+            longer = longer | ((length[None, :] == (end - begin)[:, None]) & (other[None, :] < mine[:, None]))
             splits = tl.cdiv(its_tiles, split_tiles)
             first_split += tl.sum(tl.where(longer, splits[None, :], 0), 1)
             all_splits += tl.sum(splits)
@@ -321,7 +307,8 @@ def _tile_tables(
 
 @triton.jit
 def tile_of_program(pid, list_of_tile, last_tile, begin, end, lists, M: tl.constexpr):
-    """(list of the work range, first entry position, one past its last); `list >= lists`: nothing to do."""
+    """(list of the work range, its first position among the slots, one past its last); `list >= lists`: nothing to
+    do."""
     which = tl.load(list_of_tile + pid)
     safe = tl.minimum(which, lists - 1)
     before = tl.load(last_tile + safe - 1, mask=safe > 0, other=0)

@@ -1,4 +1,11 @@
-"""Descriptors of tensors for the bulk copies of kernels in Gluon, which fix the layout in shared memory."""
+"""Attention to selected blocks in Gluon, the lower level of Triton, in which warps can have roles: for compute
+capability 9.0 and Triton 3.6 (../table.py). Imported only when the table names a file here.
+
+Producer warps copy or gather tiles to shared memory; consumer warpgroups multiply them with wgmma. A stage of shared
+memory has two barriers: `full`, on which consumers wait until it is filled, and `empty`, on which the producer waits
+until its readers are done. The producer's n-th filling of a stage, counted from 0, waits for n phases of `empty`; the
+consumer that reads it waits for n + 1 phases of `full`.
+"""
 
 from functools import cache
 from typing import Any

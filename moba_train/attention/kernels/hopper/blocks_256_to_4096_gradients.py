@@ -1,13 +1,13 @@
 """All gradients of blocks of 256 to 4096 keys in one pass (gradients_key_tile.py), on Hopper.
 
 `backward_history`: a program has a tile of keys and a split of its list, whose rows are packed. The tiles of keys of a
-block take turns at the dq of a tile of rows: the program of each waits until that of the tile before has added its
-part. That one was started before, so it never waits for this one; they soon run one tile of rows apart.
+block add to the dq of a tile of rows one after the other: the program of each waits until the tile before has added its
+part. That program was started before, so it never waits for this one; they soon run one tile of rows apart.
 
-`backward_diagonal`: the blocks' own rows, causal. A program has a block and a key/value head, and takes one tile of
-keys after the other; each thread adds to the parts of dq that it has written before.
+`backward_diagonal`: the diagonal blocks, causal. A program has a block and a key/value head, and takes one tile of keys
+after the other; each thread adds to the parts of dq that it has written before.
 
-The rows' dq is summed row by row, and `combine_dq` adds it to the own blocks' part.
+The rows' dq is summed row by row, and `combine_dq` adds it to the part of the diagonal blocks.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,20 @@ from moba_train.attention.kernels.common.launch import ceil_div, launch
 from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange
 from moba_train.attention.kernels.hopper import descriptor, descriptors
-from moba_train.attention.kernels.hopper.gradients_key_tile import copy_keys, multiply, rooms, row_tile, store_parts
-from moba_train.attention.kernels.triton.blocks_from_144_dkdv import Packed, PackedDkdv, SplitSums
+from moba_train.attention.kernels.hopper.gradients_key_tile import (
+    allocate_shared,
+    copy_keys,
+    multiply,
+    row_tile,
+    store_parts,
+)
+from moba_train.attention.kernels.triton.blocks_from_144_dkdv import PackedDkdv, PackedRows, SplitSums
 from moba_train.attention.kernels.triton.blocks_from_144_dq import diagonal_dq
 from moba_train.attention.protocol import Gradients
 
 
 @gluon.jit
-def wait_for_turn(done, key_tile):
+def wait_for_earlier_tiles(done, key_tile):
     """Until the tiles of keys before this one have added their parts of a row tile's dq."""
     seen = key_tile * 0
     while seen < key_tile:
@@ -43,7 +49,7 @@ def wait_for_turn(done, key_tile):
 
 
 @gluon.jit
-def pass_turn(done, key_tile):
+def release_next_tile(done, key_tile):
     """Let the next tile of keys add its part: what this program has written is there for the program that has it."""
     gl.inline_asm_elementwise(
         "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
@@ -52,62 +58,42 @@ def pass_turn(done, key_tile):
 
 
 @gluon.jit
-def _copy_packed(descriptors, done, room, bars, first, tiles, key_tile, first_key, column):
-    """One warp: the keys, then tile after tile of rows, as soon as there is room and their dq may be added to."""
+def _copy_packed(descriptors, done, smem, barriers, first, tiles, key_tile, first_key, column):
+    """Producer warp: the keys, then tile after tile of rows, as soon as a stage is empty and their dq may be added
+    to."""
     q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc = descriptors
-    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
-    ready, free, keys_ready = bars
-    stages: gl.constexpr = q_room.type.shape[0]
+    _k_smem, _v_smem, q_smem, dout_smem, lse_smem, delta_smem, _ds_smem, _dq_smem = smem
+    full, empty, keys_full = barriers
+    stages: gl.constexpr = q_smem.type.shape[0]
     M: gl.constexpr = q_desc.block_type.shape[0]
-    copy_keys(k_desc, v_desc, room, keys_ready, first_key, column)
+    copy_keys(k_desc, v_desc, smem, keys_full, first_key, column)
     for i in range(tiles):
         stage = i % stages
-        mbarrier.wait(free.index(stage), (i // stages & 1) ^ 1)
+        mbarrier.wait(empty.index(stage), (i // stages & 1) ^ 1)
         if i >= stages:
-            pass_turn(done + i - stages, key_tile)
-        bar = ready.index(stage)
+            release_next_tile(done + i - stages, key_tile)
+        barrier = full.index(stage)
         row = first + i * M
-        mbarrier.expect(bar, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 8 * M)
-        tma.async_copy_global_to_shared(q_desc, [row, 0], bar, q_room.index(stage))
-        tma.async_copy_global_to_shared(lse_desc, [row], bar, lse_room.index(stage))
-        tma.async_copy_global_to_shared(dout_desc, [row, 0], bar, dout_room.index(stage))
-        tma.async_copy_global_to_shared(delta_desc, [row], bar, delta_room.index(stage))
-        wait_for_turn(done + i, key_tile)
-        mbarrier.arrive(bar)
+        mbarrier.expect(barrier, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 8 * M)
+        tma.async_copy_global_to_shared(q_desc, [row, 0], barrier, q_smem.index(stage))
+        tma.async_copy_global_to_shared(lse_desc, [row], barrier, lse_smem.index(stage))
+        tma.async_copy_global_to_shared(dout_desc, [row, 0], barrier, dout_smem.index(stage))
+        tma.async_copy_global_to_shared(delta_desc, [row], barrier, delta_smem.index(stage))
+        wait_for_earlier_tiles(done + i, key_tile)
+        mbarrier.arrive(barrier)
     for i in range(gl.maximum(tiles - stages, 0), tiles):
-        mbarrier.wait(free.index(i % stages), i // stages & 1)
-        pass_turn(done + i, key_tile)
+        mbarrier.wait(empty.index(i % stages), i // stages & 1)
+        release_next_tile(done + i, key_tile)
 
 
 @gluon.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "key_tiles", "split"])
 def backward_history(
-    q_desc,
-    dout_desc,
-    lse_desc,
-    delta_desc,
-    k_desc,
-    v_desc,
-    packed_dq,
-    done,
-    part_dk,
-    part_dv,
-    list_of_split,
-    first_split,
-    last_tile,
-    bounds,
-    lists,
-    blocks,
-    first_kv_head,
-    key_tiles,
-    split,
-    scale,
-    D: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """float32 dk and dv of one tile of a block's keys from a split of the packed rows of its list, to their place in
-    part_dk and part_dv [splits, key tiles, N, D]; the rows' dq from these keys, added to packed_dq [rows, D].
+    q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, packed_dq, done, part_dk, part_dv, list_of_split,
+    first_split, last_tile, bounds, lists, blocks, first_kv_head, key_tiles, split, scale,
+    D: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """float32 dk and dv of one tile of a block's keys from a split of the packed rows of its list, to part_dk and
+    part_dv [splits, key tiles, N, D]; the rows' dq from these keys, added to packed_dq [rows, D].
 
     `done` int32 [row tiles], 0 before: how many tiles of keys have added their part.
     """
@@ -122,7 +108,7 @@ def backward_history(
     last = gl.minimum(first + split, gl.load(last_tile + which))
     # Leaving early would leave the warps behind that copy.
     tiles = gl.where(exists, gl.maximum(last - first, 0), 0)
-    room, bars = rooms(k_desc, M, STAGES, 2)
+    smem, barriers = allocate_shared(k_desc, M, STAGES, 2)
     descriptors = (q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc)
     column = (first_kv_head + part) * D
     row, end = first * M, (first + tiles) * M
@@ -130,9 +116,9 @@ def backward_history(
         [
             (
                 multiply,
-                (packed_dq, 0, room, bars, row, end, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False, False),
+                (packed_dq, 0, smem, barriers, row, end, tiles, tiles, 0, key_tile, 0, 0, 1, scale, N, D, False, False),
             ),
-            (_copy_packed, (descriptors, done + first, room, bars, row, tiles, key_tile, first_key, column)),
+            (_copy_packed, (descriptors, done + first, smem, barriers, row, tiles, key_tile, first_key, column)),
         ],
         [1],
         [24],
@@ -148,65 +134,66 @@ def _first_row(first_row, first_key, shift, M: gl.constexpr):
 
 
 @gluon.jit
-def _copy_own(
-    descriptors, stats, room, bars, keys_free, rows, start, key_tiles, kv_head, heads, G: gl.constexpr, D: gl.constexpr
+def _load_diagonal(
+    descriptors, stats, smem, barriers, keys_empty, rows, start, key_tiles, kv_head, heads, G: gl.constexpr,
+    D: gl.constexpr,
 ):  # fmt: skip
-    """One warp: for every tile of keys, these and the rows that see them, head by head."""
+    """Producer warp: for every tile of keys, these and the rows that see them, head by head."""
     q_desc, dout_desc, k_desc, v_desc = descriptors
-    _k_room, _v_room, q_room, dout_room, lse_room, delta_room, _ds_room, _dq_room = room
-    ready, free, keys_ready = bars
+    _k_smem, _v_smem, q_smem, dout_smem, lse_smem, delta_smem, _ds_smem, _dq_smem = smem
+    full, empty, keys_full = barriers
     first_row, last_row, shift = rows
-    stages: gl.constexpr = q_room.type.shape[0]
+    stages: gl.constexpr = q_smem.type.shape[0]
     M: gl.constexpr = q_desc.block_type.shape[0]
     N: gl.constexpr = k_desc.block_type.shape[0]
     i_M = gl.arange(0, M, gl.BlockedLayout([2], [32], [1], [0]))
     step = 0
     for key_tile in range(key_tiles):
         first_key = start + key_tile * N
-        mbarrier.wait(keys_free, (key_tile & 1) ^ 1)
-        copy_keys(k_desc, v_desc, room, keys_ready, first_key, kv_head * D)
+        mbarrier.wait(keys_empty, (key_tile & 1) ^ 1)
+        copy_keys(k_desc, v_desc, smem, keys_full, first_key, kv_head * D)
         first = _first_row(first_row, first_key, shift, M)
         tiles = gl.maximum(gl.cdiv(last_row - first, M), 0)
         for i in range(tiles * G):
             at, head = row_tile(i, first, tiles, M, True)
             head += kv_head * G
             stage = step % stages
-            mbarrier.wait(free.index(stage), (step // stages & 1) ^ 1)
-            bar = ready.index(stage)
-            mbarrier.expect(bar, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [at, head * D], bar, q_room.index(stage))
-            tma.async_copy_global_to_shared(dout_desc, [at, head * D], bar, dout_room.index(stage))
+            mbarrier.wait(empty.index(stage), (step // stages & 1) ^ 1)
+            barrier = full.index(stage)
+            mbarrier.expect(barrier, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_desc, [at, head * D], barrier, q_smem.index(stage))
+            tma.async_copy_global_to_shared(dout_desc, [at, head * D], barrier, dout_smem.index(stage))
             ok = at + i_M < last_row
-            place = stats + ((at + i_M).to(gl.int64) * heads + head) * 2
-            lse_M = gl.load(place, mask=ok, other=float("inf"))
-            delta_M = gl.load(place + 1, mask=ok, other=0.0)
-            lse_room.index(stage).store(lse_M)
-            delta_room.index(stage).store(delta_M)
-            mbarrier.arrive(bar)
+            address = stats + ((at + i_M).to(gl.int64) * heads + head) * 2
+            lse_M = gl.load(address, mask=ok, other=float("inf"))
+            delta_M = gl.load(address + 1, mask=ok, other=0.0)
+            lse_smem.index(stage).store(lse_M)
+            delta_smem.index(stage).store(delta_M)
+            mbarrier.arrive(barrier)
             step += 1
 
 
 @gluon.jit
-def _own_key_tiles(
-    out, room, bars, keys_free, rows, start, stop, key_tiles, kv_head, heads, scale, G: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr,
+def _diagonal_key_tiles(
+    out, smem, barriers, keys_empty, rows, start, stop, key_tiles, kv_head, heads, scale, G: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Two warpgroups: dq of a block's own rows, dk and dv of its keys, one tile of keys after the other."""
+    """Two consumer warpgroups: dq of a block's rows, dk and dv of its keys, one tile of keys after the other."""
     dq, sum_dk, sum_dv = out
     first_row, last_row, shift = rows
-    M: gl.constexpr = room[2].type.shape[1]
+    M: gl.constexpr = smem[2].type.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
-    turns_before = 0
+    iterations_before = 0
     for key_tile in range(key_tiles):
         first_key = start + key_tile * N
         first = _first_row(first_row, first_key, shift, M)
         tiles = gl.maximum(gl.cdiv(last_row - first, M), 0)
         dk_ND, dv_ND = multiply(
-            dq, 0, room, bars, first, last_row, tiles, tiles * G, turns_before, key_tile, first_key - shift,
+            dq, 0, smem, barriers, first, last_row, tiles, tiles * G, iterations_before, key_tile, first_key - shift,
             kv_head * G, heads, scale, N, D, True, False,
         )  # fmt: skip
-        turns_before += tiles * G
-        mbarrier.arrive(keys_free)
+        iterations_before += tiles * G
+        mbarrier.arrive(keys_empty)
         key = first_key + gl.arange(0, N, gl.SliceLayout(1, layout))
         at_ND = ((key.to(gl.int64) * (heads // G) + kv_head) * D)[:, None]
         at_ND = at_ND + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
@@ -217,43 +204,31 @@ def _own_key_tiles(
 
 @gluon.jit(do_not_specialize=["heads", "key_tiles"])
 def backward_diagonal(
-    q_desc,
-    dout_desc,
-    stats,
-    k_desc,
-    v_desc,
-    dq,
-    sum_dk,
-    sum_dv,
-    bounds,
-    heads,
-    key_tiles,
-    scale,
-    G: gl.constexpr,
-    D: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """One block's own rows, causal: dq [T, H, D]; dk and dv [S, K, D], float32 where more is added."""
+    q_desc, dout_desc, stats, k_desc, v_desc, dq, sum_dk, sum_dv, bounds, heads, key_tiles, scale,
+    G: gl.constexpr, D: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One diagonal block, causal: dq [T, H, D]; dk and dv [S, K, D], float32 where more is added."""
     block, kv_head = gl.program_id(0), gl.program_id(1)
     at = bounds + block * 6
     start, stop = gl.load(at + 3), gl.load(at + 4)
     rows = (gl.load(at), gl.load(at + 1), gl.load(at + 2) - gl.load(at + 5))
     key_tiles = gl.minimum(key_tiles, gl.cdiv(stop - start, N))
-    room, bars = rooms(k_desc, M, STAGES, 2)
-    keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(keys_free, count=1)
+    smem, barriers = allocate_shared(k_desc, M, STAGES, 2)
+    keys_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_empty, count=1)
     fence_async_shared()
     descriptors = (q_desc, dout_desc, k_desc, v_desc)
     out = (dq, sum_dk, sum_dv)
     gl.warp_specialize(
         [
             (
-                _own_key_tiles,
-                (out, room, bars, keys_free, rows, start, stop, key_tiles, kv_head, heads, scale, G, N, D),
+                _diagonal_key_tiles,
+                (out, smem, barriers, keys_empty, rows, start, stop, key_tiles, kv_head, heads, scale, G, N, D),
             ),
-            (_copy_own, (descriptors, stats, room, bars, keys_free, rows, start, key_tiles, kv_head, heads, G, D)),
+            (
+                _load_diagonal,
+                (descriptors, stats, smem, barriers, keys_empty, rows, start, key_tiles, kv_head, heads, G, D),
+            ),
         ],
         [1],
         [24],
@@ -292,7 +267,7 @@ class OnePass(PackedDkdv):
 
     @property
     def dq_dtype(self) -> torch.dtype:
-        """What the tiles of keys add up a row's dq in."""
+        """Dtype in which the tiles of keys add up a row's dq."""
         return self.dq.dtype if self.key_tiles <= _ROUNDED else torch.float32
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -302,32 +277,32 @@ class OnePass(PackedDkdv):
     def run(self) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]; dq too is written."""
         parts = self.work_ranges()
-        own = self.own(slice(0, self.call.kv_heads))
-        room = self.room(parts)
-        return self.summed(parts, own, lambda work, table: self.history(work, table, room))
+        diagonal = self.diagonal(slice(0, self.call.kv_heads))
+        packed = self.allocate(parts)
+        return self.summed(parts, diagonal, lambda work, table: self.history(work, table, packed))
 
     def summed(
         self,
         parts: list[WorkRange],
-        own: tuple[Tensor, Tensor],
+        diagonal: tuple[Tensor, Tensor],
         history: Callable[[WorkRange, TileTable], SplitSums],
     ) -> tuple[Tensor, Tensor]:
-        """dk and dv [S, K, D]: those of the `own` blocks, and of all work ranges by `history`."""
+        """dk and dv [S, K, D]: those of the `diagonal` blocks, and of all work ranges by `history`."""
         dk, dv = self.call.like_k(), self.call.like_k()
         for heads, several in groupby(zip(parts, self.tables(parts), strict=True), lambda part: part[0].kv_heads):
             mine = list(several)
             for work, table in mine[:-1]:
-                self.add(history(work, table), heads.start, own, own)
-            self.add(history(*mine[-1]), heads.start, (dk, dv), own)
+                self.add(history(work, table), heads.start, diagonal, diagonal)
+            self.add(history(*mine[-1]), heads.start, (dk, dv), diagonal)
         return dk, dv
 
-    def own(self, heads: slice, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """dk and dv [S, K, D] of the own blocks, or of the spans in their place, all `heads` at once; their dq is
-        written."""
+    def diagonal(self, heads: slice, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """dk and dv [S, K, D] of the diagonal blocks, or of the spans that replace them, all `heads` at once; their dq
+        is written."""
         call = self.call
-        if not self.own_in_one_pass():
+        if not self.diagonal_in_one_pass():
             diagonal_dq(call, self.dout, self.stats, self.dq)
-            return super().own(heads, dtype)
+            return super().diagonal(heads, dtype)
         shape = call.shapes.dkdv
         sum_dk, sum_dv = (torch.empty(call.k_SKD.shape, dtype=dtype, device=self.stats.device) for _ in range(2))
         launch(
@@ -349,31 +324,31 @@ class OnePass(PackedDkdv):
         )
         return sum_dk, sum_dv
 
-    def own_in_one_pass(self) -> bool:
-        """Whether there are enough own blocks to keep the GPU busy with a program each; there are no spans. It adds up
-        dq in the result itself."""
+    def diagonal_in_one_pass(self) -> bool:
+        """True if there are enough diagonal blocks to keep the GPU busy with a program each, and no spans. dq is added
+        up in the result itself, so its dtype must do."""
         call = self.call
         if call.spans is not None or self.dq_dtype != self.dq.dtype:
             return False
         at_once = torch.cuda.get_device_properties(self.dq.device).multi_processor_count
         return busy_share(call.tokens // call.block_size * call.kv_heads, at_once) >= _FULL
 
-    def history(self, work: WorkRange, table: TileTable, room: Packed) -> SplitSums:
+    def history(self, work: WorkRange, table: TileTable, packed: PackedRows) -> SplitSums:
         """dk and dv of the rows of a work range, split by split; their dq is added."""
         call, shape = self.call, self.call.shapes.dkdv
-        place = torch.empty(work.heads, work.entries, dtype=torch.int32, device=self.stats.device)
-        self.pack(work, table, room, place)
-        packed_dq = torch.empty_like(room.q, dtype=self.dq_dtype)
-        done = torch.zeros(len(room.q) // shape.rows, dtype=torch.int32, device=place.device)
+        position_of = torch.empty(work.heads, work.slots, dtype=torch.int32, device=self.stats.device)
+        self.pack(work, table, packed, position_of)
+        packed_dq = torch.empty_like(packed.q, dtype=self.dq_dtype)
+        done = torch.zeros(len(packed.q) // shape.rows, dtype=torch.int32, device=position_of.device)
         splits = table.split_bound * self.key_tiles
         part_dk, part_dv = (self.stats.new_empty(splits * shape.keys, call.head_dim) for _ in range(2))
         launch(
             backward_history,
             (splits,),
-            q_desc=descriptor(room.q, shape.rows),
-            dout_desc=descriptor(room.dout, shape.rows),
-            lse_desc=descriptor(room.lse, shape.rows),
-            delta_desc=descriptor(room.delta, shape.rows),
+            q_desc=descriptor(packed.q, shape.rows),
+            dout_desc=descriptor(packed.dout, shape.rows),
+            lse_desc=descriptor(packed.lse, shape.rows),
+            delta_desc=descriptor(packed.delta, shape.rows),
             **descriptors(call, shape.keys),
             packed_dq=packed_dq,
             done=done,
@@ -383,7 +358,7 @@ class OnePass(PackedDkdv):
             scale=call.scale,
             **self.sizes,
         )
-        call.combine(softmax.combine_dq, work, place=place, dq=self.dq, partial_dq=packed_dq)
+        call.combine(softmax.combine_dq, work, position_of=position_of, dq=self.dq, partial_dq=packed_dq)
         return SplitSums(table, part_dk, part_dv)
 
     @property

@@ -7,6 +7,7 @@ Queries and keys may be parts of the sequence. Lists name the rows of the given 
 selected, whether its keys are given or not; keys that are not given are skipped.
 """
 
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +26,7 @@ NAME = "triton"
 
 @replayed
 def block_lists(selected_HTC: Tensor, layout: Layout, kv_heads: int, block_size: int) -> Selection:
-    """(entries, starts): the lists of the rows that selected each block (lists.py), for both passes."""
+    """(slots, starts): the lists of the rows that selected each block (lists.py), for both passes."""
     return invert(selected_HTC, kv_heads, block_tables(layout, block_size).blocks)
 
 
@@ -46,9 +47,9 @@ def attend(
     scale: float,
     spans: KeySpans | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H, D] and lse [H, T] over the own blocks and the selected ones, as far as their keys are given.
+    """out [T, H, D] and lse [H, T] over the diagonal blocks and the selected ones, as far as their keys are given.
 
-    `spans`: what queries attend to in place of their own blocks; no selected block lies in a query's span.
+    `spans`: keys that queries attend to instead of their diagonal blocks; no selected block lies in a query's span.
     """
     selected_HTC, *lists = selection
     call = BlockCall.from_tensors(q_THD, k_SKD, v_SKD, layout, selected_HTC, block_size, scale, spans)
@@ -80,6 +81,7 @@ def attend_backward(
     return gradients
 
 
+@cache
 def _kernels(file: str) -> Any:
     """The module of a row of the table, imported at the first use: those in hopper/ need a release of Gluon.
 
@@ -90,5 +92,5 @@ def _kernels(file: str) -> Any:
 
 
 def _lists(call: BlockCall, tensors: list[Tensor]) -> BlockLists:
-    entries, starts = tensors
-    return BlockLists.from_tensors(entries, starts, call.selected_HTC, call.kv_heads, call.tables.blocks)
+    slots, starts = tensors
+    return BlockLists.from_tensors(slots, starts, call.selected_HTC, call.kv_heads, call.tables.blocks)

@@ -1,7 +1,7 @@
-"""dq of long blocks: a second pass over the forward's row tiles.
+"""dq of blocks from 144 keys on: a second pass over the forward pass's tiles of rows.
 
-3 matrix products per pair of row and key; each tile writes its part of dq to its entry's place. dk and dv have a pass
-of their own (4 products, packed.py): two products more than one pass with atomics would need.
+Three matrix products for each pair of a row and a key; a tile writes the parts of dq of its slots. dk and dv have a
+pass of their own (four products, blocks_from_144_dkdv.py): two products more than one pass with atomics would need.
 """
 
 import triton
@@ -21,31 +21,17 @@ from moba_train.attention.protocol import Gradients
 
 @triton.jit
 def _dq_tile(
-    q_MD,
-    dout_MD,
-    lse_M,
-    delta_M,
-    last_M,
-    k_desc,
-    v_desc,
-    start,
-    length,
-    column,
-    scale,
-    OWN: tl.constexpr,
-    EVEN: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """dq [M, D] of one tile from the rows start .. start + length of k; OWN: a row sees no keys after `last_M`."""
+    q_MD, dout_MD, lse_M, delta_M, last_M, k_desc, v_desc, start, length, column, scale,
+    DIAGONAL: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """dq [M, D] of one tile from the rows start .. start + length of k; DIAGONAL: a row sees no keys after `last_M`."""
     dq_MD = tl.zeros([M, D], tl.float32)
     for j in tl.range(0, length, N):
         k_ND = k_desc.load([start + j, column])
         v_ND = v_desc.load([start + j, column])
         s = tl.dot(q_MD, k_ND.T)
         p = tl.math.exp2(s * (scale * LOG2_E) - lse_M[:, None])
-        if OWN:
+        if DIAGONAL:
             p = tl.where((start + j + tl.arange(0, N))[None, :] <= last_M[:, None], p, 0.0)
         elif not EVEN:
             p = tl.where((j + tl.arange(0, N) < length)[None, :], p, 0.0)
@@ -55,37 +41,14 @@ def _dq_tile(
     return dq_MD * scale
 
 
-@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_entry", "head_entries"])
+@triton.jit(do_not_specialize=["lists", "blocks", "heads", "first_kv_head", "first_slot", "head_slots"])
 def dq_history(
-    q,
-    dout,
-    stats,
-    k_desc,
-    v_desc,
-    partial_dq,
-    entries,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    heads,
-    first_kv_head,
-    first_entry,
-    head_entries,
-    stride_t,
-    scale,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """One row tile of one list: each entry's part of dq, to its place in the work range's buffer."""
+    q, dout, stats, k_desc, v_desc, partial_dq, slots, list_of_tile, last_tile, begin, end, bounds, lists, blocks,
+    heads, first_kv_head, first_slot, head_slots, stride_t, scale,
+    PARTIAL: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One row tile of one list: each slot's part of dq, in the order of the work range's slots."""
     which, first, stop = tile_of_program(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, M)
     if which >= lists:
         return
@@ -97,50 +60,24 @@ def dq_history(
     length = stop_key - start if PARTIAL else BLOCK
     position = first.to(tl.int64) + tl.arange(0, M)
     ok = position < stop
-    entry = tl.load(entries + position, mask=ok, other=0)
-    row = entry // C
+    slot = tl.load(slots + position, mask=ok, other=0)
+    row = slot // HISTORY
     token = row // G
     q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, token, kv_head * G + row % G, heads, ok, stride_t, D)
     dq_MD = _dq_tile(
-        q_MD,
-        dout_MD,
-        lse_M,
-        delta_M,
-        None,
-        k_desc,
-        v_desc,
-        start,
-        length,
-        kv_head * D,
-        scale,
-        OWN=False,
-        EVEN=BLOCK % N == 0 and not PARTIAL,
-        D=D,
-        M=M,
-        N=N,
-    )
-    place = part.to(tl.int64) * head_entries + (entry - first_entry)
-    tl.store(partial_dq + place[:, None] * D + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
+        q_MD, dout_MD, lse_M, delta_M, last_M=None, k_desc=k_desc, v_desc=v_desc, start=start, length=length,
+        column=kv_head * D, scale=scale, DIAGONAL=False, EVEN=BLOCK % N == 0 and not PARTIAL, D=D, M=M, N=N,
+    )  # fmt: skip
+    offset = part.to(tl.int64) * head_slots + (slot - first_slot)
+    tl.store(partial_dq + offset[:, None] * D + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def dq_diagonal(
-    q,
-    dout,
-    stats,
-    k_desc,
-    v_desc,
-    dq,
-    bounds,
-    tiles,
-    stride_t,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """One row tile of one block's own rows, causal: dq [T, H, D]."""
+    q, dout, stats, k_desc, v_desc, dq, bounds, tiles, stride_t, scale,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One row tile of one diagonal block, causal: dq [T, H, D]."""
     pid, kv_head = tl.program_id(0), tl.program_id(1)
     block, tile = pid // tiles, tiles - 1 - pid % tiles
     first, end, shift = query_rows(bounds, block)
@@ -154,35 +91,23 @@ def dq_diagonal(
     head = kv_head * G + row % G
     q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, at_M, head, heads, ok, stride_t, D)
     shift -= key_shift
+    last_M = tl.minimum(at_M + shift, stop - 1)
+    length = tl.minimum(stop - start, first + (tile * M + M - 1) // G + 1 + shift - start)
     dq_MD = _dq_tile(
-        q_MD,
-        dout_MD,
-        lse_M,
-        delta_M,
-        tl.minimum(at_M + shift, stop - 1),
-        k_desc,
-        v_desc,
-        start,
-        tl.minimum(stop - start, first + (tile * M + M - 1) // G + 1 + shift - start),
-        kv_head * D,
-        scale,
-        OWN=True,
-        EVEN=False,
-        D=D,
-        M=M,
-        N=N,
-    )
-    place = (at_M.to(tl.int64) * heads + head) * D
-    tl.store(dq + place[:, None] + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
+        q_MD, dout_MD, lse_M, delta_M, last_M=last_M, k_desc=k_desc, v_desc=v_desc, start=start, length=length,
+        column=kv_head * D, scale=scale, DIAGONAL=True, EVEN=False, D=D, M=M, N=N,
+    )  # fmt: skip
+    offset = (at_M.to(tl.int64) * heads + head) * D
+    tl.store(dq + offset[:, None] + tl.arange(0, D)[None, :], dq_MD.to(q_MD.dtype), mask=ok[:, None])
 
 
 def diagonal_dq(call: BlockCall, dout: Tensor, stats: Tensor, dq: Tensor) -> None:
-    """Write to dq [T, H, D] the part of the own blocks, or of the spans in their place."""
+    """Write to dq [T, H, D] the part of the diagonal blocks, or of the spans that replace them."""
     if call.spans is not None:
         SpanCall(call, call.spans).dq(dout, stats, dq)
         return
     shape = call.shapes.dq
-    tiles = call.own_tiles(shape)
+    tiles = call.diagonal_tiles(shape)
     launch(
         dq_diagonal,
         (call.tables.blocks * tiles, call.kv_heads),
@@ -205,7 +130,7 @@ def attend_backward(call: BlockCall, lists: BlockLists, dout: Tensor, stats: Ten
     dk, dv = PackedDkdv(call, dout, stats, lists).run()
     dq = call.like_q()
     diagonal_dq(call, dout, stats, dq)
-    if call.selected == 0:
+    if call.history_blocks == 0:
         return dq, dk, dv
     descriptors = call.descriptors(shape.keys)
     parts = list(work_ranges(lists, call.kv_heads, call.limit))
@@ -225,7 +150,7 @@ def attend_backward(call: BlockCall, lists: BlockLists, dout: Tensor, stats: Ten
             stride_t=call.q_THD.stride(0),
             scale=call.scale,
             PARTIAL=call.partial,
-            C=call.selected,
+            HISTORY=call.history_blocks,
             BLOCK=call.block_size,
             **call.sizes(shape),
         )

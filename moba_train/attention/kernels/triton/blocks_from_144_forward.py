@@ -1,6 +1,6 @@
-"""Long blocks, of many tiles of keys: attention of row tiles, and all launches (dq: dq.py; dk and dv: packed.py).
+"""The forward pass of blocks from 144 keys on, which are several tiles of keys, by tiles of rows.
 
-A program has a tile of rows, gathered from a block's list, or of each block's own rows, causally, and walks the block's
+A program has a tile of rows, gathered from a block's list, or of a diagonal block, causally, and walks the block's
 keys. All rows that selected a block stand in its list, so tiles are full however long the sequence is, and a block's
 keys are read by consecutive programs (from L2). A program's row costs its gather (2 * D bytes) and its partial result
 (2 * D bytes, and once more to combine it) against 4 * D * BLOCK operations: with 128 keys 85 operations per byte, bound
@@ -28,24 +28,13 @@ from moba_train.attention.kernels.triton.spans import SpanCall
 
 @triton.jit
 def _attend_tile(
-    q_MD,
-    last_M,
-    k_desc,
-    v_desc,
-    start,
-    length,
-    column,
-    scale_log2,
-    OWN: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
+    q_MD, last_M, k_desc, v_desc, start, length, column, scale_log2,
+    DIAGONAL: tl.constexpr, EVEN: tl.constexpr, PARTIAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
-):
+):  # fmt: skip
     """(out [M, D] normalised, lse [M], natural) of one tile over the rows start .. start + length of k.
 
-    OWN: a row sees no keys after `last_M`. PARTIAL: some rows may see no key, and get (0, -inf).
+    DIAGONAL: a row sees no keys after `last_M`. PARTIAL: some rows may see no key, and get (0, -inf).
     """
     top_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
@@ -54,7 +43,7 @@ def _attend_tile(
         k_ND = k_desc.load([start + j, column])
         v_ND = v_desc.load([start + j, column])
         s = tl.dot(q_MD, k_ND.T)
-        if OWN:
+        if DIAGONAL:
             s = tl.where((start + j + tl.arange(0, N))[None, :] <= last_M[:, None], s, float("-inf"))
         elif not EVEN:
             s = tl.where((j + tl.arange(0, N) < length)[None, :], s, float("-inf"))
@@ -69,35 +58,14 @@ def _attend_tile(
     return normalised(out_MD, top_M, sum_M, PARTIAL)
 
 
-@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "first_entry", "head_entries"])
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "first_slot", "head_slots"])
 def forward_history(
-    q,
-    k_desc,
-    v_desc,
-    partial_out,
-    partial_lse,
-    entries,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    first_kv_head,
-    first_entry,
-    head_entries,
-    stride_t,
-    scale_log2,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """One row tile of one list: the partial (out, lse) of each entry, to its place in the work range's buffers."""
+    q, k_desc, v_desc, partial_out, partial_lse, slots, list_of_tile, last_tile, begin, end, bounds, lists, blocks,
+    first_kv_head, first_slot, head_slots, stride_t, scale_log2,
+    PARTIAL: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One row tile of one list: the partial (out, lse) of each slot, in the order of the work range's slots."""
     which, first, stop = tile_of_program(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, M)
     if which >= lists:
         return
@@ -109,52 +77,27 @@ def forward_history(
     length = stop_key - start if PARTIAL else BLOCK
     position = first.to(tl.int64) + tl.arange(0, M)
     ok = position < stop
-    entry = tl.load(entries + position, mask=ok, other=0)
-    row = entry // C
+    slot = tl.load(slots + position, mask=ok, other=0)
+    row = slot // HISTORY
     token = row // G
     column = tl.arange(0, D)
     at = token.to(tl.int64) * stride_t + (kv_head * G + row % G) * D
     q_MD = tl.load(q + at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
     out_MD, lse_M = _attend_tile(
-        q_MD,
-        None,
-        k_desc,
-        v_desc,
-        start,
-        length,
-        kv_head * D,
-        scale_log2,
-        OWN=False,
-        EVEN=BLOCK % N == 0 and not PARTIAL,
-        PARTIAL=False,
-        D=D,
-        M=M,
-        N=N,
-    )
-    place = part.to(tl.int64) * head_entries + (entry - first_entry)
-    tl.store(partial_out + place[:, None] * D + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
-    tl.store(partial_lse + place, lse_M, mask=ok)
+        q_MD, last_M=None, k_desc=k_desc, v_desc=v_desc, start=start, length=length, column=kv_head * D,
+        scale_log2=scale_log2, DIAGONAL=False, EVEN=BLOCK % N == 0 and not PARTIAL, PARTIAL=False, D=D, M=M, N=N,
+    )  # fmt: skip
+    offset = part.to(tl.int64) * head_slots + (slot - first_slot)
+    tl.store(partial_out + offset[:, None] * D + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
+    tl.store(partial_lse + offset, lse_M, mask=ok)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def forward_diagonal(
-    q,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    bounds,
-    tokens,
-    tiles,
-    stride_t,
-    scale_log2,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """One row tile of one block's own rows, causal: out [T, H, D] and lse [H, T]."""
+    q, k_desc, v_desc, out, lse, bounds, tokens, tiles, stride_t, scale_log2,
+    PARTIAL: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One row tile of one diagonal block, causal: out [T, H, D] and lse [H, T]."""
     pid, kv_head = tl.program_id(0), tl.program_id(1)
     block, tile = pid // tiles, tiles - 1 - pid % tiles  # the last rows see the most keys: they go first
     first, end, shift = query_rows(bounds, block)
@@ -172,23 +115,11 @@ def forward_diagonal(
     q_MD = tl.load(q + at[:, None] + column[None, :], mask=ok[:, None], other=0.0)
     length = tl.minimum(stop - start, first + (tile * M + M - 1) // G + 1 + (shift - key_shift) - start)
     out_MD, lse_M = _attend_tile(
-        q_MD,
-        last_M,
-        k_desc,
-        v_desc,
-        start,
-        length,
-        kv_head * D,
-        scale_log2,
-        OWN=True,
-        EVEN=False,
-        PARTIAL=PARTIAL,
-        D=D,
-        M=M,
-        N=N,
-    )
-    place = (at_M.to(tl.int64) * heads + head) * D
-    tl.store(out + place[:, None] + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
+        q_MD, last_M=last_M, k_desc=k_desc, v_desc=v_desc, start=start, length=length, column=kv_head * D,
+        scale_log2=scale_log2, DIAGONAL=True, EVEN=False, PARTIAL=PARTIAL, D=D, M=M, N=N,
+    )  # fmt: skip
+    offset = (at_M.to(tl.int64) * heads + head) * D
+    tl.store(out + offset[:, None] + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
     tl.store(lse + head.to(tl.int64) * tokens + at_M, lse_M, mask=ok)
 
 
@@ -204,12 +135,12 @@ class LongForward:
         call = self.call
         lists = self.lists
         shape = self.call.shapes.forward
-        own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
+        diagonal_lse_HT = torch.empty_like(lse_HT) if call.history_blocks else lse_HT
         if call.spans is None:
-            self.own(out_THD, own_lse_HT)
+            self.diagonal(out_THD, diagonal_lse_HT)
         else:
-            SpanCall(call, call.spans).attend(out_THD, own_lse_HT)
-        if call.selected == 0:
+            SpanCall(call, call.spans).attend(out_THD, diagonal_lse_HT)
+        if call.history_blocks == 0:
             return
         parts = list(work_ranges(lists, call.kv_heads, call.limit))
         partial_out = call.buffer(parts)
@@ -221,13 +152,13 @@ class LongForward:
                 work,
                 out=out_THD,
                 lse=lse_HT,
-                own_lse=own_lse_HT,
+                diagonal_lse=diagonal_lse_HT,
                 partial_out=partial_out,
                 partial_lse=partial_lse,
             )
 
     def history(self, work: WorkRange, table: TileTable, partial_out: Tensor, partial_lse: Tensor) -> None:
-        """The partial results of a work range's entries, in their order."""
+        """The partial results of a work range's slots, in their order."""
         call = self.call
         shape = call.shapes.forward
         launch(
@@ -242,21 +173,21 @@ class LongForward:
             stride_t=call.q_THD.stride(0),
             scale_log2=call.scale_log2,
             PARTIAL=call.partial,
-            C=call.selected,
+            HISTORY=call.history_blocks,
             BLOCK=call.block_size,
             **call.sizes(shape),
         )
 
-    def own(self, out_THD: Tensor, lse_HT: Tensor) -> None:
-        """out [T, H, D] and lse [H, T] of the own blocks."""
+    def diagonal(self, out_THD: Tensor, lse_HT: Tensor) -> None:
+        """out [T, H, D] and lse [H, T] of the diagonal blocks."""
         call = self.call
-        own = call.shapes.diagonal
-        tiles = call.own_tiles(own)
+        shape = call.shapes.diagonal
+        tiles = call.diagonal_tiles(shape)
         launch(
             forward_diagonal,
             (call.tables.blocks * tiles, call.kv_heads),
             q=call.q_THD,
-            **call.descriptors(own.keys),
+            **call.descriptors(shape.keys),
             out=out_THD,
             lse=lse_HT,
             bounds=call.tables.bounds,
@@ -265,7 +196,7 @@ class LongForward:
             stride_t=call.q_THD.stride(0),
             scale_log2=call.scale_log2,
             PARTIAL=call.partial,
-            **call.sizes(own),
+            **call.sizes(shape),
         )
 
 

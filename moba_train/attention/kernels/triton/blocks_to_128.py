@@ -1,15 +1,16 @@
-"""Short blocks, whose keys are one tile: they stay on chip while the rows of their list stream past.
+"""Forward and backward of blocks to 128 keys: the keys are one tile and stay on chip while the rows of their list
+stream past.
 
 A program takes a split of a list. It loads the block's keys and values once; its rows, gathered by address, are in
-flight while the rows before them are worked on. The block's own rows, causal, follow at the end of its first split.
-With 128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result against 4 * D * 128 operations, 128 a
-byte.
+flight while the rows before them are worked on. The diagonal block, causal, follows at the end of the list's first
+split. With 128 keys a row costs 2 * D bytes of gathering and 2 * D of partial result against 4 * D * 128 operations,
+128 a byte.
 
 `backward_to_128` makes a row's part of dq along with dk and dv: five matrix products and one gather, where separate
 passes take seven and two. A list of several splits leaves float32 parts of dk and dv, which `sum_splits` adds in order.
 Where one head's partial dq is too large, the queries are cut into ranges, and all lists add to float32 sums.
 
-Where the call has spans (spans.py), these take the place of the own blocks, and the programs here only work on lists.
+If the call has spans (spans.py), they replace the diagonal blocks, and the programs here only work on lists.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ _SPLIT = 4096
 
 @triton.jit
 def _split(pid, list_of_tile, last_tile, begin, end, lists, SPLIT: tl.constexpr):
-    """(list or `lists`, its splits, number of this split, first entry, one past the last)."""
+    """(list or `lists`, its splits, number of this split, first slot, one past the last)."""
     which = tl.load(list_of_tile + pid)
     safe = tl.minimum(which, lists - 1)
     before = tl.load(last_tile + safe - 1, mask=safe > 0, other=0)
@@ -55,42 +56,15 @@ def _softmax(s_MN, v_ND, scale_log2, PARTIAL: tl.constexpr):
     return normalised(tl.dot(p_MN.to(v_ND.dtype), v_ND), top_M, tl.sum(p_MN, 1), PARTIAL)
 
 
-@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "tokens", "first_entry", "head_entries"])
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "tokens", "first_slot", "head_slots"])
 def forward_to_128(
-    q,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    entries,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    first_kv_head,
-    heads,
-    tokens,
-    first_entry,
-    head_entries,
-    stride_t,
-    scale_log2,
-    OWN: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """One split: the partial (out, lse) of each entry; if OWN, with a list's first split out [T, H, D], lse [H, T] of
-    its block's own rows, in the work range that has the first entries. The block is one tile."""
+    q, k_desc, v_desc, out, lse, partial_out, partial_lse, slots, list_of_tile, last_tile, begin, end, bounds, lists,
+    blocks, first_kv_head, heads, tokens, first_slot, head_slots, stride_t, scale_log2,
+    DIAGONAL: tl.constexpr, PARTIAL: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One split: the partial (out, lse) of each slot; if DIAGONAL, with a list's first split out [T, H, D], lse [H, T]
+    of the diagonal block, in the work range that has the first slots."""
     which, _, number, first, last = _split(tl.program_id(0), list_of_tile, last_tile, begin, end, lists, SPLIT)
     if which >= lists:
         return
@@ -106,17 +80,17 @@ def forward_to_128(
     for at in tl.range(first, last, M):
         position = at + tl.arange(0, M)
         ok = position < last
-        entry = tl.load(entries + position, mask=ok, other=0)
-        row = entry // C
+        slot = tl.load(slots + position, mask=ok, other=0)
+        row = slot // HISTORY
         q_at = (row // G).to(tl.int64) * stride_t + (kv_head * G + row % G) * D
         s = tl.dot(tl.load(q + q_at[:, None] + column[None, :], mask=ok[:, None], other=0.0), k_ND.T)
         if BLOCK < N or PARTIAL:
             s = tl.where((key < stop)[None, :], s, float("-inf"))
         out_MD, lse_M = _softmax(s, v_ND, scale_log2, False)
-        place = part.to(tl.int64) * head_entries + (entry - first_entry)
-        tl.store(partial_out + place[:, None] * D + column[None, :], out_MD.to(v_ND.dtype), mask=ok[:, None])
-        tl.store(partial_lse + place, lse_M, mask=ok)
-    if not OWN or (number > 0) | (first_entry > 0):
+        offset = part.to(tl.int64) * head_slots + (slot - first_slot)
+        tl.store(partial_out + offset[:, None] * D + column[None, :], out_MD.to(v_ND.dtype), mask=ok[:, None])
+        tl.store(partial_lse + offset, lse_M, mask=ok)
+    if not DIAGONAL or (number > 0) | (first_slot > 0):
         return
     first_row, last_row, shift = query_rows(bounds, block)
     for at in tl.range(0, (last_row - first_row) * G, M):
@@ -143,47 +117,15 @@ def _gradients(q_MD, dout_MD, p_NM, dp_NM, delta_M, k_ND, dk_ND, dv_ND):
     return tl.dot(ds_NM.T, k_ND), dk_ND, dv_ND
 
 
-@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "first_entry", "head_entries"])
+@triton.jit(do_not_specialize=["lists", "blocks", "first_kv_head", "heads", "first_slot", "head_slots"])
 def backward_to_128(
-    q,
-    dout,
-    stats,
-    k_desc,
-    v_desc,
-    dq,
-    dk,
-    dv,
-    partial_dq,
-    part_dk,
-    part_dv,
-    first_split,
-    entries,
-    list_of_tile,
-    last_tile,
-    begin,
-    end,
-    bounds,
-    lists,
-    blocks,
-    first_kv_head,
-    heads,
-    first_entry,
-    head_entries,
-    stride_t,
-    scale,
-    OWN: tl.constexpr,
-    SUM: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """One split: each entry's part of dq, and dk and dv [S, K, D]; if OWN, with a list's first split its block's own
-    rows and their dq [T, H, D], in the work range that has the first entries.
+    q, dout, stats, k_desc, v_desc, dq, dk, dv, partial_dq, part_dk, part_dv, first_split, slots, list_of_tile,
+    last_tile, begin, end, bounds, lists, blocks, first_kv_head, heads, first_slot, head_slots, stride_t, scale,
+    DIAGONAL: tl.constexpr, SUM: tl.constexpr, PARTIAL: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One split: each slot's part of dq, and dk and dv [S, K, D]; if DIAGONAL, with a list's first split the diagonal
+    block and its dq [T, H, D], in the work range that has the first slots.
 
     dk and dv of a list of several splits go in parts to part_dk and part_dv [splits, N, D]; if SUM, those of all lists.
     """
@@ -206,8 +148,8 @@ def backward_to_128(
     for at in tl.range(first, last, M):
         position = at + tl.arange(0, M)
         ok = position < last
-        entry = tl.load(entries + position, mask=ok, other=0)
-        row = entry // C
+        slot = tl.load(slots + position, mask=ok, other=0)
+        row = slot // HISTORY
         q_MD, dout_MD, lse_M, delta_M = load_rows(
             q, dout, stats, row // G, kv_head * G + row % G, heads, ok, stride_t, D
         )
@@ -217,10 +159,10 @@ def backward_to_128(
         if BLOCK < N or PARTIAL:
             p = tl.where((key < stop)[:, None], p, 0.0)
         dq_MD, dk_ND, dv_ND = _gradients(q_MD, dout_MD, p, dp, delta_M, k_ND, dk_ND, dv_ND)
-        place = part.to(tl.int64) * head_entries + (entry - first_entry)
-        at_MD = partial_dq + place[:, None] * D + column[None, :]
+        offset = part.to(tl.int64) * head_slots + (slot - first_slot)
+        at_MD = partial_dq + offset[:, None] * D + column[None, :]
         tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
-    if OWN and (number == 0) & (first_entry == 0):
+    if DIAGONAL and (number == 0) & (first_slot == 0):
         shift -= key_shift
         for at in tl.range(0, (last_row - first_row) * G, M):
             row = at + tl.arange(0, M)
@@ -238,8 +180,8 @@ def backward_to_128(
             at_MD = dq + (at_M.to(tl.int64) * heads + head)[:, None] * D + column[None, :]
             tl.store(at_MD, (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
     if not SUM and splits == 1:
-        place = (key.to(tl.int64) * (heads // G) + kv_head) * D
-        at_ND = place[:, None] + column[None, :]
+        offset = (key.to(tl.int64) * (heads // G) + kv_head) * D
+        at_ND = offset[:, None] + column[None, :]
         mask = (key < stop)[:, None]
         tl.store(dk + at_ND, (dk_ND * scale).to(dk.dtype.element_ty), mask=mask)
         tl.store(dv + at_ND, dv_ND.to(dv.dtype.element_ty), mask=mask)
@@ -265,9 +207,9 @@ class ShortBlocks:
         parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
         partial_out = call.buffer(parts)
         partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
-        own_lse_HT = torch.empty_like(lse_HT) if call.selected else lse_HT
+        diagonal_lse_HT = torch.empty_like(lse_HT) if call.history_blocks else lse_HT
         if call.spans is not None:
-            SpanCall(call, call.spans).attend(out_THD, own_lse_HT)
+            SpanCall(call, call.spans).attend(out_THD, diagonal_lse_HT)
         for work, table in zip(parts, self.splits(parts), strict=True):
             launch(
                 forward_to_128,
@@ -275,7 +217,7 @@ class ShortBlocks:
                 q=call.q_THD,
                 **call.descriptors(shape.keys),
                 out=out_THD,
-                lse=own_lse_HT,
+                lse=diagonal_lse_HT,
                 partial_out=partial_out,
                 partial_lse=partial_lse,
                 **call.in_lists(self.lists, table, work),
@@ -286,13 +228,13 @@ class ShortBlocks:
                 scale_log2=call.scale_log2,
                 **self.sizes(shape),
             )
-            if call.selected:
+            if call.history_blocks:
                 call.combine(
                     softmax.combine_out,
                     work,
                     out=out_THD,
                     lse=lse_HT,
-                    own_lse=own_lse_HT,
+                    diagonal_lse=diagonal_lse_HT,
                     partial_out=partial_out,
                     partial_lse=partial_lse,
                 )
@@ -314,13 +256,13 @@ class ShortBlocks:
                     self._history(work, table, dout, stats, (dq, partial_dq), heads.start, (dk, dv))
                 continue
             mine = list(together)
-            sums = self._no_sums(heads) if spans is None else spans.dkdv(dout, stats, heads)
+            sums = self._zero_sums(heads) if spans is None else spans.dkdv(dout, stats, heads)
             for work, table in mine[:-1]:
-                self._history(work, table, dout, stats, (dq, partial_dq), 0, sums, own=sums)
-            self._history(*mine[-1], dout, stats, (dq, partial_dq), heads.start, (dk, dv), own=sums)
+                self._history(work, table, dout, stats, (dq, partial_dq), 0, sums, diagonal=sums)
+            self._history(*mine[-1], dout, stats, (dq, partial_dq), heads.start, (dk, dv), diagonal=sums)
         return dq, dk, dv
 
-    def _no_sums(self, heads: slice) -> tuple[Tensor, Tensor]:
+    def _zero_sums(self, heads: slice) -> tuple[Tensor, Tensor]:
         """float32 zeros for dk and dv of some heads."""
         shape = (self.call.k_SKD.shape[0], heads.stop - heads.start, self.call.head_dim)
         sum_dk = torch.zeros(shape, dtype=torch.float32, device=self.call.k_SKD.device)
@@ -335,15 +277,16 @@ class ShortBlocks:
         dqs: tuple[Tensor, Tensor],
         first_kv_head: int,
         sums: tuple[Tensor, Tensor],
-        own: tuple[Tensor, Tensor] | None = None,
+        diagonal: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """The lists of a work range: their parts of dq, added to it (`dqs`: dq, room for the parts); dk and dv to
-        `sums`, with `own` added to these."""
+        """The lists of a work range: their parts of dq, added to it (`dqs`: dq, memory for the parts); dk and dv to
+        `sums`, with `diagonal` added to these."""
         call = self.call
         shape = self.call.shapes.short_backward
         assert shape
-        # A list has one split more than it fills; without `own`, only those of lists that have several leave parts.
-        most = table.bound if own else 2 * work.heads * work.entries // _SPLIT
+        # A list has one split more than it fills; without `diagonal`, only those of lists that have several leave
+        # parts.
+        most = table.bound if diagonal else 2 * work.heads * work.slots // _SPLIT
         part_dk, part_dv = (stats.new_empty(most * shape.keys, call.head_dim) for _ in range(2))
         launch(
             backward_to_128,
@@ -364,16 +307,16 @@ class ShortBlocks:
             heads=call.heads,
             stride_t=call.q_THD.stride(0),
             scale=call.scale,
-            SUM=own is not None,
+            SUM=diagonal is not None,
             **self.sizes(shape),
         )
         if most:
-            call.add_splits(table, first_kv_head, sums, (part_dk, part_dv), shape.keys, own)
-        if call.selected:
+            call.add_splits(table, first_kv_head, sums, (part_dk, part_dv), shape.keys, diagonal)
+        if call.history_blocks:
             call.combine(softmax.combine_dq, work, dq=dqs[0], partial_dq=dqs[1])
 
     def splits(self, parts: list[WorkRange], *, count_all: bool = False) -> list[TileTable]:
-        """The splits of each work range; without spans at least one for each list, as the block's own rows go with
+        """The splits of each work range; without spans at least one for each list, as the diagonal block goes with
         it."""
         at_least = int(self.call.spans is None)
         return tile_tables(self.lists, parts, self.call.kv_heads, _SPLIT, at_least=at_least, count_all=count_all)
@@ -382,9 +325,9 @@ class ShortBlocks:
         """Compile-time sizes of the kernels here."""
         call = self.call
         return {
-            "OWN": call.spans is None,
+            "DIAGONAL": call.spans is None,
             "PARTIAL": call.partial,
-            "C": max(call.selected, 1),
+            "HISTORY": max(call.history_blocks, 1),
             "BLOCK": call.block_size,
             "SPLIT": _SPLIT,
             **call.sizes(shape),

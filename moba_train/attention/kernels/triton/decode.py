@@ -1,12 +1,13 @@
-"""One query of each sequence against its cached keys: all of them, or those of selected blocks and its own.
+"""One query of each sequence against its cached keys: all of them, or those of selected blocks and of its diagonal
+block.
 
 Decoding is bound by the bytes of keys and values it reads. A program takes query heads that read the same keys (all
 heads of a key/value head, or a single one where every head selects for itself) and one of several equal parts of what
 they read, so that few sequences still fill the GPU; a second kernel joins the parts by online softmax. This is split-KV
 decoding (Flash-Decoding, Dao et al. 2023) over a list of blocks.
 
-Sizes: B sequences, H query heads, D head width, C selected blocks, P parts, M rows of a program (its query heads, at
-least the 16 of a tensor core), N keys of a tile.
+Sizes: B sequences, H query heads, D head width, HISTORY selected blocks, P parts, M rows of a program (its query heads,
+at least the 16 of a tensor core), N keys of a tile.
 """
 
 import torch
@@ -27,9 +28,9 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, D] and lse [H, B] of `LocalAttention.decode`.
 
-    `selected_HBC`: int32, blocks of each sequence, counted from its first token, -1 for none; the own block is read
-    in addition. None: all keys are read. Where the heads of a key/value head have the same list it is read once, if
-    `selected_HBC` has a row for each key/value head in place of each query head.
+    `selected_HBC`: int32, blocks of each sequence, counted from its first token, -1 for none; the diagonal block is
+    read in addition. None: all keys are read. Where the heads of a key/value head have the same list it is read once,
+    if `selected_HBC` has a row for each key/value head instead of each query head.
     """
     batch, heads, head_dim = q_BHD.shape
     kv_heads = cached.k_RKD.shape[1]
@@ -37,9 +38,9 @@ def decode(
     group = heads // lists
     rows = max(16, triton.next_power_of_2(group))
     tile = _tile(block_size) if selected_HBC is not None else 128
-    count = 0 if selected_HBC is None else selected_HBC.shape[2]
+    history_blocks = 0 if selected_HBC is None else selected_HBC.shape[2]
     longest = max(stop - start for start, stop in cached.ranges)
-    tiles = triton.cdiv(longest, tile) if selected_HBC is None else (count + 1) * (block_size // tile)
+    tiles = triton.cdiv(longest, tile) if selected_HBC is None else (history_blocks + 1) * (block_size // tile)
     parts = _parts(tiles, batch * lists, q_BHD.device)
     partial = torch.empty(parts, batch, heads, head_dim, dtype=torch.float32, device=q_BHD.device)
     partial_lse = torch.empty(parts, batch, heads, dtype=torch.float32, device=q_BHD.device)
@@ -58,7 +59,7 @@ def decode(
         tiles=tiles,
         per_part=triton.cdiv(tiles, parts),
         scale_log2=scale * LOG2_E.value,
-        C=count,
+        HISTORY=history_blocks,
         BLOCK=block_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -93,7 +94,7 @@ def _tile(block_size: int) -> int:
 
 
 def _parts(tiles: int, programs: int, device: torch.device) -> int:
-    """Into how many parts the tiles of a program go, so that all programs together fill the GPU."""
+    """Parts of the tiles of a program: as many as let all programs together fill the GPU."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     wanted = triton.cdiv(_PROGRAMS_PER_SM * sms, programs)
     return max(1, min(wanted, triton.cdiv(tiles, _LEAST_TILES), 256))
@@ -101,28 +102,12 @@ def _parts(tiles: int, programs: int, device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["batch", "lists", "tiles", "per_part"])
 def _attend(
-    q,
-    k,
-    v,
-    selected,
-    bounds,
-    partial,
-    partial_lse,
-    batch,
-    lists,
-    tiles,
-    per_part,
-    scale_log2,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """One part of what GROUP query heads of a sequence read; BLOCK 0: all keys, else C listed blocks and the own."""
+    q, k, v, selected, bounds, partial, partial_lse, batch, lists, tiles, per_part, scale_log2,
+    HISTORY: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One part of what GROUP query heads of a sequence read; BLOCK 0: all keys, else HISTORY listed blocks and the
+    diagonal one."""
     sequence = tl.program_id(0) // lists
     chooser = tl.program_id(0) % lists  # whose list it is: a query head, or a key/value head
     part = tl.program_id(1)
@@ -145,8 +130,8 @@ def _attend(
             ok_N = token_N < length
         else:
             slot = tile // (BLOCK // N)
-            listed = tl.load(selected + (chooser * batch + sequence) * C + slot, mask=slot < C, other=-1)
-            block = tl.where(slot < C, listed, (length - 1) // BLOCK)
+            listed = tl.load(selected + (chooser * batch + sequence) * HISTORY + slot, mask=slot < HISTORY, other=-1)
+            block = tl.where(slot < HISTORY, listed, (length - 1) // BLOCK)
             token_N = block * BLOCK + (tile % (BLOCK // N)) * N + tl.arange(0, N)
             ok_N = (block >= 0) & (token_N < length)
         key_at = ((start + token_N) * KV_HEADS + kv_head)[:, None] * D + column[None, :]
@@ -168,7 +153,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["parts", "batch"])
 def _join(partial, partial_lse, out, lse, parts, batch, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """The parts of one head of one sequence; at least one of them saw a key, the query's own."""
+    """The parts of one head of one sequence; at least one of them saw a key, that of the query."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, D)
     part_P = tl.arange(0, P)

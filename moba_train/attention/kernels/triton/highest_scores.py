@@ -1,16 +1,15 @@
-"""The blocks with the highest scores (../choose.py), in one pass over the scores.
+"""The highest scores of every query: of given scores, in one pass over them; and of scores that come chunk by chunk.
 
-A program holds some rows of scores as sortable integers. The lowest one to be chosen of a row is found bit by bit, by
-counting how many are at least as high: 32 counts, however many are wanted. What is above it, and the first ones that
-equal it, go to their places by a prefix sum, so ids ascend without a sort.
+`choose_blocks` (../common/selection.py): a program holds some rows of scores as sortable integers. The lowest one to be
+chosen of a row is found bit by bit, by counting how many are at least as high: 32 counts, however many are wanted. A
+prefix sum says where the ones above it go, and the first ones that equal it, so ids ascend without a sort.
 
-The best blocks of every query, found chunk by chunk: exact, whatever the scores, for up to 128 blocks.
+`no_blocks`, `enter`, `found_ids` and `store_ids`, for kernels that make the scores: exact, whatever these are, for up
+to 128 blocks. A tile of queries walks the blocks in chunks and keeps in registers the best so far. A kept block is an
+int64 that orders by score, then by lower block id; so all are distinct, and of equal scores the lower block id wins. A
+block that enters replaces the least one by one: few do, once the first chunks have filled the registers.
 
-A tile of queries walks the blocks in chunks and keeps, in registers, the C best so far in slots. A slot is an int64
-that orders by score, then by lower block id; so all are distinct, and of equal scores the lower block id wins. What
-enters is put in its place one by one: few do, once the first chunks have filled the slots.
-
-Shape suffixes: M queries of a tile, N blocks of a chunk, S slots (C or more, a power of 2).
+Shape suffixes: M queries of a tile, N blocks of a chunk, S kept blocks (HISTORY or more, a power of 2).
 """
 
 import torch
@@ -27,14 +26,16 @@ MOST = 2**15
 
 
 def able(scores_HtN: Tensor) -> bool:
-    """Whether the kernel takes scores like these."""
+    """True if the kernel takes scores like these."""
     return scores_HtN.dtype == torch.float32 and scores_HtN.shape[-1] <= MOST and triton_runs_on(scores_HtN)
 
 
-def choose_blocks(scores_HtN: Tensor, own_t: Tensor, first_t: Tensor, count: int, *, first: int, local: int) -> Tensor:
-    """int32 [H, t, `count`], as `choose.choose_blocks` has it; `count` <= N."""
+def choose_blocks(
+    scores_HtN: Tensor, own_t: Tensor, first_t: Tensor, history_blocks: int, *, first: int, local: int
+) -> Tensor:
+    """int32 [H, t, C] of `selection.choose_blocks`; C = `history_blocks` <= N."""
     heads, queries, blocks = scores_HtN.shape
-    chosen_HtC = torch.empty(heads, queries, count, dtype=torch.int32, device=scores_HtN.device)
+    chosen_HtC = torch.empty(heads, queries, history_blocks, dtype=torch.int32, device=scores_HtN.device)
     if chosen_HtC.numel() == 0:
         return chosen_HtC
     width = max(16, triton.next_power_of_2(blocks))
@@ -48,8 +49,8 @@ def choose_blocks(scores_HtN: Tensor, own_t: Tensor, first_t: Tensor, count: int
         blocks=blocks,
         forced_first=first,
         forced_local=local,
-        count=count,
-        SLOTS=triton.next_power_of_2(count),
+        history_blocks=history_blocks,
+        KEPT=triton.next_power_of_2(history_blocks),
         M=rows,
         N=width,
         num_warps=4 if width <= 4096 else 16,
@@ -57,21 +58,11 @@ def choose_blocks(scores_HtN: Tensor, own_t: Tensor, first_t: Tensor, count: int
     return chosen_HtC
 
 
-@triton.jit(do_not_specialize=["queries", "blocks", "forced_first", "forced_local", "count"])
+@triton.jit(do_not_specialize=["queries", "blocks", "forced_first", "forced_local", "history_blocks"])
 def _choose(
-    scores,
-    own,
-    first,
-    chosen,
-    queries,
-    blocks,
-    forced_first,
-    forced_local,
-    count,
-    SLOTS: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    scores, own, first, chosen, queries, blocks, forced_first, forced_local, history_blocks,
+    KEPT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     LOWEST_KEY: tl.constexpr = -0x80000000
     query_M = tl.program_id(0) * M + tl.arange(0, M)
     ok_M = query_M < queries
@@ -88,25 +79,25 @@ def _choose(
     key = tl.where(score == float("-inf"), LOWEST_KEY, key)
     key = tl.where(history & forced, 0x7FFFFFFF, key)
 
-    # The highest number that `count` keys reach: its sign first, then bit by bit.
+    # The highest number that `history_blocks` keys reach: its sign first, then bit by bit.
     reach_M = tl.sum((key >= 0).to(tl.int32), 1)
-    bar_M = tl.where(reach_M >= count, 0, LOWEST_KEY)
+    bar_M = tl.where(reach_M >= history_blocks, 0, LOWEST_KEY)
     for bit in tl.range(0, 31):
         higher_M = bar_M + (1 << (30 - bit))
         reach_M = tl.sum((key >= higher_M[:, None]).to(tl.int32), 1)
-        bar_M = tl.where(reach_M >= count, higher_M, bar_M)
+        bar_M = tl.where(reach_M >= history_blocks, higher_M, bar_M)
 
     above = key > bar_M[:, None]
     equal = (key == bar_M[:, None]) & (key != LOWEST_KEY)
-    missing_M = count - tl.sum(above.to(tl.int32), 1)
+    missing_M = history_blocks - tl.sum(above.to(tl.int32), 1)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= missing_M[:, None]))
-    place = tl.cumsum(taken.to(tl.int32), 1) - 1
-    out_M1 = chosen + row_M[:, None] * count
-    tl.store(out_M1 + place, tl.broadcast_to(block_N[None, :], (M, N)), mask=taken & ok_M[:, None])
-    many_M = tl.sum(taken.to(tl.int32), 1)
-    slot_S = tl.arange(0, SLOTS)
-    unused = (slot_S[None, :] >= many_M[:, None]) & (slot_S < count)[None, :] & ok_M[:, None]
-    tl.store(out_M1 + slot_S[None, :], tl.full([M, SLOTS], -1, tl.int32), mask=unused)
+    position = tl.cumsum(taken.to(tl.int32), 1) - 1
+    out_M1 = chosen + row_M[:, None] * history_blocks
+    tl.store(out_M1 + position, tl.broadcast_to(block_N[None, :], (M, N)), mask=taken & ok_M[:, None])
+    taken_M = tl.sum(taken.to(tl.int32), 1)
+    kept_S = tl.arange(0, KEPT)
+    unused = (kept_S[None, :] >= taken_M[:, None]) & (kept_S < history_blocks)[None, :] & ok_M[:, None]
+    tl.store(out_M1 + kept_S[None, :], tl.full([M, KEPT], -1, tl.int32), mask=unused)
 
 
 HIGHEST = tl.constexpr(3.4028234663852886e38)
@@ -130,13 +121,13 @@ def _score_of(key):
 
 
 @triton.jit
-def no_blocks(M: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr):
-    """(slots [M, S], their least [M], the score that enters them [M]) before the first chunk."""
-    slot = tl.arange(0, SLOTS)
-    empty = slot.to(tl.int64) - 0x7FFFFFFFFFFFFF00  # distinct, and below every score
-    # Slots that are not used are full from the start, so that nothing ever enters them.
-    best_MS = tl.where(slot < C, empty, 0x7FFFFFFFFFFFFF00 + slot.to(tl.int64))[None, :] + tl.zeros(
-        [M, SLOTS], tl.int64
+def no_blocks(M: tl.constexpr, HISTORY: tl.constexpr, KEPT: tl.constexpr):
+    """(kept blocks [M, S], their least [M], the score that enters them [M]) before the first chunk."""
+    kept = tl.arange(0, KEPT)
+    empty = kept.to(tl.int64) - 0x7FFFFFFFFFFFFF00  # distinct, and below every score
+    # Registers that are not used are full from the start, so that nothing ever enters them.
+    best_MS = tl.where(kept < HISTORY, empty, 0x7FFFFFFFFFFFFF00 + kept.to(tl.int64))[None, :] + tl.zeros(
+        [M, KEPT], tl.int64
     )
     return best_MS, tl.min(best_MS, 1), tl.full([M], float("-inf"), tl.float32)
 
@@ -162,24 +153,26 @@ def enter(score_MN, block_N, best_MS, worst_M, bar_M):
 
 
 @triton.jit
-def found_ids(best_MS, C: tl.constexpr, SLOTS: tl.constexpr):
-    """The blocks in the slots, int32 [M, S]; 0x7FFFFFFF for none."""
-    taken = (best_MS > _NOT_TAKEN) & (tl.arange(0, SLOTS) < C)[None, :]
+def found_ids(best_MS, HISTORY: tl.constexpr, KEPT: tl.constexpr):
+    """The kept blocks, int32 [M, S]; 0x7FFFFFFF for none."""
+    taken = (best_MS > _NOT_TAKEN) & (tl.arange(0, KEPT) < HISTORY)[None, :]
     return tl.where(taken, 0x7FFFFFFF - (best_MS & 0x7FFFFFFF).to(tl.int32), 0x7FFFFFFF)
 
 
 @triton.jit
 def store_ids(
-    selected, id_MS, token, ok, tokens, head, GROUP: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr
-):
-    """To selected [heads, T, C], ascending, -1 behind; an absent id is 0x7FFFFFFF. GROUP: for all heads of a group."""
-    slot = tl.arange(0, SLOTS)
+    selected, id_MS, token, ok, tokens, head,
+    GROUP: tl.constexpr, G: tl.constexpr, HISTORY: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Store to selected [heads, T, HISTORY], ascending, -1 behind; an absent id is 0x7FFFFFFF. GROUP: for all heads of
+    a group."""
+    kept = tl.arange(0, KEPT)
     id_MS = tl.sort(id_MS, 1)
     id_MS = tl.where(id_MS == 0x7FFFFFFF, -1, id_MS)
-    place = token.to(tl.int64)[:, None] * C + slot[None, :]
-    mask = ok[:, None] & (slot < C)[None, :]
+    offset = token.to(tl.int64)[:, None] * HISTORY + kept[None, :]
+    mask = ok[:, None] & (kept < HISTORY)[None, :]
     if GROUP:
         for g in range(0, G):
-            tl.store(selected + (head * G + g).to(tl.int64) * tokens * C + place, id_MS, mask=mask)
+            tl.store(selected + (head * G + g).to(tl.int64) * tokens * HISTORY + offset, id_MS, mask=mask)
     else:
-        tl.store(selected + head.to(tl.int64) * tokens * C + place, id_MS, mask=mask)
+        tl.store(selected + head.to(tl.int64) * tokens * HISTORY + offset, id_MS, mask=mask)

@@ -48,22 +48,9 @@ def _rows_and_spans(first, end, tokens, keys, G: tl.constexpr, M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
 def forward_spans(
-    q,
-    k_desc,
-    v_desc,
-    out,
-    lse,
-    first,
-    end,
-    tokens,
-    keys,
-    stride_t,
-    scale_log2,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, k_desc, v_desc, out, lse, first, end, tokens, keys, stride_t, scale_log2,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One tile of rows: out [T, H, D] and lse [H, T]; (0, -inf) for rows without keys."""
     at_M, head, ok, first_M, end_M, low, high = _rows_and_spans(first, end, tokens, keys, G, M)
     column = tl.arange(0, D)
@@ -86,30 +73,16 @@ def forward_spans(
         top_M = new_M
     out_MD, lse_M = normalised(out_MD, top_M, sum_M, True)
     heads = tl.num_programs(1) * G
-    place = (at_M.to(tl.int64) * heads + head) * D
-    tl.store(out + place[:, None] + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
+    offset = (at_M.to(tl.int64) * heads + head) * D
+    tl.store(out + offset[:, None] + column[None, :], out_MD.to(q_MD.dtype), mask=ok[:, None])
     tl.store(lse + head.to(tl.int64) * tokens + at_M, lse_M, mask=ok)
 
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
 def dq_spans(
-    q,
-    dout,
-    stats,
-    k_desc,
-    v_desc,
-    dq,
-    first,
-    end,
-    tokens,
-    keys,
-    stride_t,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q, dout, stats, k_desc, v_desc, dq, first, end, tokens, keys, stride_t, scale,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One tile of rows: dq [T, H, D]."""
     at_M, head, ok, first_M, end_M, low, high = _rows_and_spans(first, end, tokens, keys, G, M)
     heads = tl.num_programs(1) * G
@@ -123,31 +96,15 @@ def dq_spans(
         p = tl.math.exp2(tl.dot(q_MD, k_ND.T) * (scale * LOG2_E) - lse_M[:, None])
         ds = tl.where(seen, p, 0.0) * (tl.dot(dout_MD, v_ND.T) - delta_M[:, None])
         dq_MD = tl.dot(ds.to(q_MD.dtype), k_ND, dq_MD)
-    place = (at_M.to(tl.int64) * heads + head) * D
-    tl.store(dq + place[:, None] + tl.arange(0, D)[None, :], (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
+    offset = (at_M.to(tl.int64) * heads + head) * D
+    tl.store(dq + offset[:, None] + tl.arange(0, D)[None, :], (dq_MD * scale).to(q_MD.dtype), mask=ok[:, None])
 
 
 @triton.jit(do_not_specialize=["first_kv_head", "heads", "tokens", "keys"])
 def dkdv_spans(
-    q_desc,
-    dout_desc,
-    stats,
-    k_desc,
-    v_desc,
-    sum_dk,
-    sum_dv,
-    first,
-    end,
-    first_kv_head,
-    heads,
-    tokens,
-    keys,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    q_desc, dout_desc, stats, k_desc, v_desc, sum_dk, sum_dv, first, end, first_kv_head, heads, tokens, keys, scale,
+    G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """One tile of keys: float32 dk and dv [S, some K, D]. `first`, `end`: each key's first query, one past its last."""
     key = tl.program_id(0) * N + tl.arange(0, N)
     part = tl.program_id(1)
@@ -174,8 +131,8 @@ def dkdv_spans(
         dv_ND = tl.dot(p.to(q_MD.dtype), dout_MD, dv_ND)
         ds = p * (tl.dot(v_ND, dout_MD.T) - delta_M[None, :])
         dk_ND = tl.dot(ds.to(q_MD.dtype), q_MD, dk_ND)
-    place = (key.to(tl.int64) * tl.num_programs(1) + part) * D
-    at_ND = place[:, None] + tl.arange(0, D)[None, :]
+    offset = (key.to(tl.int64) * tl.num_programs(1) + part) * D
+    at_ND = offset[:, None] + tl.arange(0, D)[None, :]
     tl.store(sum_dk + at_ND, dk_ND * scale, mask=ok[:, None])
     tl.store(sum_dv + at_ND, dv_ND, mask=ok[:, None])
 
@@ -234,12 +191,12 @@ class SpanCall:
     def dkdv(self, dout_THD: Tensor, stats_TH2: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         """float32 dk and dv [S, heads, D] of the spans alone."""
         call, shape = self.call, self.shapes.dkdv
-        keys, many = call.k_SKD.shape[0], heads.stop - heads.start
-        sum_dk, sum_dv = (stats_TH2.new_empty(keys, many, call.head_dim) for _ in range(2))
+        keys, count = call.k_SKD.shape[0], heads.stop - heads.start
+        sum_dk, sum_dv = (stats_TH2.new_empty(keys, count, call.head_dim) for _ in range(2))
         if keys:
             launch(
                 dkdv_spans,
-                (ceil_div(keys, shape.keys), many),
+                (ceil_div(keys, shape.keys), count),
                 q_desc=call.descriptor(call.q_THD, shape.rows),
                 dout_desc=call.descriptor(dout_THD, shape.rows),
                 stats=stats_TH2,

@@ -27,7 +27,7 @@ def best_kernel(q_NHD: Tensor, segments: int = 1) -> type[VarlenKernel] | None:
 
 
 def refusals(q_NHD: Tensor, segments: int = 1) -> str:
-    """Why no kernel works on tensors like `q` with this many segments: every kernel's reason."""
+    """The reason of every kernel that it does not work on tensors like `q` with this many segments."""
     return "; ".join(f"{kernel.name}: {_refuses(kernel, q_NHD, segments)}" for kernel in KERNELS)
 
 

@@ -61,7 +61,7 @@ class VarlenKernel(Protocol):
 
     @staticmethod
     def dq_buffers(segments: int, device: torch.device) -> int:
-        """How many times its deterministic backward pass holds dq in float32, for one head and this many segments."""
+        """Copies of dq in float32 that its deterministic backward pass holds, for one head and this many segments."""
         ...
 
     @staticmethod
