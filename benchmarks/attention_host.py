@@ -33,8 +33,8 @@ from benchmarks.context_parallel import Setting, both_passes, strategies
 from benchmarks.options import need_gpus
 from benchmarks.record import save
 from benchmarks.timing import queued
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import Layout, packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy

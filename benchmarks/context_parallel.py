@@ -33,9 +33,9 @@ from benchmarks.timing import queued
 from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import Layout, packed_layout
-from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import observed
+from moba_train.attention.operators import AcrossRanks
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
@@ -141,8 +141,12 @@ def both_passes(
     """Forward and backward: out, dq, dk, dv."""
     q, k, v, dout = inputs
     attention = observed(attention, engine.observers)
-    out, lse, selection = engine.forward(q, k, v, attention, layout)
-    return out, *engine.backward(BackwardState(dout, q, k, v, out, lse), selection, attention, layout)
+    if isinstance(engine, AcrossRanks):
+        out, lse, selection = engine.forward(q, k, v, attention, layout)
+        return out, *engine.backward(BackwardState(dout, q, k, v, out, lse), selection, attention, layout)
+    selection = attention.select(q, attention.summarize(k, layout), layout)
+    out, lse = attention.attend(q, k, v, layout, selection)
+    return out, *attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, selection)
 
 
 def row_lengths(results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -252,7 +256,7 @@ def alone_rate(setting: Setting, name: str, tokens: int, limit: int) -> tuple[di
     layout = packed_layout([tokens], setting.device)
     attention = setting.attention(name)
     inputs = setting.inputs(tokens)
-    engine = LocalEngine()
+    engine = OperatorEngine()
     times = setting.milliseconds(lambda: both_passes(engine, attention, inputs, layout))
     rows = row_lengths(both_passes(engine, attention, inputs, layout)) if complete else []
     return {"tokens": tokens, "ms": max(setting.gather(statistics.median(times)))}, rows

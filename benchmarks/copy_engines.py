@@ -30,8 +30,8 @@ from torch import Tensor
 from benchmarks.context_parallel import HEAD_DIM, KV_HEADS, Setting, both_passes
 from benchmarks.options import length, need_gpus
 from benchmarks.record import markdown, save
+from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LocalEngine
 from moba_train.parallel.context.comm import Work
 from moba_train.parallel.transfers import symmetric_memory
 from moba_train.parallel.world import joined_world
@@ -127,7 +127,7 @@ def main() -> None:
         setting = Setting(world, arguments.repeats)
         tokens = arguments.tokens // world.size
         inputs = setting.inputs(tokens, seed=world.rank)
-        layout, engine = packed_layout([tokens], setting.device), LocalEngine()
+        layout, engine = packed_layout([tokens], setting.device), OperatorEngine()
         kind = setting.attention(arguments.attention)
         shard = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=setting.device).to(setting.dtype)
         ways: dict[str, Gather] = {

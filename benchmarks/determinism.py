@@ -25,9 +25,9 @@ from benchmarks.options import length
 from benchmarks.record import save, spread
 from benchmarks.timing import milliseconds
 from benchmarks.trainer_run import WARM_UP_STEPS, launch, model_shape, recipe, write_corpus
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
 from moba_train.run.determinism import deterministic

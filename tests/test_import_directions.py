@@ -129,7 +129,7 @@ def test_the_model_is_a_single_device_program():
 def test_the_transformer_knows_the_protocol_and_no_kind_of_attention():
     for file in ("transformer.py", "block.py"):
         ours = {name for name in imports(PACKAGE / "model" / file) if name.startswith("moba_train.attention.")}
-        assert {name.split(".")[2] for name in ours} <= {"engine", "kind", "layout", "local"}
+        assert {name.split(".")[2] for name in ours} <= {"engine", "kind", "layout"}
 
 
 def test_context_parallelism_never_hears_of_blocks():

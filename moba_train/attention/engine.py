@@ -10,8 +10,8 @@ from torch import Tensor
 from moba_train.attention.handles import Handled
 from moba_train.attention.layout import Layout
 from moba_train.attention.observer import AttentionCall, Observer, show
-from moba_train.attention.operators import attention as attention_operator
-from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
+from moba_train.attention.operators import attention_operator
+from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.shard import Shard
 
 
@@ -32,7 +32,7 @@ class Engine(ABC):
 
 
 class OperatorEngine(Engine, Handled):
-    """Runs a LocalAttention by the operators: on one device (local.py) or on many (parallel/context/engine.py)."""
+    """Runs a LocalAttention by the operators, on one device. One that is `AcrossRanks` too runs it on many."""
 
     def __call__(
         self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
@@ -44,23 +44,15 @@ class OperatorEngine(Engine, Handled):
         """
         assert layout.is_whole, "the layout of the whole packed sequence is needed, not that of a part"
         where = layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total, None
-        # Continues in `operators._attend`, and from there in this engine's `forward`.
-        out_LHD, lse_HL = attention_operator(q_LHD, k_LKD, v_LKD, None, *where, attention.handle, self.handle)
+        # Continues in `operators._attend`.
+        out_LHD, lse_HL, *_ = attention_operator()(q_LHD, k_LKD, v_LKD, None, *where, attention.handle, self.handle)
         show(self, AttentionCall(q_LHD, k_LKD, v_LKD, attention, layout), out_LHD, lse_HL)
         return out_LHD, lse_HL
 
-    @abstractmethod
-    def forward(
-        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
-    ) -> tuple[Tensor, Tensor, Selection]:
-        """(out, lse, selection); the selection is kept for the backward pass. `layout`: of the whole sequence."""
+    def shard(self, layout: Layout) -> Shard:
+        """The whole sequence."""
+        return Shard(self, layout)
 
-    @abstractmethod
-    def backward(
-        self, state: BackwardState, selection: Selection, attention: LocalAttention, layout: Layout
-    ) -> Gradients:
-        """Gradients (dq, dk, dv)."""
 
-    @abstractmethod
-    def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Selection:
-        """Tensors of the shapes and dtypes of the selection, contents undefined: for torch.compile's tracing."""
+LOCAL_ENGINE = OperatorEngine()
+"""The engine of one device. Holds no state but its observers, so all models of a process share it."""

@@ -5,13 +5,14 @@ Shape suffixes: T queries, S keys.
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple, TypeVar, cast
+from functools import cached_property, wraps
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+Sizes = ParamSpec("Sizes")
 
 
 class TokenRange(NamedTuple):
@@ -133,6 +134,19 @@ class Layout:
     def positions(self, tokens: Tensor, documents: Tensor) -> Tensor:
         """int64, the shape of `tokens`: position of each token inside its document."""
         return tokens - self.cu_seqlens.long()[documents]
+
+
+def kept(derive: Callable[Concatenate[Layout, Sizes], T]) -> Callable[Concatenate[Layout, Sizes], T]:
+    """A function of a layout and of hashable sizes, whose result is kept with the layout (`Layout.cached`)."""
+
+    @wraps(derive)
+    def once(layout: Layout, *sizes: Sizes.args, **named: Sizes.kwargs) -> T:
+        key = (derive, sizes, *named.items())
+        if key not in layout._cache:
+            layout._cache[key] = derive(layout, *sizes, **named)
+        return cast(T, layout._cache[key])
+
+    return once
 
 
 def packed_layout(lengths: list[int], device: torch.device | str = "cpu") -> Layout:

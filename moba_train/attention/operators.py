@@ -1,9 +1,9 @@
 """Attention as torch custom operators: one forward, one backward, for every engine and every kind.
 
 The operators are given tensors and two handles (handles.py), find the attention and the engine by these, and control
-continues in the engine's `forward` or `backward`: in local.py on one device, in parallel/context/engine.py under
-context parallelism. An attention is given tensors whose last dimension is contiguous, on the current device, and
-computes in their dtypes without autocast; its results come back contiguous.
+continues in the attention's functions on one device, or in parallel/context/engine.py across ranks. An attention is
+given tensors whose last dimension is contiguous, on the current device, and computes in their dtypes without autocast;
+its results come back contiguous.
 
 torch.compile keeps operators whole, and activation checkpointing can keep their results: a recomputed forward pass then
 uses the saved selection, as near-ties could fall differently, and repeats no communication (`SAVED_OPERATORS`,
@@ -12,6 +12,8 @@ parallel/fsdp.py). If nothing of the kind is at work, the functions behind the o
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width, C selected blocks.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,26 +24,38 @@ from moba_train.attention.handles import by_handle
 from moba_train.attention.layout import Layout
 from moba_train.attention.layout_operators import argument_layout, on_the_device_of, paired, whole_layout
 from moba_train.attention.observer import observed
-from moba_train.attention.protocol import BackwardState, LocalAttention
+from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
 from moba_train.torch_private import current_dispatch_mode
 
 _CALL = (
     "Tensor cu_seqlens, Tensor? cu_seqlens_cpu, SymInt max_seqlen, SymInt total, SymInt[]? q_ranges, "
     "str attention, str engine"
 )
-"""A layout (`layout_arguments`) and two handles. With `q_ranges`, attention of these queries to all keys, on this
-device alone; without, the engine's, of the whole sequence."""
+"""A layout (`layout_arguments`) and two handles. With `q_ranges`, attention of these queries to all keys on this device
+alone; without, attention of the whole sequence, across ranks if the engine has several."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, *call: Any) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [H, T]) of q [T, H, D] over k and v [S, K, D], differentiable; no gradient passes `lse`.
+class AcrossRanks(ABC):
+    """Facet of an engine: it runs attention over all ranks that share a sequence.
 
-    `selected`: int32 [H, T, C] for an attention that takes a selection. `call`: see `_CALL`.
+    The functions of a LocalAttention, over the whole sequence: `layout` is its layout, rows are those of this rank.
     """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # flash kernels refuse other strides
-    if torch.compiler.is_compiling():
-        return _operator(q, k, v, selected, *call)[:2]
-    return cast(tuple[Tensor, Tensor], _Attention.apply(q, k, v, selected, *call))
+
+    @abstractmethod
+    def forward(
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
+    ) -> tuple[Tensor, Tensor, Selection]:
+        """(out, lse, selection); the selection is kept for the backward pass."""
+
+    @abstractmethod
+    def backward(
+        self, state: BackwardState, selection: Selection, attention: LocalAttention, layout: Layout
+    ) -> Gradients:
+        """Gradients (dq, dk, dv)."""
+
+    @abstractmethod
+    def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Selection:
+        """Tensors of the shapes and dtypes of the selection, contents undefined: for torch.compile's tracing."""
 
 
 def _attend(
@@ -50,18 +64,20 @@ def _attend(
     """(out, lse, selection)."""
     *layout, q_ranges, attention_handle, engine_handle = call
     engine = by_handle(engine_handle)
-    local = observed(by_handle(attention_handle), engine.observers)
+    local: Any = observed(by_handle(attention_handle), engine.observers)
+    whole = whole_layout(*layout)
+    q, k, v = map(_rows_side_by_side, (q, k, v))
     with on_the_device_of(q):
-        whole = whole_layout(*layout)
-        if q_ranges is None:
-            # Continues in attention/local.py or parallel/context/engine.py.
+        if q_ranges is None and isinstance(engine, AcrossRanks):
+            # Continues in parallel/context/engine.py.
             out, lse, selection = engine.forward(q, k, v, local, whole)
             return out.contiguous(), lse.contiguous(), list(selection)
         part = argument_layout(*layout, q_ranges)
         if selected is None:
             selection = local.select(q, local.summarize(k, whole), part)
         else:
-            selection = cast(Any, local).given_selection(selected.clone(), q, k, part)  # a result must be no argument
+            selection = local.given_selection(selected.clone(), q, k, part)  # a result must be no argument
+        # Continues in the attention: attention/block_sparse.py, attention/full/full_kind.py.
         out, lse = local.attend(q, k, v, part, selection)
         return out.contiguous(), lse.contiguous(), list(selection)
 
@@ -73,15 +89,20 @@ def _attend_backward(
     *layout, q_ranges, attention_handle, engine_handle = call
     engine = by_handle(engine_handle)
     local = observed(by_handle(attention_handle), engine.observers)
-    state = BackwardState(dout, q, k, v, out, lse)
+    state = BackwardState(*map(_rows_side_by_side, (dout, q, k, v, out)), lse)
     with on_the_device_of(q):
-        if q_ranges is None:
-            # Continues in attention/local.py or parallel/context/engine.py.
+        if q_ranges is None and isinstance(engine, AcrossRanks):
+            # Continues in parallel/context/engine.py.
             gradients = engine.backward(state, tuple(selection), local, whole_layout(*layout))
         else:
             gradients = local.attend_backward(state, argument_layout(*layout, q_ranges), tuple(selection))
         dq, dk, dv = (x.contiguous() for x in gradients)
         return dq, dk, dv
+
+
+def _rows_side_by_side(x: Tensor) -> Tensor:
+    """`x` with a contiguous last dimension, as flash kernels need it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 _operator = torch.library.custom_op(
@@ -104,11 +125,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, *call: Any) -> t
     cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges, attention_handle, engine_handle = call
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
     local: LocalAttention = by_handle(attention_handle)
+    engine = by_handle(engine_handle)
     # Shapes alone, for torch.compile's tracing.
-    if q_ranges is None:
-        selection = by_handle(engine_handle).empty_selection(q, k, local, layout)
+    if q_ranges is None and isinstance(engine, AcrossRanks):
+        selection = engine.empty_selection(q, k, local, layout)
     else:  # not `Layout.part`: sizes may be symbols, which no cache takes as keys
-        selection = local.empty_selection(q, k, replace(layout, q_ranges=paired(q_ranges)))
+        part = layout if q_ranges is None else replace(layout, q_ranges=paired(q_ranges))
+        selection = local.empty_selection(q, k, part)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), lse, list(selection)
 
@@ -174,6 +197,16 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     backward = staticmethod(_gradients)
+
+
+def attention_operator() -> Callable[..., Any]:
+    """The function to call for attention: (q [T, H, D], k and v [S, K, D], selected, *call) -> (out [T, H, D], lse
+    [H, T], ...), differentiable in q, k and v; no gradient passes `lse`.
+
+    `selected`: int32 [H, T, C] for an attention that takes a selection, else None. `call`: see `_CALL`. Continues in
+    `_attend` above.
+    """
+    return _operator if torch.compiler.is_compiling() else cast(Callable[..., Any], _Attention.apply)
 
 
 SAVED_OPERATORS = (torch.ops.moba_train.attention.default,)

@@ -17,7 +17,7 @@ from torch import Tensor
 from moba_train.attention.layout import Layout, TokenRanges
 from moba_train.attention.layout_operators import layout_arguments
 from moba_train.attention.observer import AttentionCall, Observable, show
-from moba_train.attention.operators import attention as attention_operator
+from moba_train.attention.operators import attention_operator
 from moba_train.attention.protocol import LocalAttention
 
 
@@ -95,8 +95,8 @@ class Shard:
         if not len(q_nHD):  # a rank without tokens; its gradients must reach the others all the same
             return q_nHD + (k_TKD[:0].sum() + v_TKD[:0].sum()), q_nHD.new_empty((q_nHD.shape[1], 0))
         handles = attention.handle, self._engine.handle
-        # Continues in `operators._attend`, and from there in the attention's functions.
-        out, lse = attention_operator(q_nHD, k_TKD, v_TKD, selected_HnC, *layout_arguments(self.layout), *handles)
+        # Continues in `operators._attend`.
+        out, lse, *_ = attention_operator()(q_nHD, k_TKD, v_TKD, selected_HnC, *layout_arguments(self.layout), *handles)
         show(self._engine, AttentionCall(q_nHD, k_TKD, v_TKD, attention, self.layout, selected_HnC, True), out, lse)
         return out, lse
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.observer import StatisticsObserver
 from moba_train.attention.statistics import Statistics, joined
 from moba_train.data.batch import Batch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.inference.cache import CachedAttention, CachePlan, Decode, check_decode
 from moba_train.model.transformer import Transformer
 

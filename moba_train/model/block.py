@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.attention.engine import Engine
+from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kind import AttentionKind, LayerInput, SublayerInput, TwoSublayers
 from moba_train.attention.layout import Layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.config.model import ModelConfig
 from moba_train.model.rope import apply_rope, rope_cos_sin
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages

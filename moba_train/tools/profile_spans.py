@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.attention import LayerAttention

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import Layout, TokenRange
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import LocalAttention
 from moba_train.hf.config import parse_layer
 from moba_train.inference.cache import Decode, check_decode

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moba_train.attention.engine import Engine
+from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, SublayerInput, TokenBytes, TwoSublayers
 from moba_train.attention.layout import Layout, packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.inference.cache import CachedAttention, CachePlan, Decode

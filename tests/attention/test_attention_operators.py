@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moba_train.attention import handles
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.layout import Layout, packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.operators import SAVED_OPERATORS, _operator

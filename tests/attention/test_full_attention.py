@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.kernels import BACKENDS
 from moba_train.attention.kernels.common import reference
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.run.determinism import deterministic
 from tests.attention.helpers import assert_all_close, make_qkv, run
 from tests.attention.oracle import full as oracle_full

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.local import LocalEngine
+from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.observer import StatisticsObserver, observing
 from moba_train.attention.registry import KINDS
 from moba_train.attention.statistics import Statistics, joined
@@ -44,7 +44,7 @@ def small_layer(name: str, lengths: list[int], **changes: Any) -> Layer:
 @torch.no_grad()
 def seen(layer: Layer) -> dict[str, float]:
     """What an observer sees on one device."""
-    engine = LocalEngine()
+    engine = OperatorEngine()
     with observing(engine, StatisticsObserver()) as watched:
         run_layer(layer, engine)
     return watched.statistics.values

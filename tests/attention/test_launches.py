@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from moba_train.attention.engine import OperatorEngine
+from moba_train.attention.engine import LOCAL_ENGINE, OperatorEngine
 from moba_train.attention.layout import Layout, packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.attention.operators import AcrossRanks
 from moba_train.attention.protocol import BackwardState
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
@@ -32,8 +32,13 @@ def both(engine: OperatorEngine, block_size: int, topk: int, rows: int, layout: 
     options = MobaAttention.Options(block_size=block_size, topk=topk, backend="triton")
     attention = MobaAttention(options, 128)
     q, k, v, dout = (torch.empty(rows, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8, 32))
-    out, lse, selection = engine.forward(q, k, v, attention, layout)
-    engine.backward(BackwardState(dout, q, k, v, out, lse), selection, attention, layout)
+    if isinstance(engine, AcrossRanks):
+        out, lse, selection = engine.forward(q, k, v, attention, layout)
+        engine.backward(BackwardState(dout, q, k, v, out, lse), selection, attention, layout)
+        return
+    selection = attention.select(q, attention.summarize(k, layout), layout)
+    out, lse = attention.attend(q, k, v, layout, selection)
+    attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, selection)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 import torch
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.merge import merge
 from moba_train.attention.protocol import BackwardState, LocalAttention
 from moba_train.attention.registry import KINDS

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common import reference
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba import moba_attention as any_moba_attention
 from tests.attention.helpers import assert_all_close, edges, make_qkv, run
 from tests.attention.oracle import full as oracle_full

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import Observer, observing
 from moba_train.health.watch import AttentionTimer
@@ -41,14 +41,14 @@ def attention() -> MobaAttention:
     return MobaAttention(MobaAttention.Options(block_size=4, topk=2), 8)
 
 
-def both_passes(engine: LocalEngine, attention: MobaAttention) -> list[torch.Tensor]:
+def both_passes(engine: OperatorEngine, attention: MobaAttention) -> list[torch.Tensor]:
     qkv = make_qkv(30, 2, 1, 8)
     out, lse = engine(*qkv, attention, packed_layout([30]))
     return [out, lse, *torch.autograd.grad(out.sum(), qkv)]
 
 
 def test_every_observer_sees_every_function_while_it_observes(attention):
-    engine, one, other = LocalEngine(), Recorder(), Recorder()
+    engine, one, other = OperatorEngine(), Recorder(), Recorder()
     plain = both_passes(engine, attention)
     with observing(engine, one) as same, observing(engine, other):
         observed = both_passes(engine, attention)
@@ -62,13 +62,13 @@ def test_every_observer_sees_every_function_while_it_observes(attention):
 
 def test_an_observer_of_one_engine_sees_nothing_of_another(attention):
     recorder = Recorder()
-    with observing(LocalEngine(), recorder):
-        both_passes(LocalEngine(), attention)
+    with observing(OperatorEngine(), recorder):
+        both_passes(OperatorEngine(), attention)
     assert recorder.seen == []
 
 
 def test_the_timer_adds_up_the_local_functions(attention, monkeypatch):
-    engine = LocalEngine()
+    engine = OperatorEngine()
     attend = MobaAttention.attend
 
     def slow(*arguments):

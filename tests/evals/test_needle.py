@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import TokenRange
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import Observer, observing
 from moba_train.config.load import dump_config

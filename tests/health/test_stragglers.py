@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moba_train.attention.local import LOCAL_ENGINE
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.health import watch as stragglers
 from moba_train.health.watch import Stragglers
 

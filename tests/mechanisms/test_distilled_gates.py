@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.engine import Engine
+from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import observing
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig

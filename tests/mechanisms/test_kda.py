@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.mechanisms.linear import kda
 from moba_train.mechanisms.linear.delta import DeltaInputs, in_parts, most_rows
 from moba_train.mechanisms.linear.fla import has_fla

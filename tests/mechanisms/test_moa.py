@@ -8,8 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kind import StageContext
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import observing
 from moba_train.attention.shard import Generation
 from moba_train.evals.answers import SelectedBlocks

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from moba_train.attention.engine import LOCAL_ENGINE  # noqa: E402
 from moba_train.attention.full import FullAttention  # noqa: E402
 from moba_train.attention.layout import packed_layout  # noqa: E402
-from moba_train.attention.local import LOCAL_ENGINE  # noqa: E402
 from moba_train.mechanisms.moa.moa_kind import SpanAttention  # noqa: E402
 from tests.attention.kernel_checks import error, inputs, layout_of, run  # noqa: E402
 

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import Observer, observing
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.registry import KINDS

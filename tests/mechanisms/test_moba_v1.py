@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import AttentionFacts
 from moba_train.attention.registry import KINDS
 from moba_train.hf.config import layer_entry, layer_problem

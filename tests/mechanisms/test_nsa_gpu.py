@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.block_sparse import GivenBlocks
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kernels.common.geometry import first_blocks, query_blocks
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.mechanisms.nsa import selection
 from moba_train.mechanisms.nsa import selection_kernel as kernel
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks

@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
 from moba_train.resolve.recipe import validate

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full.full_kind import FullKind
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.layout import Layout
-from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
@@ -84,7 +84,7 @@ def step(model: Transformer, data_shard: DataShard, device: torch.device) -> tup
     """This rank's part of a step's loss, with the gradients in place; and the blocks selected for its heads."""
     selected: list[Tensor] = []
 
-    class Recording(LocalEngine):
+    class Recording(OperatorEngine):
         def __call__(
             self, q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout
         ) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 import yaml
 from typer.testing import CliRunner
 
+from moba_train.attention.engine import LOCAL_ENGINE, OperatorEngine
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.local import LOCAL_ENGINE, LocalEngine
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
@@ -54,7 +54,7 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
         loss().backward()
     assert sorted(seen) == [0, 1]
 
-    class Moved(LocalEngine):
+    class Moved(OperatorEngine):
         def __init__(self, *place):
             self.place = place
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import Layout
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba.moba_local import MobaAttention
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -22,7 +22,7 @@ from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.composed import MOST_ELEMENTS, heads_at_once
 from moba_train.attention.kernels.composed_rows import SortedPart, sorted_parts
 from moba_train.attention.kernels.varlen import Segments, VarlenKernel, best_kernel, refusals
-from moba_train.attention.layout import Layout
+from moba_train.attention.layout import Layout, kept
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import Observed
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
@@ -135,7 +135,7 @@ class BlocksByUnit(UnitAttention):
         count, selected = queries.units_FC.shape
         if count * selected == 0:
             return
-        edges = self._edges(layout)
+        edges = _given_edges(layout, self.block_size)
         blocks = edges.numel() - 1
         kernel = _kernel(queries.q_FD.unsqueeze(1), layout, self.block_size)
         limit = min(_ENTRIES_AT_ONCE, MOST_ELEMENTS // queries.q_FD.shape[1])
@@ -148,15 +148,13 @@ class BlocksByUnit(UnitAttention):
 
     def _own_segments(self, layout: Layout) -> Segments:
         longest = min(self.block_size, layout.max_seqlen)
-        edges = self._edges(layout)
+        edges = _given_edges(layout, self.block_size)
         return Segments(edges, edges, longest, longest, causal=True)
 
-    def _edges(self, layout: Layout) -> Tensor:
-        """int32 [N + 1]: where each block begins among the given rows; blocks that are not given are empty."""
-        return layout.cached(("edges of given blocks", self.block_size), lambda: _given_edges(layout, self.block_size))
 
-
+@kept
 def _given_edges(layout: Layout, block_size: int) -> Tensor:
+    """int32 [N + 1]: where each block begins among the given rows; blocks that are not given are empty."""
     edges = block_edges(layout, block_size)
     if layout.k_ranges is None:
         return edges

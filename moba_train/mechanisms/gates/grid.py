@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_edges, block_ids, first_blocks
-from moba_train.attention.layout import Layout
+from moba_train.attention.layout import Layout, kept
 
 EDGES = 4
 """Blocks that a shard may share with other ranks, at most: the first and the last of its two token ranges."""
@@ -52,12 +52,9 @@ class BlockGrid:
         return past_tNB & self.present_NB[blocks] & (ids_N >= first_t[:, None]).unsqueeze(-1)
 
 
+@kept
 def block_grid(layout: Layout, block_size: int) -> BlockGrid:
-    """The grid of a layout of any queries and all keys; kept with the layout."""
-    return layout.cached(("block grid", block_size), lambda: _block_grid(layout, block_size))
-
-
-def _block_grid(layout: Layout, block_size: int) -> BlockGrid:
+    """The grid of a layout of any queries and all keys."""
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     edges = block_edges(host, block_size).long()
@@ -102,17 +99,14 @@ class QueryRows:
     """The first blocks of their documents, in CPU memory."""
 
 
-def query_rows(layout: Layout, block_size: int) -> QueryRows:
-    """The rows of a layout; kept with the layout."""
-    return layout.cached(("query rows", block_size), lambda: _query_rows(layout, block_size))
-
-
 def query_rows_bound(queries: int, layout: Layout, block_size: int) -> int:
     """`QueryRows.bound` for a number of queries in at most two token ranges."""
     return queries // block_size + layout.cu_seqlens.numel() + 2
 
 
-def _query_rows(layout: Layout, block_size: int) -> QueryRows:
+@kept
+def query_rows(layout: Layout, block_size: int) -> QueryRows:
+    """The rows of a layout."""
     host = _on_host(layout)
     device = layout.cu_seqlens.device
     grid = block_grid(layout, block_size)

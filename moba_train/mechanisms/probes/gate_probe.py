@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.facets.probed import SelectedBlocks
 from moba_train.attention.layout import Layout, TokenRange, joined_ranges
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import AttentionCall, StatisticsObserver
 from moba_train.attention.statistics import Statistics, joined
 from moba_train.config.base import MOST_SAMPLES, Section

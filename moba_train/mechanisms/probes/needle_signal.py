@@ -28,8 +28,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kernels.common.reference import accumulation_dtype
-from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.config.base import Length, Section, format_count
 from moba_train.config.evaluation import HiddenNeedles

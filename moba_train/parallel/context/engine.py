@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.handles import by_handle
 from moba_train.attention.layout import Layout
+from moba_train.attention.operators import AcrossRanks
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
 from moba_train.attention.shard import Shard, ShardPlace, padded
 from moba_train.parallel.context.comm import Ranks
@@ -26,7 +27,7 @@ from moba_train.parallel.context.transport.base import ShardedCall, Transport
 _sequence = lru_cache(maxsize=64)(SequenceLayout.split)
 
 
-class ContextParallel(OperatorEngine):
+class ContextParallel(OperatorEngine, AcrossRanks):
     """Attention of this rank's queries to the keys of all ranks.
 
     It takes this rank's shard of q, k and v (`SequenceLayout.shard`: tokens in ascending order, then padding) and the

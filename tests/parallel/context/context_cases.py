@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import Layout, packed_layout
-from moba_train.attention.local import LocalEngine
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import Observer, observed
 from moba_train.attention.protocol import BackwardState, LocalAttention, Selection
@@ -72,12 +71,11 @@ class Result:
 
 
 def on_one_device(case: Case, inputs: list[Tensor], *observers: Observer) -> Result:
-    engine, attention, layout = LocalEngine(), case.attention(), case.layout(inputs[0].device)
-    engine.observers = observers
+    attention, layout = observed(case.attention(), observers), case.layout(inputs[0].device)
     q, k, v, dout = inputs
-    seen = observed(attention, engine.observers)
-    out, lse, selection = engine.forward(q, k, v, seen, layout)
-    grads = engine.backward(BackwardState(dout, q, k, v, out, lse), selection, seen, layout)
+    selection = attention.select(q, attention.summarize(k, layout), layout)
+    out, lse = attention.attend(q, k, v, layout, selection)
+    grads = attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, selection)
     return Result([out, lse.T, *grads], selection[0].transpose(0, 1) if selection else None)
 
 

@@ -53,7 +53,7 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_bound, first_blocks
 from moba_train.attention.kernels.common.launch import ceil_div, launch
-from moba_train.attention.layout import Layout, TokenRanges
+from moba_train.attention.layout import Layout, TokenRanges, kept
 
 _TILE = 64
 """Slots ranked at once, by one warp; ranking compares each with each. Lists of 128 slots by four warps took 2.43 ms
@@ -269,12 +269,9 @@ class BlockTables:
     and last are equal for blocks without given rows and for ids that name no block."""
 
 
+@kept
 def block_tables(layout: Layout, block_size: int) -> BlockTables:
-    """The tables of a layout; kept with it."""
-    return layout.cached(("block tables", block_size), lambda: _build(layout, block_size))
-
-
-def _build(layout: Layout, block_size: int) -> BlockTables:
+    """The tables of a layout."""
     blocks = block_bound(layout, block_size)
     tokens = layout.total
     device = layout.cu_seqlens.device

@@ -27,6 +27,7 @@ from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.tiles import TileTable, WorkRange
 from moba_train.attention.kernels.hopper import descriptors
 from moba_train.attention.kernels.hopper.forward_row_tile import attend_rows
+from moba_train.attention.kernels.triton import blocks_from_144_forward
 from moba_train.attention.kernels.triton.blocks_from_144_forward import LongForward
 
 
@@ -306,4 +307,4 @@ def _programs(call: BlockCall, tiles: int) -> int:
 
 def attend(call: BlockCall, lists: BlockLists, out_THD: Tensor, lse_HT: Tensor) -> None:
     """Write out [T, H, D] and lse [H, T]."""
-    SpecialisedForward(call, lists).attend(out_THD, lse_HT)
+    blocks_from_144_forward.attend(call, lists, out_THD, lse_HT, launches=SpecialisedForward)

@@ -10,6 +10,7 @@ History blocks are complete and wholly past: their scores need no mask. Under PA
 block may be here in part or not at all.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -130,33 +131,6 @@ class LongForward:
     call: BlockCall
     lists: BlockLists
 
-    def attend(self, out_THD: Tensor, lse_HT: Tensor) -> None:
-        """Write out [T, H, D] and lse [H, T]."""
-        call = self.call
-        lists = self.lists
-        shape = self.call.shapes.forward
-        diagonal_lse_HT = torch.empty_like(lse_HT) if call.history_blocks else lse_HT
-        if call.spans is None:
-            self.diagonal(out_THD, diagonal_lse_HT)
-        else:
-            SpanCall(call, call.spans).attend(out_THD, diagonal_lse_HT)
-        if call.history_blocks == 0:
-            return
-        parts = list(work_ranges(lists, call.kv_heads, call.limit))
-        partial_out = call.buffer(parts)
-        partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
-        for work, table in zip(parts, tile_tables(lists, parts, call.kv_heads, shape.rows), strict=True):
-            self.history(work, table, partial_out, partial_lse)
-            call.combine(
-                softmax.combine_out,
-                work,
-                out=out_THD,
-                lse=lse_HT,
-                diagonal_lse=diagonal_lse_HT,
-                partial_out=partial_out,
-                partial_lse=partial_lse,
-            )
-
     def history(self, work: WorkRange, table: TileTable, partial_out: Tensor, partial_lse: Tensor) -> None:
         """The partial results of a work range's slots, in their order."""
         call = self.call
@@ -200,6 +174,34 @@ class LongForward:
         )
 
 
-def attend(call: BlockCall, lists: BlockLists, out_THD: Tensor, lse_HT: Tensor) -> None:
+def attend(
+    call: BlockCall,
+    lists: BlockLists,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    launches: Callable[[BlockCall, BlockLists], LongForward] = LongForward,
+) -> None:
     """Write out [T, H, D] and lse [H, T]."""
-    LongForward(call, lists).attend(out_THD, lse_HT)
+    run = launches(call, lists)
+    diagonal_lse_HT = torch.empty_like(lse_HT) if call.history_blocks else lse_HT
+    if call.spans is None:
+        run.diagonal(out_THD, diagonal_lse_HT)
+    else:
+        SpanCall(call, call.spans).attend(out_THD, diagonal_lse_HT)
+    if call.history_blocks == 0:
+        return
+    parts = list(work_ranges(lists, call.kv_heads, call.limit))
+    partial_out = call.buffer(parts)
+    partial_lse = torch.empty(partial_out.shape[0], dtype=torch.float32, device=partial_out.device)
+    tables = tile_tables(lists, parts, call.kv_heads, call.shapes.forward.rows)
+    for work, table in zip(parts, tables, strict=True):
+        run.history(work, table, partial_out, partial_lse)
+        call.combine(
+            softmax.combine_out,
+            work,
+            out=out_THD,
+            lse=lse_HT,
+            diagonal_lse=diagonal_lse_HT,
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+        )
