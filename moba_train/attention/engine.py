@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moba_train.attention.handles import Handled
 from moba_train.attention.layout import Layout
-from moba_train.attention.observer import AttentionCall, Observer, show
+from moba_train.attention.observer import Observer, show
 from moba_train.attention.operators import attention_operator
 from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.shard import Shard
@@ -46,7 +46,7 @@ class OperatorEngine(Engine, Handled):
         where = layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total, None
         # Continues in `operators._attend`.
         out_LHD, lse_HL, *_ = attention_operator()(q_LHD, k_LKD, v_LKD, None, *where, attention.handle, self.handle)
-        show(self, AttentionCall(q_LHD, k_LKD, v_LKD, attention, layout), out_LHD, lse_HL)
+        show(self, out_LHD, lse_HL, q_LHD, k_LKD, v_LKD, attention, layout)
         return out_LHD, lse_HL
 
     def shard(self, layout: Layout) -> Shard:

@@ -41,11 +41,11 @@ def layout_arguments(layout: Layout) -> LayoutArguments:
 
 
 def argument_layout(
-    cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int, q_ranges: Sequence[int] | None
+    cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int, q_ranges: Sequence[int]
 ) -> Layout:
-    """The inverse of `layout_arguments`: one object, with its cache, for all layers of a step. None: all queries."""
+    """The inverse of `layout_arguments`: one object, with its cache, for all layers of a step."""
     layout = whole_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
-    ranges = layout.query_ranges if q_ranges is None else paired(q_ranges)
+    ranges = paired(q_ranges)
     return layout if ranges == (TokenRange(0, total),) else layout.part(ranges, None)
 
 

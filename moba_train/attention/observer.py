@@ -82,11 +82,12 @@ class Observable(Protocol):
     observers: tuple[Observer, ...]
 
 
-def show(engine: Observable, call: AttentionCall, out_THD: Tensor, lse_HT: Tensor) -> None:
-    """Show a call to the engine's observers; not in compiled code, which a guard on these would compile again."""
+def show(engine: Observable, out_THD: Tensor, lse_HT: Tensor, *call: Any) -> None:
+    """Show a call, given as the fields of an `AttentionCall`, to the engine's observers; not in compiled code, which a
+    guard on these would compile again."""
     if not torch.compiler.is_compiling():
         for observer in engine.observers:
-            observer.attended(call, out_THD, lse_HT)
+            observer.attended(AttentionCall(*call), out_THD, lse_HT)
 
 
 def statistics_observer(engine: Observable) -> StatisticsObserver | None:

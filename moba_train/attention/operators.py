@@ -66,13 +66,13 @@ def _attend(
     engine = by_handle(engine_handle)
     local: Any = observed(by_handle(attention_handle), engine.observers)
     whole = whole_layout(*layout)
-    q, k, v = map(_rows_side_by_side, (q, k, v))
+    q, k, v = _rows_side_by_side(q, k, v)
     with on_the_device_of(q):
         if q_ranges is None and isinstance(engine, AcrossRanks):
             # Continues in parallel/context/engine.py.
             out, lse, selection = engine.forward(q, k, v, local, whole)
             return out.contiguous(), lse.contiguous(), list(selection)
-        part = argument_layout(*layout, q_ranges)
+        part = whole if q_ranges is None else argument_layout(*layout, q_ranges)
         if selected is None:
             selection = local.select(q, local.summarize(k, whole), part)
         else:
@@ -89,20 +89,23 @@ def _attend_backward(
     *layout, q_ranges, attention_handle, engine_handle = call
     engine = by_handle(engine_handle)
     local = observed(by_handle(attention_handle), engine.observers)
-    state = BackwardState(*map(_rows_side_by_side, (dout, q, k, v, out)), lse)
+    state = BackwardState(dout, *_rows_side_by_side(q, k, v), out, lse)
+    part = whole_layout(*layout) if q_ranges is None else argument_layout(*layout, q_ranges)
     with on_the_device_of(q):
         if q_ranges is None and isinstance(engine, AcrossRanks):
             # Continues in parallel/context/engine.py.
-            gradients = engine.backward(state, tuple(selection), local, whole_layout(*layout))
+            gradients = engine.backward(state, tuple(selection), local, part)
         else:
-            gradients = local.attend_backward(state, argument_layout(*layout, q_ranges), tuple(selection))
+            gradients = local.attend_backward(state, part, tuple(selection))
         dq, dk, dv = (x.contiguous() for x in gradients)
         return dq, dk, dv
 
 
-def _rows_side_by_side(x: Tensor) -> Tensor:
-    """`x` with a contiguous last dimension, as flash kernels need it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _rows_side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with a contiguous last dimension, as flash kernels need them."""
+    if q.stride(2) == k.stride(2) == v.stride(2) == 1:
+        return q, k, v
+    return q.contiguous(), k.contiguous(), v.contiguous()
 
 
 _operator = torch.library.custom_op(

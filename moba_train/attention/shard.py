@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moba_train.attention.layout import Layout, TokenRanges
 from moba_train.attention.layout_operators import layout_arguments
-from moba_train.attention.observer import AttentionCall, Observable, show
+from moba_train.attention.observer import Observable, show
 from moba_train.attention.operators import attention_operator
 from moba_train.attention.protocol import LocalAttention
 
@@ -97,7 +97,7 @@ class Shard:
         handles = attention.handle, self._engine.handle
         # Continues in `operators._attend`.
         out, lse, *_ = attention_operator()(q_nHD, k_TKD, v_TKD, selected_HnC, *layout_arguments(self.layout), *handles)
-        show(self._engine, AttentionCall(q_nHD, k_TKD, v_TKD, attention, self.layout, selected_HnC, True), out, lse)
+        show(self._engine, out, lse, q_nHD, k_TKD, v_TKD, attention, self.layout, selected_HnC, True)
         return out, lse
 
 

@@ -11,7 +11,7 @@ document; the host knows an upper bound of their number, 7, of which 6 exist.
 
 >>> import torch
 >>> from moba_train.attention.kernels.common.geometry import block_bound, block_edges, block_ids
->>> from moba_train.attention.protocol import packed_layout
+>>> from moba_train.attention.layout import packed_layout
 >>> layout = packed_layout([5, 3, 9])
 >>> block_ids(layout.q_tokens, layout.q_documents, layout, 4).tolist()
 [0, 0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5]
