@@ -29,6 +29,9 @@ def a_gpu_with_triton_and_flash(monkeypatch):
     monkeypatch.setattr("moba_train.attention.moba.moba_local._triton", lambda: "triton")
     monkeypatch.setattr(composed, "refuses", lambda *call: "")
     block_attention._log_once.cache_clear()
+    table._selection_problem.cache_clear()
+    yield
+    table._selection_problem.cache_clear()
 
 
 def q(head_dim=128, dtype=torch.bfloat16) -> SimpleNamespace:

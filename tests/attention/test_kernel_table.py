@@ -2,6 +2,8 @@
 
 import doctest
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -166,6 +168,17 @@ def test_no_other_file_of_attention_asks_for_a_capability_or_a_release():
         if asks.search(path.read_text())
     }
     assert found == {"attention/kernels/table.py"}
+
+
+def test_kernels_are_imported_only_when_they_run():
+    program = (
+        "import sys, torch\nfrom moba_train.attention.moba import moba_attention\nimport moba_train.train\n"
+        "moba_attention(*[torch.zeros(9, 1, 16)] * 3, block_size=4, topk=2)\n"
+        "ours = [name for name in sys.modules if name.startswith('moba_train')]\n"
+        "print([name for name in ours if {'triton', 'tl', 'gl'} & vars(sys.modules[name]).keys()])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == "[]"
 
 
 def test_the_example_of_the_lists_is_true():
