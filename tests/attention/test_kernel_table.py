@@ -187,11 +187,3 @@ def test_the_example_of_the_lists_is_true():
 
     result = doctest.testmod(lists)
     assert (result.failed, result.attempted > 8) == (0, True)
-
-
-def test_the_page_shows_the_table():
-    """After a change: python -m moba_train.attention.kernels.table, between the marks in docs/kernels.md."""
-    page = (ROOT / "docs" / "kernels.md").read_text()
-    marks = r"<!-- python -m moba_train\.attention\.kernels\.table -->\n\n(.*?)\n<!-- end of kernel table -->"
-    (shown,) = re.findall(marks, page, re.S)
-    assert shown == table.markdown()
