@@ -94,7 +94,7 @@ class GivenBlocks(LocalAttention):
         self, block_size: int, head_dim: int, backend: str, key: str, *, first: int = 0, local: int = 1
     ) -> None:
         """`backend` and its YAML `key`, for messages: those of `BlockAttention`. `first`, `local`: blocks that are not
-        chosen, as in `blocks.statistics.Choice`."""
+        chosen, as in `kernels.common.selection.Choice`."""
         self.alignment = block_size
         self.forced = {"first": first, "local": local}
         self.scale = head_dim**-0.5

@@ -1,4 +1,4 @@
-"""Attention to single blocks for gathered queries (blocks/by_unit.py), against a mask over the keys in float64."""
+"""Attention to single blocks for gathered queries (kernels/by_unit.py), against a mask over the keys in float64."""
 
 import pytest
 import torch
