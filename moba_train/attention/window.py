@@ -1,7 +1,7 @@
 """Sliding-window attention as a LocalAttention: every query sees the last tokens of its document.
 
-On CUDA a varlen flash kernel masks the band, elsewhere masked.py. Both are given the keys of the band alone, so that
-the work is T times the window, not T squared.
+On CUDA a varlen flash kernel masks the band, elsewhere kernels/common/reference.py. Both are given the keys of the
+band alone, so that the work is T times the window, not T squared.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
@@ -152,7 +152,7 @@ class WindowAttention(LocalAttention):
         return dq_THD.to(state.q.dtype), dk_SKD.to(state.k.dtype), dv_SKD.to(state.v.dtype)
 
     def _calls(self, q_THD: Tensor, layout: Layout) -> list[tuple[Band, type[VarlenKernel] | None]]:
-        """The bands of a layout, each with the kernel for it; None: masked.py."""
+        """The bands of a layout, each with the kernel for it; None: kernels/common/reference.py."""
         everything = (TokenRange(0, layout.total),)
         q_ranges = everything if layout.q_ranges is None else layout.q_ranges
         k_ranges = everything if layout.k_ranges is None else layout.k_ranges

@@ -2,7 +2,7 @@
 
 With a window of L tokens, the query at position p has the tokens up to p - L as its memory. It attends to the complete
 blocks with the highest scores, to the document's first blocks, and to the block that the window is leaving, up to
-p - L. That is attention to selected blocks (blocks/attention.py) for a query that stands at p - L.
+p - L. That is attention to selected blocks (kernels/block_attention.py) for a query that stands at p - L.
 
 Shape suffixes: n queries that have a memory, t a chunk of them, T keys of the whole sequence, N blocks, B tokens of a
 block, H query heads, K key/value heads, D head width, C selected blocks.

@@ -21,6 +21,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from tests.attention.launches import assert_arguments
+
 
 class Interpreter:
     """In place of a kernel: `Interpreter(kernel, seed)[grid](...)` runs its programs one after the other."""
@@ -32,6 +34,7 @@ class Interpreter:
         return lambda **arguments: self._run(grid, arguments)
 
     def _run(self, grid: tuple[int, ...], given: dict[str, Any]) -> None:
+        assert_arguments(self.kernel, given)
         arguments = {name: _argument(x) for name, x in given.items() if name in self.kernel.arg_names}
         for program in itertools.product(*map(range, grid)):
             machine = Machine(program, grid, self.random)

@@ -29,6 +29,9 @@ def a_gpu_with_triton_and_flash(monkeypatch):
     monkeypatch.setattr("moba_train.attention.moba.moba_local._triton", lambda: "triton")
     monkeypatch.setattr(composed, "refuses", lambda *call: "")
     block_attention._log_once.cache_clear()
+    table._selection_problem.cache_clear()
+    yield
+    table._selection_problem.cache_clear()
 
 
 def q(head_dim=128, dtype=torch.bfloat16) -> SimpleNamespace:
@@ -54,10 +57,12 @@ def test_auto_warns_when_only_plain_pytorch_is_left_and_names_every_reason():
         assert pick(x=q(dtype=torch.float32)) == "reference"
 
 
-def test_a_stage_that_has_resolved_its_backend_is_not_asked_again(monkeypatch):
-    choice = table.BackendChoice(("composed", "reference"), "as resolved")
-    monkeypatch.setattr(block_attention, "resolve_backend", None)
-    assert BlockAttention(512, 1.0, "auto", KEY, choice).pick(q(), packed([64], "cpu"), 2) == "composed"
+def test_a_backend_is_resolved_once_for_a_stage(monkeypatch):
+    """Its layers and batches give equal facts: only what depends on a batch alone is asked for again."""
+    attention = BlockAttention(512, 1.0, "auto", "of.a.stage")
+    first = attention.pick(q(), packed([64], "cpu"), 2)
+    monkeypatch.setattr(table, "_best", None)
+    assert attention.pick(q(), packed([32, 32], "cpu"), 2) == first
 
 
 def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason():

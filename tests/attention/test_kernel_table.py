@@ -2,6 +2,8 @@
 
 import doctest
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -168,17 +170,20 @@ def test_no_other_file_of_attention_asks_for_a_capability_or_a_release():
     assert found == {"attention/kernels/table.py"}
 
 
+def test_kernels_are_imported_only_when_they_run():
+    program = (
+        "import sys, torch\nfrom moba_train.attention.moba import moba_attention\nimport moba_train.train\n"
+        "moba_attention(*[torch.zeros(9, 1, 16)] * 3, block_size=4, topk=2)\n"
+        "ours = [name for name in sys.modules if name.startswith('moba_train')]\n"
+        "print([name for name in ours if {'triton', 'tl', 'gl'} & vars(sys.modules[name]).keys()])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == "[]"
+
+
 def test_the_example_of_the_lists_is_true():
     pytest.importorskip("triton")
     from moba_train.attention.kernels.common import lists
 
     result = doctest.testmod(lists)
     assert (result.failed, result.attempted > 8) == (0, True)
-
-
-def test_the_page_shows_the_table():
-    """After a change: python -m moba_train.attention.kernels.table, between the marks in docs/kernels.md."""
-    page = (ROOT / "docs" / "kernels.md").read_text()
-    marks = r"<!-- python -m moba_train\.attention\.kernels\.table -->\n\n(.*?)\n<!-- end of kernel table -->"
-    (shown,) = re.findall(marks, page, re.S)
-    assert shown == table.markdown()

@@ -18,7 +18,7 @@ from torch import Tensor
 from moba_train.attention.kernels import composed
 from moba_train.attention.kernels.common import reference
 from moba_train.attention.kernels.common.geometry import KeySpans, ranges_problem
-from moba_train.attention.kernels.table import BackendChoice, Facts, resolve_backend
+from moba_train.attention.kernels.table import Facts, resolve_backend
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
@@ -99,9 +99,6 @@ class BlockAttention:
     """auto, triton, composed or reference."""
     key: str
     """YAML key of `backend`, for messages."""
-    choice: BackendChoice | None = None
-    """The backends that `table.resolve_backend` chose when the stage began; None: chosen at the first call on a
-    layout."""
 
     def selection(self, selected_HTC: Tensor, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
         """The selected blocks of the layout's queries, and what the backend keeps with them."""
@@ -160,10 +157,8 @@ class BlockAttention:
 
         Raises ValueError, with the YAML key, if the wanted one cannot do the call. What `auto` takes is logged once.
         """
-        choice = self.choice
-        if choice is None:
-            facts = Facts.from_call(q_THD, layout, self.block_size, history_blocks)
-            choice = resolve_backend(self.key, self.backend, facts)
+        facts = Facts.from_call(q_THD, layout, self.block_size, history_blocks)
+        choice = resolve_backend(self.key, self.backend, facts)
         reasons = []
         for name in choice.order:
             if not (reason := _batch_problem(name, q_THD, layout, self.block_size)):

@@ -181,9 +181,13 @@ _WIDTHS = (64, 128)
 TRITON = Kernel("forward", "triton/backend.py", range(64, 16385, 16), _WIDTHS, "")
 """Limits of the backend `triton` as a whole."""
 
+# Scores are never written: at 1M tokens in blocks of 128 they would be 1 TB. Block sizes do not matter to it.
+_SELECT = Kernel("select", "moba/gate_kernels.py", None, _WIDTHS, "64K 128/8: 1.8 ms, 3.5 by insertion alone")
+# One program for the heads that read equal keys; its tiles divide a block.
+_DECODE = Kernel("decode", "triton/decode.py", range(16, 2**31, 16), _WIDTHS, "1M, full: 4.1 TB/s of an H200's 4.8")
+
 KERNELS = (
-    # Scores are never written: at 1M tokens in blocks of 128 they would be 1 TB. Block sizes do not matter to it.
-    Kernel("select", "moba/gate_kernels.py", None, _WIDTHS, "64K 128/8: 1.8 ms, 3.5 when winners were inserted singly"),
+    _SELECT,
     # One warp copies keys, one values, two gather rows, two warpgroups multiply. Slower for shorter blocks: 32K 128/8
     # 4.23 ms for 3.22, and 256 keys gain 5 % only; 512, 1024 and 4096 were measured
     # (benchmarks/results/attention-forward-h200.json). Other widths than 128 compile but were not measured.
@@ -225,8 +229,7 @@ KERNELS = (
     Kernel("backward", "triton/blocks_to_128.py", _SHORT, _WIDTHS, "64K 128/8: 10.2 ms, by three passes 18.2"),
     # dq by row tiles, dk and dv (blocks_from_144_dkdv.py) from packed rows, as gathered addresses were the bottleneck.
     Kernel("backward", "triton/blocks_from_144_dq.py", _LONG, _WIDTHS, "128K 4096/12: dk and dv 356 ms, unpacked 527"),
-    # One program for the heads that read equal keys; its tiles divide a block.
-    Kernel("decode", "triton/decode.py", range(16, 2**31, 16), _WIDTHS, "1M, full: 4.1 TB/s of an H200's 4.8"),
+    _DECODE,
 )
 """Our kernels. `backward`: dq, dk and dv."""
 
@@ -356,6 +359,7 @@ class BackendChoice(NamedTuple):
     why: str
 
 
+@cache
 def resolve_backend(key: str, wanted: str, facts: Facts) -> BackendChoice:
     """The backends for `wanted`: auto, triton, composed or reference. `key`: its YAML key, for messages.
 
@@ -419,16 +423,22 @@ def triton_problem(device: str | None, head_width: int, block_size: int, history
 def call_problem(x: Tensor, layout: Layout, block_size: int, history_blocks: int) -> str:
     """The reason why Triton kernels, also those that select, cannot work on queries or keys like `x` ([tokens, heads,
     D]) of this layout, whatever the block size; empty if they can."""
-    (row,) = (row for row in KERNELS if row.does == "select")
-    facts = Facts.from_call(x, layout, block_size, history_blocks)
-    return row.problem(facts) or ranges_problem(layout, block_size)
+    reason = _selection_problem(x.device, x.dtype, x.shape[-1], history_blocks, interpreted())
+    return reason or ranges_problem(layout, block_size)
+
+
+@cache
+def _selection_problem(
+    device: torch.device, dtype: torch.dtype, head_width: int, history_blocks: int, _interpreted: bool
+) -> str:
+    """Kept, as every call of a layer asks: facts take the host 20 us."""
+    return _SELECT.problem(Facts(this_machine(device), dtype, head_width, 0, history_blocks, 0))
 
 
 def kernel_decodes(q_BHD: Tensor, block_size: int = 16) -> bool:
     """True if triton/decode.py takes queries like these and blocks of `block_size` tokens."""
-    (row,) = (row for row in KERNELS if row.does == "decode")
     half = q_BHD.dtype in HALF
-    return half and triton_runs_on(q_BHD) and not row.size_problem(q_BHD.shape[-1], block_size, 0)
+    return half and triton_runs_on(q_BHD) and not _DECODE.size_problem(q_BHD.shape[-1], block_size, 0)
 
 
 def triton_runs_on(x: Tensor) -> bool:

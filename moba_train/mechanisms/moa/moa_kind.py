@@ -212,7 +212,7 @@ class SpanAttention(LocalAttention, Probed):
 
 
 def history_blocks(spans: Spans, layout: Layout) -> Tensor:
-    """int32 [h, T, C]: the history blocks of each query, ids as in blocks/geometry.py, ascending, -1 behind."""
+    """int32 [h, T, C]: the history blocks of each query, ids as in kernels/common/geometry.py, ascending, -1 behind."""
     size = spans.block_size
     first = first_blocks(layout.cu_seqlens, size)
     ids_N = torch.arange(block_bound(layout, size), device=first.device)

@@ -53,7 +53,7 @@ class BlockChoice:
 
     @torch.no_grad()
     def choose(self, q_nHD: Tensor, k_NKD: Tensor, lse_Hn: Tensor, layout: Layout, scale: float) -> Tensor:
-        """int32 [H, n, C]: the selected history blocks, equal in a group of query heads (blocks/choose.py).
+        """int32 [H, n, C]: the selected history blocks, equal in a group of query heads (kernels/common/selection.py).
 
         `k_NKD`: compressed keys; `lse_Hn`: of the queries over those they see.
         """

@@ -103,7 +103,7 @@ class Choice:
 def selection_statistics(heads: Iterable[Tensor], layout: Layout, choice: Choice) -> Statistics:
     """Statistics of the history blocks that the layout's queries select, and of their diagonal blocks.
 
-    heads: int32 [T, C] for each head, ids as in blocks/geometry.py, -1 behind. One at a time: all may be large.
+    heads: int32 [T, C] for each head, ids as in kernels/common/geometry.py, -1 behind. One at a time: all may be large.
     """
     counts: list[Tensor] = []
 
