@@ -6,6 +6,7 @@ constants: so a handle says all that those shapes may depend on, or a run with o
 """
 
 import itertools
+from functools import partial
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
@@ -29,11 +30,8 @@ class Handled:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is constructed again, as it needs a handle of its own."""
-        return _constructed, (type(self), *self._settings)
-
-
-def _constructed(cls: type, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return cls(*arguments, **options)
+        arguments, options = self._settings
+        return partial(type(self), *arguments, **options), ()
 
 
 def by_handle(handle: str) -> Any:

@@ -110,21 +110,16 @@ class KindCosts(ABC):
         """
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Floating-point operations, forward and backward, without the layer's four projections.
-
-        The default counts two matrix products over the attended pairs, three passes' worth (12 H d a pair), and 6 per
-        token for each weight of the kind's own matrices.
-        """
+        """Floating-point operations, forward and backward, without the layer's four projections. The default counts
+        two matrix products over the attended pairs, three passes' worth (12 H d a pair), and 6 per token for each
+        weight of the kind's own matrices."""
         matrices = parameter_count(self.kind, self.model, least_dimensions=2)
         return 12.0 * self.model.heads * self.model.head_width * self.pairs(lengths) + 6.0 * matrices * sum(lengths)
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """Memory of the layer.
-
-        The default is that of engine calls to the block kernels, whose workspace is bounded by packed queries, packed
-        gradients of the output and partial gradients of queries, each as large as the queries. Of few tokens they take
-        more, up to 384 MiB in all, which is not counted.
-        """
+        """Memory of the layer. The default is that of engine calls to the block kernels, whose workspace is bounded by
+        packed queries, packed gradients of the output and partial gradients of queries, each as large as the queries;
+        up to 384 MiB more, of few tokens, is not counted."""
         return TokenBytes(workspace=3 * batch.width * self.model.heads * self.model.head_width)
 
 

@@ -3,13 +3,15 @@
 Shape suffixes: T queries, S keys.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from moba_train.torch_private import tensor_version
 
 T = TypeVar("T")
 Sizes = ParamSpec("Sizes")
@@ -89,10 +91,8 @@ class Layout:
         return sum(stop - start for start, stop in self.query_ranges)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """`make()` at the first call with this key, its result at later ones.
-
-        For what follows from the layout and the key alone. All layers of a model share the layout, and so the result.
-        """
+        """`make()` at the first call with this key, its result at later ones: for what follows from the layout and the
+        key alone. All layers of a model share the layout, and so the result."""
         if key not in self._cache:
             self._cache[key] = make()
         return cast(T, self._cache[key])
@@ -155,3 +155,49 @@ def packed_layout(lengths: list[int], device: torch.device | str = "cpu") -> Lay
     cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
     on_device = cu_seqlens.to(device, non_blocking=True)
     return Layout(on_device, max(lengths, default=0), sum(lengths), cu_seqlens_cpu=cu_seqlens)
+
+
+LayoutArguments = tuple[Tensor, Tensor | None, int, int, list[int]]
+"""A layout as torch operators take it: cu_seqlens, cu_seqlens_cpu, max_seqlen, total, and the token ranges of the
+queries: start, stop, start, stop, ..."""
+
+_last_layout: tuple[Layout, int] | None = None
+
+
+def whole_layout(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int) -> Layout:
+    """The layout of these tensors; the previous one again, with its cache, while they are unchanged.
+
+    The layers of a model pass the same tensors, so what an attention derives from a layout is derived once a step.
+    """
+    global _last_layout
+    if cu_seqlens.is_inference():  # has no version to tell an edit by
+        return Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
+    if _last_layout is not None:
+        last, version = _last_layout
+        same = last.cu_seqlens is cu_seqlens and version == tensor_version(cu_seqlens)
+        same = same and last.cu_seqlens_cpu is cu_seqlens_cpu
+        if same and (last.max_seqlen, last.total) == (max_seqlen, total):
+            return last
+    layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
+    _last_layout = layout, tensor_version(cu_seqlens)
+    return layout
+
+
+def layout_arguments(layout: Layout) -> LayoutArguments:
+    """A shard's layout as arguments of an operator."""
+    numbers = [token for token_range in layout.query_ranges for token in token_range]
+    return layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total, numbers
+
+
+def argument_layout(
+    cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: int, total: int, q_ranges: Sequence[int]
+) -> Layout:
+    """The inverse of `layout_arguments`: one object, with its cache, for all layers of a step."""
+    layout = whole_layout(cu_seqlens, cu_seqlens_cpu, max_seqlen, total)
+    ranges = paired(q_ranges)
+    return layout if ranges == (TokenRange(0, total),) else layout.part(ranges, None)
+
+
+def paired(q_ranges: Sequence[int]) -> TokenRanges:
+    """Ranges from start, stop, start, stop, ..."""
+    return tuple(TokenRange(*pair) for pair in zip(q_ranges[::2], q_ranges[1::2], strict=True))

@@ -68,11 +68,7 @@ class StatisticsObserver(Observer):
             self.report(Statistics({"max_lse": largest}))
 
     def report(self, statistics: Statistics) -> None:
-        """Adds statistics; kinds call it with what only they can see, such as states and gates of their own.
-
-        A kind that has a gate and attends to everything all the same calls `selected` and `attended` with what the gate
-        would select.
-        """
+        """Adds statistics; kinds call it with what only they can see, such as states and gates of their own."""
         self.statistics = joined([self.statistics, statistics])
 
 
@@ -110,13 +106,8 @@ def observing(engine: Observable, observer: SomeObserver) -> Iterator[SomeObserv
         engine.observers = tuple(other for other in engine.observers if other is not observer)
 
 
-LOCAL_FUNCTIONS = {
-    "summarize": "summarize",
-    "select": "select",
-    "given_selection": "select",
-    "attend": "attend",
-    "attend_backward": "attend_backward",
-}
+LOCAL_FUNCTIONS = {name: name for name in ("summarize", "select", "attend", "attend_backward")}
+LOCAL_FUNCTIONS["given_selection"] = "select"
 """Functions of an attention that are observed, and their names for observers."""
 
 
@@ -124,13 +115,9 @@ class Observed:
     """An object with functions of an attention, which observers see; all else is the object's own."""
 
     def __init__(
-        self,
-        functions: Any,
-        attention: LocalAttention,
-        observers: tuple[Observer, ...],
-        names: Mapping[str, str] = LOCAL_FUNCTIONS,
+        self, functions: Any, attention: LocalAttention, observers: tuple[Observer, ...], names: Mapping[str, str]
     ) -> None:
-        """`functions`: the object, such as the attention itself; `attention`: to which observers count them."""
+        """`attention`: to which observers count the functions. `names`: the observed ones, each with its name there."""
         self._functions = functions
         self.attention = attention
         self.observers = observers
@@ -153,4 +140,4 @@ class Observed:
 
 def observed(attention: LocalAttention, observers: tuple[Observer, ...]) -> LocalAttention:
     """The attention for an engine to run, seen by the observers if there are any."""
-    return cast(LocalAttention, Observed(attention, attention, observers)) if observers else attention
+    return cast(LocalAttention, Observed(attention, attention, observers, LOCAL_FUNCTIONS)) if observers else attention

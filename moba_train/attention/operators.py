@@ -14,6 +14,7 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,8 +22,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.handles import by_handle
-from moba_train.attention.layout import Layout
-from moba_train.attention.layout_operators import argument_layout, on_the_device_of, paired, whole_layout
+from moba_train.attention.layout import Layout, argument_layout, paired, whole_layout
 from moba_train.attention.observer import observed
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
 from moba_train.torch_private import current_dispatch_mode
@@ -36,10 +36,7 @@ alone; without, attention of the whole sequence, across ranks if the engine has 
 
 
 class AcrossRanks(ABC):
-    """Facet of an engine: it runs attention over all ranks that share a sequence.
-
-    The functions of a LocalAttention, over the whole sequence: `layout` is its layout, rows are those of this rank.
-    """
+    """Facet of an engine: it runs attention over all ranks that share a sequence. `layout` is the whole sequence's."""
 
     @abstractmethod
     def forward(
@@ -99,6 +96,18 @@ def _attend_backward(
             gradients = local.attend_backward(state, part, tuple(selection))
         dq, dk, dv = (x.contiguous() for x in gradients)
         return dq, dk, dv
+
+
+def on_the_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Inside, x's device is the current one, on which Triton launches, and autocast is off, which would round the
+    float32 products of the references."""
+    device = torch.cuda.device_of(x)
+    if not torch.is_autocast_enabled(x.device.type):
+        return device
+    both = ExitStack()
+    both.enter_context(device)
+    both.enter_context(torch.autocast(x.device.type, enabled=False))
+    return both
 
 
 def _rows_side_by_side(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,22 +184,17 @@ _backward_operator.register_autograd(no_second_derivative)
 
 
 def _is_watched(*tensors: Tensor) -> bool:
-    """True if these tensors need torch's operators: something sees every operator that runs (a tracer, activation
-    checkpointing that keeps results, a second derivative), or a tensor is of a subclass.
-
-    Else the functions behind them run at once: looking an operator up takes the host as long as our Python around it
-    (benchmarks/LOG.md).
-    """
+    """True if something sees every operator that runs (a tracer, activation checkpointing that keeps results, a second
+    derivative), or a tensor is of a subclass. Else the functions behind the operators run at once: looking an operator
+    up takes the host as long as our Python around it (benchmarks/LOG.md)."""
     seen = torch.is_grad_enabled() or current_dispatch_mode() is not None
     return seen or any(type(x) is not Tensor for x in tensors)
 
 
 class _Attention(torch.autograd.Function):
-    """The operator and its derivative as `register_autograd` has them, for calls that torch.compile does not trace.
-
+    """The operator and its derivative as `register_autograd` has them, for calls that torch.compile does not trace:
     torch's own function around an operator flattens its lists in Python, forward and backward, which takes the host
-    0.2 ms (benchmarks/LOG.md). The operator's third result, the selection, is kept but not returned.
-    """
+    0.2 ms (benchmarks/LOG.md). The operator's third result, the selection, is kept but not returned."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -203,12 +207,8 @@ class _Attention(torch.autograd.Function):
 
 
 def attention_operator() -> Callable[..., Any]:
-    """The function to call for attention: (q [T, H, D], k and v [S, K, D], selected, *call) -> (out [T, H, D], lse
-    [H, T], ...), differentiable in q, k and v; no gradient passes `lse`.
-
-    `selected`: int32 [H, T, C] for an attention that takes a selection, else None. `call`: see `_CALL`. Continues in
-    `_attend` above.
-    """
+    """The function to call: (q, k, v, selected, *call) -> (out [T, H, D], lse [H, T], ...), differentiable but for
+    `lse`, with `_CALL`'s arguments. `selected`: int32 [H, T, C] for an attention that takes a selection, else None."""
     return _operator if torch.compiler.is_compiling() else cast(Callable[..., Any], _Attention.apply)
 
 

@@ -2,7 +2,7 @@
 
 An attention knows nothing of ranks; context parallelism knows nothing of blocks. They meet in four functions, called in
 order: `summarize` each shard of keys, `select` from all summaries, `attend` to any subsets of the keys (merging the
-partial results by online softmax, see merge.py), and `attend_backward` with the merged results. A fifth one,
+partial results by online softmax, kernels/common/merge.py), and `attend_backward` with the merged results. A fifth one,
 `empty_selection`, gives the shapes that torch.compile's tracing needs. What only some attentions can do are facets, in
 facets/: an attention without one lacks it.
 
@@ -22,23 +22,17 @@ Selection = tuple[Tensor, ...]
 
 
 class BackwardState(NamedTuple):
-    """The tensors of a backward pass: the upstream gradient, the inputs, and the merged results.
+    """The tensors of a backward pass: dout, q and out [T, H, D], k and v [S, K, D], lse [H, T].
 
-    Around a ring, and for a part of the keys in general, `out` and `lse` come from more keys than `k` and `v` hold.
+    `out` and `lse` are merged over all keys: around a ring, they come from more keys than `k` and `v` hold.
     """
 
     dout: Tensor
-    """[T, H, D]: gradient of `out`."""
     q: Tensor
-    """[T, H, D]"""
     k: Tensor
-    """[S, K, D]"""
     v: Tensor
-    """[S, K, D]"""
     out: Tensor
-    """[T, H, D]: merged over all keys."""
     lse: Tensor
-    """[H, T], float32 or float64: merged over all keys."""
 
     def part(
         self, rows: slice = slice(None), heads: slice = slice(None), kv_heads: slice = slice(None)

@@ -7,9 +7,3 @@ from moba_train.attention.kind import AttentionKind
 
 KINDS = cast(registry.Registry[type[AttentionKind]], registry.ATTENTION_KINDS)
 """By name."""
-
-
-def register(kind: type[AttentionKind]) -> type[AttentionKind]:
-    """Make `kind` known in this process alone. Usable as a decorator."""
-    KINDS.register(kind.name, kind)
-    return kind

@@ -1,22 +1,20 @@
 """The rows of the packed sequence that a layer is given, and the way to the others.
 
-A kind whose selection has parameters, that convolves, compresses or carries states, is one program for one device, for
-context parallelism and for generation: it computes with its own rows, gathers what it needs of the others, and attends
-from its own queries to all keys. An engine gives it the shard.
+A kind whose selection has parameters, or that carries states, is one program for one device, for context parallelism
+and for generation: it computes with its own rows, gathers what it needs of the others, and attends to all keys.
 
 Shape suffixes: L rows given to the layer (padding included), n tokens among them, T tokens of the sequence, R ranks,
 B running sequences, H query heads, K key/value heads, D head width, C selected blocks of a query.
 """
 
 from collections.abc import MutableMapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from moba_train.attention.layout import Layout, TokenRanges
-from moba_train.attention.layout_operators import layout_arguments
-from moba_train.attention.observer import Observable, show
+from moba_train.attention.layout import Layout, TokenRanges, layout_arguments
+from moba_train.attention.observer import show
 from moba_train.attention.operators import attention_operator
 from moba_train.attention.protocol import LocalAttention
 
@@ -40,12 +38,6 @@ class Generation(NamedTuple):
     query ranges; sequences that have no state yet have zeros, and names that none has a state of are not there."""
 
 
-class _Engine(Observable, Protocol):
-    """An engine that operators find by its handle."""
-
-    handle: str
-
-
 class Shard:
     """One layer's part of a packed sequence.
 
@@ -57,8 +49,8 @@ class Shard:
     generation: Generation | None = None
     """None unless tokens are being generated."""
 
-    def __init__(self, engine: _Engine, layout: Layout) -> None:
-        """`layout`: of the whole packed sequence."""
+    def __init__(self, engine: Any, layout: Layout) -> None:
+        """`engine`: the `OperatorEngine` that gives it. `layout`: of the whole packed sequence."""
         self._engine = engine
         self._whole = layout
 

@@ -13,10 +13,7 @@ SOFTMAX = {
 
 
 class Statistics:
-    """Numbers by name, from calls, micro-batches or ranks.
-
-    A name that begins with `max_` or `min_` is an extreme, any other a weighted mean.
-    """
+    """Numbers by name. One that begins with `max_` or `min_` is an extreme, any other a weighted mean."""
 
     def __init__(self, values: Mapping[str, float] | None = None, weight: float = 1.0) -> None:
         """`weight`: of the means among the values, for example the queries that they are taken over."""

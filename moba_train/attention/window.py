@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moba_train.attention.kernels.common.merge import merge, nothing_seen
 from moba_train.attention.kernels.common.reference import (
     Mask,
     accumulation_dtype,
@@ -20,7 +21,6 @@ from moba_train.attention.kernels.common.reference import (
 )
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
-from moba_train.attention.merge import merge, nothing_seen
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 
 _LEAST_TILE = 128

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import block_edges, query_blocks
+from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
 from moba_train.attention.kernels.common.selection import (
     SELECTION,
@@ -34,7 +35,6 @@ from moba_train.attention.kernels.common.selection import (
 )
 from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout, joined_ranges
-from moba_train.attention.merge import merge
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import StatisticsObserver, statistics_observer
 from moba_train.attention.shard import attends_to_all, own_rows, padded

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moba_train.attention.layout import Layout
-from moba_train.attention.layout_operators import argument_layout, on_the_device_of
+from moba_train.attention.layout import Layout, argument_layout
+from moba_train.attention.operators import on_the_device_of
 
 
 def with_layout(function: Callable[..., Any], *, traced: bool = False) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from moba_train.attention.decoding import CachedKeys
 from moba_train.attention.facets.decodes import decode_as_trained
 from moba_train.attention.kernels import composed
+from moba_train.attention.kernels.common.merge import nothing_seen
 from moba_train.attention.kernels.common.reference import (
     Mask,
     accumulation_dtype,
@@ -31,7 +32,6 @@ from moba_train.attention.kernels.common.reference import (
 from moba_train.attention.kernels.composed import WeightedSum
 from moba_train.attention.kind import MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
-from moba_train.attention.merge import nothing_seen
 from moba_train.attention.moba.gate import gate_scores
 from moba_train.attention.moba.moba_kind import MobaCosts, MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention

@@ -5,8 +5,7 @@ import torch
 
 from moba_train.attention.kernels.common import selection
 from moba_train.attention.kernels.triton import highest_scores
-from moba_train.attention.layout import TokenRange
-from moba_train.attention.layout_operators import layout_arguments
+from moba_train.attention.layout import TokenRange, layout_arguments
 from moba_train.mechanisms.gates import grid, msa_operators, seer_operators
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.infllm_v2.scores import window_means

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward, selected_mask
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
-from moba_train.attention.merge import merge
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, LocalAttention
 from moba_train.mechanisms.moba_v1 import MobaV1Kind, SummedMoba

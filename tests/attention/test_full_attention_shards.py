@@ -9,8 +9,8 @@ import torch
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.calls import kernel_calls, query_chunks
 from moba_train.attention.full.kernels import Cudnn
+from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.layout import Layout, TokenRanges
-from moba_train.attention.merge import merge
 from moba_train.attention.protocol import BackwardState
 from tests.attention.helpers import NAMES, assert_all_close, edges, make_qkv, run
 from tests.attention.oracle import full as oracle_full

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moba_train.attention.engine import LOCAL_ENGINE
+from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
-from moba_train.attention.merge import merge
 from moba_train.attention.protocol import BackwardState, LocalAttention
 from moba_train.attention.registry import KINDS
 from moba_train.attention.window import WindowAttention

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moba_train.attention.merge import merge, merge_into
+from moba_train.attention.kernels.common.merge import merge, merge_into
 
 T, H, D = 5, 3, 4
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
-from moba_train.attention.layout import packed_layout
-from moba_train.attention.layout_operators import layout_arguments
+from moba_train.attention.layout import layout_arguments, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import msa_operators, seer_operators

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full.kernels import FullBackend
+from moba_train.attention.kernels.common.merge import merge, nothing_seen
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
-from moba_train.attention.merge import merge, nothing_seen
 from moba_train.attention.protocol import BackwardState, Gradients
 
 

@@ -8,7 +8,7 @@ diagonal block first, then the selected blocks one by one, in float32 (float64 f
 
 A parameter says how results are joined:
 
-`OneSoftmax`  one softmax over the keys of all blocks, by online softmax (attention/merge.py)
+`OneSoftmax`  one softmax over the keys of all blocks, by online softmax (attention/kernels/common/merge.py)
 `WeightedSum` a softmax for each block, and the results added up; it needs their (out, lse) again in the backward pass,
               which computes them again
 

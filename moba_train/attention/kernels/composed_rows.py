@@ -37,8 +37,8 @@ class SortedPart:
         return lse_rows[self.rows].unsqueeze(0)
 
     def merge(self, out_THD: Tensor, lse_HT: Tensor, diagonal_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
-        """Join the diagonal blocks' results with those of the slots, by online softmax (attention/merge.py): out in
-        place, lse written."""
+        """Join the diagonal blocks' results with those of the slots, by online softmax (common/merge.py): out in place,
+        lse written."""
         part_ED[self.slots :] = 0.0
         part_E[self.slots :] = -torch.inf
         position_thC = self.position_thC

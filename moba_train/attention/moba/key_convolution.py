@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moba_train.attention.kernels.common.reference import accumulation_dtype
-from moba_train.attention.layout import Layout, TokenRange
-from moba_train.attention.layout_operators import argument_layout, layout_arguments, paired
+from moba_train.attention.layout import Layout, TokenRange, argument_layout, layout_arguments, paired
 from moba_train.attention.operators import no_second_derivative
 from moba_train.attention.shard import Shard, own_rows, padded
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout
-from moba_train.attention.merge import merge
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.config.model import ModelConfig
 from moba_train.errors import number_ranges

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import LayerInput, MicroBatch, TokenBytes
-from moba_train.attention.layout_operators import layout_arguments
+from moba_train.attention.layout import layout_arguments
 from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig

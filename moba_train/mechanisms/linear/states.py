@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moba_train.attention.layout import Layout, TokenRange, TokenRanges
-from moba_train.attention.layout_operators import layout_arguments
+from moba_train.attention.layout import Layout, TokenRange, TokenRanges, layout_arguments
 from moba_train.attention.shard import Shard
 from moba_train.attention.statistics import Statistics, joined
 from moba_train.mechanisms.layout_operators import with_layout

@@ -23,7 +23,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.selection import SELECTION
 from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, MicroBatch, StageContext, TokenBytes
-from moba_train.attention.layout_operators import layout_arguments
+from moba_train.attention.layout import layout_arguments
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import statistics_observer
 from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded

@@ -1,7 +1,7 @@
 """The interface of kernels for attention inside segments, and what such kernels have in common.
 
 A segment is a range of query rows and the range of key rows that they see. Every kernel hands out the log-sum-exp and
-takes an `out` and `lse` from outside in the backward pass, so that partial results can be merged (attention/merge.py).
+takes an `out` and `lse` from outside in the backward pass, so that partial results can be merged (common/merge.py).
 
 Shape suffixes: N query rows, S key rows, H query heads, K key/value heads (K divides H; never repeated), D head width.
 """

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moba_train.attention.merge import merge_into, nothing_seen
+from moba_train.attention.kernels.common.merge import merge_into, nothing_seen
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator, Ranks, Work
 from moba_train.parallel.context.costs import TransportCost, received_kv_bytes
