@@ -80,7 +80,7 @@ class ToyKind(AttentionKind):
 
 def train_with_toy(*command: str) -> int:
     """`python -m moba_train.train`, in a process where this kind is registered."""
-    registry.register(ToyKind)
+    registry.KINDS.register(ToyKind.name, ToyKind)
     return main(list(command))
 
 
