@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.loader import training_data
+from moba_train.resolve.run import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,13 @@ class SourceUse:
     """Fraction of padding in its samples."""
 
 
-def preview(config: RunConfig) -> list[SourceUse]:
+def preview(run: ResolvedRun) -> list[SourceUse]:
     """The use of each source in each stage, exactly as training will read it. Raises DataError as `StageData` does."""
     starts: dict[str, int] = {}
     uses = []
-    for stage in resolve_stages(config):
+    for stage in run.stages:
         sequences = stage.max_steps * stage.batch_sequences
-        data = training_data(config, stage, starts)
+        data = training_data(run.samples, stage, starts)
         after = data.starts_after(sequences)
         for index, (bucket, stream) in enumerate(zip(data.buckets, data.streams, strict=True)):
             samples = int(data.samples_per_bucket[index])

@@ -3,22 +3,23 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from moba_train.checkpoint.recipe import SavedRun, trained_tokenizer
+from moba_train.checkpoint.recipe import trained_tokenizer
 from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.load import shadowed_overrides, with_overrides
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
 from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, evaluations_named
 from moba_train.foreign_files import folder_roots
-from moba_train.hf.initial_weights import is_hf_folder
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import recorded_tokenizers, tokenizer_mismatch
-from moba_train.resolve.recipe import validate
-from moba_train.resolve.saved_recipe import SavedPaths, check_paths, evaluation_corpora, read_checkpoint
+from moba_train.resolve.initial_weights import is_hf_folder
+from moba_train.resolve.recipe import resolve
+from moba_train.resolve.run import resolve_unchecked
+from moba_train.resolve.saved_recipe import SavedPaths, SavedRun, check_paths, evaluation_corpora, read_checkpoint
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.evaluate import EvaluationOptions
 from moba_train.tools.lm_eval.options import LmEvalOptions
@@ -41,11 +42,11 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
         saved = saved._replace(config=paths.located())
         config = changed(saved, options)
         own = _without(config, {*_paths(config)} - {*_paths(saved.config)} | {*options.data})
-        check_paths(own, saved.path, paths.roots)
-        paths.check_corpora(own)
+        check_paths(own.data, own.evaluation, saved.path, paths.roots)
+        paths.check_corpora(own.data.validation)
         trained = [digest] if (digest := trained_tokenizer(saved.path)) else []
     check_tokenizer(config, trained)
-    return saved._replace(config=config, stage=resolve_stages(config)[saved.stage.index])
+    return saved.with_recipe(config)
 
 
 def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list[Path]]:
@@ -73,8 +74,9 @@ def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list
         roots = [*roots, *folder_roots(tokenizer_file(config.data.tokenizer).parent)]
     elif paths is not None:
         paths.check_tokenizer()
-        check_paths(_without(config, {*evaluation_corpora(config).values()}), located.path, roots)
-    return located._replace(config=config, stage=resolve_stages(config)[located.stage.index]), roots
+        own = _without(config, {*evaluation_corpora(config.data, config.evaluation).values()})
+        check_paths(own.data, own.evaluation, located.path, roots)
+    return located.with_recipe(config), roots
 
 
 def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:
@@ -83,14 +85,14 @@ def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:
     config = saved.config
     if options.seq_len is not None:
         config = _with_length(config, stage, options.seq_len)
-        stage = resolve_stages(config)[stage.index]
+        stage = resolve_unchecked(config).stages[stage.index]
     tasks = evaluations_named(options.tasks or ())
     for evaluation in EVALUATIONS.values():
         overridden = any(override.startswith(f"{evaluation.key}.") for override in options.overrides)
         if overridden or evaluation in tasks:
             config = evaluation.switched_on(config, stage)
     config = with_overrides(config, options.overrides)
-    if problems := shadowed_overrides(config, options.overrides, [stage.index]):
+    if problems := shadowed_overrides(config.stages, options.overrides, [stage.index]):
         raise ConfigError(problems)
     if options.data:
         corpora = [SourceConfig(path=path) for path in options.data]
@@ -117,13 +119,23 @@ def _with_length(config: RunConfig, stage: Stage, seq_len: int) -> RunConfig:
 def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
     """Raises ConfigError where the stage cannot be evaluated so: other stages count for the model's parameters only,
     the exit criterion and the learning rate's schedule, which may span all stages, not at all."""
-    if problems := list(attention_problems(config, allow_idle=True, training=False)):
+    attention = attention_problems(
+        config.model,
+        config.attention,
+        config.stages,
+        config.parallel,
+        None,
+        config.deterministic,
+        allow_idle=True,
+        training=False,
+    )
+    if problems := list(attention):
         raise ConfigError(problems)
     stage = config.stages[index].model_copy(update={"until": None, "schedule": None, "evaluate": True})
     optim = config.optim.model_copy(update={"schedule": ScheduleConfig()})
     ignored = {"optim": optim, "init_from": None, "evaluation": EvaluationConfig()}
     alone = config.model_copy(update={"stages": [stage], **ignored})
-    validate(alone, allow_idle=True, training=False)
+    resolve(alone, allow_idle=True, training=False)
     asked = enabled_evaluations(config) if tasks is None else evaluations_named([*tasks])
     this = alone.model_copy(update={"evaluation": config.evaluation})
     if problems := [problem for evaluation in asked for problem in evaluation.problems(this)]:
@@ -132,7 +144,7 @@ def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
 
 def _paths(config: RunConfig) -> Iterator[str]:
     """The paths that evaluation reads."""
-    yield from evaluation_corpora(config).values()
+    yield from evaluation_corpora(config.data, config.evaluation).values()
     yield from [config.data.tokenizer] if config.data.tokenizer is not None else []
 
 
@@ -150,9 +162,9 @@ def _without(config: RunConfig, named: set[str]) -> RunConfig:
 def _hugging_face(folder: Path) -> SavedRun:
     """The model in `folder`, which the user named, with the recipe that an import writes."""
     config = imported_recipe(folder, folder)
-    validate(config.model_copy(update={"init_from": None}), allow_idle=True)
-    (stage,) = resolve_stages(config)
-    return SavedRun(folder, config, stage)
+    run = resolve(config.model_copy(update={"init_from": None}), allow_idle=True)
+    (stage,) = run.stages
+    return SavedRun(folder, config, run.setup.spec, stage)
 
 
 def check_tokenizer(config: RunConfig, trained: Sequence[str]) -> None:

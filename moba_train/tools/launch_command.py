@@ -92,7 +92,8 @@ def launch(
     """
     import moba_train.attention.registry  # noqa: F401  # the kinds' sections
     from moba_train.config.load import dump_config, load_config
-    from moba_train.resolve.recipe import validate
+    from moba_train.config.mesh import WorldSize
+    from moba_train.resolve.recipe import resolve
     from moba_train.tools.cluster import shell, slurm_line, torchrun_lines
 
     if slurm and k8s:
@@ -101,7 +102,7 @@ def launch(
     starts_here = start and not slurm and k8s is None and nodes == 1
     per_node = _ranks_per_node(gpus, gpus_per_node, nodes, starts_here)
     config = load_config(recipe, overrides or ())
-    validate(config, world_size=nodes * per_node, check_files=False, ranks_per_node=per_node)
+    resolve(config, WorldSize(nodes * per_node, per_node))
     job = jobs.Job(
         jobs.job_name(config.name if name is None else name),
         recipe,
@@ -185,7 +186,7 @@ def _read_by(config: "RunConfig") -> dict[str, str]:
     from moba_train.resolve.data import recipe_sources
 
     keys: dict[str, str] = {}
-    for key, source in recipe_sources(config):
+    for key, source in recipe_sources(config.data, config.stages):
         keys.setdefault(source.path, f"{key}.path")
     if config.init_from is not None:
         keys.setdefault(config.init_from, "init_from")

@@ -16,7 +16,7 @@ from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import CPLayout
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
@@ -27,6 +27,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.world import World, joined_world
+from tests.resolved import stages_of
 
 SEQ_LEN, VOCAB = 16, 200
 LENGTHS = [16, 5, 17, 40, 0, 33, 15]
@@ -217,4 +218,4 @@ def recipe(sources: list[SourceConfig], seq_len: int) -> tuple[RunConfig, Stage]
         "stages": [{"name": "only", "seq_len": seq_len, "tokens": seq_len}],
     }
     config = RunConfig.model_validate(content)
-    return config, resolve_stages(config)[0]
+    return config, stages_of(config)[0]

@@ -99,7 +99,7 @@ def test_a_file_in_place_of_an_output_folder_is_refused_before_the_work(tmp_path
 
 
 def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
-    monkeypatch.setattr("moba_train.memory.plan.make_plan", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("moba_train.tools.plan.command.make_plan", lambda *_, **__: 1 / 0)
     assert isinstance(runner.invoke(app, ["plan", str(recipe), "--no-data"]).exception, ZeroDivisionError)
 
 

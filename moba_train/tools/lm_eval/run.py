@@ -17,7 +17,6 @@ import torch
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 
-from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.base import format_count
 from moba_train.config.schema import RunConfig
 from moba_train.data.chat_template import Template
@@ -33,6 +32,7 @@ from moba_train.errors import DataError, UserError
 from moba_train.evals.evaluation import EvaluationResult, name_of, variants
 from moba_train.foreign_files import parse_json
 from moba_train.model.build import build_attention
+from moba_train.resolve.saved_recipe import SavedRun
 from moba_train.tools.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
 from moba_train.tools.evaluate import load_on_this_machine, measured_json, training_of, write_results
 from moba_train.tools.lm_eval.language_model import NativeLM
