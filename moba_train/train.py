@@ -141,13 +141,13 @@ def _train(
     with run_folder_lock(run.folders.run, world) as run_lock:
         trainer = Trainer(config, run, world, run_lock, stop_at_step, from_scratch, stop)
         step_before = trainer.progress.step
-        finished = trainer.run()
+        finished = trainer.train()
     if stop.requested and not finished:
         report_stopped()
     if not world.is_main:
         return
     if finished and trainer.progress.step == step_before:
-        print(describe_finished(trainer.progress, trainer.stages, run.folders.run), flush=True)
+        print(describe_finished(trainer.progress, trainer.resolved.stages, run.folders.run), flush=True)
     elif not finished:
         step = trainer.progress.step
         due = stop_at_step is not None and step >= stop_at_step

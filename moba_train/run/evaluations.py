@@ -1,9 +1,4 @@
-"""The exit criterion of a stage (`until` in its recipe): whether the evaluations' numbers allow it to end.
-
-The evaluations that run while a stage trains.
-
-The evaluations of a run as its trainer sees them: when they run, what stops them, whether they end the stage.
-"""
+"""Evaluations that run while a stage trains, and the exit criterion (`until`) by which their numbers end the stage."""
 
 import dataclasses
 import time
@@ -25,13 +20,13 @@ from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import World, any_rank, broadcast
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.progress import Progress
-from moba_train.run.stop import StopRequest, StopTime
+from moba_train.run.stop import RunStop
 from moba_train.telemetry.jsonl import read_since
 from moba_train.telemetry.telemetry import Telemetry
 
 
 class Verdict(NamedTuple):
-    """Whether a criterion is met, and the comparison in words."""
+    """Verdict on a criterion, and the comparison in words."""
 
     met: bool
     message: str
@@ -116,7 +111,7 @@ class StageEvaluations:
         self._numbers: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
-        """Whether `run_due` has anything to do after `step`."""
+        """True if `run_due` has anything to do after `step`."""
         return any(evaluation.due(step, self._stage) for evaluation, _ in self._evaluations)
 
     def run_at_start(self, tokens: int, metrics: Path) -> None:
@@ -193,12 +188,15 @@ class RunEvaluations:
         checkpoints: RunCheckpoints,
         telemetry: Telemetry,
         watch: Watch,
-        stop: StopRequest,
-        stop_time: StopTime,
+        stop: RunStop,
         is_recorded: Callable[..., bool],
+        known_numbers: Numbers | None = None,
     ) -> None:
-        """`is_recorded(type, stage, **fields)`: whether an earlier start recorded such an event at the step from which
-        the run resumed."""
+        """is_recorded(type, stage, **fields): tells if an earlier start recorded such an event at the step from which
+            the run resumed
+        known_numbers: those of the evaluations that are due at the checkpoint from which the run resumes; None where
+            they must be run
+        """
         self._config = config
         self._world = world
         self._progress = progress
@@ -206,8 +204,8 @@ class RunEvaluations:
         self._telemetry = telemetry
         self._watch = watch
         self._stop = stop
-        self._stop_time = stop_time
         self._is_recorded = is_recorded
+        self._known_numbers = known_numbers
 
     def begin_stage(self, stage: Stage, model: Transformer, data_shard: DataShard) -> None:
         """Prepare the evaluations and the exit criterion of a stage that begins or goes on.
@@ -221,8 +219,13 @@ class RunEvaluations:
         self._evaluations = StageEvaluations(self._config, context, self._telemetry)
 
     def due(self, step: int) -> bool:
-        """Whether any evaluation is due after `step`."""
+        """True if any evaluation is due after `step`."""
         return self._evaluations.due(step)
+
+    @property
+    def are_complete(self) -> bool:
+        """True if no evaluation need run after the current step."""
+        return not self._progress.evaluation_due or self._known_numbers is not None
 
     def numbers_at(self, step: int) -> dict[str, float]:
         """The numbers found after `step`; empty unless it is the last step that was evaluated."""
@@ -235,7 +238,7 @@ class RunEvaluations:
             self._evaluations.run_at_start(tokens, Path(self._config.run_dir) / "metrics.jsonl")
 
     def run_due(self, tokens: int) -> bool:
-        """Run the evaluations that are due after the current step; whether they end the stage.
+        """Run the evaluations that are due after the current step. Returns True if they end the stage.
 
         The checkpoint of the step was saved before, and says that they are due. So a run that resumes from it runs them
         first, unless it finds the numbers that the run before found there: `Evaluated`.
@@ -243,17 +246,17 @@ class RunEvaluations:
         progress = self._progress
         if not progress.evaluation_due:
             return False
-        numbers = self._checkpoints.resumed_numbers
-        self._checkpoints.resumed_numbers = None
+        numbers = self._known_numbers
+        self._known_numbers = None
         if numbers is None:
             numbers = self._evaluate(tokens)
         exits = self._judge_exit(numbers, tokens)
-        progress.evaluation_due = False
+        progress.end_evaluation(self._stage if exits else None)
         self._checkpoints.evaluated(progress.step, numbers)
         return exits
 
     def _evaluate(self, tokens: int) -> dict[str, float]:
-        """Run what is due after the current step, and where that ends the stage all other evaluations, too. Returns the
+        """Run what is due after the current step, and where that ends the stage also all other evaluations. Returns the
         numbers found, by name."""
         step = self._progress.step
         self._batch_began = time.perf_counter()
@@ -265,17 +268,15 @@ class RunEvaluations:
         return numbers
 
     def _judge_exit(self, numbers: dict[str, float], tokens: int) -> bool:
-        """Whether the stage ends here because the evaluations' numbers meet its exit criterion. Reports it, unless an
+        """True if the stage ends here because the evaluations' numbers meet its exit criterion. Reports it, unless an
         earlier start has done so here, with the same criterion."""
         progress = self._progress
-        progress.trailing_loss = numbers.get("trailing_loss", progress.trailing_loss)
+        progress.evaluated(numbers.get("trailing_loss"))
         verdict = self._exit.judge(progress.step, numbers)
         if verdict is None:
             return False
         if not self._is_recorded(STAGE_EXIT, self._stage, step=progress.step, message=verdict.message):
             self._telemetry.event(progress.step, tokens, STAGE_EXIT, verdict.message)
-        if verdict.met:
-            progress.exited_steps[self._stage.name] = progress.step - self._stage.first_step
         return verdict.met
 
     def _between_batches(self) -> None:
@@ -283,13 +284,22 @@ class RunEvaluations:
         if self._world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # else all batches are in the GPU's queue before a signal comes
         now = time.perf_counter()
-        self._stop_time.batch_took(now - self._batch_began)
+        self._stop.time.batch_took(now - self._batch_began)
         self._batch_began = now
-        if any_rank(self._stop.requested or self._checkpoints.wants_to_stop):
+        if any_rank(self._stop.request.requested or self._checkpoints.wants_to_stop):
             raise EvaluationStoppedError
 
 
-def has_all_numbers(config: RunConfig, stage: Stage, numbers: Numbers | None) -> bool:
-    """Whether `numbers` hold those of every evaluation that is due at the end of `stage`."""
+def known_numbers(config: RunConfig, stage: Stage, progress: Progress, numbers: Numbers | None) -> Numbers | None:
+    """Numbers of the evaluations that are due after the current step, the checkpoint from which the run resumes; None
+    where they must be run.
+
+    numbers: those that the run before found there. Where the stage ends here now, and did not by the recipe of the
+    checkpoint, further evaluations are due, which is recorded in `progress`.
+    """
+    if not progress.ends_here_now(stage):
+        return numbers
+    progress.expect_evaluation()
     asked = enabled_evaluations(config) if stage.evaluate else []
-    return all(evaluation.numbers <= (numbers or {}).keys() for evaluation in asked)
+    complete = all(evaluation.numbers <= (numbers or {}).keys() for evaluation in asked)
+    return numbers if complete else None

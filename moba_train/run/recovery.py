@@ -1,6 +1,7 @@
-"""Acts on a spike: dumps the step, and skips it, rolls the run back to a good checkpoint, or ends the run. Records
-faults of the machine, and ends the run where there are too many."""
+"""Judgement of steps and reactions to spikes: dump the step, and skip it, roll the run back to a good checkpoint, or
+end the run. Faults of the machine are recorded, and end the run where there are too many."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept, is_good, latest_checkpoint, saved_step
+from moba_train.config.health import SpikeConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch
 from moba_train.errors import CheckpointError, ReproducibleFaultError, SuspectNodeError, TrainingError
@@ -30,6 +32,14 @@ from moba_train.resolve.run import ResolvedRun
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.progress import Progress
 from moba_train.telemetry.telemetry import Telemetry
+
+
+def make_detector(config: SpikeConfig, progress: Progress) -> SpikeDetector:
+    """The spike detector of a run that goes on from `progress`."""
+    detector = SpikeDetector(config.window, config.warn_sigma)
+    if progress.step:
+        detector.load_state_dict(progress.spike_detector)
+    return detector
 
 
 class Recovery:
@@ -56,10 +66,28 @@ class Recovery:
         self._applied = (progress.step, progress.step)
         """The last two steps that were applied, or the one that the run resumed from."""
 
+    def judge(self, numbers: Mapping[str, float]) -> SpikeReport:
+        """Judge the current step by its `loss` and its `grad_norm`."""
+        return self._detector.observe(self._progress.step, numbers["loss"], numbers["grad_norm"])
+
+    def begin_stage(self) -> None:
+        """Judge the steps that follow by themselves: a stage that begins may have another loss."""
+        self._detector.rebaseline()
+
+    @property
+    def detector_state(self) -> dict[str, Any]:
+        """State of the spike detector, for a checkpoint."""
+        return self._detector.state_dict()
+
+    @property
+    def is_calm(self) -> bool:
+        """True if the current step, and those that a checkpoint of it depends on, were not flagged."""
+        return self._detector.is_calm(self._progress.step)
+
     def applied(self, step: int, tokens: int) -> None:
         """Call this when `step` has been judged and is applied; `tokens` are consumed after it."""
         self._applied = (self._applied[1], step)
-        for saved in self._checkpoints.trust_again():
+        for saved in self._checkpoints.trust.trust_again():
             text = f"the checkpoint of step {saved} is used again: the fault was not in it, as this step is finite"
             self._telemetry.event(step, tokens, "warning", text)
 
@@ -68,7 +96,7 @@ class Recovery:
         SuspectNodeError when this happens too often."""
         progress = self._progress
         step = progress.step
-        progress.transient_faults.append((step, fault.hosts))
+        progress.note_transient_fault(fault.hosts)
         ends = too_many_transient(progress.transient_faults, step, self._run.health.rerun.max_transient)
         text = "; ".join(filter(None, (fault.message, ends)))
         tokens = stage.tokens_after(step)
@@ -141,8 +169,8 @@ class Recovery:
                 raise end(self._account(stage, text, fault, doubt, show, fatal=report.level == "fatal"))
             self._carry_out(reaction.action, stage, end)
         except TrainingError as error:
-            if report.level == "fatal" and self._checkpoints.restarts is not None:
-                self._checkpoints.restarts.end(" ".join(str(error).split()), fatal=True)
+            if report.level == "fatal":
+                self._checkpoints.trust.end(error, fatal=True)
             raise
         return reaction.action
 
@@ -182,7 +210,7 @@ class Recovery:
         """What the next start does with the checkpoint of step `last`, the last one that is finite."""
         if doubt and last == self._checkpoints.saved_step:
             return doubt
-        if fatal and last == self._checkpoints.resumed_step and self._run.checkpoint.every is not None:
+        if fatal and last == self._checkpoints.begun.step and self._run.checkpoint.every is not None:
             return (
                 "this start resumed from it and has saved no newer one to go on from, so that the same command passes "
                 "over it and takes an older one, if there is one"
@@ -229,7 +257,7 @@ class Recovery:
         """Do what was decided; an error that ends the run is an `end`."""
         match action:
             case "skip":
-                self._progress.skipped.append(self._progress.step)
+                self._progress.leave_out()
             case "rollback":
                 self._roll_back(stage, end)
 
@@ -261,18 +289,15 @@ class Recovery:
                 f"({self._run.checkpoint.every}), or start again. {error}"
             ) from error
         self._optimizer.zero_grad()
-        saved = self._checkpoints.load(path)
+        saved, note = self._checkpoints.load(path)
         self._detector.load_state_dict(saved.spike_detector)
-        if saved.stage == stage.index:
-            progress.boundary.recent = saved.boundary.recent  # a comparison that was reported stays made
-        else:
+        if saved.stage != stage.index:
             self._detector.rebaseline()
-        progress.skipped = [old for old in progress.skipped if old <= saved.step]
-        progress.rollbacks.append([step, saved.step])
+        progress.roll_back(saved)
         saved_stage = self._run.after_exit(progress.exited_steps).stages[saved.stage]
         text = (
             f"back to the weights of step {saved.step}; the {step - saved.step} steps since then are undone, and the "
             f"{tokens - saved_stage.tokens_after(saved.step)} tokens of their batches will not be seen again. The data "
-            f"goes on at step {step + 1}{self._checkpoints.begun_anew}"
+            f"goes on at step {step + 1}{note}"
         )
         self._telemetry.event(step, tokens, "rollback", text, step_from=step, step_to=saved.step)

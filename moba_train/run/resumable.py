@@ -34,7 +34,7 @@ def resumed_progress(run: ResolvedRun, meta: Mapping[str, Any], tokenizer: str, 
     check_resumable(run, progress, where)
     check_tokenizer(tokenizer, run.data.tokenizer, progress, where)
     then = run_then(meta)
-    progress.trained_kinds = trained_kinds(progress, *((run, then) if then is not None else (run,)))
+    progress.note_data(trained_kinds(progress, *((run, then) if then is not None else (run,))), {})
     if then is not None:
         check_tensors(run, then, progress, where)
     return progress
@@ -99,9 +99,11 @@ def unused_parameters(spec: ModelSpec, then: ModelSpec | None, progress: Progres
     return [kind_prefix(layer, kind) for layer, kind in sorted(known - {*progress.trained_kinds})]
 
 
-def check_corpora(stage: Stage, data: StageData, validation: Sequence[SourceConfig], progress: Progress) -> None:
-    """Compare the corpora of `stage` (opened as `data`) and of evaluation with those that `progress` has seen, and
-    record their fingerprints there.
+def check_corpora(
+    stage: Stage, data: StageData, validation: Sequence[SourceConfig], progress: Progress
+) -> dict[str, Fingerprint]:
+    """Compare the corpora of `stage` (opened as `data`) and of evaluation with those that `progress` has seen. Returns
+    their fingerprints, by path.
 
     A source that was saved is compared with the one at the same place of the same list then, whatever their paths: a
     corpus may have moved. Any other source is compared with the corpus that its path named before, if it did.
@@ -115,7 +117,7 @@ def check_corpora(stage: Stage, data: StageData, validation: Sequence[SourceConf
     seen = progress.fingerprints
     _compare(stage.key("train"), saved_train, stage.sources, data.fingerprints, seen)
     _compare("data.validation", saved_validation, validation, found, seen)
-    seen |= data.fingerprints | found
+    return data.fingerprints | found
 
 
 def _compare(

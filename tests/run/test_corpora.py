@@ -149,7 +149,7 @@ def test_a_corpus_smaller_than_a_batch_is_reported_when_its_stage_begins(run: Ru
 
 
 def test_a_stage_that_does_not_fit_the_gpu_is_a_warning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moba_train.run.trainer.shortage", lambda *_: "stage only needs about 99.0 GiB")
+    monkeypatch.setattr("moba_train.run.reports.shortage", lambda *_: "stage only needs about 99.0 GiB")
     assert run.train_here("--stop-at-step", "1") == 0
     (warning,) = run.records("warning")
     assert warning["message"] == "stage only needs about 99.0 GiB; `moba-train plan` names changes that fit"

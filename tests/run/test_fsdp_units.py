@@ -19,7 +19,7 @@ from moba_train.parallel import fsdp
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.transfers import AllToAllReduceScatter
 from moba_train.parallel.world import joined_world
-from moba_train.run import trainer
+from moba_train.run import learner
 from moba_train.train import main as trainer_main
 from tests.resolved import sharded_of, stages_of, weights_of, work_of
 from tests.run.tiny_run import Run, assert_same_tensors
@@ -32,13 +32,13 @@ def test_one_unit_and_units_of_one_block_give_the_same_bits(
 ) -> None:
     """Weights and optimizer after two stages, of which the first trains blocks only, with evaluations between."""
     models: list[Transformer] = []
-    build = trainer.sharded_model
+    build = learner.sharded_model
 
     def noted(*arguments: object) -> Transformer:
         models.append(build(*arguments))
         return models[-1]
 
-    monkeypatch.setattr(trainer, "sharded_model", noted)
+    monkeypatch.setattr(learner, "sharded_model", noted)
     run.recipe["precision"] = {"compute": compute}
     run.recipe["stages"][0]["trainable"] = ["blocks.*"]
     saved = []

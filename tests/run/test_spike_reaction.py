@@ -23,6 +23,7 @@ from moba_train.errors import CheckpointError, TrainingError
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.run import recovery as recovery_module
+from moba_train.run.checkpoints import Loaded
 from moba_train.run.progress import Progress
 from moba_train.run.recovery import Recovery
 from moba_train.run.restarts import RESTARTS
@@ -334,7 +335,7 @@ def test_a_rollback_over_the_begin_of_a_stage_counts_the_tokens_of_both(run: Run
         optimizer=SimpleNamespace(zero_grad=lambda: None),  # type: ignore[arg-type]
         detector=SimpleNamespace(load_state_dict=lambda _: None, rebaseline=lambda: None),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-            newest=lambda _accept: Path("step_00000004"), load=lambda _path: Progress(step=4, stage=1), begun_anew=""
+            newest=lambda _accept: Path("step_00000004"), load=lambda _path: Loaded(Progress(step=4, stage=1), "")
         ),
         progress=progress,
         telemetry=SimpleNamespace(event=lambda *values, **_: said.append(values[-1])),  # type: ignore[arg-type]
@@ -411,7 +412,7 @@ def test_the_newest_checkpoint_is_in_doubt_until_enough_steps_are_applied(
         SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction=reaction))),  # type: ignore[arg-type]
         **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-            saved_step=8, trust_again=list, doubt=lambda reason: not reasons.append(reason)
+            saved_step=8, trust=SimpleNamespace(trust_again=list), doubt=lambda reason: not reasons.append(reason)
         ),
         progress=Progress(step=8),
     )
@@ -428,7 +429,7 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     roll_back = Recovery._roll_back
 
     def damage_first(recovery: Recovery, stage: Stage, end: type[TrainingError]) -> None:
-        recovery._checkpoints._checkpointer.wait()
+        recovery._checkpoints.wait()
         shard = run.newest_checkpoint / "__0_0.distcp"
         shard.write_bytes(bytes(shard.stat().st_size))
         roll_back(recovery, stage, end)
