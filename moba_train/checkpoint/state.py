@@ -129,7 +129,7 @@ def _elsewhere(model: nn.Module, tensors: Collection[str]) -> set[str]:
 
 
 def _state_names(parameters: Collection[str]) -> list[str]:
-    """What the tensors of these parameters are called, or begin with."""
+    """Names, or beginnings of names, of the tensors of these parameters."""
     return [f"{part}.{name}" for name in parameters for part in ("model", "optim")]
 
 

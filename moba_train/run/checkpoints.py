@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Self
 
 from torch.optim import Optimizer
 
-from moba_train.checkpoint.checkpointer import Checkpointer, Place
-from moba_train.checkpoint.evaluated import Evaluated, Numbers
+from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept, is_finite, saved_step
-from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.publisher import Place
+from moba_train.checkpoint.retention import Evaluated, Numbers, Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer, reset_parameters
 from moba_train.config.stages import Stage
 from moba_train.data.tokenizer import tokenizer_hash

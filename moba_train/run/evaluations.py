@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from moba_train.checkpoint.evaluated import Numbers
+from moba_train.checkpoint.retention import Numbers
 from moba_train.config.schema import RunConfig, UntilConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import CheckpointError

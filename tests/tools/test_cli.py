@@ -117,6 +117,16 @@ def test_schema_prints_json():
     assert json.loads(done.output)["title"] == "RunConfig"
 
 
+def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(recipe, monkeypatch):
+    monkeypatch.setattr("moba_train.telemetry.wandb_sink.find_spec", lambda name: None)
+    done = runner.invoke(app, ["plan", str(recipe), "telemetry.wandb.mode=offline"])
+    assert done.exit_code == 2
+    assert (
+        "telemetry.wandb: given mode 'offline', but the package wandb is not installed; "
+        'pip install "moba-train[wandb]", or set telemetry.wandb.mode=disabled'
+    ) in done.stderr
+
+
 def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch):
     monkeypatch.setattr("moba_train.environment.import_problem", lambda features: "ModuleNotFoundError: gone")
     done = runner.invoke(app, ["env"], env={"COLUMNS": "300"})

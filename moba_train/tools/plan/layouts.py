@@ -7,6 +7,7 @@ stages, cp is each stage's own, dp_shard is the rest. Layouts that do not fit th
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import NamedTuple
 
 from moba_train.config.mesh import MeshSizes, divisors
 from moba_train.config.model import ModelConfig
@@ -53,8 +54,7 @@ class Layout:
         return max(self.stages, key=lambda step: step.memory)
 
 
-@dataclass(frozen=True)
-class Layouts:
+class Layouts(NamedTuple):
     """Result of a search."""
 
     best: tuple[Layout, ...]
@@ -103,14 +103,11 @@ def best_layouts(
     return Layouts(tuple(best.values()), len(fitting), len(layouts))
 
 
-Meshes = tuple[tuple[MeshSizes, ...], ...]
-"""The meshes that each stage may have."""
-
-
 def _candidates(
     model: ModelConfig, given: ParallelConfig, stages: Sequence[Stage], nodes: int, machine: Machine
-) -> Iterator[tuple[ParallelConfig, Meshes]]:
-    """All layouts that divide GPUs, model and batches: the keys that all stages share, and meshes."""
+) -> Iterator[tuple[ParallelConfig, list[list[MeshSizes]]]]:
+    """All layouts that divide GPUs, model and batches: the keys that all stages share, and the meshes that each stage
+    may have."""
     world = nodes * machine.ranks_per_node
     most_tp = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size, machine.ranks_per_node)
     most_copies = min(stage.batch_sequences for stage in stages)
@@ -125,7 +122,7 @@ def _candidates(
                 if number_of_parts(shared) > model.layers:
                     continue
                 whole = MeshSizes(pp, copies, world // (pp * tp * copies), 1, tp)
-                meshes = tuple(tuple(_meshes(stage, whole)) for stage in stages)
+                meshes = [[*_meshes(stage, whole)] for stage in stages]
                 if all(meshes):
                     yield shared, meshes
 
@@ -152,7 +149,7 @@ def _meshes(stage: Stage, whole: MeshSizes) -> Iterator[MeshSizes]:
 def _predicted(
     run: ResolvedRun,
     parallel: ParallelConfig,
-    meshes: Meshes,
+    meshes: Sequence[Sequence[MeshSizes]],
     attention: Sequence[AttentionTimes],
     machine: Machine,
 ) -> Layout | None:
@@ -194,21 +191,22 @@ def _arguments(
 ) -> tuple[str, ...]:
     """Overrides that change a recipe with the layout `given` and these `stages` into this layout."""
     values = {name: (getattr(given, name), getattr(shared, name)) for name in _SHARED}
-    changed = [f"parallel.{name}={_as_yaml(value)}" for name, (before, value) in values.items() if value != before]
+    changed = [
+        f"parallel.{name}={str(value).lower().replace(' ', '')}"
+        for name, (before, value) in values.items()
+        if value != before
+    ]
     pairs = zip(stages, steps, strict=True)
     own = [f"stages.{old.index}.parallel.cp={new.mesh.cp}" for old, new in pairs if old.parallel.cp != new.mesh.cp]
     return (*changed, *own)
-
-
-def _as_yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
 
 
 def _nothing_divides(
     model: ModelConfig, parallel: ParallelConfig, stages: Sequence[Stage], nodes: int, machine: Machine
 ) -> str:
     stage = min(stages, key=lambda stage: stage.batch_sequences // stage.micro_batch_size)
-    fewer = [count for count in _powers_below(nodes) if any(_candidates(model, parallel, stages, count, machine))]
+    powers = [2**exponent for exponent in reversed(range((nodes - 1).bit_length()))]
+    fewer = [count for count in powers if any(_candidates(model, parallel, stages, count, machine))]
     nearest = f"nearest: --nodes {fewer[0]}" if fewer else "no smaller number of nodes does, either"
     gpus = nodes * machine.ranks_per_node
     return (
@@ -227,8 +225,3 @@ def _nothing_fits(layouts: Sequence[Layout], nodes: int, machine: Machine) -> st
         f"stage {step.stage.name}: {' '.join(nearest.arguments) or 'the layout of the recipe'}; allowed: more nodes, a "
         "smaller micro_batch_size, activation_checkpointing=budget, activation_offload=true"
     )
-
-
-def _powers_below(number: int) -> list[int]:
-    """Powers of two below `number`, largest first."""
-    return [2**exponent for exponent in reversed(range((number - 1).bit_length()))]

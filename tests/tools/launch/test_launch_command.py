@@ -1,0 +1,264 @@
+"""`moba-train launch`: the lines and manifests for torchrun, Slurm and Kubernetes, by the published schemas."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import moba_train.attention.registry  # noqa: F401
+from moba_train.config.load import load_config, parse_config
+from moba_train.tools.cli import app
+from moba_train.tools.launch import kubernetes
+
+ROOT = Path(__file__).parents[3]
+RECIPE = "configs/recipes/short-then-long.yaml"
+PODS = ["--image", "registry.example/moba_train:1", "--claim", "training:/data", "run_dir=/data/runs/a"]
+
+ANY_NUMBER = [f"stages.{stage}.parallel.cp=1" for stage in (1, 2, 3)]
+"""Overrides with which the recipe's layout suits any number of GPUs."""
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def launch(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["launch", RECIPE, *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["launch", RECIPE, *arguments])
+    assert result.exit_code == 2
+    return " ".join(result.output.split())
+
+
+def test_torchrun_gets_a_line_for_each_node():
+    one = launch("--nodes", "1", "--gpus-per-node", "8", "telemetry.wandb.project=two words")
+    assert shlex.split(one) == ["moba-train", "train", RECIPE, "telemetry.wandb.project=two words", "--gpus", "8"]
+    lines = launch("--nodes", "2", "--master", "alpha").splitlines()
+    assert lines == [
+        f"NODES=2 NODE_RANK={node} MASTER=alpha GPUS=8 bash launch/multinode.sh {RECIPE}" for node in (0, 1)
+    ]
+
+
+def test_slurm_gets_one_line():
+    line = shlex.split(launch("--slurm", "--nodes", "4", "--time", "24:00:00", "--stop-seconds", "900"))
+    assert line[0] == "sbatch"
+    assert line[-2:] == ["launch/slurm.sbatch", RECIPE]
+    for option in ("--nodes 4", "--gpus-per-node 8", "--time 24:00:00", "--signal=B:USR1@900"):
+        assert option in " ".join(line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "way"),
+    [
+        (("--image", "moba:1"), "--image", "--k8s"),
+        (("--slurm", "--claim", "a:/data"), "--claim", "--k8s"),
+        (("--nodes", "2", "--restarts", "3"), "--restarts", "--k8s"),
+        (("--master", "alpha"), "--master", "torchrun on several nodes"),
+        (("--time", "1:00:00"), "--time", "--slurm"),
+        (("--stop-seconds", "60"), "--stop-seconds", "--slurm or --k8s"),
+        (("--name", "a"), "--name", "--slurm or --k8s"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(arguments: tuple[str, ...], option: str, way: str):
+    text = refused(*arguments)
+    assert f"{option}: given for " in text
+    assert f"allowed with {way}" in text
+
+
+@pytest.mark.parametrize("limit", ["11", "10:01", "1:00:00", "1-0", "1-0:30", "1-0:0:30", "0", "unlimited"])
+def test_slurm_gets_the_time_limit_as_sbatch_takes_it(limit: str):
+    assert f" --time {limit} " in launch("--slurm", "--time", limit)
+
+
+@pytest.mark.parametrize("host", ["node_0", "alpha.example", "10.0.0.1", "fe80::1%eth0", "::1"])
+def test_host_names_and_addresses_reach_the_nodes_as_they_are(host: str):
+    assert f"MASTER={host} " in launch("--nodes", "2", "--master", host)
+
+
+@pytest.mark.parametrize(
+    "image", ["moba_train", "localhost:5000/a/b__c:1.0", "ghcr.io/org/a-b.c", "[::1]:5/a@sha256:" + "0f" * 32]
+)
+def test_pods_run_the_image_as_it_is_given(image: str):
+    arguments = ["--image", image, "--claim", "my.claim-1://data/a b", "run_dir=/data/a b/one"]
+    _, job = yaml.safe_load_all(launch("--k8s", "trainjob", *arguments))
+    assert job["spec"]["trainer"]["image"] == image
+    (pod,) = [each["template"]["spec"]["template"]["spec"] for each in _replicated(job)]
+    assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == "/data/a b"
+
+
+def test_pods_are_warned_of_files_that_are_not_on_the_volume():
+    on_it = "data={tokenizer: /data/tokenizer.json, train: [{path: /data/web}], validation: [{path: /data/held-out}]}"
+    stages = [f"stages.{stage}.train=[{{path: /data/books}}]" for stage in range(4)]
+    result = CliRunner().invoke(app, ["launch", RECIPE, "--k8s", "jobset", *PODS, on_it, *stages])
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    beside = [on_it.replace("/data/web", "web"), *stages, "stages.1.train=[{path: web}, {path: ../books}]"]
+    said = CliRunner().invoke(app, ["launch", RECIPE, "--k8s", "jobset", *PODS, *beside]).stderr
+    first, second = said.splitlines()
+    assert first.startswith("warning: data.train[0].path: 'web' is /opt/moba_train/web in the pods, which is not on")
+    assert second.startswith("warning: stages[1].train[1].path: '../books' is /opt/books in the pods")
+
+
+def _replicated(job: dict[str, Any]) -> list[dict[str, Any]]:
+    return job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+
+
+def manifests(kind: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(launch("--nodes", "8", "--k8s", kind, *PODS)))
+
+
+def schema(name: str, module: str) -> Any:
+    models = pytest.importorskip(f"kubeflow_trainer_api.models.{module}", reason="needs kubeflow-trainer-api")
+    return getattr(models, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "module"),
+    [
+        ("jobset", "JobsetV1alpha2JobSet", "jobset_v1alpha2_job_set"),
+        ("trainjob", "TrainerV1alpha1TrainJob", "trainer_v1alpha1_train_job"),
+    ],
+)
+def test_manifests_keep_to_the_published_schemas(kind: str, name: str, module: str):
+    """The models are generated from the schemas; they drop keys that these do not have, so what comes back is equal
+    only without such keys."""
+    config_map, job = manifests(kind)
+    assert schema(name, module).from_dict(job).to_dict() == job
+    core = schema("IoK8sApiCoreV1ConfigMap", "io_k8s_api_core_v1_config_map")
+    assert core.from_dict(config_map).to_dict() == config_map
+    broken = yaml.safe_load(yaml.safe_dump(job))
+    broken["spec"]["nodes"] = 8
+    assert schema(name, module).from_dict(broken).to_dict() != broken
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_pods_train_the_recipe_with_everything_it_extends(kind: str):
+    config_map, _ = manifests(kind)
+    text = config_map["data"][kubernetes.RECIPE_FILE]
+    assert parse_config(text, "recipe.yaml") == load_config(Path(RECIPE), ["run_dir=/data/runs/a"])
+
+
+def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures():
+    _, job = manifests("jobset")
+    (replicated,) = job["spec"]["replicatedJobs"]
+    indexed = replicated["template"]["spec"]
+    assert (replicated["replicas"], indexed["completions"], indexed["parallelism"]) == (1, 8, 8)
+    pod = indexed["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {variable["name"]: variable.get("value") for variable in container["env"]}
+    script = (ROOT / "launch" / "multinode.sh").read_text()
+    for name in ("NODES", "NODE_RANK", "MASTER", "PORT", "GPUS", "RESTARTS"):
+        assert name in given
+        assert f"${{{name}:-" in script
+    # JobSet's names of pods: NAME-REPLICATED_JOB-JOB_INDEX-POD_INDEX.SUBDOMAIN
+    assert given["MASTER"] == "short-then-long-node-0-0." + job["spec"]["network"]["subdomain"]
+    assert given["MOBA_TRAIN_STOPPED_CODE"] == "143"
+    assert pod["terminationGracePeriodSeconds"] == 600
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted["shared"] == "/data"
+    assert container["command"][-1] == mounted["recipe"] + "/recipe.yaml"
+    assert mounted.keys() == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slurm", "--k8s", "jobset"], "--slurm and --k8s: given both"),
+        (["--k8s", "jobset"], "--k8s needs --image and --claim"),
+        (["--k8s", "jobset", "--image", "x", "--claim", "training"], "--claim: given 'training'; allowed: NAME:PATH"),
+        (["--k8s", "jobset", *PODS[:-1]], "run_dir: given 'runs/short-then-long', in the pods /opt/moba_train/runs/"),
+        (["--k8s", "jobset", *PODS[:-1], "run_dir=/data/../runs/a"], "in the pods /runs/a, which is not on the volume"),
+        (["--k8s", "jobset", "--image", "x", "--claim", "a:/opt"], "a volume there hides /opt/moba_train"),
+        (["--k8s", "trainjob", "--image", "x", "--claim", "a:/data/../dev/shm"], "hides /dev/shm, which the pods need"),
+        (["--nodes", "2", "--start"], "--start: given with --nodes 2 for torchrun"),
+        (["--nodes", "3", "--gpus-per-node", "3"], "9"),
+        (["--gpus", "8", "--gpus-per-node", "8"], "--gpus and --gpus-per-node: given both; allowed: one of them"),
+        (["--nodes", "2", "--gpus", "7"], "--gpus: given 7 with --nodes 2; allowed: a multiple of 2"),
+        (["--slurm", "--name", "???"], "name: given '???'"),
+        (["--slurm", "--name", ""], "name: given ''"),
+        (["--nodes", "2", "--master", ""], "--master: given ''; allowed: a host name or an IP address"),
+        (["--nodes", "2", "--master", "alpha GPUS=1"], "--master: given 'alpha GPUS=1'"),
+        (["--nodes", "2", "--master", "--help"], "--master: given '--help'"),
+        (["--nodes", "2", "--master", ":"], "--master: given ':'"),
+        (["--nodes", "2", "--master", "::1%a b"], "--master: given '::1%a b'"),
+        (["--nodes", "2", "--master", "alpha:29500"], "--master: given 'alpha:29500'"),
+        (["--slurm", "--time", ""], "--time: given ''; allowed: MINUTES, "),
+        (["--slurm", "--time", "1:00\n#SBATCH --exclusive"], "--time: given '1:00\\n#SBATCH --exclusive'"),
+        (["--slurm", "--time", "1-2:3:4:5"], "--time: given '1-2:3:4:5'"),
+        (["--slurm", "--time", "1h"], "--time: given '1h'"),
+        (["--slurm", "--time", "10"], "--time: given 10, which is 600 s: the run is asked to stop 600 s before"),
+        (["--slurm", "--time", "0-0:14:59", "--stop-seconds", "900"], "which is 899 s"),
+        (["--slurm", "--stop-seconds", "70000"], "70000"),
+        (["--k8s", "jobset", "--image", "", "--claim", "a:/data"], "--k8s needs --image"),
+        (["--k8s", "jobset", "--image", "x\n", "--claim", "a:/data", "run_dir=/data/a"], "--image: given 'x\\n'"),
+        (["--k8s", "jobset", "--image", "My/Image", "--claim", "a:/data", "run_dir=/data/a"], "--image: given 'My/Im"),
+        (["--k8s", "jobset", "--image", "a:b c", "--claim", "a:/data", "run_dir=/data/a"], "--image: given 'a:b c'"),
+        (["--k8s", "jobset", "--image", "x", "--claim", "A_b:/data"], "--claim: given 'A_b:/data'; allowed: NAME:PATH"),
+        (["--k8s", "jobset", "--image", "x", "--claim", 'a"b:/data'], "--claim: given 'a\"b:/data'"),
+        (["--k8s", "jobset", "--image", "x", "--claim", "a:/da:ta"], "an absolute path without a colon"),
+        (["--k8s", "jobset", "--image", "x", "--claim", "a:/da\nta"], "--claim: given 'a:/da\\nta'"),
+        (["--k8s", "jobset", *PODS, "--restarts", str(2**31)], "2147483648"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(arguments: list[str], message: str):
+    assert message in refused(*arguments)
+
+
+def test_gpus_counts_those_of_all_nodes():
+    assert launch("--gpus", "4", *ANY_NUMBER) == launch("--gpus-per-node", "4", *ANY_NUMBER)
+    assert launch("--nodes", "2", "--gpus", "8", "--slurm") == launch("--nodes", "2", "--gpus-per-node", "4", "--slurm")
+    assert "--gpus-per-node 8" in launch("--slurm", "--nodes", "2")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What `launch --start` turns this process into."""
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execvp", lambda program, command: started.append([program, *command]))
+    return started
+
+
+def test_start_trains_with_the_python_that_runs_the_command(started: list[list[str]]):
+    """The environment that has it may not be on the PATH."""
+    launch("--start", "--gpus-per-node", "8")
+    train = [sys.executable, "-m", "moba_train.tools.cli", "train", RECIPE, "--gpus", "8"]
+    assert started == [[sys.executable, *train]]
+
+
+@pytest.mark.parametrize(("here", "ranks"), [(0, 1), (1, 1), (2, 2)])
+def test_start_takes_the_gpus_of_this_machine(
+    here: int, ranks: int, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    """As `train` does: a rank on the CPU where there is none."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: here)
+    launch("--start", *ANY_NUMBER)
+    launch("--start", "--gpus", str(ranks), *ANY_NUMBER)
+    assert [command[-2:] for command in started] == [["--gpus", str(ranks)]] * 2
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--gpus-per-node"])
+def test_start_refuses_more_gpus_than_this_machine_has(option: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert f"{option}: given 4 with --start; allowed: at most 2, the GPUs of this machine" in refused(
+        "--start", option, "4"
+    )
+    assert launch(option, "4", *ANY_NUMBER).endswith(" --gpus 4\n")
+
+
+def test_start_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f"#!/bin/sh\necho $* > {tmp_path}/arguments; cat > {tmp_path}/manifest; exit 3\n")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert CliRunner().invoke(app, ["launch", RECIPE, "--k8s", "jobset", *PODS, "--start"]).exit_code == 3
+    assert (tmp_path / "arguments").read_text().split() == ["apply", "-f", "-"]
+    assert (tmp_path / "manifest").read_text() == launch("--k8s", "jobset", *PODS)

@@ -1,0 +1,129 @@
+"""The launcher ends with the code that its ranks end with, whatever signal comes, and counts nothing that an earlier
+start of the ranks has left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moba_train.run.stop import STOPPED_CODE
+from moba_train.tools.launch.torchrun import SHUTDOWN_TIMEOUT
+from tests.forked_program import ForkedProgram
+
+RANK = """
+import os, sys, time
+from moba_train.run import stop
+stop.JOINS_WITHIN_S = 0.5
+request = stop.listen()
+first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+rank_0 = os.environ["RANK"] == "0"
+def wait():
+    print("waiting", flush=True)
+    assert request.wait(60)
+{}
+"""
+"""A rank that does what a rank that trains does, as far as the launcher sees it."""
+
+STOPS = "request.joined(); wait(); stop.report_stopped()"
+
+
+def launch_command(folder: Path, program: str, *options: str) -> list[str]:
+    """Arguments of Python for a launcher whose two ranks run this program."""
+    (folder / "rank.py").write_text(RANK.format(program))
+    ranks = ["--standalone", "--nproc-per-node", "2"]
+    return ["-m", "moba_train.tools.launch.torchrun", *ranks, *options, str(folder / "rank.py")]
+
+
+def wait_for_ranks(process: ForkedProgram | subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until both ranks wait for a signal."""
+    deadline = time.monotonic() + 60
+    while not log.exists() or log.read_text().count("waiting") < 2:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ended(
+    folder: Path, program: str, *options: str, number: signal.Signals | None = None, **more: str
+) -> tuple[int | None, str]:
+    """Exit code and output of a launcher that gets a signal, or none, while its ranks wait for one. The code of a run
+    that stopped as asked is 143."""
+    process = ForkedProgram(
+        launch_command(folder, program, *options), folder / "output", **{STOPPED_CODE: "143", **more}
+    )
+    if number is not None:
+        wait_for_ranks(process, folder / "output")
+        process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        (STOPS, 143),
+        ("request.joined(); wait()", 0),
+        ("request.joined(); wait(); sys.exit(2 if rank_0 else 0)", 2),
+        ("request.joined(); wait(); sys.exit(2 if rank_0 else 75)", 75),
+        ("request.joined(); wait(); sys.exit(2 if rank_0 else 1)", 1),
+        ("request.joined(); wait(); os.kill(os.getpid(), 9) if rank_0 else sys.exit(2)", 128 + signal.SIGKILL),
+    ],
+    ids=["stopped as asked", "complete", "save failed", "broken node", "bug", "out of memory"],
+)
+def test_after_a_signal_the_code_is_that_of_the_ranks(program: str, code: int, tmp_path: Path) -> None:
+    found, output = ended(tmp_path, program, number=signal.SIGTERM)
+    assert found == code, output
+    assert "not stopped in time" not in output
+    assert ("was killed by SIGKILL" in output) == (code == 128 + signal.SIGKILL)
+    assert "Traceback" not in output
+
+
+def test_ranks_that_do_not_stop_in_time_are_named_and_the_code_is_that_of_the_signal(tmp_path: Path) -> None:
+    program = "request.joined(); wait(); time.sleep(0 if rank_0 else 60)"
+    code, output = ended(tmp_path, program, number=signal.SIGTERM, **{SHUTDOWN_TIMEOUT: "1"})
+    assert code == 128 + signal.SIGTERM, output
+    assert "error: not stopped in time after SIGTERM, and killed: rank 1\n" in output
+
+
+@pytest.mark.parametrize("joined", ["", "request.joined();"], ids=["waits to join", "joined"])
+def test_a_rank_that_fails_asks_the_others_for_nothing_and_leaves_nothing_for_the_next_start(
+    joined: str, tmp_path: Path
+) -> None:
+    """The first start leaves a file of a stop, as where a signal reached one rank only, and then fails."""
+    program = (
+        f"{joined}\n"
+        "if first_start and rank_0: stop.report_stopped(); print('here', flush=True); time.sleep(1.5)\n"
+        "elif first_start: time.sleep(0.5); os.kill(os.getpid(), 9)\n"
+        "assert not request.requested"
+    )
+    code, output = ended(tmp_path, program, "--max-restarts", "1")
+    assert code == 0, output
+    assert "topp" not in output, output
+
+
+@pytest.mark.parametrize("nohup", [[], ["nohup"]], ids=["", "nohup"])
+def test_a_terminal_that_closes_asks_for_a_stop_except_under_nohup(nohup: list[str], tmp_path: Path) -> None:
+    command = launch_command(tmp_path, "print('process', os.getpid(), flush=True);" + STOPS)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", STOPPED_CODE: "143"}
+    log = tmp_path / "output"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*nohup, sys.executable, *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
+        )
+    wait_for_ranks(process, log)
+    for pid in (process.pid, *map(int, re.findall("process ([0-9]+)", log.read_text()))):
+        os.kill(pid, signal.SIGHUP)
+    if nohup:
+        time.sleep(0.5)
+        assert process.poll() is None, log.read_text()
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143, log.read_text()
