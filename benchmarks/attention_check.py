@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_rows import Row
-from moba_train.attention.blocks.geometry import first_blocks
+from moba_train.attention.kernels.common.geometry import first_blocks
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.protocol import Selection
 

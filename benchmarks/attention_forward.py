@@ -3,9 +3,10 @@
     python -m benchmarks.attention_forward --output benchmarks/results/attention-forward-h200.json
 
 Shape of Llama-3-8B's attention unless a row says otherwise. The selection is made once; both paths attend to it by
-turns, in calls that are queued, whatever `BlockCall.warp_specialised` says. A sample of results and gradients is
+turns, in calls that are queued, whatever the table of kernels says. A sample of results and gradients is
 compared with float64 first; exit status 1 where one is wrong, or where a path does not repeat its bits.
-`attend_history` and `attend_own` are kernels of both paths; blocks up to 128 keys have one kernel in Triton, `attend`.
+`forward_history` and `forward_diagonal` are kernels of both paths; blocks up to 128 keys have one
+kernel in Triton, `forward_to_128`.
 """
 
 import argparse
@@ -26,12 +27,12 @@ from benchmarks.timing import kernel_times, queued
 
 ROWS = ["8K:512/3", "32K:512/3", "32K:1024/3", "32K:4096/3", "128K:512/8", "32K:512/3,documents=8x4K"]
 PATHS = ("triton", "gluon")
-KERNELS = ("attend_history", "attend_own", "attend", "combine_out")
+KERNELS = ("forward_history", "forward_diagonal", "forward_to_128", "combine_out")
 
 
 def run(case: Case, repeats: int) -> dict[str, Any]:
     """Check and time one row by both paths."""
-    from moba_train.attention.blocks.triton.call import BlockCall  # needs Triton
+    from moba_train.attention.kernels.common.call import BlockCall  # needs Triton
 
     row = Row(case)
     layout = row.layout()
@@ -44,9 +45,10 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
     result: dict[str, Any] = {"row": case.name, "history_tflop": tflop}
     # Each on a layout of its own: launches on a layout are repeated from a record.
     calls = {
-        path: partial(_by, path, partial(row.attention.attend, *inputs, row.layout(), selection)) for path in PATHS
+        path: partial(_by, path, case.block_size, partial(row.attention.attend, *inputs, row.layout(), selection))
+        for path in PATHS
     }
-    both = {path: partial(_by, path, row.both) for path in PATHS}
+    both = {path: partial(_by, path, case.block_size, row.both) for path in PATHS}
     outs = {}
     for path in PATHS:
         result[path] = {"errors": attention_check.errors(row, both[path]())}
@@ -55,7 +57,7 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
         profiles = [kernel_times(calls[path]) for _ in range(4)][1:]
         result[path]["kernels_ms"] = {name: min(found.get(name, 0.0) for found in profiles) for name in KERNELS}
         kernels = result[path]["kernels_ms"]
-        result[path]["history_tflops"] = 1000 * tflop / (kernels["attend_history"] or kernels["attend"])
+        result[path]["history_tflops"] = 1000 * tflop / (kernels["forward_history"] or kernels["forward_to_128"])
     result["lse_difference"] = (outs["gluon"][1] - outs["triton"][1]).abs().max().item()
     times: dict[str, dict[str, list[float]]] = {path: {"forward_ms": [], "both_ms": []} for path in PATHS}
     for _ in range(2):
@@ -67,11 +69,14 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
     return result
 
 
-def _by(path: str, call: Callable[[], Any]) -> Any:
+def _by(path: str, block_size: int, call: Callable[[], Any]) -> Any:
     """The result of a call by one of the paths."""
-    from moba_train.attention.blocks.triton.call import BlockCall  # needs Triton
+    from moba_train.attention.kernels.common.call import BlockCall  # needs Triton
 
-    with patch.object(BlockCall, "warp_specialised", path == "gluon"):
+    file = "hopper/blocks_from_512_forward.py"
+    if path == "triton":
+        file = "triton/blocks_to_128.py" if block_size <= 128 else "triton/blocks_from_144_forward.py"
+    with patch.object(BlockCall, "forward_pass", file):
         return call()
 
 

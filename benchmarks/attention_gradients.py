@@ -3,7 +3,7 @@
     python -m benchmarks.attention_gradients --output benchmarks/results/attention-gradients-h200.json
 
 Shape of Llama-3-8B's attention unless a row says otherwise. All paths are taken by turns, in calls that are queued,
-whatever `BlockCall.one_pass` and `gathered` say of the block size; blocks up to 128 keys are one tile of keys, so they
+whatever the table of kernels says of the block size; blocks up to 128 keys are one tile of keys, so they
 have no two passes. `gathered`: one pass that gathers its rows, for blocks of 128. `rounded`: one pass that adds up dq
 in 16 bits where it takes float32, for blocks of more than 1024 keys. A sample of results and gradients is compared with
 float64 first; exit status 1 where one is wrong, or where a path does not repeat its bits. `both` is forward and
@@ -30,8 +30,8 @@ from moba_train.attention.protocol import BackwardState
 ROWS = ["32K:512/3", "32K:1024/2", "32K:4096/3", "64K:2048/6", "128K:4096/12", "32K:128/8", "64K:128/8", "128K:128/8"]
 PATHS = ("two passes", "one pass", "gathered", "rounded")
 KERNELS = {
-    "history": ("dkdv_history", "dq_history", "gradients_history", "gradients_gathered"),
-    "own blocks": ("dkdv_own", "dq_own", "gradients_own"),
+    "history": ("dkdv_history", "dq_history", "backward_history", "backward_gathered"),
+    "own blocks": ("dkdv_diagonal", "dq_diagonal", "backward_diagonal"),
 }
 """Kernels that multiply matrices, of all paths."""
 
@@ -43,10 +43,12 @@ def run(case: Case, repeats: int) -> dict[str, Any]:
     state = BackwardState(row.dout, row.q, row.k, row.v, out, lse)
     # Each on a layout of its own: launches on a layout are repeated from a record.
     backward = {
-        path: partial(_by, path, partial(row.attention.attend_backward, state, row.layout(), selection))
+        path: partial(
+            _by, path, case.block_size, partial(row.attention.attend_backward, state, row.layout(), selection)
+        )
         for path in _paths(case)
     }
-    both = {path: partial(_by, path, row.both) for path in backward}
+    both = {path: partial(_by, path, case.block_size, row.both) for path in backward}
     result: dict[str, Any] = {"row": case.name, "tflop": case.cost().backward}
     for path in backward:
         result[path] = {"errors": attention_check.errors(row, both[path]())}
@@ -77,15 +79,16 @@ def _paths(case: Case) -> tuple[str, ...]:
     return ("two passes", "one pass", "rounded") if case.block_size > 1024 else ("two passes", "one pass")
 
 
-def _by(path: str, call: Callable[[], Any]) -> Any:
+def _by(path: str, block_size: int, call: Callable[[], Any]) -> Any:
     """The result of a call, its gradients by one of the paths."""
-    from moba_train.attention.blocks.triton.call import BlockCall  # needs Triton
-    from moba_train.attention.blocks.triton.one_pass import OnePass  # needs Gluon
+    from moba_train.attention.kernels.common.call import BlockCall  # needs Triton
+    from moba_train.attention.kernels.hopper.blocks_256_to_4096_gradients import OnePass  # needs Gluon
 
+    one_pass = "triton/blocks_to_128.py" if block_size <= 128 else "hopper/blocks_256_to_4096_gradients.py"
+    others = {"two passes": "triton/blocks_from_144_dq.py", "gathered": "hopper/blocks_128_gradients.py"}
     rounded = property(lambda launches: launches.dq.dtype) if path == "rounded" else OnePass.dq_dtype
     with (
-        patch.object(BlockCall, "one_pass", path != "two passes"),
-        patch.object(BlockCall, "gathered", path == "gathered"),
+        patch.object(BlockCall, "backward_pass", others.get(path, one_pass)),
         patch.object(OnePass, "dq_dtype", rounded),
     ):
         return call()
@@ -94,7 +97,7 @@ def _by(path: str, call: Callable[[], Any]) -> Any:
 def _compile(row: Row) -> None:
     """Run all code of a row once."""
     for path in _paths(row.case):
-        _by(path, row.both)
+        _by(path, row.case.block_size, row.both)
 
 
 def table(results: list[dict[str, Any]]) -> str:

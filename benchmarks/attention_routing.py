@@ -6,7 +6,7 @@ Shape suffixes: T tokens, N blocks, H query heads, K key/value heads, D head wid
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.protocol import Layout
 

@@ -1,4 +1,4 @@
-"""Times tile shapes of the attention kernels, to fill the table in moba_train/attention/blocks/triton/tiles.py.
+"""Times tile shapes of the attention kernels, to fill the table in moba_train/attention/kernels/common/tiles.py.
 
     python -m benchmarks.attention_tiles --row 128K:4096/12
     python -m benchmarks.attention_tiles --row 64K:128/8 --kernel short_backward --shapes 32x128x8x3 64x128x8x3
@@ -21,13 +21,13 @@ from benchmarks.options import need_gpus
 from benchmarks.timing import kernel_times, milliseconds
 from moba_train.attention.protocol import BackwardState
 
-FORWARD = ("own", "forward", "short_forward")
+FORWARD = ("diagonal", "forward", "short_forward")
 CANDIDATES = {
-    "own": "128x64x8x3 128x64x4x3 128x128x8x2 64x64x4x3",
+    "diagonal": "128x64x8x3 128x64x4x3 128x128x8x2 64x64x4x3",
     "forward": "256x64x8x3 128x128x8x3 128x128x8x2 128x64x8x3 128x64x4x3 64x128x4x2",
     "dq": "128x64x8x3 128x64x8x2 128x128x8x2 128x32x8x3 64x64x4x3 64x128x4x2",
     "dkdv": "64x128x8x3 64x128x8x2 64x128x8x4 64x64x4x3 128x64x8x3 32x128x8x3",
-    "dkdv_own": "64x128x8x3 64x128x8x2 64x64x4x3 64x64x4x2 64x64x8x3 128x64x8x2 128x128x8x2",
+    "dkdv_diagonal": "64x128x8x3 64x128x8x2 64x64x4x3 64x64x4x2 64x64x8x3 128x64x8x2 128x128x8x2",
     "short_forward": "128x128x8x3 128x128x8x2 64x128x4x2 64x128x4x3 64x128x8x3",
     "short_backward": "32x128x8x3 32x128x8x2 64x128x8x3 64x128x8x2",
 }
@@ -56,8 +56,8 @@ def sweep(arguments: argparse.Namespace) -> None:
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources
 
-    from moba_train.attention.blocks.triton import call as kernels
-    from moba_train.attention.blocks.triton.tiles import TileShape, TileShapes, tile_shapes
+    from moba_train.attention.kernels.common import call as block_call
+    from moba_train.attention.kernels.common.tiles import TileShape, TileShapes, tile_shapes
 
     assert set(CANDIDATES) == {field.name for field in fields(TileShapes)}
     for name in arguments.row:
@@ -68,11 +68,11 @@ def sweep(arguments: argparse.Namespace) -> None:
             if getattr(usual, kernel) is None:
                 continue
             call = run[kernel in FORWARD]
-            kernels.tile_shapes = tile_shapes
+            block_call.tile_shapes = tile_shapes
             want = call()
             for text in arguments.shapes or CANDIDATES[kernel].split():
                 case = replace(usual, **{kernel: TileShape(*map(int, text.split("x")))})
-                kernels.tile_shapes = lambda *_sizes, case=case: case
+                block_call.tile_shapes = lambda *_sizes, case=case: case
                 label = f"{name} {kernel} {text}"
                 try:
                     different = errors(call(), want)
@@ -83,7 +83,7 @@ def sweep(arguments: argparse.Namespace) -> None:
                 times: dict[str, Any] = kernel_times(call)
                 split = " ".join(f"{key} {time:.2f}" for key, time in list(times.items())[:4])
                 print(f"{label}: {ms:.2f} ms ({split}), different by {different}", flush=True)
-        kernels.tile_shapes = tile_shapes
+        block_call.tile_shapes = tile_shapes
         del row, run
         torch.cuda.empty_cache()
 

@@ -23,7 +23,7 @@ from benchmarks.attention_rows import Case, Row
 from benchmarks.optimizers import time_steps
 from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
-from moba_train.attention import varlen
+from moba_train.attention.kernels import varlen
 from moba_train.attention.protocol import packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.config.precision import PrecisionConfig

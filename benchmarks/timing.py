@@ -59,16 +59,18 @@ def kernel_names() -> set[str]:
     """Every Triton kernel of our attention, found in its modules."""
     from triton.runtime import KernelInterface
 
-    from moba_train.attention.blocks import triton as blocks
-    from moba_train.attention.moba import triton as selection
+    from moba_train.attention import kernels
+    from moba_train.attention.moba import gate_kernels
 
+    folders = [importlib.import_module(f"{kernels.__name__}.{name}") for name in ("common", "triton", "hopper")]
     modules = [
         importlib.import_module(found.name)
-        for package in (blocks, selection)
+        for package in folders
         for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
-    kernels = [value for module in modules for value in vars(module).values() if isinstance(value, KernelInterface)]
-    return {kernel.fn.__name__ for kernel in kernels}
+    modules.append(gate_kernels)
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, KernelInterface)]
+    return {kernel.fn.__name__ for kernel in found}
 
 
 def kernel_times(call: Callable[[], Any]) -> dict[str, float]:

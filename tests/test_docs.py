@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import checkpoint_layouts, checkpoint_threads, context_skew_plot, miniatures
 from benchmarks.attention_rows import short
+from moba_train.attention.kernels import table as kernel_table
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from tests.guide import ROOT, anchors, blocks, check_usage, commands, links, run
@@ -372,3 +373,10 @@ def test_kernels_has_the_measured_crossover() -> None:
     for setting, count, ours, dense in found:
         times = measured[setting.split(", ")[-1], count]
         assert [float(ours), float(dense.split(":")[0])] == pytest.approx(times, rel=0.01)
+
+
+def test_the_kernels_page_shows_the_table_of_kernels() -> None:
+    """After a change: python -m moba_train.attention.kernels.table, between the marks in docs/kernels.md."""
+    marks = r"<!-- python -m moba_train\.attention\.kernels\.table -->\n\n(.*?)\n<!-- end of kernel table -->"
+    (shown,) = re.findall(marks, (ROOT / "docs" / "kernels.md").read_text(), re.S)
+    assert shown == kernel_table.markdown()

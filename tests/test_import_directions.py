@@ -30,6 +30,7 @@ ORDER = (
     "environment",
     "strict_json",
     "registry",
+    "torch_private",
     "errors",
 )
 """Three parts: tools, mechanisms and, from `train` on, the core. What uses stands above what is used: a folder imports
@@ -135,7 +136,7 @@ def test_context_parallelism_never_hears_of_blocks():
 
 
 def test_attention_to_selected_blocks_knows_no_selector():
-    assert importers("moba_train.attention.moba", "attention/blocks") == set()
+    assert importers("moba_train.attention.moba", "attention/kernels") == set()
 
 
 def test_one_file_of_context_parallelism_talks_to_other_ranks():

@@ -22,7 +22,6 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moba_train.attention.call import AttentionCall
 from moba_train.attention.observer import AttentionObserver
@@ -39,6 +38,7 @@ from moba_train.attention.protocol import (
     constructed,
 )
 from moba_train.attention.shard import Shard
+from moba_train.torch_private import current_dispatch_mode, tensor_version
 
 Observer = TypeVar("Observer", bound=AttentionObserver)
 
@@ -159,12 +159,12 @@ def whole_layout(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, max_seqlen: 
         return Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
     if _last_layout is not None:
         last, version = _last_layout
-        same = last.cu_seqlens is cu_seqlens and version == cu_seqlens._version
+        same = last.cu_seqlens is cu_seqlens and version == tensor_version(cu_seqlens)
         same = same and last.cu_seqlens_cpu is cu_seqlens_cpu
         if same and (last.max_seqlen, last.total) == (max_seqlen, total):
             return last
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
-    _last_layout = layout, cu_seqlens._version
+    _last_layout = layout, tensor_version(cu_seqlens)
     return layout
 
 
@@ -395,7 +395,7 @@ def _is_watched(*tensors: Tensor) -> bool:
     Else the functions behind them run at once: looking an operator up takes the host as long as our Python around it
     (benchmarks/LOG.md).
     """
-    seen = torch.is_grad_enabled() or _get_current_dispatch_mode() is not None
+    seen = torch.is_grad_enabled() or current_dispatch_mode() is not None
     return seen or any(type(x) is not Tensor for x in tensors)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moba_train.attention.masked import accumulation_dtype
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.protocol import Layout
 
 

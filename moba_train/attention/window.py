@@ -1,7 +1,7 @@
 """Sliding-window attention as a LocalAttention: every query sees the last tokens of its document.
 
-On CUDA a varlen flash kernel masks the band, elsewhere masked.py. Both are given the keys of the band alone, so that
-the work is T times the window, not T squared.
+On CUDA a varlen flash kernel masks the band, elsewhere kernels/common/reference.py. Both are given the keys of the
+band alone, so that the work is T times the window, not T squared.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.masked import Mask, accumulation_dtype, masked_attend, masked_attend_backward
+from moba_train.attention.kernels.common.reference import (
+    Mask,
+    accumulation_dtype,
+    masked_attend,
+    masked_attend_backward,
+)
+from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.merge import merge, nothing_seen
 from moba_train.attention.protocol import (
     BackwardState,
@@ -24,7 +30,6 @@ from moba_train.attention.protocol import (
     TokenRanges,
     joined_ranges,
 )
-from moba_train.attention.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
 
 _LEAST_TILE = 128
 """Queries of a masked call at least: it is given as many keys as the window and these queries have."""
@@ -46,13 +51,13 @@ class Band:
 
     @property
     def ends_together(self) -> bool:
-        """Whether the last query's own key is the last key: where the kernels' causal masks end."""
+        """True if the last query's own key is the last key, at which the kernels' causal masks end."""
         return self.queries.stop == self.keys.stop
 
 
 def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
     """(query heads, the key/value heads they share) that a backward pass takes at once, so that its memory, several
-    times that of their queries, stays small beside that of all queries."""
+    times that of their queries, stays small compared with that of all queries."""
     kv_heads = k_SKD.shape[1]
     group = q_THD.shape[1] // kv_heads
     together = max(1, _ROWS_AT_ONCE // max(1, q_THD.shape[0] * group))
@@ -101,7 +106,7 @@ class WindowAttention(LocalAttention):
         return None
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """Nothing: the window follows from the tokens' places."""
+        """Nothing: the window follows from the tokens' positions."""
         return ()
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
@@ -156,7 +161,7 @@ class WindowAttention(LocalAttention):
         return dq_THD.to(state.q.dtype), dk_SKD.to(state.k.dtype), dv_SKD.to(state.v.dtype)
 
     def _calls(self, q_THD: Tensor, layout: Layout) -> list[tuple[Band, type[VarlenKernel] | None]]:
-        """The bands of a layout, each with the kernel for it; None: masked.py."""
+        """The bands of a layout, each with the kernel for it; None: kernels/common/reference.py."""
         everything = (TokenRange(0, layout.total),)
         q_ranges = everything if layout.q_ranges is None else layout.q_ranges
         k_ranges = everything if layout.k_ranges is None else layout.k_ranges

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moba_train.optim.gradients import local_part
 from moba_train.parallel.offload import PageLockedMemory
+from moba_train.torch_private import foreach_norm
 
 
 class Stager:
@@ -103,7 +104,7 @@ class FiniteCheck:
             self._timed = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self._timed[0].record()
             # The largest magnitude, which NaN passes through. A sum of squares would overflow for finite values.
-            largest = torch._foreach_norm([tensors[name] for name in self._on_gpu], float("inf"))
+            largest = foreach_norm([tensors[name] for name in self._on_gpu], float("inf"))
             finite = torch.stack(largest).isfinite()
             self._flags = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
             self._flags.copy_(finite, non_blocking=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moba_train.attention.blocks.geometry import block_ids
+from moba_train.attention.kernels.common.geometry import block_ids
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.observer import AttentionObserver
 from moba_train.attention.protocol import Layout, LocalAttention, Selection, TokenRange

@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from moba_train.attention.observer import AttentionTimer
 from moba_train.attention.operators import OperatorEngine
@@ -36,6 +35,7 @@ from moba_train.config.health import WatchConfig
 from moba_train.parallel.context import comm
 from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World, flight_records, values_of_ranks
+from moba_train.torch_private import dump_flight_record
 
 
 class Stragglers:
@@ -297,10 +297,9 @@ def _flight_record_files(folder: Path) -> str:
 def _write_flight_record(folder: Path, rank: int, cuda: bool) -> None:
     """Write the last collectives of this rank: NCCL's on a GPU, since NCCL itself writes them only at its own timeout,
     else gloo's."""
-    dump = getattr(c10d, "_dump_nccl_trace" if cuda else "_dump_fr_trace")
     path = Path(_flight_record_files(folder)[:-1] + str(rank))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(dump())
+        path.write_bytes(dump_flight_record(cuda))
     except OSError as error:
         logger.warning("no flight record: %s", error)

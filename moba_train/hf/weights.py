@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
@@ -30,6 +29,7 @@ from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
 from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
+from moba_train.torch_private import local_shape_and_offset
 
 _OUTSIDE_BLOCKS = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -216,9 +216,7 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     check_hf_weights(shapes, files)
     for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(hf_name(item[0]))):
         if isinstance(parameter, DTensor):
-            shape, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
+            shape, offset = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)
             part = [slice(first, first + size) for first, size in zip(offset, shape, strict=True)]
             if parameter.to_local().numel():
                 parameter.to_local().copy_(files.read(hf_name(name), part))

@@ -2,7 +2,7 @@
 
 With a window of L tokens, the query at position p has the tokens up to p - L as its memory. It attends to the complete
 blocks with the highest scores, to the document's first blocks, and to the block that the window is leaving, up to
-p - L. That is attention to selected blocks (blocks/attention.py) for a query that stands at p - L.
+p - L. That is attention to selected blocks (kernels/block_attention.py) for a query that stands at p - L.
 
 Shape suffixes: n queries that have a memory, t a chunk of them, T keys of the whole sequence, N blocks, B tokens of a
 block, H query heads, K key/value heads, D head width, C selected blocks.
@@ -21,13 +21,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.choose import choose_blocks, query_blocks
-from moba_train.attention.blocks.geometry import block_edges
-from moba_train.attention.blocks.statistics import Choice, key_share, routing_statistics
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.geometry import block_edges, query_blocks
+from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
+from moba_train.attention.kernels.common.selection import Choice, choose_blocks, key_share, routing_statistics
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
-from moba_train.attention.masked import accumulation_dtype, query_chunks
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.protocol import Layout, joined_ranges

@@ -23,13 +23,19 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.blocks import composed
-from moba_train.attention.blocks.by_unit import BlocksByUnit
-from moba_train.attention.blocks.joins import WeightedSum
-from moba_train.attention.blocks.reference import selected_mask
 from moba_train.attention.decoding import CachedKeys
+from moba_train.attention.kernels import composed
+from moba_train.attention.kernels.by_unit import BlocksByUnit
+from moba_train.attention.kernels.common.reference import (
+    Mask,
+    accumulation_dtype,
+    masked_attend,
+    masked_attend_backward,
+    query_chunks,
+    selected_mask,
+)
+from moba_train.attention.kernels.composed import WeightedSum
 from moba_train.attention.kind import StageContext
-from moba_train.attention.masked import Mask, accumulation_dtype, masked_attend, masked_attend_backward, query_chunks
 from moba_train.attention.merge import nothing_seen
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
@@ -130,7 +136,7 @@ class SummedBlocks:
         if self.own:
             yield selected_mask(selected_HTC[..., :0], layout, self.block_size), None
         for slot in range(selected_HTC.shape[2]):
-            mask = selected_mask(selected_HTC[..., slot : slot + 1], layout, self.block_size, own=False)
+            mask = selected_mask(selected_HTC[..., slot : slot + 1], layout, self.block_size, diagonal=False)
             yield mask, None if weights_HTC is None else weights_HTC[..., slot]
 
     def _composes(self, q_THD: Tensor, layout: Layout) -> bool:

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.operators import OperatorEngine
@@ -19,6 +18,7 @@ from moba_train.attention.watched import WatchedEngine
 from moba_train.config.attention import LayerAttention
 from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_parameters
 from moba_train.model.transformer import Transformer
+from moba_train.torch_private import local_shape_and_offset
 
 
 def build_model(spec: ModelSpec) -> Transformer:
@@ -95,7 +95,7 @@ def _generator(like: Tensor, name: str, seed: int) -> torch.Generator:
 def _copy_full(parameter: Tensor, full: Tensor) -> None:
     if isinstance(parameter, DTensor):
         # Every rank drew the same numbers, so each keeps its shard without communication.
-        shape, offset = compute_local_shape_and_global_offset(full.shape, parameter.device_mesh, parameter.placements)
+        shape, offset = local_shape_and_offset(full.shape, parameter.device_mesh, parameter.placements)
         full = full[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
         parameter = parameter.to_local()
     parameter.copy_(full)

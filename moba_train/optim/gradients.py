@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moba_train.model.transformer import Transformer
+from moba_train.torch_private import foreach_mul_, foreach_norm, local_tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; a plain tensor itself. Detached, sharing the memory."""
     # Not `DTensor.to_local`, whose autograd function, or the context without, takes longer than all else here; and
     # without torchao's wrapper first, which detaches in Python, ten times as slowly.
-    return unwrapped(tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return unwrapped(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ class Gradients:
         parts = {id(weight): local_part(weight.grad) for weight in module.parameters() if weight.grad is not None}
         self._parts = [*parts.values()]
         """This rank's part of each. Found here, while a GPU computes: in `clip` it would wait for the host."""
-        self._norms = dict(zip(parts, torch._foreach_norm(self._parts) if parts else (), strict=True))
+        self._norms = dict(zip(parts, foreach_norm(self._parts) if parts else (), strict=True))
         """L2 norm of this rank's part of each gradient, a float32 scalar, by the id of its weight."""
 
     def norm(self) -> Tensor:
@@ -95,7 +96,7 @@ class Gradients:
             return
         # Each rank scales what it holds. torch's function leaves it to DTensor, which spends seconds of the first step
         # on how the product of a list is sharded over a mesh of three dimensions.
-        torch._foreach_mul_(self._parts, scale)
+        foreach_mul_(self._parts, scale)
 
     def _transformer(self) -> Transformer:
         assert isinstance(self._module, Transformer)

@@ -25,6 +25,7 @@ from moba_train.optim.adamw import adamw_groups, build_torch_adamw
 from moba_train.optim.exchange import MatrixExchange
 from moba_train.optim.gradients import local_part
 from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices
+from moba_train.torch_private import foreach_lerp, foreach_lerp_
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of the polynomial a s + b s^3 + c s^5 (Jordan et al. 2024, Muon). It takes singular values from (0, 1]
@@ -111,8 +112,8 @@ class Muon(Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(matrix.grad)
             gradients.append(local_part(matrix.grad))
             means.append(local_part(state["momentum_buffer"]))
-        torch._foreach_lerp_(means, gradients, 1 - momentum)
-        updates = torch._foreach_lerp(gradients, means, momentum) if self._options.nesterov else means
+        foreach_lerp_(means, gradients, 1 - momentum)
+        updates = foreach_lerp(gradients, means, momentum) if self._options.nesterov else means
         return exchange.gather(round_, [update.to(_compute_dtype(update)) for update in updates])
 
 

@@ -23,6 +23,7 @@ from moba_train.attention.protocol import Layout
 from moba_train.config.model import ModelConfig
 from moba_train.model.transformer import Block, Transformer
 from moba_train.parallel.offload import HostMemory
+from moba_train.torch_private import reduce_scatter, scaled_mm
 
 BlockResult = tuple[Tensor, Tensor | None]
 
@@ -159,7 +160,7 @@ def _contexts(kept: Kept, model: ModelConfig) -> Any:
 _WEIGHT_ARGUMENT = {
     torch.ops.aten.mm.default: 1,
     torch.ops.aten.addmm.default: 2,
-    torch.ops.aten._scaled_mm.default: 1,
+    scaled_mm: 1,
 }
 """Matrix products with weights, bf16 and FP8, and where in their arguments the transposed weight is."""
 
@@ -179,7 +180,7 @@ def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
     def is_kept(operator: Any, arguments: Sequence[Any], is_recompute: bool) -> bool:
         if operator in SAVED_OPERATORS:
             return kept >= Kept.ATTENTION
-        if operator is torch.ops._c10d_functional.reduce_scatter_tensor.default:
+        if operator is reduce_scatter:
             sums[is_recompute] += 1
             return kept >= Kept.PROJECTIONS and sums[is_recompute] == 1  # the second is the down projection's
         if operator not in _WEIGHT_ARGUMENT:

@@ -23,6 +23,7 @@ from moba_train.model.spec import ModelSpec, kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import unwrapped
 from moba_train.parallel import float8_nvidia
+from moba_train.torch_private import inductor_config, local_tensor
 
 _LEAST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 matrix products."""
@@ -135,7 +136,7 @@ def compile_for_float8(precision: PrecisionConfig) -> None:
     reduction, whose tiles torch chooses by measuring, takes 0.2 (benchmarks/results/
     training-profile-8b-fp8-h200-x2.json).
     """
-    torch._inductor.config.triton.mix_order_reduction = False
+    inductor_config().triton.mix_order_reduction = False
     if precision.implementation == "torchao":
         from moba_train.parallel import float8_weights
 
@@ -168,5 +169,5 @@ def plain(tensor: Tensor) -> Tensor:
 
 def _wrapper(parameter: Tensor) -> Any:
     """torchao's wrapper of this rank's part of a weight that is gathered in FP8; None for other tensors."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else None
+    local = local_tensor(parameter) if isinstance(parameter, DTensor) else None
     return local if isinstance(getattr(local, "_tensor", None), Tensor) else None

@@ -32,6 +32,7 @@ from moba_train.parallel.transfers import (
     ExchangedGradients,
     gathered_bytes,
 )
+from moba_train.torch_private import dynamo_config
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
     with torch.device("meta"):
         model = build_model(setup.spec) if dims.sizes.pp == 1 else _pipeline_model(setup, parallel, dims)
     if compiled:
-        limits = torch._dynamo.config
+        limits = dynamo_config()
         limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
         if device.type == "cuda":  # a CPU's short runs would take longer to compile it than they gain
             model.chunk_loss = CompiledChunkLoss()

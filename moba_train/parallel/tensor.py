@@ -13,10 +13,7 @@ import os
 import warnings
 from typing import Any
 
-import torch
-import torch._inductor.config
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -29,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from moba_train.model.transformer import Transformer
+from moba_train.torch_private import pipeline_transfers_with_products, symmetric_memory
 
 
 def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
@@ -78,9 +76,9 @@ def overlap_transfers(mesh: DeviceMesh) -> None:
     from GPU to GPU.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    torch._inductor.config._micro_pipeline_tp = True
+    pipeline_transfers_with_products()
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 needs no such call, 2.11 does
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+        symmetric_memory().enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 class _ShardedRows(ParallelStyle):

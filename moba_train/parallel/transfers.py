@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moba_train import torch_private
+
 
 class ExchangedGradients(ABC):
     """A reduce-scatter for FSDP by an exchange: each rank gets its part of all ranks' gradients and adds them up, in
@@ -109,8 +111,7 @@ MakeBuffer = Callable[[dist.ProcessGroup, torch.device, int, timedelta], SharedB
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int, timeout: timedelta) -> SharedBuffer:
     """A buffer of `size` bytes on each rank's GPU, as `MakeBuffer` says. A barrier that waits too long ends the process
     by a CUDA error. Raises RuntimeError where the GPUs do not reach each other's memory."""
-    from torch.distributed import _symmetric_memory as symmetric
-
+    symmetric = torch_private.symmetric_memory()
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 needs no such call, 2.11 does
         symmetric.enable_symm_mem_for_group(group.group_name)
@@ -235,6 +236,6 @@ def gathered_bytes(unit: nn.Module, ranks: int, dtype: torch.dtype) -> int:
 
 
 def _part_bytes(weight: Tensor, ranks: int, dtype: torch.dtype) -> int:
-    here = weight._local_tensor if isinstance(weight, DTensor) else weight
+    here = torch_private.local_tensor(weight) if isinstance(weight, DTensor) else weight
     width = 1 if hasattr(here, "fsdp_pre_all_gather") else dtype.itemsize
     return -(-here.shape[0] // ranks) * prod(here.shape[1:]) * width

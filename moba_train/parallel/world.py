@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from moba_train.errors import EndedElsewhereError, LaunchError, UserError, named_ranks
 from moba_train.parallel.failures import FailureReports, was_waiting
+from moba_train.torch_private import set_allocator_settings
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch's variables, the second its older name."""
@@ -37,7 +38,7 @@ def grow_segments() -> None:
     gigabytes free (docs/memory.md). Segments that exist stay as they are.
     """
     if not any(name in os.environ for name in _SETTINGS):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        set_allocator_settings("expandable_segments:True")
 
 
 _POLL_S = 0.05

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
 from moba_train.attention.kind import WrappedEngine
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.masked import accumulation_dtype, query_chunks
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import format_count

@@ -21,6 +21,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from tests.attention.launches import assert_arguments
+
 
 class Interpreter:
     """In place of a kernel: `Interpreter(kernel, seed)[grid](...)` runs its programs one after the other."""
@@ -29,13 +31,14 @@ class Interpreter:
         self.kernel, self.random = kernel, random.Random(seed)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, **sizes: self._run(grid, arguments, sizes)
+        return lambda **arguments: self._run(grid, arguments)
 
-    def _run(self, grid: tuple[int, ...], arguments: tuple[Any, ...], sizes: dict[str, int]) -> None:
-        sizes = {name: size for name, size in sizes.items() if name in self.kernel.arg_names}
+    def _run(self, grid: tuple[int, ...], given: dict[str, Any]) -> None:
+        assert_arguments(self.kernel, given)
+        arguments = {name: _argument(x) for name, x in given.items() if name in self.kernel.arg_names}
         for program in itertools.product(*map(range, grid)):
             machine = Machine(program, grid, self.random)
-            translate(self.kernel, machine.names(), {})(*map(_argument, arguments), **sizes)
+            translate(self.kernel, machine.names(), {})(**arguments)
 
 
 def translate(function: Any, names: dict[str, Any], done: dict[int, Any]) -> Any:
@@ -115,21 +118,21 @@ def _argument(x: Any) -> Any:
     return x
 
 
-class Room:
+class SharedMemory:
     """A tensor in shared memory, or a part of one."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory, self.dtype = memory, memory.dtype
         self.type = SimpleNamespace(shape=list(memory.shape))
 
-    def index(self, at: int) -> "Room":
-        return Room(self.memory[at])
+    def index(self, at: int) -> "SharedMemory":
+        return SharedMemory(self.memory[at])
 
-    def slice(self, start: int, length: int) -> "Room":
-        return Room(self.memory[start : start + length])
+    def slice(self, start: int, length: int) -> "SharedMemory":
+        return SharedMemory(self.memory[start : start + length])
 
-    def permute(self, order: list[int]) -> "Room":
-        return Room(self.memory.permute(order))
+    def permute(self, order: list[int]) -> "SharedMemory":
+        return SharedMemory(self.memory.permute(order))
 
     def load(self, _layout: Any = None) -> Tensor:
         return self.memory.clone().as_subclass(Values)
@@ -156,13 +159,13 @@ class Barrier:
 
 
 class Barriers:
-    """Barriers of some places."""
+    """Barriers of several stages."""
 
-    def __init__(self, places: int) -> None:
-        self.places = [Barrier() for _ in range(places)]
+    def __init__(self, stages: int) -> None:
+        self.stages = [Barrier() for _ in range(stages)]
 
     def index(self, at: int) -> Barrier:
-        return self.places[at]
+        return self.stages[at]
 
 
 class Role:
@@ -250,24 +253,24 @@ class Machine:
         if self.error:
             raise Stopped
 
-    def load_tile(self, desc: Any, place: list[int], bar: Barrier, room: Room) -> None:
+    def load_tile(self, desc: Any, corner: list[int], bar: Barrier, smem: SharedMemory) -> None:
         """A bulk copy; what lies past the end is zero."""
-        room.memory.fill_(torch.nan)
+        smem.memory.fill_(torch.nan)
 
         def land() -> None:
             found = desc.memory[
-                tuple(slice(first, first + size) for first, size in zip(place, room.memory.shape, strict=True))
+                tuple(slice(first, first + size) for first, size in zip(corner, smem.memory.shape, strict=True))
             ]
-            room.memory.zero_()[: len(found)] = found
+            smem.memory.zero_()[: len(found)] = found
             bar.advance(0, -desc.block_type.nbytes)
 
         self.under_way.append(land)
 
-    def gather(self, room: Room, pointer: Pointer, mask: Tensor) -> None:
+    def gather(self, smem: SharedMemory, pointer: Pointer, mask: Tensor) -> None:
         """An asynchronous copy; what is masked is zero."""
-        room.memory.fill_(torch.nan)
+        smem.memory.fill_(torch.nan)
         found = pointer.load(mask, 0)
-        self.thread.role.copies.append(lambda: room.memory.copy_(found))
+        self.thread.role.copies.append(lambda: smem.memory.copy_(found))
 
     def end_copies(self, _left: int) -> None:
         role = self.wait()
@@ -275,10 +278,10 @@ class Machine:
             copy()
         role.copies.clear()
 
-    def multiply(self, a: Any, b: Room, total: Tensor, *, use_acc: bool = True, is_async: bool) -> list[Tensor]:
+    def multiply(self, a: Any, b: SharedMemory, total: Tensor, *, use_acc: bool = True, is_async: bool) -> list[Tensor]:
         assert is_async
         result: list[Tensor] = []
-        given = [x.memory if isinstance(x, Room) else x for x in (a, b)]
+        given = [x.memory if isinstance(x, SharedMemory) else x for x in (a, b)]
         before = [x.clone() for x in given]
 
         def end() -> None:
@@ -372,4 +375,4 @@ class Machine:
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if layout is Barriers:
         return Barriers(shape[0]) if len(shape) > 1 else Barrier()
-    return Room(torch.full(shape, torch.nan if dtype.is_floating_point else 10**9, dtype=dtype))
+    return SharedMemory(torch.full(shape, torch.nan if dtype.is_floating_point else 10**9, dtype=dtype))

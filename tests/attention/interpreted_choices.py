@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moba_train.attention.blocks import choose
-from moba_train.attention.blocks.triton import choose as triton_choose
+from moba_train.attention.kernels.common import selection
+from moba_train.attention.kernels.triton import highest_scores
 from moba_train.attention.operators import layout_arguments
 from moba_train.attention.protocol import TokenRange
 from moba_train.mechanisms.gates import grid, msa_operators, seer_operators
@@ -55,10 +55,10 @@ def test_the_highest_scores_are_chosen_as_in_plain_pytorch(first, local, count):
     scores[1, 3] = 0.0
     scores[1, 3, ::2] = -0.0
     first_t = torch.tensor([0] * 20 + [4] * 30)
-    queries = choose.QueryBlocks(torch.minimum(first_t + torch.arange(50), torch.tensor(36)), first_t)
-    assert triton_choose.able(scores)
-    got = choose.choose_blocks(scores, queries, count, first=first, local=local)
-    assert torch.equal(got, choose.choose_blocks(scores.double(), queries, count, first=first, local=local))
+    queries = selection.QueryBlocks(torch.minimum(first_t + torch.arange(50), torch.tensor(36)), first_t)
+    assert highest_scores.able(scores)
+    got = selection.choose_blocks(scores, queries, count, first=first, local=local)
+    assert torch.equal(got, selection.choose_blocks(scores.double(), queries, count, first=first, local=local))
 
 
 @pytest.mark.parametrize(("window", "block_size", "together"), [(32, 64, 2), (48, 96, 1)])
@@ -71,7 +71,7 @@ def test_scores_of_blocks_equal_plain_pytorch(window, block_size, together, monk
     layout = whole.part((TokenRange(30, 180), TokenRange(230, 301)), None)
     (q, k, *_), attention = inputs([301], 2, 1, 64, torch.float32, "cpu"), InfLLMV2Attention(options, 64)
     windows = window_means(attention.summarize(k, whole), options.sizes)
-    monkeypatch.setattr("moba_train.attention.masked._SCORES_PER_CHUNK", {"cpu": 6000})
+    monkeypatch.setattr("moba_train.attention.kernels.common.reference._SCORES_PER_CHUNK", {"cpu": 6000})
     scores = torch.full((2, len(layout.q_tokens), 8), torch.nan)
     for which, kernels in enumerate((True, False)):
         for rows, blocks, found in attention.scores.chunks(q[layout.q_tokens], windows, layout, kernels=kernels):

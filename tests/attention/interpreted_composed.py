@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moba_train.attention.blocks import composed
+from moba_train.attention.kernels import composed
 from tests.attention.kernel_checks import (
     assert_results,
     build,
@@ -25,7 +25,7 @@ quicken()
 )
 def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads, block_size, topk, monkeypatch):
     if limit:
-        monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
+        monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: limit)
     tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("composed", 64, block_size=block_size, topk=topk)
     whole, selection = run(ours, tensors, layout)
@@ -42,7 +42,7 @@ def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads
 @pytest.mark.parametrize(("lengths", "limit", "kv_heads"), [([150, 70], None, 2), ([130, 0, 1, 90], 300, 1)])
 def test_the_composition_adds_up_blocks_with_kernels(merge, lengths, limit, kv_heads, monkeypatch):
     if limit:
-        monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
+        monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: limit)
     tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours, plain = (build_summed(kind, 64, merge, block_size=50, topk=3) for kind in ("composed", "reference"))
     whole, selection = run(ours, tensors, layout)

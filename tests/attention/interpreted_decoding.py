@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moba_train.attention.decoding import CachedKeys, kernel, last_tokens
+from moba_train.attention.decoding import CachedKeys, last_tokens
+from moba_train.attention.kernels.triton import decode
 from moba_train.attention.protocol import TokenRange, packed_layout
 from tests.attention.kernel_checks import build, error
 from tests.attention.quick_interpreter import quicken
@@ -17,7 +18,7 @@ quicken()
 @pytest.mark.parametrize("block_size", [64, 80])
 def test_decoding_equals_the_reference(select, block_size, monkeypatch):
     """Two sequences of other lengths, one shorter than its selection, between unused rows of the cache."""
-    monkeypatch.setattr(kernel, "_parts", lambda *_sizes: 3)
+    monkeypatch.setattr(decode, "_parts", lambda *_sizes: 3)
     lengths, starts, heads, kv_heads, head_dim = [451, 100], [7, 600], 4, 2, 64
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(2, heads, head_dim, generator=generator)
@@ -34,10 +35,10 @@ def test_decoding_equals_the_reference(select, block_size, monkeypatch):
     for name, got, want in (
         (
             "listed",
-            kernel.decode(q, cached, scale=moba.scale, block_size=block_size, selected_HBC=relative),
+            decode.decode(q, cached, scale=moba.scale, block_size=block_size, selected_HBC=relative),
             moba.decode(q, cached),
         ),
-        ("all", kernel.decode(q, cached, scale=moba.scale), moba.dense.decode(q, cached)),
+        ("all", decode.decode(q, cached, scale=moba.scale), moba.dense.decode(q, cached)),
     ):
         for a, b in zip(got, want, strict=True):
             assert error(a, b) < 2e-6, name

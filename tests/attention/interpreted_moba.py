@@ -5,12 +5,13 @@ from itertools import product
 import pytest
 import torch
 
-from moba_train.attention.blocks import reference
-from moba_train.attention.blocks.geometry import block_bound
-from moba_train.attention.blocks.triton import attention, call, long_blocks, packed, short_blocks
-from moba_train.attention.blocks.triton.tiles import tile_shapes, work_ranges
+from moba_train.attention.kernels.common import call, reference
+from moba_train.attention.kernels.common.geometry import block_bound
+from moba_train.attention.kernels.common.lists import BlockLists
+from moba_train.attention.kernels.common.tiles import tile_shapes, work_ranges
+from moba_train.attention.kernels.triton import backend, blocks_from_144_dkdv, blocks_from_144_forward, blocks_to_128
+from moba_train.attention.moba import gate_kernels
 from moba_train.attention.moba.gate import pool_keys
-from moba_train.attention.moba.triton import select
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange
 from tests.attention.kernel_checks import (
     PACKED,
@@ -53,13 +54,13 @@ def test_selection_lists_output_and_gradients_equal_the_reference(lengths, heads
     q, k = tensors[:2]
     pooled = ours.summarize(k, layout)
     assert torch.equal(pooled, pool_keys(k, layout, options["block_size"]))
-    got, (selected, entries, starts) = run(ours, tensors, layout)
+    got, (selected, slots, starts) = run(ours, tensors, layout)
     selection = reference.select(q, pooled, layout)
     assert torch.equal(selected, selection[0])
-    shown = ours.describe_selection((selected, entries, starts), layout)
+    shown = ours.describe_selection((selected, slots, starts), layout)
     assert shown.values() == reference.describe_selection(selection, layout).values()
     if selected.numel():
-        check_lists(selected, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
+        check_lists(selected, slots, starts, kv_heads, block_bound(layout, options["block_size"]))
     want = exact(tensors, layout, selected, options["block_size"], ours.scale)
     limit = 2e-6 if dtype == torch.float32 else 1e-3
     assert_results(got, want, limit)
@@ -87,7 +88,7 @@ def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates()
 )
 def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, gates, monkeypatch):
     """Random gates; and gates whose best blocks all share a bucket, which are found in a second pass."""
-    monkeypatch.setattr(select, "_CHUNK", 16)
+    monkeypatch.setattr(gate_kernels, "_CHUNK", 16)
     layout = layout_of([64 * 100, 64 * 20], "cpu")
     ours, reference = (build(kind, 64, block_size=64, topk=count + 1) for kind in ("triton", "reference"))
     own = slice(6390, 6400)  # the last rows of the first document, and the second document
@@ -116,8 +117,8 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size):
 
 @pytest.mark.parametrize("block_size", [64, 192])
 def test_lists_of_several_splits_are_summed(block_size, monkeypatch):
-    monkeypatch.setattr(short_blocks, "_SPLIT", 64)
-    monkeypatch.setattr(packed, "_SPLIT", 64)
+    monkeypatch.setattr(blocks_to_128, "_SPLIT", 64)
+    monkeypatch.setattr(blocks_from_144_dkdv, "_SPLIT", 64)
     tensors, layout = inputs([300, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([300, 70], "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
     got, selection = run(ours, tensors, layout)
@@ -128,7 +129,7 @@ def test_lists_of_several_splits_are_summed(block_size, monkeypatch):
 @pytest.mark.parametrize(("block_size", "limit"), [(64, 1000), (144, 2100)])
 def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeypatch):
     """Bounded buffers: by key/value heads, and by ranges of queries where one head's partial results are too many."""
-    lengths = [300, 45]  # 2,070 entries in two chunks for each key/value head
+    lengths = [300, 45]  # 2,070 slots in two chunks for each key/value head
     tensors, layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", 64, block_size=block_size, topk=4)
     want, selection = run(ours, tensors, layout)
@@ -139,7 +140,7 @@ def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeyp
         seen.append(len(parts))
         return parts
 
-    for launches in (long_blocks, short_blocks):
+    for launches in (blocks_from_144_forward, blocks_to_128):
         monkeypatch.setattr(launches, "work_ranges", record)
     monkeypatch.setattr(call.BlockCall, "limit", limit)
     got, _ = run(ours, tensors, layout, selection)
@@ -152,6 +153,9 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(long, monkeypatch):
     """By the kernels of short and of long blocks; every history block, or a random part of them. Blocks of 16 are not
     offered, but quick."""
     block_size = 16
+    passes = ("blocks_from_144_forward", "blocks_from_144_dq") if long else ("blocks_to_128", "blocks_to_128")
+    for name, file in zip(("forward_pass", "backward_pass"), passes, strict=True):
+        monkeypatch.setattr(call.BlockCall, name, f"triton/{file}.py")
     if long:
         monkeypatch.setattr(call, "tile_shapes", lambda head_dim, _block_size: tile_shapes(head_dim, 4096))
     whole = layout_of([128 * block_size], "cpu")
@@ -161,13 +165,23 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(long, monkeypatch):
     some_HTN = torch.where((luck_HTN < 0.9) | (torch.arange(8) < 4).view(-1, 1), torch.arange(127), 127)
     selected = some_HTN.sort(-1).values.to(torch.int32)
     selected = torch.where(selected == 127, -1, selected)
-    selection = selected, *attention.block_lists(selected, layout, 1, block_size)
+    selection = selected, *backend.block_lists(selected, layout, 1, block_size)
     options = {"block_size": block_size, "scale": 0.125}
-    out, lse = attention.attend(q, k, v, layout, selection, **options)
+    out, lse = backend.attend(q, k, v, layout, selection, **options)
     state = BackwardState(dout, q, k, v, out, lse)
-    got = [out, lse, *attention.attend_backward(state, layout, selection, **options)]
+    got = [out, lse, *backend.attend_backward(state, layout, selection, **options)]
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     out, lse = reference.attend(q, k, v, layout, selection, **options)
     state = BackwardState(dout, q, k, v, out, lse)
     want = [out, lse, *reference.attend_backward(state, layout, selection, **options)]
     assert_results(got, want)
+
+
+def test_the_lists_of_three_short_documents_are_those_of_the_example():
+    """The example in the docstring of common/lists.py, by the kernels."""
+    selected = torch.full((2, 17, 1), -1, dtype=torch.int32)
+    selected[:, 4], selected[:, 12:16], selected[0, 16], selected[1, 16] = 0, 3, 4, 3
+    slots, starts = backend.block_lists(selected, layout_of([5, 3, 9], "cpu"), 1, 4)
+    lists = BlockLists.from_tensors(slots, starts, selected, 1, 7)
+    assert slots[:12].tolist() == [8, 9, 24, 25, 26, 27, 28, 29, 30, 31, 33, 32]
+    assert starts[:: lists.chunks].tolist() == [0, 2, 2, 2, 11, 12, 12, 12]

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moba_train.attention.blocks.triton import call, gathered_pass, history_pass, one_pass, own_pass
-from moba_train.attention.blocks.triton.call import BlockCall
-from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes
+from moba_train.attention.kernels.common import call
+from moba_train.attention.kernels.common.call import BlockCall
+from moba_train.attention.kernels.common.tiles import TileShape, tile_shapes
+from moba_train.attention.kernels.hopper import blocks_128_gradients, blocks_256_to_4096_gradients
 from moba_train.attention.protocol import BackwardState
 from tests.attention.gluon_interpreter import Interpreter
 from tests.attention.kernel_checks import build, error, exact, inputs, layout_of
@@ -20,13 +21,18 @@ quicken()
 def small_tiles(monkeypatch):
     """The kernels' own source, by tiles of 16 rows and 16 keys."""
     shape = TileShape(16, 16, 4, 2)
-    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_own=shape))
-    for name in ("ROWS", "KEYS"):
-        monkeypatch.setattr(one_pass, name, 16)
-    kernels = history_pass.gradients_history, gathered_pass.gradients_gathered, own_pass.gradients_own
-    for seed, kernel in enumerate(kernels):
-        monkeypatch.setattr(one_pass, kernel.__name__, Interpreter(kernel, seed))
-    monkeypatch.setattr(BlockCall, "one_pass", True)
+    monkeypatch.setattr(
+        call, "tile_shapes", lambda d, b: replace(tile_shapes(d, 4096), dkdv=shape, dkdv_diagonal=shape)
+    )
+    for seed, (module, name) in enumerate(
+        [
+            (blocks_256_to_4096_gradients, "backward_history"),
+            (blocks_128_gradients, "backward_gathered"),
+            (blocks_256_to_4096_gradients, "backward_diagonal"),
+        ]
+    ):
+        monkeypatch.setattr(module, name, Interpreter(getattr(module, name), seed))
+    monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_256_to_4096_gradients.py")
 
 
 def gradients(lengths, heads, kv_heads, dtype, options):
@@ -48,8 +54,8 @@ def gradients(lengths, heads, kv_heads, dtype, options):
     ],
 )
 def test_gradients_in_one_pass_equal_the_reference(lengths, heads, kv_heads, options, split, own, monkeypatch):
-    monkeypatch.setattr(one_pass, "_SHORT_SPLIT", split)
-    monkeypatch.setattr(one_pass.OnePass, "own_in_one_pass", lambda self: own)
+    monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", split)
+    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "diagonal_in_one_pass", lambda self: own)
     got, want = gradients(lengths, heads, kv_heads, torch.float32, options)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert error(a, b) < 2e-6, name
@@ -59,12 +65,11 @@ def test_gradients_in_one_pass_equal_the_reference(lengths, heads, kv_heads, opt
 @pytest.mark.parametrize(("limit", "split"), [(10**6, 1024), (500, 1024), (10**6, 32)])
 def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(limit, split, monkeypatch):
     """One tile of keys; `limit`: entries of a work range, here cut by heads and queries; `split`: rows of a split."""
-    monkeypatch.setattr(one_pass, "_SHORT_SPLIT", split)
+    monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", split)
     shape = TileShape(16, 64, 4, 2)
-    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, b), dkdv=shape, dkdv_own=shape))
-    monkeypatch.setattr(one_pass, "KEYS", 64)
-    monkeypatch.setattr(one_pass.OnePass, "own_in_one_pass", lambda self: True)
-    monkeypatch.setattr(BlockCall, "gathered", True)
+    monkeypatch.setattr(call, "tile_shapes", lambda d, b: replace(tile_shapes(d, b), dkdv=shape, dkdv_diagonal=shape))
+    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "diagonal_in_one_pass", lambda self: True)
+    monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_128_gradients.py")
     monkeypatch.setattr(BlockCall, "limit", limit)
     got, want = gradients([300, 90], 6, 2, torch.float32, {"block_size": 64, "topk": 4})
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moba_train.attention.blocks.triton import forward_launches, forward_pass
-from moba_train.attention.blocks.triton.call import BlockCall
+from moba_train.attention.kernels.common.call import BlockCall
+from moba_train.attention.kernels.hopper import blocks_from_512_forward
 from moba_train.attention.protocol import TokenRange
 from tests.attention.gluon_interpreter import Interpreter
 from tests.attention.kernel_checks import build, error, exact, inputs, layout_of
@@ -24,10 +24,10 @@ quicken()
 )
 def test_attention_by_warps_with_roles_equals_the_reference(lengths, heads, kv_heads, options, shards, monkeypatch):
     """By few programs: each has several tiles, and some may have none."""
-    for seed, name in enumerate(("attend_history", "attend_own")):
-        monkeypatch.setattr(forward_launches, name, Interpreter(getattr(forward_pass, name), seed))
-    monkeypatch.setattr(forward_launches, "_programs", lambda _call, _tiles: 5)
-    monkeypatch.setattr(BlockCall, "warp_specialised", True)
+    for seed, name in enumerate(("forward_history", "forward_diagonal")):
+        monkeypatch.setattr(blocks_from_512_forward, name, Interpreter(getattr(blocks_from_512_forward, name), seed))
+    monkeypatch.setattr(blocks_from_512_forward, "_programs", lambda _call, _tiles: 5)
+    monkeypatch.setattr(BlockCall, "forward_pass", "hopper/blocks_from_512_forward.py")
     q, k, v, _ = tensors = inputs(lengths, heads, kv_heads, 64, torch.float32, "cpu")
     layout, ours = layout_of(lengths, "cpu"), build("triton", 64, **options)
     means = ours.summarize(k, layout)

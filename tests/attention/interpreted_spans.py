@@ -2,7 +2,7 @@
 
 import torch
 
-from moba_train.attention.blocks.triton import call
+from moba_train.attention.kernels.common import call
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.moa.moa_kind import SpanAttention
 from tests.attention.kernel_checks import assert_results, exact, inputs, layout_of, run, run_in_parts

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.reference import selected_mask
-from moba_train.attention.masked import masked_attend, masked_attend_backward
+from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward, selected_mask
 from moba_train.attention.merge import merge
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Layout, LocalAttention, TokenRanges, packed_layout
@@ -116,18 +115,18 @@ def list_bounds(lists) -> tuple[Tensor, Tensor]:
     return edges[:-1], edges[1:]
 
 
-def check_lists(selected: Tensor, entries: Tensor, starts: Tensor, kv_heads: int, blocks: int) -> None:
-    """Every list holds, in ascending order, exactly the entries that selected its block."""
-    from moba_train.attention.blocks.triton.lists import BlockLists  # needs Triton
+def check_lists(selected: Tensor, slots: Tensor, starts: Tensor, kv_heads: int, blocks: int) -> None:
+    """Every list holds, in ascending order, exactly the slots that selected its block."""
+    from moba_train.attention.kernels.common.lists import BlockLists  # needs Triton
 
     group = selected.shape[0] // kv_heads
-    begin, end = list_bounds(BlockLists.from_tensors(entries, starts, selected, kv_heads, blocks))
+    begin, end = list_bounds(BlockLists.from_tensors(slots, starts, selected, kv_heads, blocks))
     for kv_head in range(kv_heads):
         flat = selected[kv_head * group : (kv_head + 1) * group].transpose(0, 1).flatten()
         for block in range(blocks):
             which = kv_head * blocks + block
             want = (flat == block).nonzero().flatten().to(torch.int32)
-            assert torch.equal(entries[begin[which] : end[which]], want), (kv_head, block)
+            assert torch.equal(slots[begin[which] : end[which]], want), (kv_head, block)
 
 
 PACKED = [200, 0, 1, 70, 0, 129, 64, 0]

@@ -10,7 +10,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from moba_train.attention.blocks import available
+from moba_train.attention.kernels import table
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _thread = threading.local()
@@ -37,15 +37,22 @@ class counted_launches(TorchDispatchMode):
         return operator(*arguments, **(named or {}))
 
 
+def assert_arguments(kernel: Any, named: dict[str, Any]) -> None:
+    """A launch by name has every parameter of the kernel, and otherwise the compiler's options alone, as on a GPU."""
+    options = {"grid", "warmup", "num_warps", "num_stages", "maxnreg"}
+    assert {*kernel.arg_names} == named.keys() - options, kernel.__name__
+
+
 @contextmanager
 def kernels_not_run() -> Iterator[None]:
     """Inside, Triton kernels are launched for tensors of any device, but only counted."""
 
     def launch(kernel: JITFunction, *arguments: Any, **named: Any) -> None:
+        assert_arguments(kernel, named)
         if (counts := getattr(_thread, "counts", None)) is not None:
             counts[kernel.__name__] += 1
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", launch)
-        patch.setattr(available, "interpreted", lambda: True)
+        patch.setattr(table, "interpreted", lambda: True)
         yield

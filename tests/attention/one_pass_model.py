@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.triton import one_pass
+from moba_train.attention.kernels.common.call import BlockCall
+from moba_train.attention.kernels.hopper import blocks_256_to_4096_gradients
 
 
 class Launcher:
@@ -16,7 +17,7 @@ class Launcher:
         self.function = function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **sizes: self.function(grid, *arguments, **sizes)
+        return lambda **arguments: self.function(grid, **arguments)
 
 
 def _gradients(q, dout, lse, delta, k, v, scale, visible=None):
@@ -32,7 +33,7 @@ def _keys(descriptor: Any, first: int, stop: int, head: int) -> Tensor:
     return descriptor.base[first:stop, head].float()
 
 
-def gradients_history(
+def backward_history(
     grid, q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, packed_dq, done, part_dk, part_dv, list_of_split,
     first_split, last_tile, bounds, lists, blocks, first_kv_head, key_tiles, split, scale, *, D, M, N, **_sizes,
 ):  # fmt: skip
@@ -58,7 +59,7 @@ def gradients_history(
         done[first:last] += 1
 
 
-def gradients_own(
+def backward_diagonal(
     grid, q_desc, dout_desc, stats, k_desc, v_desc, dq, sum_dk, sum_dv, bounds, heads, key_tiles, scale, *, G, N,
     **_sizes,
 ):  # fmt: skip
@@ -81,7 +82,7 @@ def gradients_own(
 
 def use(monkeypatch: Any, *, own: bool) -> None:
     """Long blocks take one pass, with the functions here in place of its kernels; `own`: for the own blocks, too."""
-    monkeypatch.setattr(one_pass, "gradients_history", Launcher(gradients_history))
-    monkeypatch.setattr(one_pass, "gradients_own", Launcher(gradients_own))
-    monkeypatch.setattr(one_pass.OnePass, "own_in_one_pass", lambda self: own)
-    monkeypatch.setattr("moba_train.attention.blocks.triton.call.BlockCall.one_pass", True)
+    monkeypatch.setattr(blocks_256_to_4096_gradients, "backward_history", Launcher(backward_history))
+    monkeypatch.setattr(blocks_256_to_4096_gradients, "backward_diagonal", Launcher(backward_diagonal))
+    monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "diagonal_in_one_pass", lambda self: own)
+    monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_256_to_4096_gradients.py")

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from moba_train.attention.blocks.available import interpreted
+from moba_train.attention.kernels.table import interpreted
 
 
 def _patch_once(function: Any) -> None:

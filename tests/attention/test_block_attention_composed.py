@@ -5,8 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from moba_train.attention import varlen
-from moba_train.attention.blocks import composed
+from moba_train.attention.kernels import composed, varlen
 from moba_train.attention.moba import moba_attention
 from moba_train.attention.protocol import Layout
 from tests.attention.helpers import make_qkv
@@ -77,7 +76,7 @@ def watch(monkeypatch, most_segments=2**31, dq_buffers=1) -> list[Call]:
 def test_memory_is_bounded_by_parts_that_leave_no_trace(limit, dq_buffers, monkeypatch):
     """Ranges of three tokens, of 19, one head at once, two at once."""
     lengths, selected, group = [25, 3, 9], 2, 2
-    monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
+    monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: limit)
     calls = watch(monkeypatch, dq_buffers=dq_buffers)
     assert_equals_oracle(lengths, 3 * group, 3, 8, "cpu", backend="composed", block_size=4, topk=selected + 1)
     history = [call.rows for call in calls if not call.causal]
@@ -97,13 +96,13 @@ def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
     calls = watch(monkeypatch, most_segments=21)
     assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="composed", block_size=4, topk=3)
     assert max(call.segments for call in calls) <= 21
-    with pytest.raises(ValueError, match=r"attention\.moba\.backend: 'composed' cannot run .* at most 21 supported"):
+    with pytest.raises(ValueError, match=r"attention\.moba\.backend: 'composed' cannot do .* at most 21 supported"):
         assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="composed", block_size=1, topk=3)
 
 
 @pytest.mark.parametrize(("rows", "head_dim"), [(100, 64), (2**20 * 32, 128), (2**20 * 32, 64), (2**24, 256)])
 def test_a_part_is_half_of_q_at_most_and_within_32_bit_indices(rows, head_dim):
-    entries = composed.entries_at_once(rows, head_dim)
+    entries = composed.slots_at_once(rows, head_dim)
     assert entries * head_dim < 2**31
     assert entries <= max(rows // 2, 2**20)
 
@@ -217,7 +216,7 @@ def test_gpu_outputs_and_gradients(kernel, lengths, heads, kv_heads, head_dim, d
         pytest.skip(reason)
     monkeypatch.setattr(varlen, "KERNELS", (kernel,))
     if limit:
-        monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: limit)
+        monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: limit)
     ours = build("composed", head_dim, **options)
     got, selection = run(ours, tensors, layout)
     again, _ = run(ours, tensors, layout)

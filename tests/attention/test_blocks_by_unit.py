@@ -1,13 +1,13 @@
-"""Attention to single blocks for gathered queries (blocks/by_unit.py), against a mask over the keys in float64."""
+"""Attention to single blocks for gathered queries (kernels/by_unit.py), against a mask over the keys in float64."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.by_unit import BlocksByUnit
-from moba_train.attention.blocks.geometry import block_ids
 from moba_train.attention.by_unit import UnitQueries
-from moba_train.attention.masked import masked_attend, masked_attend_backward
+from moba_train.attention.kernels.by_unit import BlocksByUnit
+from moba_train.attention.kernels.common.geometry import block_ids
+from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
 

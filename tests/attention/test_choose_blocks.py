@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moba_train.attention.blocks.choose import choose_blocks, query_blocks
+from moba_train.attention.kernels.common.geometry import query_blocks
+from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.protocol import packed_layout
 
 

@@ -24,11 +24,11 @@ def kernels_in_gluon(monkeypatch):
     """A test that does not launch them fails."""
     if torch.cuda.get_device_capability() != (9, 0) or not triton.__version__.startswith("3.6."):
         pytest.skip("needs a Hopper GPU and Triton 3.6")
-    from moba_train.attention.blocks.triton import forward_launches  # needs Gluon
+    from moba_train.attention.kernels.hopper.blocks_from_512_forward import SpecialisedForward  # needs Gluon
 
     launched = []
-    plain = forward_launches.own
-    monkeypatch.setattr(forward_launches, "own", lambda *given: [launched.append(True), plain(*given)])
+    plain = SpecialisedForward.diagonal
+    monkeypatch.setattr(SpecialisedForward, "diagonal", lambda *given: [launched.append(True), plain(*given)])
     yield
     assert launched
 
@@ -56,9 +56,9 @@ CASES = {
 @pytest.mark.parametrize("topk", [2, 8])
 def test_blocks_of_one_tile_of_keys(topk, monkeypatch):
     """Not the default: benchmarks.attention_forward compares both paths."""
-    from moba_train.attention.blocks.triton.call import BlockCall
+    from moba_train.attention.kernels.common.call import BlockCall
 
-    monkeypatch.setattr(BlockCall, "warp_specialised", True)
+    monkeypatch.setattr(BlockCall, "forward_pass", "hopper/blocks_from_512_forward.py")
     lengths, options = [3001, 127, 0, 128, 900], {"block_size": 128, "topk": topk}
     test_outputs_are_as_near_to_float64_as_attention_written_plainly_and_repeat((lengths, 8, 2, BF16, options))
 

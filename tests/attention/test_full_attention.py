@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moba_train.attention import masked
 from moba_train.attention.full import FullAttention
 from moba_train.attention.full.kernels import BACKENDS
+from moba_train.attention.kernels.common import reference
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
 from moba_train.run.determinism import deterministic
@@ -25,7 +25,7 @@ def test_attention_by_blocks_equals_the_specification(lengths, monkeypatch):
 
 def test_blocks_are_attended_to_where_they_are_faster_than_flash_in_a_fixed_order(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr("moba_train.attention.blocks.available.interpreted", lambda: True)
+    monkeypatch.setattr("moba_train.attention.kernels.table.interpreted", lambda: True)
     monkeypatch.setattr(FullAttention, "pick", lambda *_: BACKENDS["flash"])
 
     def by_blocks(lengths: list[int], head_dim: int = 128, backend: str = "auto") -> bool:
@@ -89,7 +89,7 @@ def test_auto_equals_the_specification_on_this_device(device):
 def test_reference_gives_the_same_when_it_works_in_chunks(device, monkeypatch):
     qkv = make_qkv(50, 2, 1, 16, device)
     want = results("reference", qkv, [30, 20])
-    monkeypatch.setattr(masked, "_SCORES_PER_CHUNK", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(reference, "_SCORES_PER_CHUNK", {"cpu": 1, "cuda": 1})
     assert_all_close(results("reference", qkv, [30, 20]), want)
 
 

@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gathered_rows")]
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from moba_train.attention.blocks.triton import call  # noqa: E402
+from moba_train.attention.kernels import table  # noqa: E402
 from tests.attention import test_triton_gpu as checks  # noqa: E402
 
 SIZES = (128,)
@@ -19,13 +19,13 @@ def gathered_rows(monkeypatch):
     """A test that does not launch the kernel fails."""
     if torch.cuda.get_device_capability() != (9, 0) or not triton.__version__.startswith("3.6."):
         pytest.skip("needs a Hopper GPU and Triton 3.6")
-    from moba_train.attention.blocks.triton import one_pass  # needs Gluon
+    from moba_train.attention.kernels.hopper.blocks_128_gradients import GatheredPass  # needs Gluon
 
     launched = []
-    plain = one_pass.GatheredPass.gathered
-    monkeypatch.setattr(call, "_GATHERED", SIZES)
-    monkeypatch.setattr(call, "_HEAD_DIMS", (64, 128))
-    monkeypatch.setattr(one_pass.GatheredPass, "gathered", lambda *given: [launched.append(True), plain(*given)][1])
+    plain = GatheredPass.gathered
+    rows = [row._replace(head_widths=(64, 128)) if "blocks_128" in row.file else row for row in table.KERNELS]
+    monkeypatch.setattr(table, "KERNELS", tuple(rows))
+    monkeypatch.setattr(GatheredPass, "gathered", lambda *given: [launched.append(True), plain(*given)][1])
     yield
     assert launched
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from moba_train.attention import registry
-from moba_train.attention.blocks.geometry import block_ids, first_blocks
-from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.block_sparse import GivenBlocks
+from moba_train.attention.kernels.common.geometry import block_ids, first_blocks
 from moba_train.attention.kind import AttentionKind, LayerInput
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from moba_train.attention import masked
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.common import reference
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.moba import moba_attention as any_moba_attention
 from moba_train.attention.protocol import packed_layout
@@ -88,7 +88,7 @@ def test_random_documents(lengths, block_size, topk, select):
 
 def test_results_do_not_depend_on_how_queries_are_chunked(device, monkeypatch):
     """Long sequences are worked on in chunks; a small budget makes a short one take several."""
-    monkeypatch.setattr(masked, "_SCORES_PER_CHUNK", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(reference, "_SCORES_PER_CHUNK", {"cpu": 1, "cuda": 1})
     assert_equals_oracle([37, 13], 2, 1, 8, device, block_size=4, topk=3)
 
 

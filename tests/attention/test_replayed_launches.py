@@ -2,6 +2,9 @@
 
 import ctypes
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +19,8 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moba_train.attention.blocks.triton import launch as launches
-from moba_train.attention.blocks.triton.launch import launch, replayed
+from moba_train.attention.kernels.common import launch as launches
+from moba_train.attention.kernels.common.launch import launch, replayed
 from moba_train.attention.protocol import Layout, packed_layout
 
 
@@ -76,11 +79,12 @@ def make(add: AddKernel) -> Any:
         b, c = pair
         count = len(a)
         both = torch.empty(2, count)
-        launch(add, (1,), a, b, both[1], SCALE=scale, N=count)
-        launch(add, (1,), both[1], c, both[0], SCALE=1, N=count)
+        launch(add, (1,), a=a, b=b, out=both[1], SCALE=scale, N=count)
+        launch(add, (1,), a=both[1], b=c, out=both[0], SCALE=1, N=count)
         out, other = torch.empty_like(a), a.new_empty(count)
-        launch(add, (1, 1), both[1], c, out, SCALE=1, N=count)
-        launch(add, (1,), TensorDescriptor(both, [2, count], [count, 1], [1, 16]), table, other, SCALE=1, N=count)
+        launch(add, (1, 1), a=both[1], b=c, out=out, SCALE=1, N=count)
+        descriptor = TensorDescriptor(both, [2, count], [count, 1], [1, 16])
+        launch(add, (1,), a=descriptor, b=table, out=other, SCALE=1, N=count)
         return out, other
 
     return function
@@ -96,6 +100,30 @@ def test_later_calls_repeat_the_launches_for_other_tensors(add):
         assert add.asked == 4 * min(turn + 1, 2)
     function(a, (b, c), packed_layout([64]), scale=2)
     assert add.asked == 12, "another layout has records of its own"
+
+
+def test_the_switch_turns_repetition_off_and_changes_no_bit(add, monkeypatch):
+    function = make(add)
+    tensors = [torch.randn(3, 64).unbind() for _ in range(4)]
+
+    def run() -> list[Tensor]:
+        layout = packed_layout([64])
+        return [x for a, b, c in tensors for x in function(a, (b, c), layout, scale=2)]
+
+    repeated, asked = run(), add.asked
+    monkeypatch.setattr(launches, "REPLAY", False)
+    assert all(torch.equal(x, y) for x, y in zip(repeated, run(), strict=True))
+    assert (asked, add.asked - asked) == (8, 16)
+
+
+def test_the_switch_is_an_environment_variable():
+    program = "from moba_train.attention.kernels.common.launch import REPLAY; print(REPLAY)"
+    for value, said in (("0", "False"), ("1", "True")):
+        environment = os.environ | {"MOBA_TRAIN_REPLAY": value}
+        found = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert found.stdout.strip() == said
 
 
 def test_shapes_options_alignment_and_equal_tensors_have_records_of_their_own(add):
@@ -121,7 +149,8 @@ def test_what_copies_is_never_recorded(add):
     @replayed
     def function(a: Tensor, layout: Layout) -> Tensor:
         out = torch.empty(32)
-        launch(add, (1,), a.contiguous(), out.zero_() if copies == "fill" else a.contiguous(), out, SCALE=1, N=32)
+        other = out.zero_() if copies == "fill" else a.contiguous()
+        launch(add, (1,), a=a.contiguous(), b=other, out=out, SCALE=1, N=32)
         return out
 
     for copies in ("nothing", "fill", "slice"):
@@ -136,7 +165,7 @@ def test_a_launch_that_goes_past_the_recorder_forbids_a_record(add):
     @replayed
     def function(a: Tensor, layout: Layout) -> Tensor:
         out = torch.empty(32)
-        launch(add, (1,), a, a, out, SCALE=1, N=32)
+        launch(add, (1,), a=a, b=a, out=out, SCALE=1, N=32)
         add[(1,)](out, a, out, SCALE=1, N=32)
         return out
 
@@ -152,8 +181,8 @@ def test_zeros_are_zero_again(add):
     @replayed
     def function(a: Tensor, layout: Layout) -> Tensor:
         total = torch.zeros_like(a)
-        launch(add, (1,), a, total, total, SCALE=1, N=32)
-        launch(add, (1,), a, total, total, SCALE=1, N=32)
+        launch(add, (1,), a=a, b=total, out=total, SCALE=1, N=32)
+        launch(add, (1,), a=a, b=total, out=total, SCALE=1, N=32)
         return total
 
     layout = packed_layout([32])
@@ -167,7 +196,7 @@ def test_a_part_of_a_given_tensor_is_found_again_or_refused(add):
     @replayed
     def function(a: Tensor, layout: Layout) -> Tensor:
         out = torch.empty(16)
-        launch(add, (1,), a[16:], a[:16], out, SCALE=1, N=16)
+        launch(add, (1,), a=a[16:], b=a[:16], out=out, SCALE=1, N=16)
         return out
 
     layout = packed_layout([32])
@@ -205,12 +234,12 @@ def test_known_launchers_are_called_directly_on_the_current_stream(add, version,
         monkeypatch.setattr(Compiled, name, value, raising=False)
     active = SimpleNamespace(get_current_device=lambda: 5, get_current_stream=lambda device: (device, used[-1]))
     monkeypatch.setattr(launches, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launches.triton, "__version__", version)
+    monkeypatch.setattr("triton.__version__", version)
 
     @replayed
     def function(a: Tensor, layout: Layout) -> Tensor:
         out = torch.empty(32)
-        launch(add, (1,), a, a, out, SCALE=1, N=32)
+        launch(add, (1,), a=a, b=a, out=out, SCALE=1, N=32)
         return out
 
     layout = packed_layout([32])

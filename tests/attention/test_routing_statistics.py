@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.reference import selected_mask
-from moba_train.attention.blocks.statistics import Choice, routing_statistics
+from moba_train.attention.kernels.common.reference import selected_mask
+from moba_train.attention.kernels.common.selection import Choice, routing_statistics
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, packed_layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention

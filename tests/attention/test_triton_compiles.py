@@ -13,22 +13,18 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from moba_train.attention.blocks.triton import (  # noqa: E402
-    choose,
-    combine,
-    dq,
-    gathered,
-    lists,
-    long_blocks,
-    packed,
-    short_blocks,
-    softmax,
+from moba_train.attention.kernels.common import lists, softmax, tiles  # noqa: E402
+from moba_train.attention.kernels.common.tiles import TileShape, tile_shapes  # noqa: E402
+from moba_train.attention.kernels.triton import (  # noqa: E402
+    blocks_from_144_dkdv,
+    blocks_from_144_dq,
+    blocks_from_144_forward,
+    blocks_to_128,
+    composed_rows,
+    highest_scores,
     spans,
-    tables,
-    tile_tables,
 )
-from moba_train.attention.blocks.triton.tiles import TileShape, tile_shapes  # noqa: E402
-from moba_train.attention.moba.triton import pool, select  # noqa: E402
+from moba_train.attention.moba import gate_kernels  # noqa: E402
 from moba_train.mechanisms.gates import msa_kernels as msa  # noqa: E402
 from moba_train.mechanisms.gates import seer_kernel as seer  # noqa: E402
 from moba_train.mechanisms.infllm_v2 import score_kernels as infllm_v2  # noqa: E402
@@ -39,12 +35,13 @@ SHARED_LIMIT = 227 * 1024
 HALF = "windows q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
 HALF += ["q_index", "k_index"]
 FLOATS = [
-    *("partial_lse", "lse", "own_lse", "stats", "packed_lse", "packed_delta", "sums", "scores", "weights"),
-    *("sum_dk", "sum_dv", "own_dk", "own_dv", "part_dk", "part_dv", "logits", "mass", "dlogits", "maxima"),
+    *("partial_lse", "lse", "diagonal_lse", "stats", "packed_lse", "packed_delta", "sums", "scores", "weights"),
+    *("sum_dk", "sum_dv", "diagonal_dk", "diagonal_dv", "part_dk", "part_dv", "logits", "mass", "dlogits", "maxima"),
 ]
 INTEGERS = (
     *("chosen", "first_unit"),
     *(
+        "slots",
         "entries",
         "list_of_tile",
         "last_tile",
@@ -53,8 +50,34 @@ INTEGERS = (
         "last_split",
         "first_split",
     ),
-    *("begin", "end", "bounds", "selected", "own", "first", "marks", "counts", "cursors", "cu_seqlens", "first_of"),
-    *("place", "row_of", "totals", "starts", "ends", "numbers", "best", "token_of", "edges", "seen_from", "seen_to"),
+    *(
+        "begin",
+        "end",
+        "bounds",
+        "selected",
+        "own",
+        "diagonal",
+        "block_of",
+        "first",
+        "marks",
+        "counts",
+        "cursors",
+        "cu_seqlens",
+        "first_of",
+    ),
+    *(
+        "position_of",
+        "row_of",
+        "totals",
+        "starts",
+        "ends",
+        "numbers",
+        "best",
+        "token_of",
+        "edges",
+        "seen_from",
+        "seen_to",
+    ),
     "ids",
 )
 TABLES = {"COUNTED": 2, "LISTS": 64, "FILL": 128}
@@ -112,7 +135,7 @@ def shared_in_place(ttgir: str) -> set[str]:
 
 
 def test_what_threads_share_is_found():
-    compiled = compile_for_hopper(lists._place, {"G": 4, "C": 7, "TILE": 64})
+    compiled = compile_for_hopper(lists._scatter, {"G": 4, "HISTORY": 7, "TILE": 64})
     assert shared_in_place(compiled.asm["ttgir"]) == {"cursors"}
 
 
@@ -209,17 +232,17 @@ def fits(
 def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, dtype, tmp_path):
     shape = tile_shapes(head_dim, 4096)
     call = {"PARTIAL": partial}
-    history = {**call, "C": 11, "BLOCK": 4096}
+    history = {**call, "HISTORY": 11, "BLOCK": 4096}
     for kernel, tile, more, allowed in (
-        (long_blocks.attend_own, shape.own, call, 32),
-        (long_blocks.attend_history, shape.forward, history, 64),
-        (dq.dq_own, shape.dq, {}, 32),
-        (dq.dq_history, shape.dq, history, 32),
-        (packed.dkdv_own, shape.dkdv_own, {}, 96),
+        (blocks_from_144_forward.forward_diagonal, shape.diagonal, call, 32),
+        (blocks_from_144_forward.forward_history, shape.forward, history, 64),
+        (blocks_from_144_dq.dq_diagonal, shape.dq, {}, 32),
+        (blocks_from_144_dq.dq_history, shape.dq, history, 32),
+        (blocks_from_144_dkdv.dkdv_diagonal, shape.dkdv_diagonal, {}, 96),
     ):
         fits(kernel, sizes(tile, head_dim, **more), tile, dtype, allowed, tmp_path)
     constants = {"D": head_dim, "M": shape.dkdv.rows, "N": shape.dkdv.keys}
-    compiled = fits(packed.dkdv_history, constants, shape.dkdv, dtype, 1536, tmp_path)
+    compiled = fits(blocks_from_144_dkdv.dkdv_history, constants, shape.dkdv, dtype, 1536, tmp_path)
     assert spills_in_the_loop(compiled, tmp_path) == 0  # all of them are behind it, once for a span
     loop = compiled.asm["ttgir"].split("scf.for", 1)[1].split("scf.yield", 1)[0]
     assert loop.count("ttng.warp_group_dot ") == 4
@@ -238,31 +261,33 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, head_dim, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
-    from moba_train.attention.blocks.triton import gathered_pass, history_pass, one_pass, own_pass
+    from moba_train.attention.kernels.hopper import blocks_128_gradients, blocks_256_to_4096_gradients
 
     function, more = {
-        "history": (history_pass.gradients_history, {}),
-        "gathered": (gathered_pass.gradients_gathered, {"G": 4, "C": 7}),
-        "own": (own_pass.gradients_own, {"G": 4}),
+        "history": (blocks_256_to_4096_gradients.backward_history, {}),
+        "gathered": (blocks_128_gradients.backward_gathered, {"G": 4, "HISTORY": 7}),
+        "own": (blocks_256_to_4096_gradients.backward_diagonal, {"G": 4}),
     }[kernel]
-    constants = {"D": head_dim, "M": one_pass.ROWS, "N": one_pass.KEYS, "STAGES": one_pass.STAGES, **more}
-    options = {"num_warps": one_pass.WARPS, "maxnreg": one_pass.REGISTERS}
-    sizes = head_dim, one_pass.ROWS, one_pass.KEYS
+    shape, registers = tile_shapes(head_dim, 512).dkdv, blocks_256_to_4096_gradients.REGISTERS
+    stages = blocks_256_to_4096_gradients.STAGES
+    constants = {"D": head_dim, "M": shape.rows, "N": shape.keys, "STAGES": stages, **more}
+    options = {"num_warps": shape.warps, "maxnreg": registers}
+    sizes = head_dim, shape.rows, shape.keys
     results = dict.fromkeys(("packed_dq", "part_dq"), f"*{dq_dtype}")
     compiled = compile_gluon(function, constants, *sizes, dtype, results, **options)
-    keeps_busy(compiled, one_pass.REGISTERS, 24 if kernel == "gathered" else 16, tmp_path)
+    keeps_busy(compiled, registers, 24 if kernel == "gathered" else 16, tmp_path)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_forward_pass_keeps_the_matrix_units_busy(head_dim, tmp_path):
     """The own blocks' kernel, which has all that the lists' has, and masks."""
     pytest.importorskip("triton.experimental.gluon")
-    from moba_train.attention.blocks.triton import forward_launches, forward_pass
+    from moba_train.attention.kernels.hopper import blocks_from_512_forward
 
-    shape, options = tile_shapes(head_dim, 512).forward, forward_launches.OPTIONS
-    constants = {"G": 4, "M": shape.rows, **forward_launches.STAGES}
+    shape, options = tile_shapes(head_dim, 512).forward, blocks_from_512_forward.OPTIONS
+    constants = {"G": 4, "M": shape.rows, **blocks_from_512_forward.STAGES}
     sizes = head_dim, 0, shape.keys
-    compiled = compile_gluon(forward_pass.attend_own, constants, *sizes, "bf16", {}, **options)
+    compiled = compile_gluon(blocks_from_512_forward.forward_diagonal, constants, *sizes, "bf16", {}, **options)
     keeps_busy(compiled, options["maxnreg"], 0, tmp_path)
 
 
@@ -328,22 +353,27 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_si
     shape = tile_shapes(head_dim, block_size)
     # False: with spans in their place, and gradients in ranges of queries.
     for own in (True, False) if (dtype, partial, block_size) == ("bf16", False, 64) else (True,):
-        call = {"PARTIAL": partial, "C": 7, "BLOCK": block_size, "SPLIT": 4096, "OWN": own}
+        call = {"PARTIAL": partial, "HISTORY": 7, "BLOCK": block_size, "SPLIT": 4096, "DIAGONAL": own}
         constants = sizes(shape.short_forward, head_dim, **call)
-        fits(short_blocks.attend, constants, shape.short_forward, dtype, 128, tmp_path)
+        fits(blocks_to_128.forward_to_128, constants, shape.short_forward, dtype, 128, tmp_path)
         constants = sizes(shape.short_backward, head_dim, **call, SUM=not own)
-        fits(short_blocks.gradients, constants, shape.short_backward, dtype, 512, tmp_path)
+        fits(blocks_to_128.backward_to_128, constants, shape.short_backward, dtype, 512, tmp_path)
 
 
 def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
     """Whatever kernels reserve must not grow with the number of selected blocks."""
     long, short = tile_shapes(128, 4096), tile_shapes(128, 128)
-    sizes_of = {"PARTIAL": True, "C": 127}
+    sizes_of = {"PARTIAL": True, "HISTORY": 127}
     for kernel, tile, more, allowed in (
-        (long_blocks.attend_history, long.forward, {"BLOCK": 4096}, 64),
-        (dq.dq_history, long.dq, {"BLOCK": 4096}, 32),
-        (short_blocks.attend, short.short_forward, {"BLOCK": 128, "SPLIT": 4096, "OWN": True}, 128),
-        (short_blocks.gradients, short.short_backward, {"BLOCK": 128, "SPLIT": 4096, "OWN": True, "SUM": True}, 512),
+        (blocks_from_144_forward.forward_history, long.forward, {"BLOCK": 4096}, 64),
+        (blocks_from_144_dq.dq_history, long.dq, {"BLOCK": 4096}, 32),
+        (blocks_to_128.forward_to_128, short.short_forward, {"BLOCK": 128, "SPLIT": 4096, "DIAGONAL": True}, 128),
+        (
+            blocks_to_128.backward_to_128,
+            short.short_backward,
+            {"BLOCK": 128, "SPLIT": 4096, "DIAGONAL": True, "SUM": True},
+            512,
+        ),
     ):
         fits(kernel, sizes(tile, 128, **sizes_of, **more), tile, "bf16", allowed, tmp_path)
 
@@ -353,49 +383,59 @@ def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
     slots = triton.next_power_of_2(count)
-    constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "C": count, "SLOTS": slots}
+    constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "HISTORY": count, "KEPT": slots}
     constants |= {"D": head_dim, "M": 64, "N": 64}
-    for kernel, more in ((select._select, {"LEVELS": levels}), (select._select_marked, {"ALL": count > 16})):
-        if levels or kernel is select._select_marked:
+    for kernel, more in (
+        (gate_kernels._select, {"LEVELS": levels}),
+        (gate_kernels._select_marked, {"ALL": count > 16}),
+    ):
+        if levels or kernel is gate_kernels._select_marked:
             allowed = 16 if count < 16 else 128
-            fits(kernel, {**constants, **more}, TileShape(64, 64, select.warps(count), 3), "bf16", allowed, tmp_path)
+            fits(
+                kernel,
+                {**constants, **more},
+                TileShape(64, 64, gate_kernels.warps(count), 3),
+                "bf16",
+                allowed,
+                tmp_path,
+            )
 
 
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (pool._pool, {"D": 128, "UNROLL": 16}),
+        (gate_kernels._pool, {"D": 128, "UNROLL": 16}),
         (msa._query_gradients, {"W": 128, "M": msa.QUERY_GRADIENT_ROWS}),
-        (lists._count, {"G": 4, "C": 7, "TILE": 64}),
+        (lists._count, {"G": 4, "HISTORY": 7, "TILE": 64}),
         (lists._sum_chunks, {"CHUNKS": 32, "BLOCKS": 32}),
         (lists._find_starts, {"CHUNKS": 32, "BLOCKS": 32}),
-        (lists._place, {"G": 4, "C": 7, "TILE": 64}),
-        (tile_tables._tile_tables, {**TABLES, "RANKED": True, "AT_LEAST": 0, "ROWS": 64}),
+        (lists._scatter, {"G": 4, "HISTORY": 7, "TILE": 64}),
+        (tiles._tile_tables, {**TABLES, "RANKED": True, "AT_LEAST": 0, "ROWS": 64}),
         (
-            tile_tables._tile_tables,
+            tiles._tile_tables,
             {"RANKED": False, "COUNTED": 1, "AT_LEAST": 1, "ROWS": 4096, "LISTS": 64, "FILL": 128},
         ),
-        (tables._token_tables, {"SIZE": 256}),
-        (tables._block_bounds, {"SIZE": 256}),
-        (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 1, "D": 16, "M": 32}),
-        (combine.combine_dq, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 1, "D": 16, "M": 32}),
-        (combine.combine_dq, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 7, "D": 128, "M": 32}),
-        (combine.combine_out, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
-        (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 11, "D": 128, "M": 32}),
-        (gathered._place_rows, {"G": 4, "C": 11, "M": 64}),
-        (gathered._gather, {"D": 128, "M": 64}),
-        (short_blocks.sum_splits, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
-        (short_blocks.sum_splits, {"ADD": False, "D": 128, "N": 128, "KEYS": 16}),
+        (lists._token_tables, {"SIZE": 256}),
+        (lists._block_bounds, {"SIZE": 256}),
+        (softmax.combine_out, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 7, "D": 128, "M": 32}),
+        (softmax.combine_out, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 1, "D": 16, "M": 32}),
+        (softmax.combine_dq, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 1, "D": 16, "M": 32}),
+        (softmax.combine_dq, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 7, "D": 128, "M": 32}),
+        (softmax.combine_out, {"PARTIAL": False, "INDIRECT": True, "G": 4, "HISTORY": 11, "D": 128, "M": 32}),
+        (softmax.combine_dq, {"PARTIAL": False, "INDIRECT": True, "G": 4, "HISTORY": 11, "D": 128, "M": 32}),
+        (composed_rows._find_rows, {"G": 4, "HISTORY": 11, "M": 64}),
+        (composed_rows._gather, {"D": 128, "M": 64}),
+        (softmax.sum_splits, {"ADD": True, "D": 128, "N": 128, "KEYS": 16}),
+        (softmax.sum_splits, {"ADD": False, "D": 128, "N": 128, "KEYS": 16}),
         (softmax.prepare, {"D": 128, "M": 32}),
-        (packed.pack, {"PLACED": False, "G": 4, "C": 11, "D": 128, "M": 64}),
-        (lists._place, {"G": 4, "C": 127, "TILE": 64}),
-        (combine.combine_out, {"PARTIAL": True, "PLACED": False, "G": 4, "C": 127, "D": 128, "M": 32}),
-        (combine.combine_dq, {"PARTIAL": False, "PLACED": True, "G": 4, "C": 127, "D": 128, "M": 32}),
-        (gathered._place_rows, {"G": 4, "C": 127, "M": 64}),
-        (packed.pack, {"PLACED": True, "G": 4, "C": 127, "D": 128, "M": 64}),
-        (choose._choose, {"SLOTS": 64, "M": 8, "N": 512, "num_warps": 4}),
-        (choose._choose, {"SLOTS": 64, "M": 1, "N": 16384, "num_warps": 16}),
+        (blocks_from_144_dkdv.pack, {"STORE_POSITIONS": False, "G": 4, "HISTORY": 11, "D": 128, "M": 64}),
+        (lists._scatter, {"G": 4, "HISTORY": 127, "TILE": 64}),
+        (softmax.combine_out, {"PARTIAL": True, "INDIRECT": False, "G": 4, "HISTORY": 127, "D": 128, "M": 32}),
+        (softmax.combine_dq, {"PARTIAL": False, "INDIRECT": True, "G": 4, "HISTORY": 127, "D": 128, "M": 32}),
+        (composed_rows._find_rows, {"G": 4, "HISTORY": 127, "M": 64}),
+        (blocks_from_144_dkdv.pack, {"STORE_POSITIONS": True, "G": 4, "HISTORY": 127, "D": 128, "M": 64}),
+        (highest_scores._choose, {"KEPT": 64, "M": 8, "N": 512, "num_warps": 4}),
+        (highest_scores._choose, {"KEPT": 64, "M": 1, "N": 16384, "num_warps": 16}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -416,9 +456,9 @@ def test_the_choice_by_compressed_blocks_fits_and_uses_the_matrix_units(head_dim
 def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim, tmp_path):
     shapes = spans.span_shapes(head_dim)
     for kernel, shape in (
-        (spans.attend, shapes.forward),
-        (spans.row_gradients, shapes.dq),
-        (spans.key_gradients, shapes.dkdv),
+        (spans.forward_spans, shapes.forward),
+        (spans.dq_spans, shapes.dq),
+        (spans.dkdv_spans, shapes.dkdv),
     ):
         fits(kernel, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
 

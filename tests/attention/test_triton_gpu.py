@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from moba_train.attention.blocks.geometry import block_bound  # noqa: E402
+from moba_train.attention.kernels.common.geometry import block_bound  # noqa: E402
 from moba_train.attention.moba import moba_attention  # noqa: E402
 from moba_train.attention.moba.gate import gate_scores, pool_keys  # noqa: E402
 from moba_train.attention.protocol import BackwardState, Layout  # noqa: E402
@@ -67,7 +67,7 @@ CASES = [
 def test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options):
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", head_dim, **options)
-    got, (selected, entries, starts) = run(ours, tensors, layout)
+    got, (selected, slots, starts) = run(ours, tensors, layout)
     again, selection = run(ours, tensors, layout)
     assert all(torch.equal(a, b) for a, b in zip([*got, selected], [*again, selection[0]], strict=True)), (
         "not deterministic"
@@ -75,7 +75,7 @@ def test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_
     if not selected.numel() and not sum(lengths):
         return
     if selected.numel():
-        check_lists(selected, entries, starts, kv_heads, block_bound(layout, options["block_size"]))
+        check_lists(selected, slots, starts, kv_heads, block_bound(layout, options["block_size"]))
     want = exact(tensors, layout, selected, options["block_size"], ours.scale)
     plain = naive(tensors, layout, selected, options["block_size"], ours.scale)
     torch.testing.assert_close(got[1].double(), want[1], atol=2e-5, rtol=0)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moba_train.attention.kernels.varlen import KERNELS, Cpu, Segments, TorchFlash, best_kernel, refusals
+from moba_train.attention.kernels.varlen.kernels import _deterministic_algorithms
 from moba_train.attention.protocol import BackwardState
-from moba_train.attention.varlen import KERNELS, Cpu, Segments, TorchFlash, best_kernel, refusals
-from moba_train.attention.varlen.flash_attention_2 import _deterministic_algorithms
 from tests.attention.helpers import make_qkv
 
 ON_GPU = [kernel for kernel in KERNELS if kernel is not Cpu]

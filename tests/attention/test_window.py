@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moba_train.attention import window
+from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward
 from moba_train.attention.kind import Engine
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.attention.masked import masked_attend, masked_attend_backward
 from moba_train.attention.protocol import BackwardState, Layout, TokenRange, packed_layout
 from moba_train.attention.window import WindowAttention, bands
 from tests.attention.helpers import make_qkv

@@ -7,9 +7,9 @@ from benchmarks.context_timeline import bars, covered, draw, joined
 TRACE = {
     "traceEvents": [
         {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 900},
-        {"cat": "kernel", "name": "attend_history", "ts": 2000, "dur": 1000},
+        {"cat": "kernel", "name": "forward_history", "ts": 2000, "dur": 1000},
         {"cat": "kernel", "name": "ncclDevKernel_AllGather", "ts": 1000, "dur": 1500},
-        {"cat": "kernel", "name": "dq_own", "ts": 3010, "dur": 90},
+        {"cat": "kernel", "name": "dq_diagonal", "ts": 3010, "dur": 90},
     ]
 }
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.config.load import load_config

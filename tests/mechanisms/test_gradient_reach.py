@@ -109,7 +109,7 @@ def visible(q: Tensor, k: Tensor, batch: Batch, document: Tensor, kind: Any) -> 
     block = first[document] + batch.positions // BLOCK
     pooled = pool_keys(k, batch.layout, BLOCK)
     selected = select_blocks(
-        q, pooled, batch.layout, block_size=BLOCK, count=options.topk - 1, select="head", always=("current",)
+        q, pooled, batch.layout, block_size=BLOCK, history_blocks=options.topk - 1, select="head", always=("current",)
     )
     listed = (selected[..., None] == block).any(2)
     return seen & (listed | (block[:, None] == block))

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.choose import choose_blocks, query_blocks
-from moba_train.attention.blocks.reference import selected_mask
 from moba_train.attention.decoding import CachedKeys, last_tokens
+from moba_train.attention.kernels.common.geometry import query_blocks
+from moba_train.attention.kernels.common.reference import masked_attend, selected_mask
+from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kind import AttentionKind
-from moba_train.attention.masked import masked_attend
 from moba_train.attention.protocol import BackwardState, TokenRange, packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention

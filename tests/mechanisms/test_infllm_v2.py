@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.geometry import block_ids
+from moba_train.attention.kernels.common.geometry import block_ids
 from moba_train.attention.kind import StageContext
 from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention, InfLLMV2Kind
@@ -154,7 +154,7 @@ def test_queries_are_selected_for_in_chunks(monkeypatch):
     part = whole.part((TokenRange(5, 40), TokenRange(70, 103)), None)
     summaries = attention.summarize(k, whole)
     want = attention.select_blocks(q, summaries, whole)
-    monkeypatch.setattr("moba_train.attention.masked._SCORES_PER_CHUNK", {"cpu": 1})
+    monkeypatch.setattr("moba_train.attention.kernels.common.reference._SCORES_PER_CHUNK", {"cpu": 1})
     assert torch.equal(attention.select_blocks(q, summaries, whole), want)
     assert torch.equal(attention.select_blocks(q[part.q_tokens], summaries, part), want[:, part.q_tokens])
 

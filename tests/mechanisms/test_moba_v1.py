@@ -110,12 +110,12 @@ def test_the_layer_is_the_loops_on_rotated_queries_and_keys(merge):
 @merges
 def test_parts_of_the_work_leave_no_trace(merge, monkeypatch):
     """Ranges of a few tokens, one key/value head at a time."""
-    from moba_train.attention.blocks import composed
+    from moba_train.attention.kernels import composed
 
     tensors = [x.detach() for x in make_qkv(37, 6, 3, 8)]
     attention = attention_of({**SMALL, "merge": merge, "backend": "composed"})
     want = LOCAL_ENGINE(*tensors, attention, packed_layout([25, 3, 9]))
-    monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim: 12)
+    monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: 12)
     assert_equal = torch.testing.assert_close
     assert_equal(LOCAL_ENGINE(*tensors, attention, packed_layout([25, 3, 9])), want, rtol=0, atol=1e-13)
 
@@ -229,8 +229,8 @@ def test_exported_to_transformers_it_attends_as_it_was_trained():
 @merges
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 4), (128, 8, 2), (80, 4, 2)])
 def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(merge, head_dim, heads, kv_heads, monkeypatch):
-    """`auto` takes the composition; all at once and, with `entries_at_once`, in many parts."""
-    from moba_train.attention.blocks import composed
+    """`auto` takes the composition; all at once and, with `slots_at_once`, in many parts."""
+    from moba_train.attention.kernels import composed
 
     lengths = [700, 0, 1, 1500, 300]
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
@@ -239,7 +239,7 @@ def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(merge, head_dim, heads,
     want, _ = run(plain, [x.double() for x in tensors], layout, selection[: 1 + (merge == "gate")])
     for limit in (None, 3000):
         if limit:
-            monkeypatch.setattr(composed, "entries_at_once", lambda rows, head_dim, limit=limit: limit)
+            monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim, limit=limit: limit)
         got, _ = run(ours, tensors, layout, selection)
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
             assert error(a, b) < 0.02, (name, limit, float(error(a, b)))

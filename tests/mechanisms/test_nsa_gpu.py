@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.choose import query_blocks
-from moba_train.attention.blocks.geometry import first_blocks
-from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.block_sparse import GivenBlocks
+from moba_train.attention.kernels.common.geometry import first_blocks, query_blocks
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.protocol import packed_layout
 from moba_train.mechanisms.nsa import selection

@@ -48,7 +48,7 @@ from tests.resolved import check
         ),
         (
             ["attention.moba={backend: triton, topk: 129, block_size: 64}", "model.head_dim=64"],
-            "stages[1].attention.moba.backend: given 'triton' in layers 0, 2, which cannot run: 128 selected blocks",
+            "stages[1].attention.moba.backend: given 'triton' in layers 0, 2, which cannot run: 128 history blocks",
         ),
     ],
 )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_runs_on
 from moba_train.attention.protocol import Layout, TokenRange, packed_layout
 
 
@@ -53,9 +52,3 @@ def last_tokens(lengths: list[int], device: torch.device) -> Layout:
     stops = torch.tensor(lengths).cumsum(0).tolist()
     queries = tuple(TokenRange(stop - 1, stop) for stop in stops)
     return packed_layout(lengths, device).part(queries, None)
-
-
-def kernel_decodes(q_BHD: Tensor, block_size: int = 16) -> bool:
-    """Whether kernel.py can take queries like these, and blocks of `block_size` tokens."""
-    able = q_BHD.shape[-1] in (64, 128) and q_BHD.dtype in (torch.bfloat16, torch.float16)
-    return able and block_size % 16 == 0 and triton_runs_on(q_BHD)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full.kernels import FullBackend
-from moba_train.attention.masked import accumulation_dtype
+from moba_train.attention.kernels.common.reference import accumulation_dtype
+from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.merge import merge, nothing_seen
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, TokenRange, TokenRanges, joined_ranges
-from moba_train.attention.varlen import Segments
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class QueryChunk:
     earlier: int
     """The first `earlier` rows of the keys come before the chunk, or are a single query and what comes before it."""
     own: bool
-    """Whether the next rows of the keys are the chunk's own tokens."""
+    """True if the next rows of the keys are the chunk's own tokens."""
 
     def visible(self, bottom_right: bool) -> list[tuple[slice, bool]]:
         """(rows of the keys, whether causal) of the calls that cover what the chunk sees, each key once."""

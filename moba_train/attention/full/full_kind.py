@@ -10,12 +10,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.available import triton_refuses
-from moba_train.attention.blocks.geometry import history_blocks, history_bound
-from moba_train.attention.decoding import CachedKeys, kernel_decodes
+from moba_train.attention.decoding import CachedKeys
 from moba_train.attention.full import calls
 from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
+from moba_train.attention.kernels.table import call_problem, kernel_decodes
 from moba_train.attention.kind import AttentionKind, StageContext
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
 from moba_train.config.base import Section
@@ -86,7 +86,7 @@ class FullAttention(LocalAttention):
         if self.options.backend != "auto" or not torch.are_deterministic_algorithms_enabled():
             return False
         one = layout.is_whole and layout.cu_seqlens.numel() == 2 and layout.total >= _BLOCKS_PAY_FROM
-        if not one or triton_refuses(q_THD, layout, _BLOCK, history_bound(layout, _BLOCK)):
+        if not one or call_problem(q_THD, layout, _BLOCK, history_bound(layout, _BLOCK)):
             return False
         return self.pick(q_THD, layout) is Flash
 
@@ -125,7 +125,7 @@ class FullAttention(LocalAttention):
         """(out [B, H, D], lse [H, B]) of the newest token of each sequence; with a kernel of its own on CUDA."""
         if self.options.backend != "auto" or not kernel_decodes(q_BHD):
             return super().decode(q_BHD, cached)
-        from moba_train.attention.decoding.kernel import decode
+        from moba_train.attention.kernels.triton.decode import decode
 
         return decode(q_BHD, cached, scale=self.scale)
 

@@ -9,11 +9,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from moba_train.attention.masked import Mask, masked_attend, masked_attend_backward
+from moba_train.attention.kernels.common.reference import Mask, masked_attend, masked_attend_backward
+from moba_train.attention.kernels.varlen import Cpu, FlashAttention4, PackagedFlash2, Segments, TorchFlash, VarlenKernel
 from moba_train.attention.protocol import BackwardState, Gradients, Layout
-from moba_train.attention.varlen import Cpu, FlashAttention4, PackagedFlash2, Segments, TorchFlash, VarlenKernel
+from moba_train.torch_private import cudnn_attention, cudnn_attention_backward
 
-_aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -21,16 +21,16 @@ class FullBackend(Protocol):
     """One implementation; never instantiated."""
 
     bottom_right: ClassVar[bool]
-    """Whether its causal mask may have more keys than queries; otherwise they are as many in every document."""
+    """True if its causal mask may have more keys than queries; else they are as many in every document."""
 
     @staticmethod
     def can(q: Tensor, layout: Layout) -> bool:
-        """Whether it computes this call."""
+        """True if it computes this call."""
         ...
 
     @staticmethod
     def pays(layout: Layout) -> bool:
-        """Whether it is fast enough for this call, given that it can do it."""
+        """True if it is fast enough for this call, given that it can do it."""
         ...
 
     @staticmethod
@@ -47,7 +47,7 @@ class FullBackend(Protocol):
 class Cudnn:
     """cuDNN's fused attention on one document, or on equally long ones as a batch.
 
-    It is built anew for every new shape (tens of milliseconds), which does not pay for packed documents of any length.
+    It is built for every new shape (tens of milliseconds), which does not pay for packed documents of any length.
     Its backward pass is not reproducible, so torch's deterministic algorithms exclude it.
     """
 
@@ -68,9 +68,7 @@ class Cudnn:
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         batch = _documents_first(q, segments.max_q), *(_documents_first(x, segments.max_k) for x in (k, v))
-        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            *batch, None, True, 0.0, segments.causal, False, scale=scale
-        )
+        out, lse, *_ = cudnn_attention(*batch, None, True, 0.0, segments.causal, False, scale=scale)
         lse_BHL = lse.view(-1, q.shape[1], segments.max_q)
         return out.transpose(1, 2).reshape(q.shape), lse_BHL.transpose(0, 1).flatten(1)
 
@@ -81,7 +79,7 @@ class Cudnn:
         k, v = (_documents_first(x, max_k) for x in (state.k, state.v))
         lse = state.lse.unflatten(1, (-1, max_q)).transpose(0, 1).unsqueeze(-1).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused without dropout
-        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = cudnn_attention_backward(
             dout, q, k, v, out, lse, seed, seed, None, None, None, max_q, max_k, 0.0, segments.causal, scale=scale
         )
         pairs = ((dq, state.q), (dk, state.k), (dv, state.v))
@@ -195,4 +193,4 @@ BACKENDS: dict[str, type[FullBackend]] = {
     "sdpa": Sdpa,
     "reference": Reference,
 }
-"""In the order in which `auto` tries them."""
+"""Backends in the order in which `auto` tries them."""

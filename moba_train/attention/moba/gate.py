@@ -8,8 +8,8 @@ C selected blocks.
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
-from moba_train.attention.masked import accumulation_dtype, query_chunks
+from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
 from moba_train.attention.protocol import Layout
 
 
@@ -49,31 +49,31 @@ def select_blocks(
     layout: Layout,
     *,
     block_size: int,
-    count: int,
+    history_blocks: int,
     select: str,
     always: tuple[str, ...],
 ) -> Tensor:
-    """The history blocks that each query selects: int32 [H, T, C] with C = `count` <= N, ascending, -1 behind.
+    """The history blocks that each query selects: int32 [H, T, C] with C = `history_blocks` <= N, ascending, -1 behind.
 
-    Candidates are the blocks of the query's document before its own block; min(C, candidates) of them are selected.
-    Blocks forced by `always` come first, then the highest gates; of equal gates the lower block id wins, so the
-    selection is deterministic. The own block is always attended to and not listed.
+    Candidates are the blocks of the query's document before its diagonal block; min(C, candidates) of them are
+    selected. Blocks forced by `always` come first, then the highest gates; of equal gates the lower block id wins, so
+    the selection is deterministic. The diagonal block is always attended to and not listed.
     """
     blocks = block_bound(layout, block_size)
     queries, heads, _ = q_THD.shape
-    selected_HTC = torch.full((heads, queries, count), -1, dtype=torch.int32, device=q_THD.device)
-    if count == 0:
+    selected_HTC = torch.full((heads, queries, history_blocks), -1, dtype=torch.int32, device=q_THD.device)
+    if history_blocks == 0:
         return selected_HTC
 
     first_T = first_blocks(layout.cu_seqlens, block_size)[layout.q_documents]
-    own_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
+    diagonal_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
     ids_N = torch.arange(blocks, device=q_THD.device)
     for rows in query_chunks(queries, heads * blocks, q_THD.device):
-        own_t1, first_t1 = own_T[rows, None], first_T[rows, None]
-        candidate_tN = (ids_N >= first_t1) & (ids_N < own_t1)
+        diagonal_t1, first_t1 = diagonal_T[rows, None], first_T[rows, None]
+        candidate_tN = (ids_N >= first_t1) & (ids_N < diagonal_t1)
         forced_tN = torch.zeros_like(candidate_tN)
         if "previous" in always:
-            forced_tN |= ids_N == own_t1 - 1
+            forced_tN |= ids_N == diagonal_t1 - 1
         if "first" in always:
             forced_tN |= ids_N == first_t1
         gates = gate_scores(q_THD[rows], pooled_NKD, select)
@@ -81,8 +81,8 @@ def select_blocks(
         # below what is forced.
         gates = gates.clamp(torch.finfo(gates.dtype).min, torch.finfo(gates.dtype).max)
         gates = gates.masked_fill(forced_tN & candidate_tN, torch.inf).masked_fill(~candidate_tN, -torch.inf)
-        best = gates.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-        valid = torch.arange(count, device=q_THD.device) < (own_t1 - first_t1)
+        best = gates.sort(dim=-1, descending=True, stable=True).indices[..., :history_blocks]
+        valid = torch.arange(history_blocks, device=q_THD.device) < (diagonal_t1 - first_t1)
         ordered = torch.where(valid, best, blocks).sort(-1).values
         ordered = torch.where(ordered == blocks, -1, ordered).to(torch.int32)
         selected_HTC[:, rows] = ordered.repeat_interleave(heads // ordered.shape[0], dim=0)

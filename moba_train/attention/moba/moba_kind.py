@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
+from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.shard import Shard
@@ -69,9 +69,7 @@ class MobaKind(AttentionKind):
                 f"({', '.join(sorted(forced))}) and count towards it; allowed: >= {len(forced)}"
             )
 
-        reason = triton_limits(context.model.head_width, options.topk - 1) or triton_block_size(options.block_size)
-        if context.device not in (None, "cuda") and not interpreted():
-            reason = f"the run trains on {context.device}, CUDA needed"
+        reason = triton_problem(context.device, context.model.head_width, options.block_size, options.topk - 1)
         if options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 

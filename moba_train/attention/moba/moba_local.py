@@ -6,13 +6,13 @@ from typing import Annotated, Literal, Protocol, cast
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.available import triton_refuses
-from moba_train.attention.blocks.by_unit import BlocksByUnit
-from moba_train.attention.blocks.dense_or_sparse import DenseOrSparse
-from moba_train.attention.blocks.geometry import block_bound
-from moba_train.attention.blocks.statistics import Choice, key_share, selection_statistics
+from moba_train.attention.block_sparse import DenseOrSparse
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.by_unit import BlocksByUnit
+from moba_train.attention.kernels.common.geometry import block_bound
+from moba_train.attention.kernels.common.selection import Choice, key_share, selection_statistics
+from moba_train.attention.kernels.table import call_problem
 from moba_train.attention.moba import gate
 from moba_train.attention.protocol import Layout, Selection
 from moba_train.attention.statistics import Statistics
@@ -20,7 +20,7 @@ from moba_train.config.base import Length, Section
 
 
 class Selector(Protocol):
-    """The functions that gate.py and triton/ both provide."""
+    """The functions that gate.py and gate_kernels.py both provide."""
 
     def pool_keys(self, k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
         """Mean of the given keys in each block, [blocks, K, D]."""
@@ -33,27 +33,27 @@ class Selector(Protocol):
         layout: Layout,
         *,
         block_size: int,
-        count: int,
+        history_blocks: int,
         select: str,
         always: tuple[str, ...],
     ) -> Tensor:
-        """The selected history blocks, int32 [H, T, count]."""
+        """The selected history blocks, int32 [H, T, history_blocks]."""
         ...
 
 
-def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, count: int) -> Selector:
+def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, history_blocks: int) -> Selector:
     """The selector for tensors like `x` ([tokens, heads, D]): kernels where they can run and are not refused by the
     backend `wanted`, else plain PyTorch. `composed` has none of its own and takes the kernels."""
     if wanted == "reference" or (wanted != "triton" and not x.is_cuda):
         return cast(Selector, gate)
-    return cast(Selector, gate) if triton_refuses(x, layout, block_size, count) else _triton()
+    return cast(Selector, gate) if call_problem(x, layout, block_size, history_blocks) else _triton()
 
 
 def _triton() -> Selector:
     """The kernels, imported at the first use."""
-    from moba_train.attention.moba import triton
+    from moba_train.attention.moba import gate_kernels
 
-    return cast(Selector, triton)
+    return cast(Selector, gate_kernels)
 
 
 def _current_name(backend: object) -> object:
@@ -148,7 +148,7 @@ class MobaAttention(DenseOrSparse):
             summaries,
             layout,
             block_size=self.options.block_size,
-            count=self._count(layout),
+            history_blocks=self._count(layout),
             select=self.options.select,
             always=self.options.always,
         )
@@ -178,5 +178,5 @@ class MobaAttention(DenseOrSparse):
 
     def _selector(self, x: Tensor, layout: Layout) -> Selector:
         return pick_selector(
-            self.options.backend, x, layout, block_size=self.options.block_size, count=self._count(layout)
+            self.options.backend, x, layout, block_size=self.options.block_size, history_blocks=self._count(layout)
         )

@@ -15,9 +15,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
-from moba_train.attention.blocks.given import GivenBlocks
+from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.shard import Shard, ShardCall
@@ -86,9 +86,7 @@ class DistilledGate(AttentionKind):
                 f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
                 f"{context.seq_len} tokens; allowed: at most seq_len"
             )
-        reason = triton_limits(context.model.head_width, options.topk - 1) or triton_block_size(options.block_size)
-        if context.device not in (None, "cuda") and not interpreted():
-            reason = f"the run trains on {context.device}, CUDA needed"
+        reason = triton_problem(context.device, context.model.head_width, options.block_size, options.topk - 1)
         if options.mode == "sparse" and options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.geometry import block_edges, block_ids, first_blocks
+from moba_train.attention.kernels.common.geometry import block_edges, block_ids, first_blocks
 from moba_train.attention.protocol import Layout
 
 EDGES = 4

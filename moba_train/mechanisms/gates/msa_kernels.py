@@ -26,11 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.geometry import block_edges
-from moba_train.attention.blocks.triton.lists import BlockLists, invert
-from moba_train.attention.blocks.triton.softmax import LOG2_E
-from moba_train.attention.blocks.triton.tile_tables import cut_lists, tile_of_program
-from moba_train.attention.blocks.triton.tiles import TileShape
+from moba_train.attention.kernels.common.geometry import block_edges
+from moba_train.attention.kernels.common.lists import BlockLists, invert
+from moba_train.attention.kernels.common.softmax import LOG2_E
+from moba_train.attention.kernels.common.tiles import TileShape, cut_lists, tile_of_program
 from moba_train.attention.protocol import Layout
 from moba_train.mechanisms.gates.grid import block_grid, causal_chunks
 
@@ -109,7 +108,7 @@ def selected_pairs(selected_KnC: Tensor, layout: Layout, block_size: int) -> Pai
         edges,
         grid.tokens_n.int(),
         selected_Knj.shape[2],
-        lists.entries,
+        lists.slots,
         begin.contiguous(),
         end.contiguous(),
         selected_Knj.numel(),
@@ -240,7 +239,10 @@ def _launch(
         *(x.contiguous() for x in (q_index_tKw, k_index_Tw, q_tHd, k_TKd, lse_Ht)),
         *results,
         *pairs.listing,
-        *tiles.arguments,
+        tiles.list_of_tile,
+        tiles.last_tile,
+        tiles.begin,
+        tiles.end,
         len(pairs.begin),
         *pairs.counts,
         q_index_tKw.shape[2] ** -0.5,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.masked import accumulation_dtype
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.protocol import Layout
 from moba_train.mechanisms.gates.grid import block_grid, causal_chunks
 

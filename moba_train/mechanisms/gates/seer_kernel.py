@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.geometry import block_edges
-from moba_train.attention.blocks.triton.softmax import LOG2_E
+from moba_train.attention.kernels.common.geometry import block_edges
+from moba_train.attention.kernels.common.softmax import LOG2_E
 from moba_train.attention.protocol import Layout
 from moba_train.mechanisms.gates.grid import block_grid, query_rows
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_multiplies
-from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks
-from moba_train.attention.blocks.geometry import block_bound, block_edges
-from moba_train.attention.masked import accumulation_dtype
+from moba_train.attention.kernels.common.geometry import QueryBlocks, block_bound, block_edges
+from moba_train.attention.kernels.common.reference import accumulation_dtype
+from moba_train.attention.kernels.common.selection import choose_blocks
+from moba_train.attention.kernels.table import triton_multiplies
 from moba_train.attention.operators import with_layout
 from moba_train.attention.protocol import Layout
 from moba_train.mechanisms.gates.grid import EDGES, QueryRows, block_grid, causal_chunks, query_rows, query_rows_bound

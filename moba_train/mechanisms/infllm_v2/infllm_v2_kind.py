@@ -23,14 +23,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
-from moba_train.attention.blocks.choose import QueryBlocks, choose_blocks, query_blocks
-from moba_train.attention.blocks.dense_or_sparse import DenseOrSparse
-from moba_train.attention.blocks.geometry import block_bound
-from moba_train.attention.blocks.spans import KeySpans, LocalBlocks, with_local_blocks
-from moba_train.attention.blocks.statistics import Choice, key_share, selection_statistics
+from moba_train.attention.block_sparse import DenseOrSparse
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.geometry import (
+    KeySpans,
+    LocalBlocks,
+    QueryBlocks,
+    block_bound,
+    query_blocks,
+    with_local_blocks,
+)
+from moba_train.attention.kernels.common.selection import Choice, choose_blocks, key_share, selection_statistics
+from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import AttentionKind, StageContext
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.moba.moba_local import pick_selector
@@ -211,7 +216,7 @@ class InfLLMV2Attention(DenseOrSparse):
     def summarize(self, k_SKD: Tensor, layout: Layout) -> Tensor:
         """The mean key of every unit of `stride` tokens, [U, K, D]; zeros for units without given keys."""
         stride = self.options.stride
-        pool = pick_selector(self.options.backend, k_SKD, layout, block_size=stride, count=0).pool_keys
+        pool = pick_selector(self.options.backend, k_SKD, layout, block_size=stride, history_blocks=0).pool_keys
         return pool(k_SKD, layout, stride)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
@@ -316,7 +321,5 @@ class InfLLMV2Kind(AttentionKind):
 
 def _kernels_refuse(options: InfLLMV2Attention.Options, context: StageContext) -> str:
     """Why the Triton kernels cannot run in this stage; empty when they can."""
-    if context.device not in (None, "cuda") and not interpreted():
-        return f"the run trains on {context.device}, CUDA needed"
     remote = options.topk - options.local_blocks
-    return triton_limits(context.model.head_width, remote) or triton_block_size(options.block_size)
+    return triton_problem(context.device, context.model.head_width, options.block_size, remote)

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_runs_on
-from moba_train.attention.blocks.triton.softmax import LOG2_E, LOWEST
-from moba_train.attention.blocks.triton.tiles import TileShape
+from moba_train.attention.kernels.common.softmax import LOG2_E, LOWEST
+from moba_train.attention.kernels.common.tiles import TileShape
+from moba_train.attention.kernels.table import triton_runs_on
 
 NORMALISER = TileShape(rows=128, keys=64, warps=4, stages=3)
 SCORES = TileShape(rows=64, keys=64, warps=4, stages=2)

@@ -5,7 +5,7 @@ at its own position: softmax over their scaled scores. The probabilities are sum
 key/value head, and a block's score is the largest sum among the windows that overlap it.
 
 A window is a run of neighbouring units of `stride` tokens, of which the caller has the mean keys. Unit w begins window
-w; units and blocks are counted as in blocks/geometry.py, from each document's start.
+w; units and blocks are counted as in kernels/common/geometry.py, from each document's start.
 
 Shape suffixes: t a chunk of the queries, W windows in reach of the chunk, N blocks in reach, H query heads, K key/value
 heads, G = H / K, D head width.
@@ -20,9 +20,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_runs_on
-from moba_train.attention.blocks.geometry import block_bound, block_edges, block_ids, first_blocks
-from moba_train.attention.masked import query_chunks
+from moba_train.attention.kernels.common.geometry import block_bound, block_edges, block_ids, first_blocks
+from moba_train.attention.kernels.common.reference import query_chunks
+from moba_train.attention.kernels.table import triton_runs_on
 from moba_train.attention.protocol import Layout
 
 

@@ -17,13 +17,13 @@ import torch
 from pydantic import Field, Strict, model_validator
 from torch import Tensor, nn
 
-from moba_train.attention.blocks.attention import BlockAttention
-from moba_train.attention.blocks.available import interpreted, triton_block_size, triton_limits
-from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
-from moba_train.attention.blocks.statistics import key_share
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.block_attention import BlockAttention
+from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.kernels.common.reference import accumulation_dtype
+from moba_train.attention.kernels.common.selection import key_share
+from moba_train.attention.kernels.table import triton_problem
 from moba_train.attention.kind import AttentionKind, LayerInput, StageContext
-from moba_train.attention.masked import accumulation_dtype
 from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
 from moba_train.attention.statistics import KEY_SHARE, SOFTMAX, Statistics, joined
 from moba_train.config.base import Length, Section
@@ -216,7 +216,7 @@ class SpanAttention(LocalAttention):
 
 
 def history_blocks(spans: Spans, layout: Layout) -> Tensor:
-    """int32 [h, T, C]: the history blocks of each query, ids as in blocks/geometry.py, ascending, -1 behind."""
+    """int32 [h, T, C]: the history blocks of each query, ids as in kernels/common/geometry.py, ascending, -1 behind."""
     size = spans.block_size
     first = first_blocks(layout.cu_seqlens, size)
     ids_N = torch.arange(block_bound(layout, size), device=first.device)
@@ -358,12 +358,10 @@ class MoaKind(AttentionKind):
 
 def _triton_refuses(options: SpanAttention.Options, context: StageContext) -> str:
     """Why the Triton kernels cannot attend in these spans; empty when they can."""
-    if context.device not in (None, "cuda") and not interpreted():
-        return f"the run trains on {context.device}, CUDA needed"
     reasons = (_rule_refuses(rule, context) for rule in set(options.rules()) if rule.block_size)
     return next(filter(None, reasons), "")
 
 
 def _rule_refuses(rule: SpanRule, context: StageContext) -> str:
     selected = Spans((rule,)).most_history(context.seq_len)
-    return triton_limits(context.model.head_width, selected) or triton_block_size(rule.block_size)
+    return triton_problem(context.device, context.model.head_width, rule.block_size, selected)

@@ -1,8 +1,8 @@
 """Compressed blocks: which tokens are in which, and which queries see them.
 
 A block has `size` tokens and begins every `stride` tokens from its document's start; only complete blocks exist. Ids
-count over the whole packed sequence, as those of blocks/geometry.py do. A query sees the blocks of its document whose
-last token is not after it.
+count over the whole packed sequence, as those of kernels/common/geometry.py do. A query sees the blocks of its document
+whose last token is not after it.
 
 So `stride` neighbouring queries have the same newest block, and all of them see exactly the blocks up to it. With
 these queries side by side as further heads, attention to compressed blocks is plain causal attention in which document

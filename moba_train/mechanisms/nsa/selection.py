@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_runs_on
-from moba_train.attention.blocks.choose import choose_blocks, query_blocks
-from moba_train.attention.blocks.geometry import block_bound, first_blocks
-from moba_train.attention.masked import accumulation_dtype, query_chunks
+from moba_train.attention.kernels.common.geometry import block_bound, first_blocks, query_blocks
+from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
+from moba_train.attention.kernels.common.selection import choose_blocks
+from moba_train.attention.kernels.table import triton_runs_on
 from moba_train.attention.operators import with_layout
 from moba_train.attention.protocol import Layout
 from moba_train.mechanisms.nsa.compressed import CompressedBlocks
@@ -53,7 +53,7 @@ class BlockChoice:
 
     @torch.no_grad()
     def choose(self, q_nHD: Tensor, k_NKD: Tensor, lse_Hn: Tensor, layout: Layout, scale: float) -> Tensor:
-        """int32 [H, n, C]: the selected history blocks, equal in a group of query heads (blocks/choose.py).
+        """int32 [H, n, C]: the selected history blocks, equal in a group of query heads (kernels/common/selection.py).
 
         `k_NKD`: compressed keys; `lse_Hn`: of the queries over those they see.
         """

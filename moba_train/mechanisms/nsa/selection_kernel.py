@@ -14,18 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moba_train.attention.blocks.available import triton_limits, triton_runs_on
-from moba_train.attention.blocks.choose import QueryBlocks
-from moba_train.attention.blocks.triton.best import HIGHEST, enter, found_ids, no_blocks, store_ids
-from moba_train.attention.blocks.triton.softmax import LOG2_E
-from moba_train.attention.blocks.triton.tiles import TileShape
+from moba_train.attention.kernels.common.geometry import QueryBlocks
+from moba_train.attention.kernels.common.softmax import LOG2_E
+from moba_train.attention.kernels.common.tiles import TileShape
+from moba_train.attention.kernels.table import TRITON, triton_runs_on
+from moba_train.attention.kernels.triton.highest_scores import HIGHEST, enter, found_ids, no_blocks, store_ids
 
 
 def able(q_nHD: Tensor, count: int) -> bool:
     """Whether the kernel takes queries like these, and chooses `count` blocks for each."""
     half = q_nHD.dtype in (torch.float16, torch.bfloat16) or not q_nHD.is_cuda  # the interpreter takes float32 too
     possible = half and q_nHD.dtype != torch.float64 and triton_runs_on(q_nHD)
-    return possible and not triton_limits(q_nHD.shape[-1], count)
+    return possible and not TRITON.size_problem(q_nHD.shape[-1], None, count)
 
 
 def tile(count: int) -> TileShape:

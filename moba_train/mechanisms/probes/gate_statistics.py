@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks.geometry import block_bound, block_ids, first_blocks
-from moba_train.attention.masked import accumulation_dtype, query_chunks
+from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
 from moba_train.attention.protocol import Layout, LocalAttention
 
 DISTANCES = 16

@@ -28,7 +28,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moba_train.attention.masked import accumulation_dtype
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.protocol import Layout, LocalAttention
 from moba_train.attention.shard import ShardCall
 from moba_train.config.base import Length, Section, format_count

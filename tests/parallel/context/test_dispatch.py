@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moba_train.attention.blocks import by_unit
-from moba_train.attention.blocks.by_unit import BlocksByUnit
+from moba_train.attention.kernels import by_unit
+from moba_train.attention.kernels.by_unit import BlocksByUnit
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import Layout, LocalAttention, Selection
 from moba_train.attention.registry import KINDS

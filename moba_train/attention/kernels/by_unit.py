@@ -1,0 +1,173 @@
+"""Attention to selected blocks, one block at a time, for queries gathered from anywhere (attention/by_unit.py).
+
+Own blocks are causal segments of one call of a varlen kernel. For earlier blocks, the *entries* (query, j-th selected
+block) are sorted by block: the entries of a block and its keys are a segment of a second call. A query's results are
+joined in the order of its blocks, so nothing depends on timing. As in composed.py, whose parts these are, but keys are
+those of the given blocks only, and a query comes with one head and without its own block.
+
+Shape suffixes: T queries, U rows of complete blocks, H query heads, K key/value heads, D head width, N blocks of the
+sequence, F gathered queries, C selected blocks of a query, E entries of a part.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moba_train.attention.by_unit import UnitQueries
+from moba_train.attention.kernels.common.geometry import block_edges, history_blocks, history_bound
+from moba_train.attention.kernels.common.reference import accumulation_dtype
+from moba_train.attention.kernels.composed import MOST_ELEMENTS, heads_at_once
+from moba_train.attention.kernels.composed_rows import SortedPart, sorted_parts
+from moba_train.attention.kernels.varlen import Segments, VarlenKernel, best_kernel, refusals
+from moba_train.attention.protocol import BackwardState, Gradients, Layout, LocalAttention, Selection
+
+_ENTRIES_AT_ONCE = 2**22
+"""Entries of a part at most: 1 GiB for each tensor of 16-bit rows of width 128, six of them in the backward pass."""
+
+
+@dataclass(frozen=True)
+class BlocksByUnit:
+    """The `UnitAttention` of a block-sparse attention; blocks are joined by online softmax.
+
+    An attention that joins its blocks otherwise overrides `select`, which then returns weights, and `empty_selection`.
+    """
+
+    attention: LocalAttention
+    """Selects the blocks; its `alignment` is the block size."""
+    selected: int
+    """Blocks that a query selects besides its own, at most."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.attention.alignment
+
+    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
+        """(selected blocks,): int32 [H, T, C]; all of the history where the attention names none."""
+        selected_HTC = self.attention.select_blocks(q_THD, summaries, layout)
+        if selected_HTC is None:
+            selected_HTC = history_blocks(layout, self.block_size).repeat(q_THD.shape[1], 1, 1)
+        return (selected_HTC,)
+
+    def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
+        """A tensor of the shape and dtype of `select`'s, contents undefined."""
+        named = self.attention.empty_selection(q_THD, k_SKD, layout)
+        count = history_bound(layout, self.block_size)
+        return named[:1] or (q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], count), dtype=torch.int32),)
+
+    def first_tokens(self, layout: Layout) -> Tensor:
+        """int32 [N]: first token of each block; the number of tokens for ids that name no block."""
+        return block_edges(layout, self.block_size)[:-1]
+
+    def attend_own(self, q_UHD: Tensor, k_UKD: Tensor, v_UKD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """(out [U, H, D], lse [H, U]) of every query over its own block."""
+        if q_UHD.shape[0] == 0:
+            return torch.empty_like(q_UHD), q_UHD.new_empty(q_UHD.shape[1], 0, dtype=accumulation_dtype(q_UHD.dtype))
+        kernel = _kernel(q_UHD, layout, self.block_size)
+        return kernel.forward(q_UHD, k_UKD, v_UKD, self._own_segments(layout), self.attention.scale)
+
+    def attend_own_backward(self, state: BackwardState, layout: Layout) -> Gradients:
+        """(dq, dk, dv) of `attend_own`."""
+        wide = accumulation_dtype(state.q.dtype)
+        dq_UHD = torch.empty(state.q.shape, dtype=state.q.dtype, device=state.q.device)
+        dk_UKD, dv_UKD = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (state.k, state.v))
+        if state.q.shape[0] == 0:
+            return dq_UHD, dk_UKD, dv_UKD
+        kernel = _kernel(state.q, layout, self.block_size)
+        segments = self._own_segments(layout)
+        for heads, kv_heads in heads_at_once(state.q, state.k, slice(0, state.k.shape[1])):
+            some = state.with_heads(heads, kv_heads)
+            dq_UHD[:, heads], dk, dv = kernel.backward(some, segments, self.attention.scale, deterministic=True)
+            dk_UKD[:, kv_heads] += dk
+            dv_UKD[:, kv_heads] += dv
+        return dq_UHD, dk_UKD, dv_UKD
+
+    def attend(self, queries: UnitQueries, k_UD: Tensor, v_UD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """(out [F, D], lse [F]) of the queries over their blocks, joined."""
+        out_F1D = torch.zeros_like(queries.q_FD).unsqueeze(1)
+        lse_1F = torch.full_like(out_F1D[:, 0, 0], -torch.inf, dtype=accumulation_dtype(out_F1D.dtype)).unsqueeze(0)
+        nothing_1F = lse_1F.clone()
+        for kernel, part in self._parts(queries, layout):
+            part_E1D, part_1E = self._forward(kernel, part, part.gather(queries.q_FD), k_UD, v_UD)
+            if queries.weights_FC is None:
+                part.merge(out_F1D, lse_1F, nothing_1F, part_E1D.squeeze(1), part_1E.squeeze(0))
+            else:
+                part.add(out_F1D, part_E1D.squeeze(1) * part.by_slot(queries.weights_FC.unsqueeze(0))[:, None])
+                part.add_lse(lse_1F, part_1E.squeeze(0))
+        return out_F1D.squeeze(1), lse_1F.squeeze(0)
+
+    def attend_backward(
+        self, queries: UnitQueries, merged: tuple[Tensor, Tensor, Tensor], k_UD: Tensor, v_UD: Tensor, layout: Layout
+    ) -> Gradients:
+        """(dq [F, D], dk [U, D], dv [U, D]) of `attend`."""
+        dout_FD, out_FD, lse_F = merged
+        dq_F1D = torch.zeros_like(queries.q_FD).unsqueeze(1)
+        dk_UD, dv_UD = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k_UD, v_UD))
+        for kernel, part in self._parts(queries, layout):
+            q, dout = part.gather(queries.q_FD), part.gather(dout_FD)
+            if queries.weights_FC is None:
+                out, lse = part.gather(out_FD), part.gather_lse(lse_F)
+            else:  # every block has a softmax of its own
+                out, lse = self._forward(kernel, part, q, k_UD, v_UD)
+                dout = (dout * part.by_slot(queries.weights_FC.unsqueeze(0))[:, None, None]).to(q.dtype)
+            state = BackwardState(dout, q, k_UD.unsqueeze(1), v_UD.unsqueeze(1), out, lse)
+            dq, dk, dv = kernel.backward(state, part.segments, self.attention.scale, deterministic=True)
+            part.add(dq_F1D, dq.squeeze(1))
+            dk_UD += dk.squeeze(1)
+            dv_UD += dv.squeeze(1)
+        return dq_F1D.squeeze(1), dk_UD, dv_UD
+
+    def _forward(
+        self, kernel: type[VarlenKernel], part: SortedPart, q_E1D: Tensor, k_UD: Tensor, v_UD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(out [E, 1, D], lse [1, E]) of every entry."""
+        return kernel.forward(q_E1D, k_UD.unsqueeze(1), v_UD.unsqueeze(1), part.segments, self.attention.scale)
+
+    def _parts(self, queries: UnitQueries, layout: Layout) -> Iterator[tuple[type[VarlenKernel], SortedPart]]:
+        """The entries, some queries at a time, and the kernel for them. Waits for the GPU once for each part."""
+        count, selected = queries.units_FC.shape
+        if count * selected == 0:
+            return
+        edges = self._edges(layout)
+        blocks = edges.numel() - 1
+        kernel = _kernel(queries.q_FD.unsqueeze(1), layout, self.block_size)
+        limit = min(_ENTRIES_AT_ONCE, MOST_ELEMENTS // queries.q_FD.shape[1])
+        limit = max(1, limit // kernel.dq_buffers(blocks, queries.q_FD.device))
+        longest = min(self.block_size, layout.max_seqlen)
+        ranges = ((0, layout.total),) if layout.k_ranges is None else layout.k_ranges
+        given = sum(stop - start for start, stop in ranges)
+        for _, parts in sorted_parts(queries.units_FC.unsqueeze(0), 1, limit, blocks, edges, longest, given):
+            yield from ((kernel, part) for part in parts)
+
+    def _own_segments(self, layout: Layout) -> Segments:
+        longest = min(self.block_size, layout.max_seqlen)
+        edges = self._edges(layout)
+        return Segments(edges, edges, longest, longest, causal=True)
+
+    def _edges(self, layout: Layout) -> Tensor:
+        """int32 [N + 1]: where each block begins among the given rows; blocks that are not given are empty."""
+        return layout.cached(("edges of given blocks", self.block_size), lambda: _given_edges(layout, self.block_size))
+
+
+def _given_edges(layout: Layout, block_size: int) -> Tensor:
+    edges = block_edges(layout, block_size)
+    if layout.k_ranges is None:
+        return edges
+    given = torch.zeros_like(edges)
+    for start, stop in layout.k_ranges:
+        given += (edges - start).clamp_(0, stop - start)
+    return given
+
+
+def _kernel(q_NHD: Tensor, layout: Layout, block_size: int) -> type[VarlenKernel]:
+    """The varlen kernel for queries like these. Raises ValueError, naming the YAML key, where there is none."""
+    segments = block_edges(layout, block_size).numel() - 1
+    kernel = best_kernel(q_NHD, segments)
+    if kernel is None:
+        raise ValueError(
+            f"parallel.cp_transport: 'dispatch' attends with varlen kernels, and none can run: "
+            f"{refusals(q_NHD, segments)}; use another transport"
+        )
+    return kernel
