@@ -13,7 +13,7 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
-from moba_train.resolve.evaluations import exit_data_problems, sample_problems
+from moba_train.resolve.evaluations import evaluation_settings, exit_data_problems, sample_problems
 
 
 def length_problems(config: RunConfig) -> Iterator[str]:
@@ -41,9 +41,9 @@ def file_problems(config: RunConfig, resolvable: bool = True) -> Iterator[str]:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
     yield from tokenizer_problems(config)
     if resolvable and not corpora:
-        stages = resolve_stages(config)
-        yield from exit_data_problems(config, stages)
-        yield from sample_problems(config, stages)
+        settings = evaluation_settings(config, resolve_stages(config))
+        yield from exit_data_problems(config.evaluation, settings)
+        yield from sample_problems(config.evaluation, settings)
 
 
 def _corpus_problems(config: RunConfig) -> Iterator[str]:

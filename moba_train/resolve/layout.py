@@ -41,7 +41,7 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
             f"activation_offload: given true with parallel.pp {parallel.pp}, whose ranks keep activations of several "
             "micro-batches on the GPU; set it to false"
         )
-    yield from pipeline_evaluation_problems(config)
+    yield from pipeline_evaluation_problems(config.evaluation, config.data.validation, config.parallel.pp)
 
 
 def _layer_problems(config: RunConfig) -> Iterator[str]:
@@ -114,7 +114,7 @@ def row_problems(config: RunConfig) -> Iterator[str]:
         cp = stage.parallel.cp
         layout = stage.parallel.cp_layout
         passes = {f"seq_len {stage.seq_len} x micro_batch_size {stage.micro_batch_size}": stage.micro_batch_size}
-        for key, sequences in evaluated_sequences(config, stage).items():
+        for key, sequences in evaluated_sequences(config.evaluation, config.data.validation, stage).items():
             passes[f"seq_len {stage.seq_len} ({key})"] = sequences
         for text, sequences in passes.items():
             tokens = stage.seq_len * sequences

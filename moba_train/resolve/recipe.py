@@ -30,7 +30,7 @@ from moba_train.parallel.links import linked_group
 from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import file_problems, length_problems
-from moba_train.resolve.evaluations import evaluation_problems, exit_problems
+from moba_train.resolve.evaluations import evaluation_problems, evaluation_settings, exit_problems
 from moba_train.resolve.layout import micro_batch_problems, pipeline_problems, row_problems, tensor_problems
 from moba_train.strict_json import NAMED_NUMBERS
 from moba_train.telemetry.sinks import sink_problems
@@ -120,8 +120,10 @@ def validate(
     ]
     if not problems:  # a stage is resolved from sound parts only
         problems += [*_context_problems(config, ranks_per_node, device), *row_problems(config)]
-        problems += evaluation_problems(config)
-        problems += [*exit_problems(config, resolve_stages(config)), *trainable_problems(config)]
+        settings = evaluation_settings(config, resolve_stages(config))
+        problems += evaluation_problems(config.evaluation, settings)
+        problems += exit_problems(config.evaluation, settings, config.stages, config.optim.schedule)
+        problems += trainable_problems(config)
         problems += [] if allow_idle else exclude_problems(config)
     meshes, mesh_problems = _meshes(config, world_size)
     problems += mesh_problems

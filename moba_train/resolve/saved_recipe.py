@@ -17,7 +17,8 @@ from pathlib import Path
 from moba_train.checkpoint.manifest import check_sizes
 from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import SavedRun, run_folder, saved_recipe, saved_stage, trained_tokenizer
-from moba_train.config.data import SourceConfig
+from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.load import shadowed_overrides, with_overrides
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages
@@ -45,11 +46,11 @@ def check_paths(config: RunConfig, checkpoint: Path, roots: Sequence[Path] | Non
             raise CheckpointError(f"checkpoint {checkpoint}: its recipe reads {key} {given!r}: {error}") from None
 
 
-def evaluation_corpora(config: RunConfig) -> dict[str, str]:
+def evaluation_corpora(data: DataConfig, evaluation: EvaluationConfig) -> dict[str, str]:
     """The corpora that evaluation reads, by the keys that name them."""
-    named = {f"evaluation.{name}.corpus": section.corpus for name, section in config.evaluation.asking().items()}
+    named = {f"evaluation.{name}.corpus": section.corpus for name, section in evaluation.asking().items()}
     return {
-        **{f"data.validation[{index}].path": source.path for index, source in enumerate(config.data.validation)},
+        **{f"data.validation[{index}].path": source.path for index, source in enumerate(data.validation)},
         **{key: path for key, path in named.items() if path is not None},
     }
 
@@ -60,7 +61,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
         file = tokenizer_file(config.data.tokenizer)
         yield "data.tokenizer", config.data.tokenizer, file
         yield "data.tokenizer", config.data.tokenizer, file.parent / TOKENIZER_CONFIG
-    for key, path in evaluation_corpora(config).items():
+    for key, path in evaluation_corpora(config.data, config.evaluation).items():
         for prefix in (path, mask_prefix(path)):
             for suffix in ("idx", "bin", "json"):
                 yield key, path, corpus_file(prefix, suffix)

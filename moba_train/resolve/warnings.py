@@ -17,7 +17,7 @@ from moba_train.hf.initial_weights import initial_tokenizers, left_out_kinds
 from moba_train.memory.flops import count_recipe_parameters
 from moba_train.model.build import Shapes
 from moba_train.resolve.data import recipe_sources, recorded_tokenizers
-from moba_train.resolve.evaluations import evaluation_warnings
+from moba_train.resolve.evaluations import evaluation_settings, evaluation_warnings
 
 ROW_MULTIPLE = 128
 """Rows of the embedding are a multiple of this in most models, because matrix products are faster then."""
@@ -37,7 +37,7 @@ def recipe_warnings(config: RunConfig) -> list[str]:
     """Sentences about a validated recipe, each with the keys to change; none where nothing is conspicuous."""
     return [
         *_batch_warnings(config),
-        *evaluation_warnings(config, resolve_stages(config)),
+        *evaluation_warnings(config.evaluation, evaluation_settings(config, resolve_stages(config))),
         *_trained_on_warnings(config),
         *_short_validation_warnings(config),
         *_vocabulary_warnings(config),

@@ -35,6 +35,7 @@ from moba_train.parallel.forward import accumulate_gradients
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.world import World, any_rank
+from moba_train.resolve.evaluations import evaluation_settings
 from moba_train.run.checkpoints import RunCheckpoints, checkpoint_bytes
 from moba_train.run.evaluations import RunEvaluations, has_all_numbers
 from moba_train.run.recovery import Recovery
@@ -88,7 +89,9 @@ class Trainer:
         self.stages = resolve_stages(config, self.progress.exited_steps)
         if self.progress.ends_here_now(self.stage):
             self.progress.evaluation_due = True
-            if not has_all_numbers(config, self.stage, self.checkpoints.resumed_numbers):
+            if not has_all_numbers(
+                config.evaluation, config.data.validation, self.stage, self.checkpoints.resumed_numbers
+            ):
                 self.checkpoints.resumed_numbers = None
         health = config.health
         self.spikes = SpikeDetector(health.spike.window, health.spike.warn_sigma)
@@ -104,7 +107,8 @@ class Trainer:
         disks = [Disk(Path(folder), checkpoint_bytes(config)) for folder in folders]
         self.node_watch = NodeWatch(health.node, world, disks, self.reports.node)
         self.evaluations = RunEvaluations(
-            config,
+            config.evaluation,
+            Path(config.run_dir) / "metrics.jsonl",
             world,
             progress=self.progress,
             checkpoints=self.checkpoints,
@@ -376,7 +380,8 @@ class Trainer:
         set_activations(self.model, activations.layers, self.world.device)
         data = training_data(config, stage, progress.starts)
         check_corpora(config, stage, data, progress)
-        self.evaluations.begin_stage(stage, self.model, self.data_shard)
+        setting = evaluation_settings(config, self.stages)[stage.index]
+        self.evaluations.begin_stage(setting, self.model, self.data_shard)
         self.telemetry.stage = stage.name
         self.stop_time.begin_stage()
         if begins:

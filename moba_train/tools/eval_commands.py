@@ -109,8 +109,8 @@ def evaluate(
     if gpus > 1 and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "moba_train.tools.launcher", "--standalone", "--nproc-per-node", str(gpus)]
         os.execv(sys.executable, [*launch, "-m", "moba_train.tools.cli", *sys.argv[1:]])
-    from moba_train.tools.evaluate import EvaluationOptions, evaluate_checkpoint
-    from moba_train.tools.evaluated_recipe import open_for_evaluation
+    from moba_train.tools.evaluate import evaluate_checkpoint
+    from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 
     by_position = {"bucket": bucket, "sequences": sequences}
     shortcuts = [f"evaluation.position_wise.{key}={value}" for key, value in by_position.items() if value is not None]
@@ -237,8 +237,7 @@ def profile_spans(
     """Choose a span for each attention head (kind moa) by what masking its attention would cost, on one device.
 
     Writes a piece of a recipe."""
-    from moba_train.tools.evaluate import EvaluationOptions
-    from moba_train.tools.evaluated_recipe import open_for_evaluation
+    from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
     from moba_train.tools.profile_spans import ProfileOptions
     from moba_train.tools.profile_spans import profile_spans as profile
 
@@ -300,7 +299,7 @@ def generate(
     tokenizer_path = tokenizer or str(saved.config.data.tokenizer)
     tokenizer_roots = None if tokenizer else roots
     known = load_text_tokenizer(tokenizer_path, tokenizer_roots)
-    marks = corpus_marks(saved.config, roots)
+    marks = corpus_marks(saved.config.data, saved.config.stages, roots)
     if marks.spelt_out(has_chat_template(tokenizer_path, tokenizer_roots)):
         known = ChatTokenizer(known)
     given = prompt if prompt_file is None else read_prompt(prompt_file)

@@ -15,13 +15,14 @@ from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.base import Section
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals.evaluation import (
     Evaluation,
     EvaluationContext,
     EvaluationResult,
+    EvaluationSetting,
     EvaluationStoppedError,
     name_of,
     with_full,
@@ -85,7 +86,7 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("evaluation", EVALUATIONS.values(), ids=EVALUATIONS)
-def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type[Evaluation]) -> None:
+def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type[Evaluation[Any]]) -> None:
     """The exit criterion is judged from the end of the stage's tokens on."""
     running = SimpleNamespace(every=5)
     stage = SimpleNamespace(planned_end_step=7, end_step=12)
@@ -96,17 +97,18 @@ def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type
 @pytest.mark.parametrize("evaluation", EVALUATIONS.values(), ids=EVALUATIONS)
 @pytest.mark.parametrize("attentions", ["own", "both"])
 def test_an_evaluation_gives_what_it_declares(
-    recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation], attentions: str
+    recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation[Any]], attentions: str
 ) -> None:
     config = asking if evaluation in (Needle, NeedleSignalEvaluation, Ruler) else load_config(recipe)
     (stage,) = resolve_stages(config)
-    config = evaluation.switched_on(config, stage)
+    setting = questions.stage_setting(config)
+    options = config.evaluation.options_of(evaluation.name) or evaluation.default_options(setting)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     both = with_full(stage.attention)
     tried = both if attentions == "both" else {name_of(stage.attention): stage.attention}
     context = EvaluationContext(model, stage, DataShard(), world.device, tried)
-    result = evaluation(config, stage).run(context)
+    result = evaluation(options, setting).run(context)
     wanted = evaluation.numbers | (evaluation.numbers_against_full if attentions == "both" else set())
     assert result.numbers.keys() == wanted
     assert all(evaluation_of(name) is evaluation for name in wanted)
@@ -115,7 +117,7 @@ def test_an_evaluation_gives_what_it_declares(
     assert json.loads(json.dumps(result.data)) == result.data
     assert kinds_of(model) == [layer.kind for layer in stage.attention], "the model is left as the stage trains it"
     assert context.own == "moba"
-    again = evaluation(config, stage).run(context)
+    again = evaluation(options, setting).run(context)
     assert again.numbers == result.numbers
 
 
@@ -132,7 +134,7 @@ def test_a_criterion_gets_the_numbers_it_compares_and_no_other_step_has_them(rec
     initialize_weights(model, 0)
     telemetry = SimpleNamespace(event=lambda *_, **__: None)
     context = EvaluationContext(model, stage, DataShard(), world.device)
-    evaluations = StageEvaluations(config, context, telemetry)  # type: ignore[arg-type]
+    evaluations = StageEvaluations(config.evaluation, questions.stage_setting(config), context, telemetry)  # type: ignore[arg-type]
     found = evaluations.run_due(2, 128)
     assert {"eval_loss", "trailing_loss", "trailing_loss_full"} <= found.keys()
     assert evaluations.numbers_at(2) == found
@@ -155,7 +157,7 @@ def test_an_evaluation_that_is_stopped_leaves_the_model_as_the_stage_trains_it(r
     context = EvaluationContext(model, stage, DataShard(), world.device, between_batches=stop_at_full_attention)
     reported: list[str] = []
     telemetry = SimpleNamespace(event=lambda _step, _tokens, name, *_, **__: reported.append(name))
-    evaluations = StageEvaluations(config, context, telemetry)  # type: ignore[arg-type]
+    evaluations = StageEvaluations(config.evaluation, questions.stage_setting(config), context, telemetry)  # type: ignore[arg-type]
     with pytest.raises(EvaluationStoppedError):
         evaluations.run_due(2, 128)
     assert tried[-1] == ["full", "full"]
@@ -200,7 +202,7 @@ class CountdownOptions(Section):
     """No options."""
 
 
-class Countdown(Evaluation):
+class Countdown(Evaluation[CountdownOptions]):
     """Gives 3, 2, 1 at its evaluations, and the number of ranks."""
 
     name = "countdown"
@@ -208,7 +210,7 @@ class Countdown(Evaluation):
     numbers = frozenset({"left"})
     left = 3.0
 
-    def __init__(self, config: RunConfig, stage: Stage) -> None:
+    def __init__(self, options: CountdownOptions, setting: EvaluationSetting) -> None:
         self.every = 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:

@@ -22,6 +22,7 @@ from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import joined_world
+from tests.evals.questions import built
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -63,7 +64,7 @@ def measured(recipe: str, overrides: list[str]) -> dict[str, Any]:
         if shard.engine is not None:
             model.set_engines([shard.engine] * config.model.layers)
         context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))
-        result = GradientReach(config, stage).run(context)
+        result = built(GradientReach, config).run(context)
         assert all(parameter.grad is None for parameter in model.parameters())
         return {"numbers": result.numbers, "data": result.data}
 

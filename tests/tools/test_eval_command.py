@@ -254,7 +254,7 @@ def test_a_corpus_is_of_either_form_of_an_export_s_tokenizer(project: Path, tmp_
             with IndexedDatasetWriter(tmp_path / "one", np.uint16, info) as writer:
                 writer.add_document([1, 2, 3])
             if made_with in TOKENIZERS:
-                check_tokenizer(config, trained)
+                check_tokenizer(config.data, trained)
             else:
                 with pytest.raises(DataError, match=r"was made with the tokenizer recipe.yaml"):
-                    check_tokenizer(config, trained)
+                    check_tokenizer(config.data, trained)

@@ -35,12 +35,13 @@ from moba_train.config.explain import given
 from moba_train.config.load import dump_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
+from moba_train.data.corpus_marks import corpus_marks
 from moba_train.data.tokenizer import TOKENIZERS, copy_tokenizer, load_text_tokenizer
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.hf.config import CONFIG, hf_config, read_config, read_layers, read_model_config
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, parameter_shapes, write_safetensors
-from moba_train.model.build import build_attention, kind_shapes
+from moba_train.model.build import Shapes, build_attention, kind_shapes
 from moba_train.tools.convert.hf_tokenizer import export_tokenizer
 
 _WEIGHTS = "*.safetensors"
@@ -146,15 +147,17 @@ def import_from_hf(folder: Path, output: Path) -> None:
         copy_tokenizer(folder, output, folder_roots(folder))
         checkpoints = output / "checkpoints"
         checkpoints.mkdir()
-        _save_weights(publish.make_temporary_folder(checkpoints, 0), shapes, files, RunConfig.model_validate(values))
+        _save_weights(
+            publish.make_temporary_folder(checkpoints, 0), shapes, files, dump_config(RunConfig.model_validate(values))
+        )
         text = yaml.safe_dump(values, sort_keys=False)
         (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
 
 
 def _save_weights(
-    temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, config: RunConfig
+    temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, recipe: str
 ) -> None:
-    """Write a checkpoint of step 0 into `temporary`, and publish it."""
+    """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it."""
     tensors = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -163,7 +166,7 @@ def _save_weights(
             dcp.save(tensors, storage_writer=writer, planner=_ReadingPlanner(files), no_dist=True)
         except CheckpointException as error:
             raise error.failures[0][0] from error  # what was raised, such as a full disk, or Ctrl-C
-    manifest.write_json(temporary / manifest.META, {"progress": {"step": 0, "stage": 0}, "config": dump_config(config)})
+    manifest.write_json(temporary / manifest.META, {"progress": {"step": 0, "stage": 0}, "config": recipe})
     publish.publish(temporary, 0, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
 
 
@@ -239,13 +242,15 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     checkpoint, config, stage = saved
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
     kinds = build_attention(stage.attention, config.model.head_width)
-    if problems := _export_problems(config, kinds):
+    if problems := _export_problems(config.model, kinds, kind_shapes(config)):
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
     contents["moba"] = {"layers": [kind.export_entry() for kind in kinds]}
     check_new_folder(output)
     verify_checkpoint(checkpoint)
     reader = _reader(checkpoint, config.model)
-    tokenizer = export_tokenizer(config, contents["model_type"], stage.seq_len, working_roots())
+    roots = working_roots()
+    marks = corpus_marks(config.data, config.stages, roots)
+    tokenizer = export_tokenizer(config.data.tokenizer, marks, contents["model_type"], stage.seq_len, roots)
     contents |= tokenizer.ids
     with new_folder(output):
         for name, content in tokenizer.files.items():
@@ -256,12 +261,14 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     return tokenizer.warnings
 
 
-def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[str]:
-    """Losses of an export: what kinds of the stage would lose, and parameters of kinds that only other stages use."""
-    problems = dict.fromkeys(kind.export_problem(config.model) for kind in kinds)
+def _export_problems(
+    model: ModelConfig, kinds: Sequence[AttentionKind], parameters: Mapping[tuple[int, str], Shapes]
+) -> list[str]:
+    """Losses of an export: those of the `kinds` of the stage, and `parameters` of kinds that only other stages use."""
+    problems = dict.fromkeys(kind.export_problem(model) for kind in kinds)
     active = {kind.name for kind in kinds}
     left: Counter[str] = Counter()
-    for (_, name), shapes in kind_shapes(config).items():
+    for (_, name), shapes in parameters.items():
         left[name] += len(shapes)
     for name, tensors in left.items():
         if name not in active:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moba_train.config.schema import RunConfig
-from moba_train.data.corpus_marks import CorpusMarks, corpus_marks
+from moba_train.data.corpus_marks import CorpusMarks
 from moba_train.data.tokenizer import (
     CHAT_TEMPLATES,
     GENERATION_CONFIG,
@@ -67,22 +66,27 @@ class TokenizerExport:
         self.files[name] = (json.dumps(contents, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def export_tokenizer(config: RunConfig, model_type: str, max_length: int, roots: Sequence[Path]) -> TokenizerExport:
-    """The tokenizer of a run, for a model of `model_type` that was trained on sequences of `max_length` tokens.
+def export_tokenizer(
+    tokenizer: str | None, marks: CorpusMarks, model_type: str, max_length: int, roots: Sequence[Path]
+) -> TokenizerExport:
+    """Files of a run's tokenizer, for a model that was trained on sequences of `max_length` tokens.
+
+    tokenizer: path of data.tokenizer; None if the recipe names none
+    marks: of the run's corpora
+    model_type: of the exported model: "llama", "qwen2" or "qwen3"
 
     Raises DataError when a file cannot be read or does not lie below one of `roots`.
     """
-    marks = corpus_marks(config, roots)
-    if config.data.tokenizer is None:
+    if tokenizer is None:
         return _without_tokenizer(marks)
-    source = tokenizer_file(config.data.tokenizer)
+    source = tokenizer_file(tokenizer)
     try:
         if source.suffix == ".json":
             export = _export_json(source, marks, max_length, roots)
         else:
             export = _export_sentencepiece(source, marks, max_length, roots)
     except (OSError, ValueError) as error:
-        raise DataError(f"the tokenizer {config.data.tokenizer} cannot be exported: {error}") from error
+        raise DataError(f"the tokenizer {tokenizer} cannot be exported: {error}") from error
     if model_type == "qwen2" and not export.warnings and _class_of(export).removesuffix("Fast") != _QWEN2_CLASS:
         export.warnings.append(
             f"AutoTokenizer of transformers 5 takes {_QWEN2_CLASS} for every Qwen2 model (model.qkv_bias), which "

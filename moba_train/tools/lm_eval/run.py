@@ -1,6 +1,6 @@
-"""The run's tokenizer as transformers loads it: lm-eval's tasks measure their samples with it.
+"""`moba-train lm-eval`: run tasks of the package lm-eval on a checkpoint, with one attention or two.
 
-`moba-train lm-eval`: run tasks of the package lm-eval on a checkpoint, with one attention or two.
+lm-eval's tasks measure their samples with a tokenizer of transformers, so the run's own is written as one.
 """
 
 import json
@@ -19,8 +19,8 @@ from lm_eval.evaluator import evaluate
 
 from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.base import format_count
-from moba_train.config.schema import RunConfig
 from moba_train.data.chat_template import Template
+from moba_train.data.corpus_marks import CorpusMarks, corpus_marks
 from moba_train.data.load_template import load_chat_template
 from moba_train.data.tokenizer import (
     CHAT_TEMPLATES,
@@ -35,6 +35,7 @@ from moba_train.foreign_files import parse_json
 from moba_train.model.build import build_attention
 from moba_train.tools.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
 from moba_train.tools.evaluate import load_on_this_machine, measured_json, training_of, write_results
+from moba_train.tools.evaluated_recipe import evaluated_setting
 from moba_train.tools.lm_eval.language_model import NativeLM
 from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
@@ -45,8 +46,10 @@ _UNLIMITED = 10**30
 _FILES = (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, *CHAT_TEMPLATES, GENERATION_CONFIG)
 
 
-def open_hf_tokenizer(config: RunConfig, seq_len: int, folder: Path, roots: Sequence[Path]) -> Any:
-    """Write the run's tokenizer into the empty folder `folder`, and load it from there.
+def open_hf_tokenizer(
+    tokenizer: str | None, marks: CorpusMarks, seq_len: int, folder: Path, roots: Sequence[Path]
+) -> Any:
+    """The run's tokenizer, data.tokenizer, as a tokenizer of transformers, which is written into the empty `folder`.
 
     It makes the ids of training, and puts the same mark before a text as the documents of training had. lm-eval loads
     it with `trust_remote_code`, so no file of it names code. Raises DataError when it cannot be read from below
@@ -54,7 +57,7 @@ def open_hf_tokenizer(config: RunConfig, seq_len: int, folder: Path, roots: Sequ
     """
     from transformers import PreTrainedTokenizerFast
 
-    export = export_tokenizer(config, "llama", seq_len, roots)
+    export = export_tokenizer(tokenizer, marks, "llama", seq_len, roots)
     if TOKENIZER_JSON not in export.files:
         raise DataError(f"moba-train lm-eval cannot use the tokenizer: {'; '.join(export.warnings)}")
     for name in _FILES:
@@ -67,7 +70,7 @@ def open_hf_tokenizer(config: RunConfig, seq_len: int, folder: Path, roots: Sequ
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the packages raise plain Exception
-        raise DataError(f"transformers cannot load the tokenizer {config.data.tokenizer}: {error}") from error
+        raise DataError(f"transformers cannot load the tokenizer {tokenizer}: {error}") from error
 
 
 logger = logging.getLogger(__name__)
@@ -92,7 +95,8 @@ def evaluate_with_lm_eval(
     """
     training = training_of(saved)
     stage = saved.stage
-    attentions = variants(saved.config, stage, options.attention)
+    setting = evaluated_setting(saved.config, stage.index)
+    attentions = variants(stage.attention, setting.recipe_attention, options.attention)
     lengths = _sample_lengths(options, stage.seq_len)
     if stage.seq_len > training.seq_len:
         logger.warning(
@@ -102,7 +106,8 @@ def evaluate_with_lm_eval(
             training.seq_len,
         )
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = open_hf_tokenizer(saved.config, stage.seq_len, Path(folder), roots)
+        marks = corpus_marks(saved.config.data, saved.config.stages, roots)
+        tokenizer = open_hf_tokenizer(saved.config.data.tokenizer, marks, stage.seq_len, Path(folder), roots)
         template = _template(folder) if options.apply_chat_template else None
         stop_tokens = ends_of_text(folder)
         _set_seeds()
@@ -132,7 +137,7 @@ def evaluate_with_lm_eval(
     result = EvaluationResult(numbers, f"lm-eval: {len(loaded['tasks'])} tasks", list(_table(found)), data)
     for line in result.table:
         echo(line)
-    content = measured_json(saved, training, options.to_json(), stage, own, attentions, {NAME: result})
+    content = measured_json(saved, training, options.to_json(), own, attentions, {NAME: result})
     write_results(content | {"validation": [], "ranks": 1}, saved.path, options.output, echo)
 
 
