@@ -7,35 +7,108 @@ are those of one that was not:
 2. a tokenizer, trained on a sample of the training files
 3. the tokens of every file (tokenize_corpus)
 4. synthetic recall documents (long_range) and their tokens
-5. files joined to long documents (corpus_documents), written as corpora with a manifest
+5. files joined to long documents (corpus_files), written as corpora with a manifest
 """
 
 import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_tools.corpus_documents import Document, FilePart, group_files
-from data_tools.corpus_files import SPLITS, FileReport, files_of, gather_files, read_report
+from data_tools.corpus_files import (
+    SPLITS,
+    Document,
+    FilePart,
+    FileReport,
+    files_of,
+    gather_files,
+    group_files,
+    read_report,
+)
 from data_tools.corpus_manifest import MANIFEST, TOKENIZER, about_corpus, corpus_id, read_manifest
-from data_tools.corpus_options import CorpusOptions
-from data_tools.corpus_recall import characters_per_token, write_recall
 from data_tools.corpus_sources import Source
 from data_tools.encoders import Encoder, load_encoder
-from data_tools.holdout import hash_fraction
-from data_tools.outputs import already_made, corpus_prefixes, locked_folder, replace_file, write_errors, writing_file
-from data_tools.parts import TokenizeOptions
-from data_tools.tokenize_corpus import tokenize_corpus
+from data_tools.long_range import RECALL_WEIGHTS, write_long_range
+from data_tools.outputs import (
+    already_made,
+    corpus_prefixes,
+    hash_fraction,
+    locked_folder,
+    replace_file,
+    write_errors,
+    writing_file,
+)
+from data_tools.tokenize_corpus import TokenizeOptions, tokenize_corpus
 from data_tools.train_tokenizer import train_tokenizer
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.errors import DataError
 from moba_train.foreign_files import MIB
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """The names are those of the settings in the manifest."""
+
+    vocab_size: int = 16384
+    holdout: float = 0.02
+    """Share of the text of each source that goes to validation, in whole folders; at most."""
+    min_tokens: int = 32768
+    """Length of the shortest document of real text."""
+    max_tokens: int = 524288
+    """Length of the longest one."""
+    recall_share: float = 0.05
+    """Share of synthetic recall documents in the training tokens."""
+    seed: int = 0
+
+    def recall_documents(self, tokens: float, least: int) -> dict[int, int]:
+        """Recall documents by length in tokens: `tokens` in equal shares of three lengths, `least` of each at least."""
+        lengths = (max(self.min_tokens // 4, 1), self.min_tokens, 4 * self.min_tokens)
+        return {length: max(round(tokens / len(lengths) / length), least) for length in lengths}
+
+
+PROBE_CHARACTERS = 200_000
+"""Length of the document that shows how many characters a token has."""
+
+MARGIN = 1.1
+"""By how much texts are longer than is asked for, because this number varies."""
+
+
+def characters_per_token(texts: Path, probe: Path, encoder: Encoder) -> float:
+    """Measured on one recall document, with passages of `texts`, that is written to `probe`."""
+    write_long_range([str(texts)], probe, 1, PROBE_CHARACTERS, "probe", weights=RECALL_WEIGHTS)
+    text = json.loads(probe.read_bytes())["text"]
+    return len(text) / len(encoder.encode([text])[0])
+
+
+def write_recall(
+    texts: Path, folder: Path, split: str, documents: Mapping[int, int], ratio: float, seed: int
+) -> list[Path]:
+    """Write recall documents, a file for each length, where it is not complete already; returns the files. Nearly all
+    documents have a little more than that length, so that they can be cut to it.
+
+    texts      JSON lines that passages are taken from
+    documents  number of documents by length in tokens
+    ratio      characters per token
+
+    Raises DataError when no text is long enough to take passages from.
+    """
+    files = []
+    for length, count in documents.items():
+        file = folder / f"recall-{split}-{length}.jsonl"
+        files.append(file)
+        if not file.exists():
+            own_seed = f"{seed}/{split}/{length}"
+            write_long_range(
+                [str(texts)], file, count, round(length * ratio * MARGIN), own_seed, weights=RECALL_WEIGHTS
+            )
+    return files
+
 
 RECALL_VALID = "recall-valid"
 SAMPLE_BYTES = 32 * MIB

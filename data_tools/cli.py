@@ -82,7 +82,7 @@ def _print_bad(records: Sequence[object], list_file: str) -> None:
 
 
 def _warn_of_empty_split(corpora: "Mapping[str, IndexedDataset]", holdout: float, name: str) -> None:
-    from data_tools.holdout import empty_split
+    from data_tools.outputs import empty_split
 
     counts = {prefix: corpus.documents for prefix, corpus in corpora.items()}
     if problem := empty_split(counts, holdout, name):
@@ -145,8 +145,7 @@ def tokenize(
 ) -> None:
     """Tokenize text into a corpus. After an interruption, the same command continues where it stopped."""
     from data_tools.outputs import skipped_file
-    from data_tools.parts import TokenizeOptions
-    from data_tools.tokenize_corpus import tokenize_corpus
+    from data_tools.tokenize_corpus import TokenizeOptions, tokenize_corpus
 
     options = TokenizeOptions(
         tokenizer,
@@ -279,7 +278,7 @@ def stats(
     if block_size is not None:
         console.print(sparsity_table(corpora, block_size, topk, seq_len))
     if repeats is not None:
-        from data_tools.repeats import repeats_table
+        from data_tools.stats import repeats_table
 
         console.print(repeats_table(corpora, repeats))
     for corpus in corpora:
@@ -295,7 +294,7 @@ def blend(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to override")] = None,
 ) -> None:
     """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
-    from data_tools.blend import blend_table, preview
+    from data_tools.stats import blend_table, preview
     from moba_train.config.load import load_config
     from moba_train.resolve.recipe import validate
 
@@ -314,7 +313,7 @@ def verify(
     ] = None,
 ) -> None:
     """Check every byte of corpora."""
-    from data_tools.verify import verify_corpus
+    from data_tools.show import verify_corpus
 
     for prefix in prefixes:
         corpus, limit = verify_corpus(prefix, vocab_size)

@@ -15,9 +15,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from data_tools.documents import BadRecord, EncodingErrors, read_documents
+from data_tools.documents import BadRecord, EncodingErrors, cut_shards, read_documents
 from data_tools.outputs import check_output_file, writing_file
-from data_tools.shards import cut_shards
 from moba_train.errors import DataError
 
 PASSAGE = (300, 1500)

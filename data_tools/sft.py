@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from data_tools.conversations import TokenRecord, read_records
 from data_tools.documents import BadRecord
-from data_tools.holdout import choose_split
-from data_tools.outputs import already_made, corpus_prefixes, list_skipped, write_errors
+from data_tools.outputs import already_made, choose_split, corpus_prefixes, list_skipped, write_errors
 from moba_train.data.chat_template import Conversation, Template, TemplateSegment, texts
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix

@@ -1,9 +1,10 @@
-"""Distribution of the document lengths of a corpus, as tables and as a plot, and the sparsity of MoBA on it."""
+"""Tables about corpora: document lengths, MoBA's sparsity on them, distances of repeats, use by a recipe's stages."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,11 @@ from rich.table import Table
 
 from data_tools.outputs import check_output_file
 from moba_train.attention.moba.moba_kind import attended_pairs
+from moba_train.config.base import format_count
+from moba_train.config.schema import RunConfig
+from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.loader import training_data
 from moba_train.data.packers import split_documents
 from moba_train.errors import DataError
 
@@ -137,3 +142,117 @@ def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
         "yaxis": {"tickformat": ".0%", "rangemode": "tozero", "title": "share of the corpus' tokens"},
     }
     write_charts("Document lengths", [Chart("lengths", "Tokens by document length", "", traces, layout)], Path(path))
+
+
+DISTANCES = (512, 2048, 8192, 32768, 131072)
+"""Upper bounds of the ranges of distances, in tokens."""
+MOST_TOKENS = 16 << 20
+"""Tokens that tables are made from, of larger corpora."""
+
+
+def repeat_shares(corpus: IndexedDataset, length: int, most_tokens: int) -> npt.NDArray[np.float64]:
+    """Shares of the tokens that repeat an earlier place of their document, by the distance to the nearest such place:
+    [ranges of `DISTANCES`, and beyond the last]. A token repeats a place where the same `length` tokens end.
+
+    Reads documents that are spread evenly over the corpus, with about `most_tokens` tokens. A hash of 64 bits stands
+    for the tokens.
+    """
+    step = max(1, -(-corpus.tokens // most_tokens))
+    counts = np.zeros(len(DISTANCES) + 1, np.int64)
+    tokens = 0
+    for document in range(0, corpus.documents, step):
+        distances = nearest_repeats(corpus.document(document), length)
+        counts += np.bincount(np.searchsorted(DISTANCES, distances), minlength=len(counts))
+        tokens += int(corpus.document_lengths[document])
+    return counts / max(tokens, 1)
+
+
+def nearest_repeats(tokens: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
+    """Distance from the end of each run of `length` tokens to the nearest earlier end of the same run; of those that
+    occur earlier, in any order."""
+    if len(tokens) <= length:
+        return np.empty(0, np.int64)
+    hashes = np.zeros(len(tokens) - length + 1, np.uint64)
+    for offset in range(length):  # a polynomial in an odd number, modulo 2^64
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + len(hashes)].astype(np.uint64) + 1
+    order = np.argsort(hashes, kind="stable")
+    same = hashes[order[1:]] == hashes[order[:-1]]
+    return (order[1:] - order[:-1])[same]
+
+
+def repeats_table(corpora: Sequence[IndexedDataset], length: int) -> Table:
+    """One row per corpus: `repeat_shares`."""
+    table = Table(title=f"tokens that end a run of {length} tokens which occurred before in the document, by distance")
+    table.add_column("corpus", overflow="fold")
+    for bound in DISTANCES:
+        table.add_column(f"<= {format_count(bound, 1024)}", justify="right")
+    table.add_column("farther", justify="right")
+    for corpus in corpora:
+        table.add_row(corpus.prefix, *(f"{share:.2%}" for share in repeat_shares(corpus, length, MOST_TOKENS)))
+    return table
+
+
+@dataclass(frozen=True)
+class SourceUse:
+    """Use of one source in one stage."""
+
+    stage: str
+    source: str
+    """Corpus, followed by the range of document lengths if there is one."""
+    tokens: int
+    """Tokens of its samples, padding included."""
+    share: float
+    """Fraction of the stage's tokens."""
+    epochs: float
+    """Times the stage reads the source, up to the end of the last group of samples that is shuffled together."""
+    epochs_so_far: float
+    """Times the run has read the source by the end of the stage."""
+    padding: float
+    """Fraction of padding in its samples."""
+
+
+def preview(config: RunConfig) -> list[SourceUse]:
+    """The use of each source in each stage, exactly as training will read it. Raises DataError as `StageData` does."""
+    starts: dict[str, int] = {}
+    uses = []
+    for stage in resolve_stages(config):
+        sequences = stage.max_steps * stage.batch_sequences
+        data = training_data(config, stage, starts)
+        after = data.starts_after(sequences)
+        for index, (bucket, stream) in enumerate(zip(data.buckets, data.streams, strict=True)):
+            samples = int(data.samples_per_bucket[index])
+            name = data.stream_names[index]
+            position = after[name]
+            uses.append(
+                SourceUse(
+                    stage.name,
+                    bucket.name,
+                    samples * stage.seq_len,
+                    samples / sequences,
+                    (position - starts.get(name, 0)) / stream.tokens,
+                    position / stream.tokens,
+                    data.padding_fraction(index),
+                )
+            )
+        starts = after
+    return uses
+
+
+def blend_table(uses: list[SourceUse]) -> Table:
+    """One row per stage and source."""
+    table = Table(title="what each stage reads")
+    table.add_column("stage")
+    table.add_column("source", overflow="fold")
+    for column in ("tokens", "share", "epochs", "epochs so far", "padding"):
+        table.add_column(column, justify="right")
+    for use in uses:
+        table.add_row(
+            use.stage,
+            use.source,
+            f"{use.tokens:,}",
+            f"{use.share:.2%}",
+            f"{use.epochs:.2f}",
+            f"{use.epochs_so_far:.2f}",
+            f"{use.padding:.2%}",
+        )
+    return table

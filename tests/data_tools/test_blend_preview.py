@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from data_tools.blend import preview
 from data_tools.cli import app
+from data_tools.stats import preview
 from moba_train.config.load import load_config
 from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
