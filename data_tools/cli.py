@@ -36,7 +36,7 @@ Globs = Annotated[
 ]
 EncodingErrors = Annotated[
     Literal["strict", "replace"],
-    typer.Option(help="Text that is not UTF-8; strict: a bad record, replace: read with U+FFFD in these places"),
+    typer.Option(help="Text that is not UTF-8: a bad record (strict), or read with U+FFFD in these places (replace)"),
 ]
 Excludes = Annotated[
     list[str] | None,
@@ -90,7 +90,7 @@ def _warn_of_empty_split(corpora: "Mapping[str, IndexedDataset]", holdout: float
 
 
 def _loss_marks() -> tuple[str, str]:
-    """What encloses text that carries loss: colours in a terminal, brackets elsewhere."""
+    """Marks around text that carries loss: colours in a terminal, brackets elsewhere."""
     return ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
 
 
@@ -136,7 +136,7 @@ def tokenize(
         float,
         typer.Option(min=0, max=0.99, help="Fraction of the documents for OUTPUT-valid; the rest goes to OUTPUT-train"),
     ] = 0.0,
-    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with unreadable records")] = ("skip"),
+    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="Unreadable records: skip them, or fail at the first")] = ("skip"),
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per CPU")] = None,
     max_document_mib: Annotated[
         int, typer.Option(min=1, help="Longest document or JSON line; longer ones are skipped")
@@ -348,7 +348,7 @@ def sft(
             help="Fraction of the conversations for OUTPUT-valid; the rest goes to OUTPUT-train",
         ),
     ] = 0.0,
-    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with unusable records")] = ("skip"),
+    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="Unusable records: skip them, or fail at the first")] = ("skip"),
     show: Annotated[int, typer.Option(min=0, help="Conversations to print, with the loss text highlighted")] = 0,
 ) -> None:
     """Turn conversations (messages, prompt and completion, ShareGPT, alpaca, tokens) into a corpus with a loss mask."""

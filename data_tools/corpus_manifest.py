@@ -32,7 +32,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def about_corpus(corpus: IndexedDataset) -> dict[str, Any]:
-    """Numbers and hashes of a corpus that our tools wrote, and its documents by length: see `length_histogram`."""
+    """Numbers and hashes of a corpus that our tools wrote, and its documents by length (`length_histogram`)."""
     info = corpus.info or {}
     return {
         **{key: info[key] for key in ("documents", "tokens", "bin_sha256", "idx_sha256")},
@@ -41,13 +41,14 @@ def about_corpus(corpus: IndexedDataset) -> dict[str, Any]:
 
 
 def corpus_id(corpora: Mapping[str, Mapping[str, Any]]) -> str:
-    """A name for corpora: equal where all their bytes are."""
+    """Name for corpora, equal if all their bytes are equal."""
     hashes = {name: [about["bin_sha256"], about["idx_sha256"]] for name, about in corpora.items()}
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def manifest_tables(manifest: Mapping[str, Any]) -> list[Table]:
-    """What was read of each source and what it became, and the documents of each corpus by length."""
+    """Tables of the files that were read of each source, the documents that they became, and the documents of each
+    corpus by length."""
     corpora = manifest["corpora"]
     became = Table(title="documents and tokens by source")
     became.add_column("source")
@@ -94,11 +95,11 @@ def _lengths_table(corpora: Mapping[str, Any]) -> Table:
 
 def take_excerpt(folder: Path, output: str | Path, tokens: int, valid_tokens: int) -> dict[str, Any]:
     """Copy documents with at most `tokens` tokens of `train`, and with `valid_tokens` of each other corpus, into the
-    folder `output`; returns its manifest.
+    folder `output`, and return its manifest.
 
-    Documents are chosen by a hash of their number, in proportion from every source, and keep their order: the same
-    arguments give the same bytes, and a larger excerpt has all documents of a smaller one, but for some that fill the
-    end. Raises DataError when `folder` is no complete corpus, no document is that short, or `output` cannot be written.
+    Documents are chosen by a hash of their number, in proportion from every source, and keep their order. Equal
+    arguments give equal bytes, and a larger excerpt has all documents of a smaller one, except some that fill its end.
+    Raises DataError when `folder` is no complete corpus, no document is that short, or `output` cannot be written.
     """
     whole = read_manifest(folder)
     target = Path(output)
@@ -123,7 +124,7 @@ def take_excerpt(folder: Path, output: str | Path, tokens: int, valid_tokens: in
 
 
 def _choose(corpus: IndexedDataset, tokens: int) -> list[int]:
-    """Documents in the order of a hash, as long as they fit into `tokens`; ascending."""
+    """Documents that fit into `tokens`, taken in the order of a hash; ascending."""
     lengths = corpus.document_lengths.tolist()
     chosen = []
     for document in sorted(range(len(lengths)), key=lambda number: hash_fraction(b"%d" % number, "excerpt")):
@@ -138,7 +139,8 @@ def _choose(corpus: IndexedDataset, tokens: int) -> list[int]:
 def _copy(
     corpus: IndexedDataset, documents: list[int], prefix: Path, sources: dict[str, dict[str, int]]
 ) -> dict[str, dict[str, int]]:
-    """Write `documents`; returns the number of documents and tokens of each source, which follow one another."""
+    """Write `documents`, and return the number of documents and tokens of each source. The sources follow one another
+    in the corpus."""
     taken = {source: {"documents": 0, "tokens": 0} for source in sources}
     of_document = [source for source, about in sources.items() for _ in range(about["documents"])]
     info = {

@@ -65,10 +65,10 @@ def shard_bytes(shard: Shard) -> int:
 
 
 EncodingErrors = Literal["strict", "replace"]
-"""What to do with text that is not UTF-8: strict makes it a bad record, replace reads it with U+FFFD there."""
+"""Treatment of text that is not UTF-8: strict makes it a bad record, replace reads it with U+FFFD in these places."""
 
 DOCUMENT_BYTES = 128 * MIB
-"""Longest document or line, unless the caller gives a limit. Parsing JSON may take 20 times as much memory."""
+"""Longest document or line, unless the caller gives another limit. Parsing JSON may take 20 times as much memory."""
 SMALLER_ON_DISK = (*COMPRESSED, ".parquet")
 """Suffixes of files that may hold more text than they take on the disk."""
 _PARQUET_ROWS = 8
@@ -78,7 +78,7 @@ _JSON_TYPES = {dict: "an object", list: "a list", str: "text", bool: "true or fa
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be read, and why."""
+    """A record that cannot be read, and the reason."""
 
     path: str
     line: int
@@ -89,7 +89,7 @@ class BadRecord:
 
 
 def json_type(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """Type of a JSON value in words."""
     return _JSON_TYPES.get(type(value), "a number")
 
 
@@ -118,7 +118,8 @@ def read_documents(
 
 
 def read_lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, int]]:
-    """Yield each line of at most `limit` bytes, and its length; a longer line is empty, but has its length."""
+    """Yield each line of at most `limit` bytes with its length. A longer line is yielded as an empty one, with its true
+    length."""
     while line := file.readline(limit + 1):
         if len(line) <= limit:
             yield line, len(line)
@@ -127,7 +128,7 @@ def read_lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, int]]:
 
 
 def too_long(limit: int) -> str:
-    """Why a longer line or document is not read."""
+    """Reason why a line or document of more than `limit` bytes is not read."""
     return f"longer than {limit:,} bytes (moba-data tokenize --max-document-mib)"
 
 
@@ -277,7 +278,7 @@ def _read_parquet(path: str, text_key: str, limit: int, encoding_errors: Encodin
 
 
 def _cell_text(value: Any, text_key: str, limit: int, encoding_errors: EncodingErrors) -> bytes | str:
-    """Text of a cell, as UTF-8; why there is none, if there is none."""
+    """Text of a cell, as UTF-8, or the reason why there is none."""
     try:
         text = value.as_py()
     except UnicodeDecodeError as error:
@@ -293,7 +294,7 @@ def _cell_text(value: Any, text_key: str, limit: int, encoding_errors: EncodingE
 
 
 def _column_bytes(metadata: Any, name: str) -> int:
-    """Uncompressed bytes of column `name`, as the file says."""
+    """Uncompressed bytes of column `name`, as stated in the file."""
     groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
     columns = (group.column(index) for group in groups for index in range(group.num_columns))
     return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == name)

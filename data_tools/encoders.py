@@ -55,7 +55,7 @@ class _Segments(dict[str, bytes]):
 
 
 class _Words(dict[str, bytes]):
-    """Cache of the ids of words, as bytes; a missing word is concatenated from its parts, which are rarely new."""
+    """Cache of the ids of words, as bytes. A missing word is concatenated from its parts, which are rarely new."""
 
     def __init__(self, parts: _Segments) -> None:
         super().__init__()
@@ -69,7 +69,13 @@ class _Words(dict[str, bytes]):
 
 
 class SegmentedSentencepiece:
-    """Encodes like a sentencepiece processor, but faster; made by `from_processor`."""
+    """Sentencepiece encoding by dictionary look-up, for models that provably get equal ids; made by `from_processor`.
+
+    BPE merges neighbouring pieces when the merged piece is in the vocabulary. If no piece of the vocabulary contains a
+    certain pair of neighbouring characters, no merge ever crosses such a pair, and the text on either side can be
+    encoded separately. Most BPE models have no piece with a space after another character, or with a letter next to a
+    punctuation mark, so text splits into segments that recur often. Each segment is encoded once and cached.
+    """
 
     def __init__(self, model: Any, dtype: np.dtype[Any], in_parts: bool) -> None:
         self._prefix = " " if model.normalizer_spec.add_dummy_prefix else ""
@@ -113,7 +119,7 @@ class SegmentedSentencepiece:
 
 
 def _keeps_whole(pattern: re.Pattern[str], pieces: list[str]) -> bool:
-    """Whether `pattern` splits no piece of the vocabulary. A split depends only on two neighbouring characters."""
+    """True if `pattern` splits no piece of the vocabulary. A split depends only on two neighbouring characters."""
     return all(len(pattern.findall(piece)) == 1 for piece in pieces)
 
 
@@ -158,9 +164,9 @@ class Encoder:
 def load_encoder(tokenizer: str, fast: bool = True, eos: str | None = None, bos: str | None = None) -> Encoder:
     """Load a tokenizer: a sentencepiece model, a tokenizer.json, a folder with one, or tiktoken:NAME.
 
-    fast  use the fastest installed engine that is exact
-    eos   token that ends documents, in place of the tokenizer's own
-    bos   token that begins documents
+    fast: True for the fastest installed engine that is exact
+    eos: token that ends documents, instead of the tokenizer's own
+    bos: token that begins documents
 
     Raises DataError when the tokenizer cannot be loaded, a package is missing, or there is no token `eos` or `bos`.
     """

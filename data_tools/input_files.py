@@ -32,7 +32,7 @@ _ZSTD_BYTES = 1 << 10
 
 
 class UnreadableRestError(Exception):
-    """What follows in a file cannot be read. `str()` says why."""
+    """The rest of a file cannot be read. `str()` gives the reason."""
 
     line = 1
     """Line, row or record of the file at which reading stopped, as far as the reader knows."""
@@ -42,7 +42,7 @@ class UnreadableRestError(Exception):
 
 
 def expanded_limit(size: int) -> int:
-    """Bytes that a compressed file of `size` bytes may hold."""
+    """Number of bytes that a compressed file of `size` bytes may hold."""
     return max(EXPANDED_BYTES, EXPANDED_RATIO * size)
 
 
@@ -53,7 +53,7 @@ def expands_too_far(limit: int) -> UnreadableRestError:
 
 @contextlib.contextmanager
 def open_input(path: str) -> Iterator[BinaryIO]:
-    """Open a file for reading its bytes, decompressed. Reading raises UnreadableRestError where the file is damaged."""
+    """Open a file for reading its bytes, decompressed. Reading raises UnreadableRestError in a damaged part."""
     with open_foreign(Path(path), None) as file:
         if not path.endswith(COMPRESSED):
             yield file
@@ -64,7 +64,7 @@ def open_input(path: str) -> Iterator[BinaryIO]:
 
 
 class _Decompressed(io.RawIOBase):
-    """The bytes of `blocks` as a stream. Raises UnreadableRestError beyond `limit` bytes."""
+    """Stream of the bytes in `blocks`. Raises UnreadableRestError beyond `limit` bytes."""
 
     def __init__(self, blocks: Iterator[bytes], limit: int) -> None:
         self._blocks = blocks
@@ -233,7 +233,7 @@ def _walk(folder: str, globs: Sequence[str], excludes: Sequence[str], left_out: 
 
 
 def _suffix(name: str) -> str:
-    """Suffix of a file name, with that of the file inside a compressed one: .csv.gz."""
+    """Suffix of a file name; for a compressed file also that of the file inside: .csv.gz."""
     path = Path(name)
     return "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix
 

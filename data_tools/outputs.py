@@ -21,16 +21,16 @@ def splits(holdout: float) -> tuple[str, ...]:
 
 
 def choose_split(document: bytes, holdout: float) -> int:
-    """Index, among the `splits`, of the corpus that a document belongs to; depends only on its content."""
+    """Index among the `splits` of the corpus that a document belongs to. Depends only on its content."""
     return int(holdout > 0 and hash_fraction(document, "holdout") < holdout)
 
 
 def empty_split(documents: Mapping[str, int], holdout: float, name: str = "documents") -> str | None:
-    """A sentence about the corpus that `holdout` has left empty, and what to give in its place; None if both have
-    documents, and without a holdout.
+    """Sentence about the corpus that `holdout` has left empty, with another value to try; None if both have documents,
+    and without a holdout.
 
-    documents  number of documents by prefix, of the corpora of `splits`
-    name       what the documents are called
+    documents: number of documents by prefix, of the corpora of `splits`
+    name: of the documents, in the sentence
     """
     if not holdout or all(documents.values()) or not any(documents.values()):
         return None
@@ -69,7 +69,7 @@ _REMEDIES = {
 
 
 def check_output_file(output: str | Path, option: str = "--output") -> None:
-    """Raises DataError when no file can be written as `output`, so that this is known before the work is done."""
+    """Raise DataError when no file can be written as `output`, so that this is known before the work is done."""
     given = str(output)
     if not given or given.endswith("/"):
         raise DataError(f"{option} {given!r} is not the name of a file; give one in that folder, {given}NAME")
@@ -94,7 +94,7 @@ def corpus_prefixes(output: str, holdout: float) -> list[str]:
 
 
 def _check_folder(folder: Path, option: str, given: str) -> None:
-    """Raises DataError when `folder` neither is a folder that can be written to nor can be created."""
+    """Raise DataError when `folder` neither is a folder that can be written to nor can be created."""
     existing = folder
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
@@ -106,7 +106,7 @@ def _check_folder(folder: Path, option: str, given: str) -> None:
 
 @contextlib.contextmanager
 def write_errors(output: str | Path) -> Iterator[None]:
-    """Turns an OSError in the block, which writes `output`, into a DataError with a remedy."""
+    """Turn an OSError in the block, which writes `output`, into a DataError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -116,7 +116,7 @@ def write_errors(output: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_file(output: str | Path) -> Iterator[BinaryIO]:
-    """A file that appears as `output` when the block ends, replacing one of that name; not if the block raises.
+    """Open a file that appears as `output`, replacing one of that name, when the block ends without an exception.
 
     Raises DataError when it cannot be written.
     """
@@ -154,7 +154,7 @@ def list_skipped(output: str | Path, bad: Sequence[object]) -> None:
 
 
 def already_made(works: Mapping[str, str]) -> bool:
-    """Whether all corpora exist and were made by their work: the `work` of the sidecar, by prefix.
+    """True if all corpora exist and were made by these `works`: the `work` of each sidecar, by prefix.
 
     Raises DataError, naming all of them, when some were made by other work: they are never overwritten.
     """

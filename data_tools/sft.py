@@ -48,7 +48,7 @@ class SftResult:
     split_markers: dict[str, int]
     """Number of tokens of each template marker that is not a single token."""
     already_complete: bool
-    """Whether identical corpora existed before, so that nothing was done."""
+    """True if identical corpora existed before, so that nothing was done."""
 
 
 def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTokenizer) -> TokenizedConversation:
@@ -82,9 +82,9 @@ def make_sft_corpus(
 ) -> SftResult:
     """Write the conversations of `files` as the corpus `output` with its loss mask. If it exists, nothing is done.
 
-    tokenizer_path  a sentencepiece model, a tokenizer.json, or a folder with one
-    holdout         if not 0, the corpora are `output`-train and `output`-valid, and this fraction of the conversations,
-                    selected by content, goes to the second
+    tokenizer_path: a sentencepiece model, a tokenizer.json, or a folder with one
+    holdout: if not 0, the corpora are `output`-train and `output`-valid, and this fraction of the conversations,
+        selected by content, goes to the second
 
     Raises DataError when a file or the tokenizer cannot be read, `output` cannot be written or is a corpus of other
     input, no record can be used, or a record cannot be used and `fail_on_error` is set.
@@ -193,7 +193,7 @@ class _Markers:
 
 
 def _single_token(tokenizer: TextTokenizer, marker: str) -> int | None:
-    """Token id of `marker`, or None where it is several tokens."""
+    """Token id of `marker`, or None if it is several tokens."""
     # Twice, because some tokenizers put a space before every text.
     once, twice = encode(tokenizer, marker), encode(tokenizer, marker * 2)
     token = once[-1]
@@ -203,7 +203,7 @@ def _single_token(tokenizer: TextTokenizer, marker: str) -> int | None:
 def _encode_files(
     files: Sequence[str], tokenizer: TextTokenizer, template: Template, markers: _Markers
 ) -> Iterator[TokenizedConversation | BadRecord]:
-    # The second iterator runs ahead, so that a template in a process of its own works while this one tokenizes.
+    # The second iterator runs ahead, so that a template in another process works while this one tokenizes.
     records, ahead = itertools.tee((file, *numbered) for file in files for numbered in read_records(file))
     rendered = template.all_segments(record for _, _, record in ahead if isinstance(record, Conversation))
     for file, number, record in records:

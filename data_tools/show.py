@@ -50,7 +50,7 @@ def show_documents(
 ) -> Iterator[ShownDocument]:
     """Yield `documents` of a corpus, decoded; text that carries loss is between `marks` if there is a loss mask.
 
-    tokens  number of tokens of each document to decode, from its beginning; None: all
+    tokens: number of tokens of each document to decode, from its beginning; None: all
 
     Raises DataError when a token id is not one of the tokenizer.
     """
@@ -83,8 +83,9 @@ def _marked(ids: npt.NDArray[Any], mask: npt.NDArray[Any] | None, decoder: Decod
 
 
 def parse_documents(text: str, count: int) -> list[int]:
-    """The documents that `text` names, as in "0,5,10:12", of a corpus of `count`. A range ends before its second
-    number. Raises DataError when it cannot be read or a document does not exist.
+    """Documents that `text` names, as in "0,5,10:12", in a corpus of `count`. A range ends before its second number.
+
+    Raises DataError when the text cannot be read or a document does not exist.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -106,9 +107,9 @@ def parse_documents(text: str, count: int) -> list[int]:
 
 
 def tokenizer_of(corpus: IndexedDataset) -> str:
-    """The tokenizer that made the corpus, if it lies beside the corpus or is named tiktoken:ENCODING.
+    """Path of the tokenizer that made the corpus, which must lie in the corpus' folder, or tiktoken:ENCODING.
 
-    Raises DataError when it does not.
+    Raises DataError when it is not there, or not known.
     """
     name = (corpus.info or {}).get("tokenizer")
     if not isinstance(name, str):
@@ -122,7 +123,7 @@ def tokenizer_of(corpus: IndexedDataset) -> str:
 
 
 def made_with(corpus: IndexedDataset, tokenizer: str) -> bool | None:
-    """Whether `tokenizer`, a file or folder, made the corpus; None: it is not known."""
+    """True if `tokenizer`, a file or folder, made the corpus; None if that is not known."""
     sha256 = (corpus.info or {}).get("tokenizer_sha256")
     return None if sha256 is None or tokenizer.startswith(TIKTOKEN) else sha256 in tokenizer_hashes(tokenizer)
 
@@ -141,11 +142,11 @@ BLOCK_TOKENS = 8 << 20
 
 
 def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, int | None]:
-    """Check tables, counts, token ids and bytes of a corpus; returns it with the vocabulary size used for the check.
+    """Check tables, counts, token ids and bytes of a corpus, and return it with the vocabulary size that was used.
 
-    The vocabulary size is `vocab_size` or else that of the sidecar; without either, only negative ids are found.
-    Changed bytes are found if the sidecar has the SHA-256 of the files. A loss mask is checked with its corpus. Raises
-    DataError at the first problem.
+    The vocabulary size is `vocab_size` or, without one, that of the sidecar; without either, only negative ids are
+    found. Changed bytes are found if the sidecar has the SHA-256 of the files. A loss mask is checked with its corpus.
+    Raises DataError at the first problem.
     """
     corpus = IndexedDataset(prefix)
     info = corpus.info or {}

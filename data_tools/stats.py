@@ -24,7 +24,7 @@ QUANTILES = {"min": 0, "5 %": 5, "25 %": 25, "50 %": 50, "75 %": 75, "95 %": 95,
 
 
 def summary_table(corpora: Sequence[IndexedDataset]) -> Table:
-    """One row per corpus: documents, tokens, mean and quantiles of the document length."""
+    """Table with a row for each corpus: documents, tokens, mean and quantiles of the document length."""
     table = Table(title="document lengths in tokens")
     table.add_column("corpus", overflow="fold")
     for column in ("documents", "tokens", "mean", *QUANTILES):
@@ -40,10 +40,10 @@ def summary_table(corpora: Sequence[IndexedDataset]) -> Table:
 
 
 def length_histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """(upper bound, documents, tokens) of each power-of-two range of lengths that documents fall in.
+    """Upper bound, documents and tokens of each power-of-two range of lengths.
 
-    The first range is [0, 1], the others are (bound / 2, bound]; ranges between the shortest and longest document are
-    listed even when empty.
+    The first range is [0, 1], the others are (bound / 2, bound]. All ranges between the shortest and the longest
+    document are listed, also empty ones.
     """
     if not len(lengths):
         return []
@@ -99,7 +99,7 @@ def effective_sparsity(
 
 
 def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int, seq_len: int | None = None) -> Table:
-    """One row per corpus: the fraction that is dense in any case, and the sparsity of MoBA."""
+    """Table with a row for each corpus: the fraction that is dense in any case, and the sparsity of MoBA."""
     split_at = f", documents split at {seq_len:,}" if seq_len else ""
     table = Table(title=f"MoBA with blocks of {block_size:,} and topk {topk}{split_at}")
     table.add_column("corpus", overflow="fold")
@@ -115,8 +115,8 @@ def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int
 def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
     """Draw the distribution of each corpus' tokens over document lengths as an HTML page.
 
-    Raises DataError for a name that does not end in .html and a file that cannot be written, LaunchError where plotly
-    is not installed.
+    Raises DataError for a name that does not end in .html and a file that cannot be written, LaunchError if plotly is
+    not installed.
     """
     if Path(path).suffix != ".html":
         raise DataError(f"--plot {path}: the name must end in .html")
@@ -151,11 +151,12 @@ MOST_TOKENS = 16 << 20
 
 
 def repeat_shares(corpus: IndexedDataset, length: int, most_tokens: int) -> npt.NDArray[np.float64]:
-    """Shares of the tokens that repeat an earlier place of their document, by the distance to the nearest such place:
-    [ranges of `DISTANCES`, and beyond the last]. A token repeats a place where the same `length` tokens end.
+    """Shares of the tokens that end a run of `length` tokens which occurred before in the document, by the distance to
+    the nearest earlier run: [ranges of `DISTANCES`, and beyond the last]. They show what a model that copies gains from
+    a longer context.
 
-    Reads documents that are spread evenly over the corpus, with about `most_tokens` tokens. A hash of 64 bits stands
-    for the tokens.
+    Reads documents that are spread evenly over the corpus, with about `most_tokens` tokens. Runs are compared by a hash
+    of 64 bits.
     """
     step = max(1, -(-corpus.tokens // most_tokens))
     counts = np.zeros(len(DISTANCES) + 1, np.int64)
@@ -168,8 +169,8 @@ def repeat_shares(corpus: IndexedDataset, length: int, most_tokens: int) -> npt.
 
 
 def nearest_repeats(tokens: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
-    """Distance from the end of each run of `length` tokens to the nearest earlier end of the same run; of those that
-    occur earlier, in any order."""
+    """Distance of each run of `length` tokens that occurred earlier to its nearest earlier occurrence, in any order,
+    int64 [n]."""
     if len(tokens) <= length:
         return np.empty(0, np.int64)
     hashes = np.zeros(len(tokens) - length + 1, np.uint64)
@@ -181,7 +182,7 @@ def nearest_repeats(tokens: npt.NDArray[Any], length: int) -> npt.NDArray[np.int
 
 
 def repeats_table(corpora: Sequence[IndexedDataset], length: int) -> Table:
-    """One row per corpus: `repeat_shares`."""
+    """Table with a row for each corpus: `repeat_shares`."""
     table = Table(title=f"tokens that end a run of {length} tokens which occurred before in the document, by distance")
     table.add_column("corpus", overflow="fold")
     for bound in DISTANCES:
@@ -239,7 +240,7 @@ def preview(config: RunConfig) -> list[SourceUse]:
 
 
 def blend_table(uses: list[SourceUse]) -> Table:
-    """One row per stage and source."""
+    """Table with a row for each stage and source."""
     table = Table(title="what each stage reads")
     table.add_column("stage")
     table.add_column("source", overflow="fold")

@@ -53,7 +53,7 @@ CHECKED_CHARACTERS = 1 << 15
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """The options that determine the tokens of a corpus. Their names enter the fingerprint of the work: keep them."""
+    """Options that determine the tokens of a corpus. Their names enter the fingerprint of the work: keep them."""
 
     tokenizer: str
     """Argument of `encoders.load_encoder`."""
@@ -62,13 +62,13 @@ class TokenizeOptions:
     holdout: float
     """Fraction of the documents, selected by their content, that goes to the split "valid"; 0: no split."""
     fail_on_error: bool
-    """Whether an unreadable record stops the work instead of being skipped."""
+    """True if an unreadable record stops the work instead of being skipped."""
     eos: str | None = None
     """Token that ends documents; None: the tokenizer's own."""
     bos: str | None = None
     """Token that begins documents; None: no such token."""
     fast: bool = True
-    """Whether to use the fastest exact engine instead of the tokenizer's own library."""
+    """True for the fastest exact engine, False for the tokenizer's own library."""
     document_bytes: int = DOCUMENT_BYTES
     """Longest document or JSON line, in bytes."""
     encoding_errors: EncodingErrors = "strict"
@@ -84,7 +84,7 @@ class Part:
 
     @property
     def report_file(self) -> Path:
-        """Exists once the part is finished."""
+        """File that exists once the part is finished."""
         return Path(f"{self.prefix}.report")
 
 
@@ -245,7 +245,7 @@ class TokenizeResult:
     engine: str
     """Name of the engine that encoded the text."""
     already_complete: bool
-    """Whether identical corpora existed before, so that nothing was done."""
+    """True if identical corpora existed before, so that nothing was done."""
 
 
 def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions, workers: int) -> TokenizeResult:
@@ -305,7 +305,7 @@ def _empty(folder: Path) -> None:
 
 
 def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:
-    """Make the parts that no earlier run finished; returns the number of parts that were finished already."""
+    """Make the parts that no earlier run finished, and return the number of parts that were finished already."""
     earlier = [read_report(part) for part in parts if part.report_file.exists()]
     waiting = [part for part in parts if not part.report_file.exists()]
     total = sum(shard_bytes(part.shard) for part in parts)
