@@ -57,7 +57,7 @@ def damage_newest(it: Disturbance, flip: bool) -> None:
     """Kill the run, then flip a bit of the newest checkpoint's largest shard, or cut its manifest in half."""
     it.kill("agent")
     (it.floor, _), (_, newest) = published(it.run.checkpoints)[-2:]
-    file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size) if flip else newest / MANIFEST
+    file = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size) if flip else newest / MANIFEST
     content = bytearray(file.read_bytes())
     content[it.dice.randrange(len(content))] ^= 1 << it.dice.randrange(8)
     file.write_bytes(content if flip else content[: len(content) // 2])

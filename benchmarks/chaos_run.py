@@ -201,7 +201,7 @@ class ChaosRun:
         """SHA-256 of the newest checkpoint's tensors (model, optimizer, random states), by file."""
         path = latest_checkpoint(self.checkpoints)
         assert path is not None
-        return {name: entry["sha256"] for name, entry in read_manifest(path).items() if name.endswith(".distcp")}
+        return {name: entry["sha256"] for name, entry in read_manifest(path).items() if name.endswith(".safetensors")}
 
     def end(self) -> None:
         """Kill the processes that still run."""

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.record import save, spread
-from moba_train.checkpoint.planned import PlannedWriter
-from moba_train.checkpoint.rank_group import RankGroup
+from moba_train.checkpoint.process_group import SaveGroup
+from moba_train.checkpoint.writer import ShardFile, ShardWriter
 from moba_train.optim.gradients import local_part
 
 NAMES = ("q", "k", "v", "o", "gate", "up", "down", "attention_norm", "mlp_norm")
@@ -82,17 +82,28 @@ def measure(write: Callable[[Path], None], repeats: int) -> dict[str, Any]:
 
 @contextmanager
 def timed_writing(seconds: list[float]) -> Iterator[None]:
-    """Record the seconds of each call that writes the tensors."""
-    write_data = dcp.FileSystemWriter.write_data
+    """Record the seconds of each call that writes the tensors, by torch or by us."""
 
-    def timed(*arguments: Any) -> Any:
-        began = time.perf_counter()
-        written = write_data(*arguments)
-        seconds.append(time.perf_counter() - began)
-        return written
+    def timed(write: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            written = write(*arguments)
+            seconds.append(time.perf_counter() - began)
+            return written
 
-    with mock.patch.object(dcp.FileSystemWriter, "write_data", timed):
+        return call
+
+    with (
+        mock.patch.object(dcp.FileSystemWriter, "write_data", timed(dcp.FileSystemWriter.write_data)),
+        mock.patch.object(ShardFile, "write", timed(ShardFile.write)),
+    ):
         yield
+
+
+def write_planned(writer: ShardWriter, folder: Path, tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
+    """Write as a save does after the first."""
+    writer.plan(tensors, copies)
+    writer.write(folder, copies)
 
 
 def main() -> None:
@@ -105,11 +116,11 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tensors = many_tensors(arguments.layers)
     copies = {name: local_part(tensor).clone() for name, tensor in tensors.items()}
-    writer = PlannedWriter(RankGroup(dist.new_group(backend="gloo")))
+    writer = ShardWriter(SaveGroup(dist.new_group(backend="gloo")))
     writer.plan(tensors, copies)
     ways: dict[str, Callable[[Path], None]] = {
         "save": lambda folder: dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder)),
-        "planned": lambda folder: writer.write(folder, tensors, copies),
+        "planned": lambda folder: write_planned(writer, folder, tensors, copies),
     }
     results = {name: measure(write, arguments.repeats) for name, write in ways.items()}
     for name, result in results.items():

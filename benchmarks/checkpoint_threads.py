@@ -3,8 +3,8 @@
     TMPDIR=/dev/shm python -m benchmarks.checkpoint_threads --gib 2 --threads 1 2 \\
         --output benchmarks/results/checkpoint-threads-cpu.json
 
-By the code of training, with tensors of random numbers, on a GPU where there is one: writing them to $TMPDIR with
-fsync, and hashing the files; then, with other tensors, verifying hashes and reading. The code is told that the machine
+By the code of training, with tensors of random numbers, on a GPU where there is one: writing them to $TMPDIR, with
+their hashes and fsync; then, with other tensors, verifying hashes and reading. The code is told that the machine
 has two cores for each thread, so that it starts that many.
 """
 
@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.record import markdown, save, spread
+from moba_train.checkpoint.files import MOST_THREADS
 from moba_train.checkpoint.load import load_checkpoint
-from moba_train.checkpoint.manifest import META, hash_file, verify_checkpoint, write_json
-from moba_train.checkpoint.planned import PlannedWriter
+from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.process_group import SaveGroup
 from moba_train.checkpoint.publish import publish, step_name
-from moba_train.checkpoint.rank_group import RankGroup
-from moba_train.checkpoint.threads import MOST_THREADS, in_threads
+from moba_train.checkpoint.writer import ShardWriter, write_meta
 
-PARTS = ("write", "hash", "verify", "read")
+PARTS = ("write", "verify", "read")
 
 
 def measure(threads: int, tensors: dict[str, Tensor], folder: Path) -> dict[str, float]:
@@ -46,25 +46,21 @@ def measure(threads: int, tensors: dict[str, Tensor], folder: Path) -> dict[str,
     written, step = folder / "written", 1
     written.mkdir()
     copies = {name: tensor.cpu() for name, tensor in tensors.items()}
-    write_json(written / META, {"good": True})
     cores = range(2 * threads)
     told = {"cpu_count": mock.Mock(return_value=len(cores)), "sched_getaffinity": mock.Mock(return_value=cores)}
     with mock.patch.multiple(os, **told):
-        writer = PlannedWriter(RankGroup(dist.new_group(backend="gloo")))
+        writer = ShardWriter(SaveGroup(dist.new_group(backend="gloo")))
         writer.plan(tensors, copies)
         with timed("write"):
-            writer.write(written, tensors, copies)
-        files = list(written.iterdir())
-        with timed("hash"):
-            entries = in_threads(hash_file, files, threads)
-        publish(written, step, dict(zip((file.name for file in files), entries, strict=True)))
+            entries = writer.write(written, copies)
+        publish(written, step, entries | write_meta(written, {"good": True}))
         path, loaded = folder / step_name(step), {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         with timed("verify"):
             verify_checkpoint(path)
         with timed("read"):
             load_checkpoint(path, loaded)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-    return took | {"files": len(list(path.glob("*.distcp")))}
+    return took | {"files": len(list(path.glob("*.safetensors")))}
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:

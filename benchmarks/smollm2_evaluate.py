@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.record import save
 from moba_train.attention.full import FullAttention
-from moba_train.checkpoint.trained_model import load_trained
+from moba_train.checkpoint.state import load_trained
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig

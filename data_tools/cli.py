@@ -136,7 +136,9 @@ def tokenize(
         float,
         typer.Option(min=0, max=0.99, help="Fraction of the documents for OUTPUT-valid; the rest goes to OUTPUT-train"),
     ] = 0.0,
-    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="Unreadable records: skip them, or fail at the first")] = ("skip"),
+    on_error: Annotated[
+        Literal["skip", "fail"], typer.Option(help="Unreadable records: skip them, or fail at the first")
+    ] = "skip",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per CPU")] = None,
     max_document_mib: Annotated[
         int, typer.Option(min=1, help="Longest document or JSON line; longer ones are skipped")
@@ -348,7 +350,9 @@ def sft(
             help="Fraction of the conversations for OUTPUT-valid; the rest goes to OUTPUT-train",
         ),
     ] = 0.0,
-    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="Unusable records: skip them, or fail at the first")] = ("skip"),
+    on_error: Annotated[
+        Literal["skip", "fail"], typer.Option(help="Unusable records: skip them, or fail at the first")
+    ] = "skip",
     show: Annotated[int, typer.Option(min=0, help="Conversations to print, with the loss text highlighted")] = 0,
 ) -> None:
     """Turn conversations (messages, prompt and completion, ShareGPT, alpaca, tokens) into a corpus with a loss mask."""

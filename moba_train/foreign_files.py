@@ -60,7 +60,7 @@ def _extra_roots() -> list[Path]:
 
 
 def check_below(path: Path, roots: Sequence[Path]) -> Path:
-    """Where `path` leads, links followed, whether it exists or not. Raises ForeignFileError unless below a root."""
+    """Return where `path` leads, links followed, even to nothing. Raises ForeignFileError unless below a root."""
     try:
         real = Path(os.path.realpath(path))
     except (OSError, ValueError) as error:  # a null byte

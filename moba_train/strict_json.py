@@ -8,6 +8,7 @@ are not taken for values that are missing, and `float` in Python and `Number` in
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 NAMED_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -20,7 +21,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:
-        return json.dumps(_with_strings(value), indent=indent, allow_nan=False)
+        return json.dumps(_replaced(value, _name), indent=indent, allow_nan=False)
 
 
 def from_json(text: str) -> Any:
@@ -28,20 +29,15 @@ def from_json(text: str) -> Any:
     writes, as earlier versions did. Raises ValueError when `text` is not JSON, RecursionError when nested too deeply.
     """
     value = json.loads(text)
-    return _with_numbers(value) if _NAMED.search(text) else value
+    return _replaced(value, lambda found: NAMED_NUMBERS.get(found, found)) if _NAMED.search(text) else value
 
 
-def _with_strings(value: Any) -> Any:
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """`value` with all its texts and numbers replaced."""
     if isinstance(value, dict):
-        return {key: _with_strings(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_strings(inner) for inner in value]
+        return {key: _replaced(inner, replace) for key, inner in value.items()}
+    return [_replaced(inner, replace) for inner in value] if isinstance(value, list | tuple) else replace(value)
+
+
+def _name(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _with_numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(inner) for inner in value]
-    return NAMED_NUMBERS.get(value, value) if isinstance(value, str) else value

@@ -1,32 +1,26 @@
 """Loading a checkpoint into tensors that exist already, on any number of ranks and in any layout.
 
-Nothing in a checkpoint can run code: `meta.json` and `manifest.json` are JSON, tensor data is read by
-torch.distributed.checkpoint (DCP) with `torch.load(weights_only=True)`, and DCP's index `.metadata`, which is a pickle,
-is read by `checkpoint.index`. Nothing in it can lead to a file outside the checkpoint.
+Nothing in a checkpoint can run code: manifest, meta and index are JSON, and tensors are read as bytes from places that
+the index names. Nothing in it can lead to a file outside the checkpoint.
 """
 
 import logging
-import warnings
-from collections.abc import Callable, Collection
-from dataclasses import replace
+import math
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from io import BufferedReader
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 
-from moba_train.checkpoint.files import UnreadableError, retried
-from moba_train.checkpoint.index import read_index
+from moba_train.checkpoint.files import UnreadableError, evenly, in_threads, open_regular, retried
+from moba_train.checkpoint.index import Chunk, Part, SavedTensor, Sizes, byte_view, own_parts, read_index
 from moba_train.checkpoint.manifest import check_sizes, read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import Accept, newest_first, set_aside
-from moba_train.checkpoint.threads import evenly, in_threads
 from moba_train.errors import CheckpointError
 from moba_train.parallel.world import broadcast
 
@@ -59,7 +53,7 @@ def load_checkpoint(
     try:
         _on_every_rank(path, lambda: _read(path, tensors, index))
     except CheckpointError:
-        _on_every_rank(path, lambda: verify_checkpoint(path, *_own_part()))  # DCP does not say which file it was
+        _on_every_rank(path, lambda: verify_checkpoint(path, *_own_part()))  # a file may have changed meanwhile
         raise
     return _on_every_rank(path, lambda: read_meta(path))
 
@@ -72,16 +66,14 @@ class CheckpointReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._index = read_index(path, check_sizes(path))
-        entries = self._index.state_dict_metadata
-        self.tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self.tensors = read_index(path, check_sizes(path))
 
     def read(self, name: str) -> Tensor:
         """The tensor of that name, one of `tensors`."""
         entry = self.tensors[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
         try:
-            _read(self._path, {name: tensor}, self._index)
+            _read(self._path, {name: tensor}, self.tensors)
         except CheckpointError:
             verify_checkpoint(self._path)
             raise
@@ -144,10 +136,9 @@ def _check(
     reshapable: Collection[str],
     elsewhere: Collection[str],
     verify: bool,
-) -> Metadata:
+) -> dict[str, SavedTensor]:
     files = (verify_checkpoint if verify else check_sizes)(path, *_own_part())
-    index = read_index(path, files)
-    saved = index.state_dict_metadata
+    saved = read_index(path, files)
     problems = [
         f"{name}: "
         + ("in the checkpoint, but not in the model or optimizer" if name in saved else "not in the checkpoint")
@@ -155,44 +146,89 @@ def _check(
         if not name.startswith((*optional, *reshapable))
     ]
     for name in sorted(tensors.keys() & saved.keys()):
-        entry = saved[name]
-        tensor = tensors[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            problems.append(f"{name}: not saved as a tensor")
-        elif not _fits(entry, tensor) and not name.startswith(tuple(reshapable)):
-            there = (entry.size, entry.properties.dtype)
-            here = (tensor.shape, tensor.dtype)
-            problems.append(f"{name}: saved as {_describe(*there)}, to be loaded as {_describe(*here)}")
+        if not _fits(saved[name], tensors[name]) and not name.startswith(tuple(reshapable)):
+            there = _describe(saved[name].shape, saved[name].dtype)
+            here = _describe(tensors[name].shape, tensors[name].dtype)
+            problems.append(f"{name}: saved as {there}, to be loaded as {here}")
     if problems:
         shown = problems[:20] + [f"... and {len(problems) - 20} more"] * (len(problems) > 20)
         raise CheckpointError(
             f"checkpoint {path} does not fit; use the recipe it was saved with:\n"
             + "\n".join(f"  - {p}" for p in shown)
         )
-    return index
+    return saved
 
 
-def _fits(entry: TensorStorageMetadata, tensor: Tensor) -> bool:
-    return bool((entry.size, entry.properties.dtype) == (tensor.shape, tensor.dtype))
+def _fits(saved: SavedTensor, tensor: Tensor) -> bool:
+    return (saved.shape, saved.dtype) == (tuple(tensor.shape), tensor.dtype)
 
 
-def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
-    """Raises UnreadableError when the file system refuses, else a CheckpointError that holds if all hashes are right:
-    the caller verifies them."""
-    saved = {
-        name: entry for name, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
-    }
+class _Overlap(NamedTuple):
+    """Intersection of a rank's part of a tensor with a chunk of it."""
+
+    chunk: Chunk
+    begin: Sizes
+    """Offsets in the chunk."""
+    target: Tensor
+    """Box of the rank's part, a view."""
+
+    @property
+    def rows(self) -> Sizes:
+        """Shape of what is read: all of the chunk's rows, along its first axis, that have a number of the box."""
+        return (self.target.shape[0], *self.chunk.sizes[1:]) if self.chunk.sizes else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return math.prod(self.rows) * self.target.itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """True if the rows can be read into the target."""
+        return self.target.shape == self.rows and self.target.device.type == "cpu" and self.target.is_contiguous()
+
+
+def _overlaps(part: Part, values: Tensor, chunks: Collection[Chunk]) -> list[_Overlap]:
+    """`values`: the numbers of `part`, to be filled."""
+    found = []
+    for chunk in chunks:
+        begin = tuple(map(max, part.offsets, chunk.offsets))
+        ends = zip(part.offsets, part.sizes, chunk.offsets, chunk.sizes, strict=True)
+        end = tuple(min(offset + size, other + other_size) for offset, size, other, other_size in ends)
+        if all(b < e for b, e in zip(begin, end, strict=True)):
+            box = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, part.offsets, strict=True))
+            inside = tuple(b - o for b, o in zip(begin, chunk.offsets, strict=True))
+            found.append(_Overlap(chunk, inside, values[box] if box else values))
+    return found
+
+
+def _read(path: Path, tensors: dict[str, Tensor], saved: Mapping[str, SavedTensor]) -> None:
+    """Reads in several threads, each in the order of the files, and holds a chunk of a tensor for each in memory.
+
+    Raises UnreadableError when the file system refuses, else a CheckpointError that holds if all hashes are right: the
+    caller verifies them.
+    """
     present = {name: tensor for name, tensor in tensors.items() if name in saved and _fits(saved[name], tensor)}
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def read_some(overlaps: list[_Overlap]) -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # a new thread's is GPU 0
+        largest = max((overlap.nbytes for overlap in overlaps if not overlap.is_direct), default=0)
+        buffer = torch.empty(largest, dtype=torch.uint8)
+        for name, group in groupby(overlaps, key=lambda overlap: overlap.chunk.file):
+            with open_regular(path / name) as stream:
+                if stream.read(9)[8:] != b"{":  # a file that a power failure has left full of zeros
+                    raise ValueError(f"{name} is not a safetensors file")
+                for overlap in group:
+                    _read_overlap(stream, overlap, buffer)
 
     def read() -> None:
-        try:
-            with warnings.catch_warnings():
-                # `no_dist`: reading needs no other rank, so ranks may ask for different tensors.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(present, storage_reader=_Reader(path, index), no_dist=True)
-        except CheckpointException as error:
-            cause, _ = error.failures[0]
-            raise cause from None
+        found: list[_Overlap] = []
+        for part, values in own_parts(present):
+            found += _overlaps(part, values, saved[part.name].chunks)
+        parts = evenly(sorted(found, key=lambda overlap: overlap.chunk[:2]), lambda overlap: overlap.nbytes)
+        in_threads(read_some, parts, len(parts))
 
     try:
         retried(read)
@@ -200,6 +236,20 @@ def _read(path: Path, tensors: dict[str, Tensor], index: Metadata) -> None:
         if isinstance(error, OSError):
             raise UnreadableError.from_problem(path, error) from error
         raise CheckpointError(f"checkpoint {path} cannot be read although its hashes are right: {error!r}") from error
+
+
+def _read_overlap(stream: BufferedReader, overlap: _Overlap, buffer: Tensor) -> None:
+    """Fills the target from a file, by way of `buffer` (bytes) if it has another layout or device than the file."""
+    target = overlap.target
+    rows = target if overlap.is_direct else buffer[: overlap.nbytes].view(target.dtype).view(overlap.rows)
+    before = overlap.begin[0] * math.prod(overlap.rows[1:]) * target.itemsize if overlap.begin else 0
+    stream.seek(overlap.chunk.begin + before)
+    if stream.readinto(byte_view(rows)) < overlap.nbytes:
+        raise EOFError(f"{overlap.chunk.file} ends within a tensor")
+    if rows is not target:
+        for axis, first in enumerate(overlap.begin[1:], start=1):
+            rows = rows.narrow(axis, first, target.shape[axis])
+        target.copy_(rows)
 
 
 def _on_every_rank(path: Path, action: Callable[[], T]) -> T:
@@ -224,35 +274,5 @@ def _on_every_rank(path: Path, action: Callable[[], T]) -> T:
     return result
 
 
-def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+def _describe(shape: Sizes, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader with an index that `checkpoint.index` has read, and several threads."""
-
-    def __init__(self, path: Path, index: Metadata) -> None:
-        super().__init__(path)
-        self._index = index
-
-    def read_metadata(self) -> Metadata:  # it has no argument `rank`, so DCP never looks for an index of one rank
-        return self._index
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        def place(item: ReadItem) -> tuple[str, int]:
-            stored = self.storage_data[item.storage_index]
-            return stored.relative_path, stored.offset
-
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        read = super().read_data
-
-        def read_part(items: list[ReadItem]) -> None:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)  # a new thread's is GPU 0
-            read(replace(plan, items=items), planner)
-
-        parts = evenly(sorted(plan.items, key=place), lambda item: self.storage_data[item.storage_index].length)
-        in_threads(read_part, parts, len(parts))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done

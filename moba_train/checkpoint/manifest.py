@@ -1,4 +1,4 @@
-"""The manifest and meta of a checkpoint, read as untrusted input.
+"""The manifest and meta of a checkpoint, read as untrusted input, and its files compared with the manifest.
 
 `manifest.json` names every file of the checkpoint with its size and SHA-256. Names are plain file names: a name that
 leads out of the folder is refused before the file system is asked, and so is a file that is a symbolic link. Files that
@@ -14,12 +14,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from moba_train.checkpoint.files import NOT_REGULAR, UnreadableError, is_missing, open_regular, read_file, try_all
-from moba_train.checkpoint.threads import threads_for
+from moba_train.checkpoint.files import (
+    NOT_REGULAR,
+    UnreadableError,
+    is_missing,
+    open_regular,
+    read_file,
+    threads_for,
+    try_all,
+)
 from moba_train.errors import CheckpointError
 from moba_train.strict_json import from_json, to_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+PICKLED_VERSION = 1
+"""The format of version 0.1.0 until November 2026: an index and tensors in pickles, which only `moba-train convert
+checkpoints` reads."""
 MANIFEST = "manifest.json"
 META = "meta.json"
 
@@ -32,6 +42,7 @@ JSON_DEPTH = 100
 
 _PLAIN_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,255}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_OTHER_ONE = "use another checkpoint of this run"
 
 
 class FileEntry(TypedDict):
@@ -51,18 +62,23 @@ def hash_file(path: Path) -> FileEntry:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes `content` and fsyncs the file. Raises CheckpointError when it would be too large to be read again."""
     text = to_json(content, indent=1).encode()
-    if problem := _json_problem(text):
+    if problem := _size_problem(text):
         raise CheckpointError(f"{path}: cannot be written: {problem}")
+    write_synced(path, text)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes `content` and fsyncs the file."""
     with path.open("wb") as stream:
-        stream.write(text)
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Path, version: int = FORMAT_VERSION) -> dict[str, Any]:
     """The meta (a JSON object) that checkpoint `path` was saved with, read only after its bytes agree with the
     manifest. Raises CheckpointError when meta or manifest is damaged, UnreadableError when it could not be read."""
-    return _parse_json(path / META, read_verified(path, META, read_manifest(path), JSON_BYTES))
+    return _parse_small(path / META, read_verified(path, META, read_manifest(path, version), JSON_BYTES))
 
 
 def read_verified(path: Path, name: str, files: Mapping[str, FileEntry], limit: int) -> bytes:
@@ -71,27 +87,33 @@ def read_verified(path: Path, name: str, files: Mapping[str, FileEntry], limit: 
     Raises CheckpointError when it is damaged, UnreadableError when it could not be read.
     """
     if name not in files:
-        raise CheckpointError(f"checkpoint {path} is damaged: its manifest has no {name}; use another one of this run")
+        raise CheckpointError(f"checkpoint {path} is damaged: its manifest has no {name}; {_OTHER_ONE}")
     entry = files[name]
     if entry["size"] > limit:
-        raise CheckpointError(f"{path / name}: {entry['size']} bytes, at most {limit} are read; use another checkpoint")
+        raise CheckpointError(f"{path / name}: {entry['size']} bytes, at most {limit} are read; {_OTHER_ONE}")
     content = read_file(path / name, limit)
     if len(content) != entry["size"]:
-        _raise_problems(path, {name: _other_size(len(content), entry)})
+        _raise_problems(path, {name: _other_size(len(content), entry)}, {})
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        _raise_problems(path, {name: _OTHER_HASH})
+        _raise_problems(path, {name: _OTHER_HASH}, {})
     return content
 
 
-def read_manifest(path: Path) -> dict[str, FileEntry]:
+def read_manifest(path: Path, version: int = FORMAT_VERSION) -> dict[str, FileEntry]:
     """The files of checkpoint `path`, by name. Raises CheckpointError when its manifest is missing or damaged,
-    UnreadableError when it could not be read."""
+    UnreadableError when it could not be read or is of an earlier version, which is no damage."""
     file = path / MANIFEST
-    manifest = _parse_json(file, read_file(file, JSON_BYTES))
-    if manifest.get("format_version") != FORMAT_VERSION:
+    manifest = _manifest(path)
+    found = manifest.get("format_version")
+    if type(found) is not int or found != version:
+        if type(found) is int and found == PICKLED_VERSION:
+            run = path.parent.parent if path.parent.name == "checkpoints" else path
+            raise UnreadableError(
+                f"{path} is a checkpoint of an earlier version, with pickles in it, which are read only once: "
+                f"moba-train convert checkpoints {run}"
+            )
         raise CheckpointError(
-            f"{file}: format_version is {reprlib.repr(manifest.get('format_version'))}, "
-            f"this version of moba_train reads {FORMAT_VERSION}"
+            f"{file}: format_version is {reprlib.repr(found)}, this version of moba_train reads {version}"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
@@ -105,6 +127,11 @@ def read_manifest(path: Path) -> dict[str, FileEntry]:
     return files
 
 
+def format_version(path: Path) -> Any:
+    """Format of checkpoint `path`, by its manifest. Raises as `read_manifest`."""
+    return _manifest(path).get("format_version")
+
+
 def check_sizes(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntry]:
     """Compares the size of every file with the manifest, which is returned. With `ranks` > 1, only every `ranks`-th
     file is looked at, beginning with number `rank`.
@@ -116,14 +143,14 @@ def check_sizes(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntr
     return files
 
 
-def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, FileEntry]:
+def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1, version: int = FORMAT_VERSION) -> dict[str, FileEntry]:
     """Reads every byte and compares with the manifest, which is returned. With `ranks` > 1, only every `ranks`-th file
     is looked at and read, beginning with number `rank`.
 
     Raises CheckpointError naming each damaged or missing file, UnreadableError when none of them is damaged but some
     could not be read.
     """
-    files = read_manifest(path)
+    files = read_manifest(path, version)
     own = _own_part(files, rank, ranks)
     damaged, unread = _size_problems(path, own)
     readable = own.keys() - damaged.keys() - unread.keys()
@@ -135,7 +162,7 @@ def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, Fi
 
 
 def unnamed_files(path: Path, files: Mapping[str, FileEntry]) -> list[str]:
-    """What lies in the folder of a checkpoint beside its manifest and the `files` that the manifest names."""
+    """Names in the folder of a checkpoint that are neither its manifest nor `files`, which the manifest names."""
     return sorted({entry.name for entry in path.iterdir()} - files.keys() - {MANIFEST})
 
 
@@ -154,6 +181,10 @@ def listed(problems: dict[str, str]) -> str:
 
 
 _OTHER_HASH = "its SHA-256 is not the manifest's"
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    return _parse_small(path / MANIFEST, read_file(path / MANIFEST, JSON_BYTES))
 
 
 def _other_size(size: int, entry: FileEntry) -> str:
@@ -188,57 +219,57 @@ def _sha256_of(path: Path) -> str:
 
 
 def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or entry.keys() != {"size", "sha256"}:
-        return False
-    size, sha256 = entry["size"], entry["sha256"]
-    return type(size) is int and 0 <= size < 1 << 63 and isinstance(sha256, str) and bool(_SHA256.fullmatch(sha256))
+    match entry:
+        case {"size": int(size), "sha256": str(sha256)} if len(entry) == 2 and not isinstance(size, bool):
+            return 0 <= size < 1 << 63 and bool(_SHA256.fullmatch(sha256))
+    return False
 
 
-def _raise_problems(path: Path, damaged: dict[str, str], unread: dict[str, str] | None = None) -> None:
+def _raise_problems(path: Path, damaged: dict[str, str], unread: dict[str, str]) -> None:
     if damaged:
-        raise CheckpointError(
-            f"checkpoint {path} is damaged: {listed(damaged | (unread or {}))}; use another checkpoint of this run"
-        )
+        raise CheckpointError(f"checkpoint {path} is damaged: {listed(damaged | unread)}; {_OTHER_ONE}")
     if unread:
         raise UnreadableError.from_problem(path, listed(unread))
 
 
-def _parse_json(path: Path, text: bytes) -> dict[str, Any]:
-    """The JSON object that `text`, the content of `path`, holds. Raises CheckpointError when there is none, or when it
-    would take much memory or many calls to hold and walk through it."""
-    if problem := _json_problem(text):
-        raise CheckpointError(f"{path}: {problem}; use another checkpoint of this run")
+def parse_object(path: Path, text: bytes) -> dict[str, Any]:
+    """The JSON object that `text`, the content of `path`, holds. Raises CheckpointError when there is none."""
     try:
         content = from_json(text.decode())
-    except RecursionError as error:
-        raise CheckpointError(f"{path}: {_TOO_DEEP}; use another checkpoint of this run") from error
+    except RecursionError:
+        raise CheckpointError(f"{path}: {_TOO_DEEP}; {_OTHER_ONE}") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: is not valid JSON ({error}); use another checkpoint of this run") from error
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); {_OTHER_ONE}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds {type(content).__name__}, must hold a JSON object")
-    if _is_deeper(content, JSON_DEPTH):
-        raise CheckpointError(f"{path}: {_TOO_DEEP}; use another checkpoint of this run")
+    return content
+
+
+def _parse_small(path: Path, text: bytes) -> dict[str, Any]:
+    """`parse_object` for a manifest or meta. Raises CheckpointError also when it would take much memory or many calls
+    to hold and walk through it."""
+    if problem := _size_problem(text):
+        raise CheckpointError(f"{path}: {problem}; {_OTHER_ONE}")
+    content = parse_object(path, text)
+    level: list[Any] = [content]
+    for _ in range(JSON_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise CheckpointError(f"{path}: {_TOO_DEEP}; {_OTHER_ONE}")
     return content
 
 
 _TOO_DEEP = f"is nested more than {JSON_DEPTH} levels deep"
 
 
-def _json_problem(text: bytes) -> str | None:
+def _size_problem(text: bytes) -> str | None:
     if len(text) > JSON_BYTES:
         return f"{len(text)} bytes of JSON, at most {JSON_BYTES} are read"
     if sum(map(text.count, (b",", b"[", b"{"))) > JSON_VALUES:
         return f"more than {JSON_VALUES} values of JSON"
     return None
-
-
-def _is_deeper(content: Any, depth: int) -> bool:
-    level = [content]
-    for _ in range(depth):
-        level = [
-            child
-            for value in level
-            if isinstance(value, dict | list)
-            for child in (value.values() if isinstance(value, dict) else value)
-        ]
-    return bool(level)

@@ -1,4 +1,4 @@
-"""How a checkpoint becomes visible, and how one is found again. Files and folders only: no torch here.
+"""Publication of a checkpoint, and the search for one. Files and folders only: no torch here.
 
 A checkpoint is written into a hidden folder, `.tmp-step_00000100-<random>`, and ends with `manifest.json`, which names
 every file with its size and SHA-256. Only then is the folder renamed to `step_00000100`, and only after that is the
@@ -36,18 +36,18 @@ _SET_ASIDE = "set-aside-"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 Accept = Callable[[dict[str, Any]], bool]
-"""Whether a checkpoint with this meta is wanted."""
+"""Says if a checkpoint with this meta is wanted."""
 
 logger = logging.getLogger(__name__)
 
 
 def is_good(meta: dict[str, Any]) -> bool:
-    """Whether the run was healthy when it saved: `good` in the meta, true by default."""
+    """True if the run was healthy when it saved: `good` in the meta, true by default."""
     return meta.get("good", True) is True
 
 
 def is_finite(meta: dict[str, Any]) -> bool:
-    """Whether the save found no NaN or infinite value; `not_finite` in the meta names the tensors that hold some."""
+    """True if the save found no NaN or infinite value; `not_finite` in the meta names the tensors that hold some."""
     return not meta.get("not_finite")
 
 
@@ -87,8 +87,21 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
     OSError if the file system refuses, CheckpointError if a file differs from its entry. A `latest` that cannot be
     replaced is only a warning: the checkpoint is found without it.
     """
-    folder = temporary.parent
     final = temporary.parent / step_name(step)
+    install(temporary, final, step, files)
+    try:
+        _move_latest(final.parent, final.name)
+    except OSError as error:
+        logger.warning("%s is published, but %s still names another one: %s", final, LATEST, error)
+    return final
+
+
+def install(temporary: Path, final: Path, step: int, files: dict[str, FileEntry]) -> None:
+    """Makes a finished temporary folder the checkpoint `final` beside it, in the place of one that has this name.
+
+    Arguments and errors as of `publish`, which also makes it the newest.
+    """
+    folder = temporary.parent
     if problems := size_problems(temporary, files):
         raise CheckpointError(
             f"{temporary.name} is not as it was written: {listed(problems)}. "
@@ -101,12 +114,7 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
         final.rename(replaced)  # `clean_up` puts it back if this process dies before the next line
     temporary.rename(final)
     _fsync_folder(folder)
-    try:
-        _move_latest(folder, final.name)
-    except OSError as error:
-        logger.warning("%s is published, but %s still names another one: %s", final, LATEST, error)
     shutil.rmtree(replaced, ignore_errors=True)
-    return final
 
 
 def prepare(folder: Path) -> None:

@@ -27,7 +27,7 @@ class SavedRun(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What the weights of a checkpoint have been through."""
+    """Training that the weights of a checkpoint have had."""
 
     step: int
     """Optimizer steps; 0 for an imported model."""
@@ -38,7 +38,7 @@ class Training(NamedTuple):
 
 
 def checkpoint_folders(config: RunConfig) -> list[Path]:
-    """Where the run has its checkpoints: in its own folder, and in the part of checkpoint.fallback_dir, if the recipe
+    """Folders of the run's checkpoints: in its own folder, and in the part of checkpoint.fallback_dir, if the recipe
     names one, that belongs to that folder."""
     folders = [Path(config.run_dir) / "checkpoints"]
     if config.checkpoint.fallback_dir is not None:
@@ -84,14 +84,14 @@ def saved_stage(checkpoint: Path, config: RunConfig) -> Stage:
 
 
 def overridden_kinds(saved: SavedRun) -> list[str]:
-    """What the names of parameters begin with that the checkpoint has of attention kinds, and that the recipe uses no
-    more since overrides were laid over it."""
+    """Beginnings of the names of parameters that the checkpoint has of attention kinds, and that the recipe does not
+    use any more since overrides were laid over it."""
     before = kind_shapes(saved_recipe(saved.path))
     return [kind_prefix(layer, kind) for layer, kind in before.keys() - kind_shapes(saved.config).keys()]
 
 
 def saved_training(checkpoint: Path) -> Training:
-    """What the weights of `checkpoint` have been through, by its recipe and progress. Raises CheckpointError as
+    """Training that the weights of `checkpoint` have had, by its recipe and progress. Raises CheckpointError as
     `saved_stage`."""
     config = saved_recipe(checkpoint)
     meta = read_meta(checkpoint)

@@ -1,20 +1,185 @@
-"""Which checkpoints stay on disk when a new one is published."""
+"""Notes on checkpoints that are written after them, and the choice of those that stay on disk.
+
+Whether a save was healthy is in its meta (`good`), which the manifest's hash covers. What is known only later is in two
+small JSON files beside the checkpoints:
+
+- `marks.json` names those that must not be used although every byte is as it was written: the step right after one was
+  not finite. Resume, rollback and retention pass over them.
+- `evaluations.json` has what the evaluations of a checkpoint's step found. A checkpoint never waits for an evaluation,
+  so its numbers cannot be in its meta. Retention finds the best ones by them, and a run that resumes need not evaluate
+  again. Without the file, the evaluations of the checkpoint's step are run once more when the run resumes.
+
+These files are a help and never the only copy: they are replaced atomically, bounded, and read without trust. One that
+cannot be used counts as missing, and one that cannot be written costs what it would have told the next start. Both are
+warnings.
+"""
 
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moba_train.checkpoint.evaluated import Evaluated
 from moba_train.checkpoint.files import UnreadableError
-from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.marks import Marks
-from moba_train.checkpoint.publish import LATEST, Accept, hide, is_finite, is_good, published, remove
-from moba_train.errors import CheckpointError
+from moba_train.checkpoint.manifest import read_meta, write_json
+from moba_train.checkpoint.publish import LATEST, Accept, hide, is_finite, is_good, published, remove, saved_step
+from moba_train.errors import CheckpointError, ForeignFileError
+from moba_train.foreign_files import read_foreign
+from moba_train.strict_json import from_json
+
+MARKS = "marks.json"
+EVALUATIONS = "evaluations.json"
+
+SMALL_FILE_BYTES = 2**20
+"""Largest small file."""
+_MOST_MARKS = 200
+"""Marks that are kept, the newest: a run has fewer checkpoints of which one could be in doubt."""
+_LONGEST_REASON = 500
+"""Characters."""
+_MOST_EVALUATED = 300
+"""Checkpoints whose numbers are kept, the newest; an entry has 100 to 3,000 bytes."""
+
+Numbers = dict[str, float]
 
 logger = logging.getLogger(__name__)
+
+
+def read_small_file(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; an empty one if there is no such file or, with a warning, if it cannot be used."""
+    try:
+        content = from_json(read_foreign(path, SMALL_FILE_BYTES, links=False).decode())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {type(content).__name__}, not a JSON object")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ForeignFileError, ValueError, RecursionError) as error:
+        logger.warning("%s is ignored: %s", path, str(error).removeprefix(f"{path}: "))
+        return {}
+    return content
+
+
+def replace_small_file(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file by one with `content`; a reader finds the old content or the new one."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        write_json(temporary, content)
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("%s could not be written: %s", path, error)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One checkpoint that is passed over."""
+
+    step: int
+    save_id: str
+    """`save_id` of its meta, empty if it has none: a later checkpoint of this step is another one."""
+    reason: str
+
+
+class Marks:
+    """The marks of the checkpoints in one folder. Rank 0 reads and writes the file; other ranks get a copy."""
+
+    def __init__(self, marks: list[Mark]) -> None:
+        self._marks = {(mark.step, mark.save_id): mark for mark in marks}
+
+    @staticmethod
+    def read(folder: Path) -> "Marks":
+        """Read the marks of `folder`. Entries that are not marks are left out."""
+        entries = read_small_file(folder / MARKS).get("marks")
+        found = [_mark_from(entry) for entry in (entries if isinstance(entries, list) else [])[-_MOST_MARKS:]]
+        return Marks([mark for mark in found if mark is not None])
+
+    def write(self, folder: Path) -> None:
+        """Replace the file in `folder`."""
+        replace_small_file(folder / MARKS, {"marks": [asdict(mark) for mark in [*self._marks.values()][-_MOST_MARKS:]]})
+
+    def add(self, step: int, save_id: str, reason: str) -> bool:
+        """Mark a checkpoint; False if it was marked before."""
+        if (step, save_id) in self._marks:
+            return False
+        self._marks[step, save_id] = Mark(step, save_id, reason[:_LONGEST_REASON])
+        return True
+
+    def remove(self, step: int, save_id: str) -> None:
+        """Unmark a checkpoint."""
+        self._marks.pop((step, save_id), None)
+
+    def reason(self, meta: dict[str, Any]) -> str | None:
+        """Reason to pass over the checkpoint with this meta; None if there is none."""
+        step = saved_step(meta)
+        save_id = meta.get("save_id", "")
+        mark = self._marks.get((step, save_id)) if step is not None and isinstance(save_id, str) else None
+        return mark.reason if mark is not None else None
+
+    def accept(self, also: Accept | None = None) -> Accept:
+        """Accepts the meta of checkpoints that are not marked and, if given, that `also` accepts."""
+        return lambda meta: self.reason(meta) is None and (also is None or also(meta))
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the marked checkpoints, in ascending order."""
+        return sorted({mark.step for mark in self._marks.values()})
+
+
+def _mark_from(entry: Any) -> Mark | None:
+    if not isinstance(entry, dict) or entry.keys() != {"step", "save_id", "reason"}:
+        return None
+    mark = Mark(**entry)
+    valid = type(mark.step) is int and isinstance(mark.save_id, str) and isinstance(mark.reason, str)
+    return mark if valid else None
+
+
+class Evaluated:
+    """The numbers of the checkpoints in one folder. Rank 0 reads and writes the file; other ranks get a copy."""
+
+    def __init__(self, entries: dict[tuple[int, str], Numbers]) -> None:
+        self._entries = entries
+
+    @staticmethod
+    def read(folder: Path) -> "Evaluated":
+        """Read the numbers of `folder`. Entries that `write` would not write are left out."""
+        entries = read_small_file(folder / EVALUATIONS).get("evaluations")
+        found = [_evaluation_from(entry) for entry in (entries if isinstance(entries, list) else [])[-_MOST_EVALUATED:]]
+        return Evaluated(dict(filter(None, found)))
+
+    def write(self, folder: Path) -> None:
+        """Replace the file in `folder`, without the numbers of older checkpoints that are no longer there."""
+        with suppress(UnreadableError):
+            newest = max((step for step, _ in self._entries), default=0)  # it may still be being saved
+            there = {newest, *(step for step, _ in published(folder))}
+            self._entries = {key: numbers for key, numbers in self._entries.items() if key[0] in there}
+        entries = [
+            {"step": step, "save_id": save_id, "numbers": numbers}
+            for (step, save_id), numbers in [*self._entries.items()][-_MOST_EVALUATED:]
+        ]
+        replace_small_file(folder / EVALUATIONS, {"evaluations": entries})
+
+    def add(self, step: int, save_id: str, numbers: Numbers) -> None:
+        """Note what all evaluations of a checkpoint's step have found, by name."""
+        self._entries[step, save_id] = dict(numbers)
+
+    def numbers(self, meta: dict[str, Any]) -> Numbers | None:
+        """Results of the evaluations at the checkpoint with this meta; None if they were not completed."""
+        step = saved_step(meta)
+        save_id = meta.get("save_id")
+        return self._entries.get((step, save_id)) if step is not None and isinstance(save_id, str) else None
+
+
+def _evaluation_from(entry: Any) -> tuple[tuple[int, str], Numbers] | None:
+    if not isinstance(entry, dict) or entry.keys() != {"step", "save_id", "numbers"}:
+        return None
+    step = entry["step"]
+    save_id = entry["save_id"]
+    numbers = entry["numbers"]
+    if type(step) is not int or not isinstance(save_id, str) or not isinstance(numbers, dict):
+        return None
+    if not all(isinstance(value, float | int) for value in numbers.values()):
+        return None
+    return (step, save_id), {name: float(value) for name, value in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -85,6 +250,6 @@ class Retention:
 
 
 def _from(some: Sequence[Path], checkpoints: Iterable[Path]) -> set[Path]:
-    """Those of the checkpoints, oldest first, that are no older than the first of `some`; all where there is none."""
+    """Return the checkpoints, oldest first, that are no older than the first of `some`; all if there is none."""
     every = list(checkpoints)
     return set(every[every.index(some[0]) :] if some else every)

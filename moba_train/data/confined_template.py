@@ -70,11 +70,12 @@ class ConfinedTemplate:
         self.end_of_turn = end_of_turn
         self.fingerprint = template_fingerprint(source, end_of_turn, variables)
         self._limits = limits
-        self._setup = json.dumps([source, end_of_turn, variables, limits.seconds, limits.memory]).encode()
+        self._setup = [source, end_of_turn, variables, limits.seconds, limits.memory]
         self._breaches = 0
         self._child: _Child | None = None
         try:
-            self._child = self._start()
+            self._send([])
+            self._receive()
         except ValueError as error:
             raise DataError(str(error)) from None
 
@@ -85,96 +86,75 @@ class ConfinedTemplate:
 
         Raises ValueError when the template refuses the messages.
         """
-        text: str = self._call("render", messages, add_generation_prompt, tools)
+        text: str = self._result(["render", messages, add_generation_prompt, tools])
         return text
 
     def segments(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[TemplateSegment]:
         """The text of `messages`, split where loss begins and ends. Raises ValueError as `ChatTemplate.segments`."""
-        return _segments(self._call("segments", messages, tools))
+        return _segments(self._result(["segments", messages, tools]))
 
     def all_segments(self, conversations: Iterable[Conversation]) -> Iterator[list[TemplateSegment] | ValueError]:
         """The segments of each conversation, in order, or the error of `segments`.
 
         Conversations travel in batches, and the child renders the next batch while the caller works on this one.
         """
-        batches = _batches(conversations)
-        batch = next(batches, None)
-        if batch:
-            self._send(["all_segments", batch])
-        while batch:
-            results = self._results(batch)
-            batch = next(batches, None)
-            if batch:
-                self._send(["all_segments", batch])
-            yield from results
+        sent = map(self._send, _batches(conversations))
+        calls = next(sent, None)
+        while calls:
+            results = self._results(calls)
+            calls = next(sent, None)
+            yield from (found if isinstance(found, ValueError) else _segments(found) for found in results)
 
-    def _results(self, batch: list[Conversation]) -> list[list[TemplateSegment] | ValueError]:
-        """The results of the batch that was sent; one by one if the batch as a whole exceeds a limit."""
+    def _result(self, call: list[Any]) -> Any:
+        """The result of one call: the name of a method of `ChatTemplate`, and its arguments. Raises its ValueError."""
+        (found,) = self._results(self._send([call]))
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def _results(self, calls: list[Any]) -> list[Any]:
+        """The results of the calls that were sent, or their ValueErrors; one by one if all together exceed a limit.
+        Raises DataError after too many of these."""
         try:
-            found = self._receive()
+            return [result if error is None else ValueError(error) for result, error in self._receive()]
         except _BreachError as error:
-            if len(batch) > 1:
-                return [self._result(conversation) for conversation in batch]
-            return [self._counted(error)]
-        return [_segments(result) if error is None else ValueError(error) for result, error in found]
+            if len(calls) > 1:
+                return [found for call in calls for found in self._results(self._send([call]))]
+            self._breaches += 1
+            if self._breaches >= self._limits.breaches:
+                raise DataError(f"{error}, as in {self._breaches - 1} conversations before; give another") from None
+            return [error]
 
-    def _result(self, conversation: Conversation) -> list[TemplateSegment] | ValueError:
-        try:
-            return self.segments(*conversation)
-        except ValueError as error:
-            return error
+    def _send(self, calls: list[Any]) -> list[Any]:
+        """Send calls to the child, which is waiting for some, and start a child if there is none. Returns the calls."""
+        if self._child is None:
+            self._child = _Child()
+            self._child.send(_encode(self._setup))
+        self._child.send(_encode(calls))
+        return calls
 
-    def _call(self, method: str, *arguments: Any) -> Any:
-        self._send([method, *arguments])
-        try:
-            return self._receive()
-        except _BreachError as error:
-            raise self._counted(error) from None
-
-    def _counted(self, error: ValueError) -> ValueError:
-        """`error`, which a conversation led to. Raises DataError when there are too many of these."""
-        self._breaches += 1
-        if self._breaches >= self._limits.breaches:
-            raise DataError(f"{error}, as in {self._breaches - 1} conversations before; give another") from None
-        return error
-
-    def _send(self, request: list[Any]) -> None:
-        """Send a request to the child, which is waiting for one, and start a child if there is none."""
-        self._child = self._child or self._start()
-        self._child.send(_encode(request))
-
-    def _receive(self) -> Any:
-        """The reply to the request that was sent. Raises ValueError, and _BreachError when there is none."""
+    def _receive(self) -> list[Any]:
+        """Result and error of each of the calls that were sent. Raises ValueError when the template cannot be compiled,
+        _BreachError when it has exceeded a limit."""
         assert self._child is not None
-        try:
-            return self._reply(self._child)
-        except _BreachError:
-            self._child = None
-            raise
-
-    def _start(self) -> "_Child":
-        """Start a child that holds the compiled template. Raises ValueError when the template cannot be compiled."""
-        child = _Child()
-        child.send(self._setup)
-        self._reply(child)
-        return child
-
-    def _reply(self, child: "_Child") -> Any:
-        """What the child replies. Raises ValueError with the message that it replies, _BreachError without a reply."""
-        limit = self._limits.text + self._limits.growth * child.asked
+        limit = self._limits.text + self._limits.growth * self._child.asked
         try:
             # Only a child that is stopped or starved takes so much longer than its processor time.
-            if not child.connection.poll(60 + 10 * self._limits.seconds):
-                raise _BreachError("the chat template did not answer in time")
-            reply = child.connection.recv_bytes(limit)
+            if not self._child.connection.poll(60 + 10 * self._limits.seconds):
+                raise TimeoutError
+            reply = json.loads(self._child.connection.recv_bytes(limit))
         except (EOFError, ConnectionError):
-            raise _BreachError(f"the chat template {self._reason(child.process.wait())}") from None
+            problem = self._reason(self._child.process.wait())
+        except TimeoutError:
+            problem = "did not answer in time"
         except OSError:  # the reply is longer
-            raise _BreachError(f"the chat template writes more than {limit:,} bytes") from None
-        result, error = json.loads(reply)
-        if error is not None:
-            raise ValueError(error)
-        return result
+            problem = f"writes more than {limit:,} bytes"
+        else:
+            if isinstance(reply, str):
+                raise ValueError(reply)
+            return list(reply)
+        self._child = None
+        raise _BreachError(f"the chat template {problem}")
 
     def _reason(self, code: int) -> str:
         if code == -signal.SIGXCPU:
@@ -223,12 +203,12 @@ def _segments(found: list[list[Any]]) -> list[TemplateSegment]:
     return [TemplateSegment(text, in_loss) for text, in_loss in found]
 
 
-def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    """Consecutive conversations of about `BATCH_CHARACTERS` characters."""
-    batch: list[Conversation] = []
+def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Any]]:
+    """Calls of `segments` for consecutive conversations of about `BATCH_CHARACTERS` characters."""
+    batch: list[Any] = []
     size = 0
     for conversation in conversations:
-        batch.append(conversation)
+        batch.append(["segments", *conversation])
         size += sum(map(len, texts(conversation)))
         if size >= BATCH_CHARACTERS:
             yield batch
@@ -248,26 +228,24 @@ def serve(descriptor: int) -> None:
         try:
             template = ChatTemplate(source, end_of_turn, variables)
         except DataError as error:
-            connection.send_bytes(_encode([None, str(error)]))
+            connection.send_bytes(_encode(str(error)))
             return
-        connection.send_bytes(_encode([None, None]))
         while True:
-            method, *arguments = json.loads(connection.recv_bytes())
+            calls = json.loads(connection.recv_bytes())
             _limit_time(seconds)
-            try:
-                result = getattr(template, method)(*arguments)
-                if method == "all_segments":
-                    result = [
-                        [None, str(found)] if isinstance(found, ValueError) else [found, None] for found in result
-                    ]
-                reply = [result, None]
-            except ValueError as error:
-                reply = [None, str(error)]
-            connection.send_bytes(_encode(reply))
+            connection.send_bytes(_encode([_answer(template, *call) for call in calls]))
     except MemoryError:
         os._exit(_OUT_OF_MEMORY)
     except (EOFError, OSError, KeyboardInterrupt):  # the parent has ended, or stops
         return
+
+
+def _answer(template: ChatTemplate, method: str, *arguments: Any) -> tuple[Any, str | None]:
+    """Result and error of a call."""
+    try:
+        return getattr(template, method)(*arguments), None
+    except ValueError as error:
+        return None, str(error)
 
 
 def _encode(value: Any) -> bytes:

@@ -1,6 +1,5 @@
 """Chat templates by name, or from a file or a model's folder."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from moba_train.data.chat_template import BUILT_IN, ChatTemplate, Template
@@ -29,7 +28,7 @@ def load_chat_template(name: str, end_of_turn: str | None = None) -> Template:
     if not path.exists():
         raise DataError(f"chat template {name}: not a file or folder, and none of the built-in {', '.join(BUILT_IN)}")
     try:
-        source, variables = _read_folder(path) if path.is_dir() else (_read_text(path, None), {})
+        source, variables = _read_folder(path) if path.is_dir() else (read_foreign(path, TEMPLATE_BYTES).decode(), {})
     except (OSError, ValueError) as error:
         raise DataError(f"chat template {name} cannot be read: {error}") from error
     end_of_turn = end_of_turn or variables.get("eos_token")
@@ -38,16 +37,12 @@ def load_chat_template(name: str, end_of_turn: str | None = None) -> Template:
     return ConfinedTemplate(source, end_of_turn, variables)
 
 
-def _read_text(path: Path, roots: Sequence[Path] | None) -> str:
-    return read_foreign(path, TEMPLATE_BYTES, roots).decode()
-
-
 def _read_folder(folder: Path) -> tuple[str, dict[str, str]]:
     """Template and special tokens of a model's folder. Raises OSError, ValueError."""
     roots = folder_roots(folder)
     variables = special_tokens(folder, roots)
     if (own := folder / "chat_template.jinja").exists():
-        return _read_text(own, roots), variables
+        return read_foreign(own, TEMPLATE_BYTES, roots).decode(), variables
     file = folder / TOKENIZER_CONFIG
     config = read_foreign_json(file, roots=roots) if file.exists() else {}
     source = config.get("chat_template")

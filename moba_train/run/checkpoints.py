@@ -11,14 +11,13 @@ from typing import Any, Self
 
 from torch.optim import Optimizer
 
-from moba_train.checkpoint.checkpointer import Checkpointer, Place, Saved
-from moba_train.checkpoint.evaluated import Evaluated, Numbers
+from moba_train.checkpoint.checkpointer import Checkpointer, Saved
 from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.marks import Marks
 from moba_train.checkpoint.publish import Accept, is_finite, saved_step
+from moba_train.checkpoint.publisher import Place
 from moba_train.checkpoint.recipe import checkpoint_folders
-from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.retention import Evaluated, Marks, Numbers, Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer, reset_parameters
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig

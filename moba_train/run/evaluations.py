@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moba_train.checkpoint.evaluated import Numbers
+from moba_train.checkpoint.retention import Numbers
 from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.schema import UntilConfig

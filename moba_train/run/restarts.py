@@ -23,9 +23,8 @@ from typing import Any
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.marks import MARKS, Marks
 from moba_train.checkpoint.publish import LATEST, Accept, saved_step
-from moba_train.checkpoint.small_file import read_small_file, replace_small_file
+from moba_train.checkpoint.retention import MARKS, Marks, read_small_file, replace_small_file
 from moba_train.errors import CheckpointError
 from moba_train.parallel.world import broadcast
 from moba_train.telemetry.jsonl import read_backward

@@ -279,7 +279,7 @@ def generate(
     import torch
 
     from moba_train.checkpoint.recipe import saved_training
-    from moba_train.checkpoint.trained_model import load_trained
+    from moba_train.checkpoint.state import load_trained
     from moba_train.data.corpus_marks import corpus_marks
     from moba_train.data.tokenizer import ChatTokenizer, ends_of_text, has_chat_template, load_text_tokenizer
     from moba_train.resolve.saved_recipe import open_for_generation

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from moba_train.checkpoint.recipe import SavedRun, Training, overridden_kinds, run_folder, saved_training
-from moba_train.checkpoint.state import load_model
-from moba_train.checkpoint.trained_model import load_trained
+from moba_train.checkpoint.state import load_model, load_trained
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.mesh import MeshSizes, allowed_divisors
 from moba_train.config.parallel import ParallelConfig

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moba_train.checkpoint import evaluated as evaluated_module
-from moba_train.checkpoint.evaluated import EVALUATIONS, Evaluated
+from moba_train.checkpoint import retention
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.publish import step_name
+from moba_train.checkpoint.retention import EVALUATIONS, Evaluated
 
 
 def meta(step: int, save_id: str = "a-1") -> dict[str, object]:
@@ -36,10 +36,10 @@ def test_the_numbers_of_the_newest_checkpoints_are_kept(tmp_path: Path, monkeypa
     for step in range(1, 6):
         (tmp_path / step_name(step)).mkdir()
         evaluated.add(step, "a-1", {"eval_loss": 1.0})
-    monkeypatch.setattr(evaluated_module, "_MOST", 4)
+    monkeypatch.setattr(retention, "_MOST_EVALUATED", 4)
     evaluated.write(tmp_path)
     assert known() == [2, 3, 4, 5]
-    monkeypatch.setattr(evaluated_module, "_MOST", 2)
+    monkeypatch.setattr(retention, "_MOST_EVALUATED", 2)
     assert known() == [4, 5]
 
 
@@ -52,7 +52,7 @@ def test_numbers_are_written_though_the_folder_cannot_be_listed_this_time(
     evaluated = Evaluated({})
     for step in (1, 2):
         evaluated.add(step, "a-1", {"eval_loss": float(step)})
-    monkeypatch.setattr(evaluated_module, "published", unreadable)
+    monkeypatch.setattr(retention, "published", unreadable)
     evaluated.write(tmp_path)
     read = Evaluated.read(tmp_path)
     assert [read.numbers(meta(step)) for step in (1, 2)] == [{"eval_loss": 1.0}, {"eval_loss": 2.0}]

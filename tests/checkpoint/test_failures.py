@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from moba_train.checkpoint import checkpointer as checkpointer_module
 from moba_train.checkpoint import load, manifest, publish
-from moba_train.checkpoint.checkpointer import Checkpointer, Place
+from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.load import load_checkpoint, newest_intact
+from moba_train.checkpoint.publisher import Place
 from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.writer import ShardFile, ShardWriter
 from moba_train.errors import CheckpointError
 from moba_train.parallel.world import gather_over_ranks
 from tests.checkpoint.checkpoint_ranks import own_device, process_group, run_ranks
@@ -57,9 +58,9 @@ def save_with_full_disks(folder: Path) -> None:
     assert checkpointer.last_error is None
 
     for step, failing_rank, owner, name in [
-        (2, 1, dcp.FileSystemWriter, "write_data"),
+        (2, 1, ShardFile, "write"),
         (3, 0, manifest, "write_json"),
-        (4, 1, manifest, "hash_file"),
+        (4, 1, os, "fsync"),
     ]:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == failing_rank:
@@ -92,20 +93,18 @@ def save_with_full_disks(folder: Path) -> None:
 
     # A read that fails once while the tensors are loaded.
     with pytest.MonkeyPatch.context() as patch:
-        failures, read_data = [cannot_read], dcp.FileSystemReader.read_data
-        patch.setattr(
-            dcp.FileSystemReader, "read_data", lambda *args: (failures.pop() if failures else read_data)(*args)
-        )
+        failures, read = [cannot_read], load._read_overlap
+        patch.setattr(load, "_read_overlap", lambda *args: (failures.pop() if failures else read)(*args))
         load_checkpoint(path, tensors, optional=("weight.",))
         assert not failures
 
     dist.barrier()
     if dist.get_rank() == 1:
-        (path / "__1_0.distcp").write_bytes(bytes((path / "__1_0.distcp").stat().st_size))
+        (path / "rank_1_0.safetensors").write_bytes(bytes((path / "rank_1_0.safetensors").stat().st_size))
     dist.barrier()
     for verify in (False, True):
         # On both ranks, although rank 0's own tensor is good.
-        with pytest.raises(CheckpointError, match=r"__1_0\.distcp: its SHA-256"):
+        with pytest.raises(CheckpointError, match=r"rank_1_0\.safetensors: its SHA-256"):
             load_checkpoint(path, tensors, optional=("weight.",), verify=verify)
 
 
@@ -134,7 +133,7 @@ def load_by_parts(folder: Path) -> None:
     checkpointer.save(1, tensors, {})
     checkpointer.close()
     path = folder / "step_00000001"
-    shard = path / "__1_0.distcp"
+    shard = path / "rank_1_0.safetensors"
 
     with recorded(Path, "lstat") as looked_at:
         load_checkpoint(path, tensors, optional=("weight.",))
@@ -144,14 +143,15 @@ def load_by_parts(folder: Path) -> None:
     if dist.get_rank() == 1:
         shard.write_bytes(bytes(shard.stat().st_size))
     dist.barrier()
-    with recorded(manifest, "_sha256_of") as hashed, pytest.raises(CheckpointError, match=r"__1_0\.distcp: its SHA"):
+    damage = pytest.raises(CheckpointError, match=r"rank_1_0\.safetensors: its SHA")
+    with recorded(manifest, "_sha256_of") as hashed, damage:
         load_checkpoint(path, tensors, optional=("weight.",))
     check_parts(hashed, path)
 
     if dist.get_rank() == 1:
         shard.unlink()
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: missing"):
+    with pytest.raises(CheckpointError, match=r"rank_1_0\.safetensors: missing"):
         load_checkpoint(path, tensors, optional=("weight.",))
 
 
@@ -173,7 +173,7 @@ def find_damage_beside_what_cannot_be_read(folder: Path) -> None:
         checkpointer.save(step, {f"weight.{dist.get_rank()}": torch.ones(1000)}, {})
     checkpointer.close()
     newest = folder / "step_00000002"
-    unreadable, damaged = "__1_0.distcp", "__0_0.distcp"
+    unreadable, damaged = "rank_0_0.safetensors", "rank_1_0.safetensors"
     parts = [sorted(manifest.read_manifest(newest))[rank::2] for rank in range(2)]
     assert (unreadable in parts[0], damaged in parts[1]) == (True, True)
     dist.barrier()
@@ -198,16 +198,16 @@ def save(checkpointer: Checkpointer, step: int) -> None:
 
 def save_late_on_rank_1(checkpointer: Checkpointer, step: int, given_up: Path) -> None:
     """Rank 1 answers when the others have given up the save, as the file `given_up` says."""
-    finish = checkpointer._finish_own_files
+    write = ShardWriter.write
 
-    def finish_late(*arguments: Any) -> Any:
+    def write_late(*arguments: Any) -> Any:
         while not given_up.exists():
             time.sleep(0.05)
-        return finish(*arguments)
+        return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(checkpointer, "_finish_own_files", finish_late)
+            patch.setattr(ShardWriter, "write", write_late)
         save(checkpointer, step)
     if dist.get_rank() == 0:
         given_up.touch()
@@ -248,16 +248,16 @@ def test_ranks_with_gpus_connect_again_after_a_late_answer(tmp_path: Path) -> No
 
 
 @contextmanager
-def last_answer_lost(checkpointer: Checkpointer) -> Iterator[None]:
+def last_answer_lost() -> Iterator[None]:
     """On this rank alone, the collective fails in which the ranks learn that a save is published."""
-    finish = checkpointer._finish_own_files
+    write = ShardWriter.write
     gather = dist.all_gather_object
     collectives_left = 0
 
-    def finish_own_files(*arguments: Any) -> Any:
+    def write_own_files(*arguments: Any) -> Any:
         nonlocal collectives_left
         collectives_left = 2
-        return finish(*arguments)
+        return write(*arguments)
 
     def all_gather_object(*arguments: Any, **options: Any) -> None:
         nonlocal collectives_left
@@ -267,7 +267,7 @@ def last_answer_lost(checkpointer: Checkpointer) -> Iterator[None]:
             raise RuntimeError("connection closed by peer")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointer, "_finish_own_files", finish_own_files)
+        patch.setattr(ShardWriter, "write", write_own_files)
         patch.setattr(dist, "all_gather_object", all_gather_object)
         yield
 
@@ -286,7 +286,7 @@ def save_where_one_rank_loses_the_last_answer(folder: Path) -> None:
     logging.getLogger().addHandler(logged)
     checkpointer = Checkpointer(folder, Retention(3), max_failures=1)
     for step, lost in ((1, 1), (2, 2), (3, 0)):
-        with last_answer_lost(checkpointer) if dist.get_rank() == lost else nullcontext():
+        with last_answer_lost() if dist.get_rank() == lost else nullcontext():
             save(checkpointer, step)
         assert (checkpointer.fatal is not None) == (dist.get_rank() == lost != 0)
         checkpointer.raise_fatal()
@@ -326,7 +326,7 @@ def save_where_three_ranks_cannot(folder: Path) -> None:
     checkpointer = Checkpointer(first, Retention(1), fallback=Place(second, Retention(1), "checkpoint.fallback_dir"))
     with pytest.MonkeyPatch.context() as patch:
         if 1 <= rank <= 3:
-            patch.setattr(dcp.FileSystemWriter, "write_data", disk_full)
+            patch.setattr(ShardFile, "write", disk_full)
         checkpointer.save(1, {f"weight.{rank}": torch.ones(10)}, {})
         checkpointer.close()
     full = "OSError(28, 'No space left on device')"

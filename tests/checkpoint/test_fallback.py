@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moba_train.checkpoint import checkpointer as module
-from moba_train.checkpoint.checkpointer import Checkpointer, Place
+from moba_train.checkpoint import publisher as module
+from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.load import load_checkpoint, newest_intact
 from moba_train.checkpoint.manifest import verify_checkpoint
-from moba_train.checkpoint.marks import Marks
-from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.publisher import Place
+from moba_train.checkpoint.retention import Marks, Retention
+from moba_train.checkpoint.writer import ShardWriter
 from moba_train.errors import CheckpointError, LaunchError
 from tests.checkpoint.checkpoint_ranks import process_group, run_ranks
 from tests.checkpoint.test_publish import steps
@@ -199,14 +200,15 @@ def save_on_two_nodes(folder: Path) -> None:
     assert checkpointer.last_saved.folder == folder / "local"
 
     owner[0] = "this run"
-    finish = checkpointer._finish_own_files
+    write = ShardWriter.write
 
     def taken_over_meanwhile(*arguments):
         owner[0] = "another run"
-        return finish(*arguments)
+        return write(*arguments)
 
-    checkpointer._finish_own_files = taken_over_meanwhile
-    save(checkpointer, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardWriter, "write", taken_over_meanwhile)
+        save(checkpointer, 3)
     assert isinstance(checkpointer.fatal, LaunchError)
     with pytest.raises(LaunchError, match="belongs to another run"):
         save(checkpointer, 4)

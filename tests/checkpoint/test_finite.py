@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from moba_train.checkpoint.checkpointer import MOST_NAMED, Checkpointer
-from moba_train.checkpoint.finite import FiniteCheck
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import is_finite, is_good, latest_checkpoint
 from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.staging import FiniteCheck
 from moba_train.checkpoint.state import TrainingTensors
 from moba_train.optim.gradients import local_part
 from tests.checkpoint.checkpoint_ranks import build, process_group, run_ranks, train

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moba_train.checkpoint import marks as marks_module
-from moba_train.checkpoint import small_file
+from moba_train.checkpoint import retention
 from moba_train.checkpoint.manifest import META, hash_file, write_json
-from moba_train.checkpoint.marks import MARKS, Marks
 from moba_train.checkpoint.publish import make_temporary_folder, publish, published
-from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.retention import MARKS, Marks, Retention
 
 
 def meta(step: int, save_id: str = "") -> dict[str, object]:
@@ -39,13 +37,13 @@ def test_the_newest_marks_are_kept_and_long_reasons_are_cut(tmp_path: Path, monk
     marks = Marks([])
     for step in range(1, 6):
         marks.add(step, f"a-{step}", "r" * 100_000)
-    monkeypatch.setattr(marks_module, "_MOST", 4)
+    monkeypatch.setattr(retention, "_MOST_MARKS", 4)
     marks.write(tmp_path)
     assert (tmp_path / MARKS).stat().st_size < 4 * 1000
     read = Marks.read(tmp_path)
     assert read.steps == [2, 3, 4, 5]
     assert "rrr" in (read.reason(meta(5, "a-5")) or "")
-    monkeypatch.setattr(marks_module, "_MOST", 2)
+    monkeypatch.setattr(retention, "_MOST_MARKS", 2)
     assert Marks.read(tmp_path).steps == [4, 5]
 
 
@@ -57,7 +55,7 @@ def test_the_newest_marks_are_kept_and_long_reasons_are_cut(tmp_path: Path, monk
         b'{"marks": 3}',
         b'{"marks": [{"step": "8", "save_id": "a", "reason": "r"}, {"step": 8}, 5, null]}',
         b'{"marks": ' + b"[" * 100_000,
-        b" " * (small_file.LARGEST_BYTES + 1),
+        b" " * (retention.SMALL_FILE_BYTES + 1),
     ],
     ids=["no text", "a list", "no list", "no marks", "deep", "large"],
 )

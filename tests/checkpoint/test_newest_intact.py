@@ -21,15 +21,15 @@ def test_damage_is_named_set_aside_and_the_one_before_is_taken(tmp_path: Path, c
     folder = tmp_path / "checkpoints"
     for step in (100, 200, 300, 400):
         publish_step(folder, step)
-    flip_byte(folder / "step_00000300" / "__0_0.distcp")
+    flip_byte(folder / "step_00000300" / "rank_0_0.safetensors")
     cut_in_half(folder / "step_00000400" / "manifest.json")
     with caplog.at_level(logging.WARNING):
         assert newest_intact(folder) == folder / "step_00000200"
-    assert "__0_0.distcp: its SHA-256" in caplog.text
+    assert "rank_0_0.safetensors: its SHA-256" in caplog.text
     assert "manifest.json: is not valid JSON" in caplog.text
     assert steps(folder) == [100, 200]
     assert (folder / "set-aside-step_00000300").is_dir()
-    flip_byte(folder / "step_00000200" / "__0_0.distcp")
+    flip_byte(folder / "step_00000200" / "rank_0_0.safetensors")
     assert newest_intact(folder, accept=lambda meta: meta["step"] < 200) == folder / "step_00000100"
     assert steps(folder) == [100, 200], "one that is not wanted is not read"
 
@@ -38,14 +38,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_afresh(tmp_path:
     folder = tmp_path / "checkpoints"
     assert newest_intact(folder) is None
     for step in (100, 200):
-        flip_byte(publish_step(folder, step) / "__0_0.distcp")
+        flip_byte(publish_step(folder, step) / "rank_0_0.safetensors")
     for _ in range(2):  # nor the second time
         with pytest.raises(CheckpointError, match="none of the 2 checkpoints") as error:
             newest_intact(folder)
         assert "step_00000100" in str(error.value)
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "meta.json", "__0_0.distcp"])
+@pytest.mark.parametrize("file", ["manifest.json", "meta.json", "rank_0_0.safetensors"])
 def test_what_cannot_be_read_is_neither_set_aside_nor_passed_over(tmp_path: Path, monkeypatch, file: str) -> None:
     folder = tmp_path / "checkpoints"
     for step in (100, 200, 300):

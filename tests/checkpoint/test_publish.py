@@ -19,7 +19,7 @@ from moba_train.errors import CheckpointError
 def publish_step(folder: Path, step: int, content: str = "weights", **meta: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     temporary = publish.make_temporary_folder(folder, step)
-    (temporary / "__0_0.distcp").write_text(f"{content} of step {step}")
+    (temporary / "rank_0_0.safetensors").write_text(f"{content} of step {step}")
     manifest.write_json(temporary / manifest.META, {"step": step, **meta})
     return publish.publish(temporary, step, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
 
@@ -147,7 +147,7 @@ def failing_reads(patch: pytest.MonkeyPatch, name: str, times: int = 1_000, erro
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES])
-@pytest.mark.parametrize("name", ["manifest.json", "meta.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", "meta.json", "rank_0_0.safetensors"])
 def test_a_read_that_fails_for_a_moment_is_tried_again(tmp_path: Path, monkeypatch, name: str, error: int) -> None:
     path = publish_step(tmp_path, 100)
     with monkeypatch.context() as patch:
@@ -164,17 +164,17 @@ def test_a_read_that_fails_for_a_moment_is_tried_again(tmp_path: Path, monkeypat
 def test_a_file_that_can_be_looked_at_but_not_read_does_not_count_as_verified(tmp_path: Path, monkeypatch) -> None:
     path = publish_step(tmp_path, 100)
     lstat = Path.lstat
-    failing_reads(monkeypatch, "__0_0.distcp")
+    failing_reads(monkeypatch, "rank_0_0.safetensors")
     monkeypatch.setattr(Path, "lstat", lstat)
-    with pytest.raises(UnreadableError, match=r"__0_0\.distcp: .*Input/output error"):
+    with pytest.raises(UnreadableError, match=r"rank_0_0\.safetensors: .*Input/output error"):
         manifest.verify_checkpoint(path)
 
 
 def test_damage_outweighs_what_could_not_be_read(tmp_path: Path, monkeypatch) -> None:
     path = publish_step(tmp_path, 100)
     flip_byte(path / "meta.json")
-    failing_reads(monkeypatch, "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"is damaged: meta\.json: its SHA.*__0_0\.distcp.*Input/output error"):
+    failing_reads(monkeypatch, "rank_0_0.safetensors")
+    with pytest.raises(CheckpointError, match=r"is damaged: meta\.json: its SHA.*rank_0_0.*Input/output error"):
         manifest.verify_checkpoint(path)
 
 
@@ -195,9 +195,9 @@ def test_the_newest_one_is_not_replaced_by_an_older_one_because_it_cannot_be_rea
 @pytest.mark.parametrize(
     ("file", "damage", "found_by_size"),
     [
-        ("__0_0.distcp", flip_byte, False),
-        ("__0_0.distcp", cut_in_half, True),
-        ("__0_0.distcp", Path.unlink, True),
+        ("rank_0_0.safetensors", flip_byte, False),
+        ("rank_0_0.safetensors", cut_in_half, True),
+        ("rank_0_0.safetensors", Path.unlink, True),
         ("meta.json", Path.unlink, True),
         ("manifest.json", cut_in_half, True),
         ("manifest.json", Path.unlink, True),
@@ -217,12 +217,12 @@ def test_damage_is_named_and_passed_over(tmp_path, caplog, file, damage, found_b
 
 def test_verify_lists_every_problem(tmp_path: Path) -> None:
     path = publish_step(tmp_path, 100)
-    flip_byte(path / "__0_0.distcp")
+    flip_byte(path / "rank_0_0.safetensors")
     (path / "meta.json").unlink()
 
     with pytest.raises(CheckpointError) as error:
         manifest.verify_checkpoint(path)
-    for file in ("__0_0.distcp", "meta.json: missing"):
+    for file in ("rank_0_0.safetensors", "meta.json: missing"):
         assert file in str(error.value)
 
 
@@ -329,7 +329,7 @@ def test_a_step_can_be_set_aside_again(tmp_path: Path) -> None:
     """The run trained the step anew and saved it, and that checkpoint is damaged, too."""
     for content in ("first weights", "second weights"):
         aside = publish.set_aside(publish_step(tmp_path, 100, content))
-    assert (aside / "__0_0.distcp").read_text() == "second weights of step 100"
+    assert (aside / "rank_0_0.safetensors").read_text() == "second weights of step 100"
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["set-aside-step_00000100"]
 
 
@@ -352,7 +352,7 @@ def test_retention_goes_on_where_latest_is_no_text(tmp_path: Path) -> None:
 def test_a_step_can_be_published_again(tmp_path: Path) -> None:
     publish_step(tmp_path, 100, "old weights")
     path = publish_step(tmp_path, 100, "new weights")
-    assert (path / "__0_0.distcp").read_text() == "new weights of step 100"
+    assert (path / "rank_0_0.safetensors").read_text() == "new weights of step 100"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000100"]
 
 
@@ -382,6 +382,6 @@ def test_clean_up_after_a_kill(tmp_path: Path) -> None:
 
 def test_a_file_that_rank_0_cannot_see_is_not_published(tmp_path: Path) -> None:
     temporary = publish.make_temporary_folder(tmp_path, 100)
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: missing.*shared?"):
-        publish.publish(temporary, 100, {"__1_0.distcp": {"size": 8, "sha256": "0"}})
+    with pytest.raises(CheckpointError, match=r"rank_1_0\.safetensors: missing.*shared?"):
+        publish.publish(temporary, 100, {"rank_1_0.safetensors": {"size": 8, "sha256": "0"}})
     assert publish.latest_checkpoint(tmp_path) is None

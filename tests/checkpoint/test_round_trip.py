@@ -199,9 +199,9 @@ def test_a_corrupted_shard_is_an_error_with_and_without_verify(tmp_path: Path, o
     checkpointer.save(1, {"a": torch.zeros(2)}, {})
     checkpointer.close()
     path = tmp_path / "step_00000001"
-    shard = path / "__0_0.distcp"
+    shard = path / "rank_0_0.safetensors"
     shard.write_bytes(bytes(shard.stat().st_size))
 
     for verify in (True, False):
-        with pytest.raises(CheckpointError, match=r"__0_0\.distcp: its SHA-256"):
+        with pytest.raises(CheckpointError, match=r"rank_0_0\.safetensors: its SHA-256"):
             load_checkpoint(path, {"a": torch.zeros(2)}, verify=verify)

@@ -12,22 +12,22 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moba_train.checkpoint import publish, threads
+from moba_train.checkpoint import files, publish
 from moba_train.checkpoint.checkpointer import Checkpointer
-from moba_train.checkpoint.files import try_all
+from moba_train.checkpoint.files import evenly, in_threads, threads_for, try_all
 from moba_train.checkpoint.load import load_checkpoint
-from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.manifest import FileEntry, verify_checkpoint
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer
-from moba_train.checkpoint.threads import evenly, in_threads, threads_for
+from moba_train.checkpoint.writer import ShardFile
 from moba_train.errors import CheckpointError
 from tests.checkpoint.checkpoint_ranks import (
     assert_equal,
@@ -45,7 +45,7 @@ from tests.checkpoint.test_publish import flip_byte
 def many_threads() -> Iterator[None]:
     """Files of a few bytes are enough for a thread each, on a node with many cores."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads, "PART_BYTES", 64)
+        patch.setattr(files, "PART_BYTES", 64)
         patch.setattr(os, "cpu_count", lambda: 64)
         patch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
         yield
@@ -54,7 +54,7 @@ def many_threads() -> Iterator[None]:
 @given(st.lists(st.integers(0, 1000)), st.integers(1, 8))
 def test_items_are_cut_in_their_order_into_parts_of_equal_size(sizes: list[int], count: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads, "threads_for", lambda size: count)
+        patch.setattr(files, "threads_for", lambda size: count)
         parts = evenly(list(enumerate(sizes)), lambda item: item[1])
     assert [item for part in parts for item in part] == list(enumerate(sizes))
     assert len(parts) <= count
@@ -144,7 +144,7 @@ def test_what_fails_in_a_thread_is_tried_again() -> None:
 
 HANGING = """
 import os, threading, time
-from moba_train.checkpoint.threads import in_threads
+from moba_train.checkpoint.files import in_threads
 
 def hang(number):
     os.write(1, b"hangs\\n")
@@ -204,43 +204,43 @@ def test_files_of_several_threads_load_in_any_layout_and_every_one_is_verified(t
     folder = tmp_path / "checkpoints"
     run_ranks(2, save_in_threads, tmp_path / "store_1", folder)
     (path,) = (path for _, path in publish.published(folder))
-    files = sorted(file.name for file in path.glob("*.distcp"))
+    shards = sorted(file.name for file in path.glob("*.safetensors"))
     for rank in (0, 1):
-        assert len([name for name in files if name.startswith(f"__{rank}_")]) > 1, files
+        assert len([name for name in shards if name.startswith(f"rank_{rank}_")]) > 1, shards
     run_ranks(2, load_in_threads, tmp_path / "store_2", folder)
     with process_group(tmp_path / "store_3"):
         load_in_threads(folder)
     with many_threads():
-        for name in files:
+        for name in shards:
             content = (path / name).read_bytes()
             flip_byte(path / name)
             with pytest.raises(CheckpointError, match=rf"{name}: its SHA-256 is not"):
                 verify_checkpoint(path)
             (path / name).write_bytes(content)
-        assert set(verify_checkpoint(path)) > set(files)
+        assert set(verify_checkpoint(path)) > set(shards)
 
 
 @pytest.mark.parametrize("which", [0, 2])
 def test_a_full_disk_in_one_thread_fails_the_save(which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DCP's own threads would publish what the others have written."""
+    """What the other threads have written is not published."""
     folder = tmp_path / "checkpoints"
-    write = dcp.FileSystemWriter.write_data
+    write = ShardFile.write
 
-    def write_data(writer: dcp.FileSystemWriter, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> object:
-        if plan.storage_data.prefix == f"__0_{which}_":
+    def write_or_fail(file: ShardFile, *arguments: Any) -> FileEntry:
+        if file.name == f"rank_0_{which}.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(writer, plan, planner)
+        return write(file, *arguments)
 
     values = {f"weight.{number}": torch.full((64,), float(number)) for number in range(8)}
     with process_group(tmp_path / "store"), many_threads():
         checkpointer = Checkpointer(folder, Retention(2))
-        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_data)
+        monkeypatch.setattr(ShardFile, "write", write_or_fail)
         checkpointer.save(1, values, {})
         checkpointer.wait()
         assert "step 1 was not saved" in (checkpointer.last_error or "")
         assert "No space left" in (checkpointer.last_error or "")
         assert list(folder.glob("*step*")) == []
-        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write)
+        monkeypatch.setattr(ShardFile, "write", write)
         checkpointer.save(2, values, {})
         checkpointer.close()
         assert checkpointer.last_error is None

@@ -39,7 +39,7 @@ def _mappings() -> Iterator[tuple[range, set[str]]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [(), (0, 3), (5, 7)])
 def test_memory_for_a_copy_has_just_its_bytes_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """torch.distributed.checkpoint copies a tensor whose storage is larger once more before it writes it."""
+    """A larger storage would take memory that the plan of a run does not count."""
     tensor = torch.zeros(shape, dtype=dtype)
     copy = PageLockedMemory().empty_like(tensor.mT if tensor.ndim == 2 else tensor)
     assert (copy.dtype, copy.is_contiguous()) == (dtype, True)

@@ -74,7 +74,7 @@ def test_a_bad_recipe_is_refused(
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     assert run.train_here("--stop-at-step", "8") == 0
     newest = run.run_dir / "checkpoints" / "step_00000008"
-    shard = next(newest.glob("*.distcp"))
+    shard = next(newest.glob("*.safetensors"))
     os.truncate(shard, shard.stat().st_size // 2)
     assert run.train_here() == 0
     assert newest.name in caplog.text

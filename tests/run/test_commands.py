@@ -35,7 +35,7 @@ def test_train_launches_the_recipe(run: Run) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(run.losses()) == 12
-    assert len(list(run.newest_checkpoint.glob("__?_0.distcp"))) == 2, "each rank saves its part"
+    assert len(list(run.newest_checkpoint.glob("rank_?_0.safetensors"))) == 2, "each rank saves its part"
     assert load_config(run.run_dir / "config.yaml").seed == 4
 
 
@@ -47,7 +47,7 @@ def test_verify_names_the_damaged_file(finished_run: Run, tmp_path: Path) -> Non
     code, output = invoke("verify", str(copy))
     assert code == 0
     assert "not in the manifest, never read: '.DS_Store'" in output
-    shard = next(copy.glob("__1_*.distcp"))
+    shard = next(copy.glob("rank_1_*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

@@ -16,6 +16,7 @@ from benchmarks.trainer_run import is_running, ranks_of
 from moba_train.checkpoint import checkpointer as checkpointer_module
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.writer import ShardWriter
 from moba_train.parallel.world import joined_world
 from moba_train.run.trainer import Trainer
 from moba_train.train import main
@@ -152,7 +153,7 @@ def save_twice(folder: Path) -> None:
         patch.setattr(checkpointer_module, "RANKS_APART", timedelta(seconds=5))
         checkpointer = Checkpointer(folder / "checkpoints", Retention(1))
         if world.rank == 1:
-            patch.setattr(checkpointer, "_finish_own_files", hang)
+            patch.setattr(ShardWriter, "write", hang)
         checkpointer.save(1, {"weight": torch.ones(10)}, {})
         checkpointer.wait()
         assert "step 1 was not saved" in (checkpointer.last_error or "")

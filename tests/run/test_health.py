@@ -14,8 +14,8 @@ import pytest
 
 from moba_train.checkpoint import manifest
 from moba_train.checkpoint.checkpointer import Checkpointer
-from moba_train.checkpoint.evaluated import Evaluated
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
+from moba_train.checkpoint.retention import Evaluated
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.run.checkpoints import RunCheckpoints
 from tests.run.tiny_run import VOCAB, Run

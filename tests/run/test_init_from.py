@@ -90,11 +90,11 @@ def test_a_run_says_what_it_was_given_and_names_a_folder_that_is_not_there(sourc
 def test_weights_with_a_damaged_byte_are_neither_trained_on_nor_exported(source: Path, run: Run) -> None:
     weights = run.folder / "weights"
     shutil.copytree(source / "imported", weights)
-    (shard,) = weights.rglob("__0_0.distcp")
+    (shard,) = weights.rglob("rank_0_0.safetensors")
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: its SHA-256"):
+    with pytest.raises(CheckpointError, match=r"rank_0_0\.safetensors: its SHA-256"):
         export_to_hf(open_checkpoint(weights), run.folder / "hf", torch.float32, shard_bytes=20_000)
     assert begun_from(run, weights).train_here() == 2
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moba_train.checkpoint.manifest import META, read_meta
-from moba_train.checkpoint.marks import Mark, Marks
+from moba_train.checkpoint.retention import Mark, Marks
 from moba_train.config.load import dump_config, load_config, parse_yaml
 from moba_train.run.recipe_changes import MOST_SHOWN, describe_changes, recipe_changes, write_recipe
 from moba_train.run.trainer import Trainer

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta, write_json
-from moba_train.checkpoint.marks import MARKS, Mark, Marks
 from moba_train.checkpoint.publish import Accept
+from moba_train.checkpoint.retention import MARKS, Mark, Marks
 from moba_train.errors import CheckpointError, ReproducibleFaultError
 from moba_train.run import checkpoints as checkpoints_module
 from moba_train.run.restarts import RESTARTS, Restarts, choose_checkpoint

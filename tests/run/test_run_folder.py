@@ -14,6 +14,7 @@ import yaml
 
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
+from moba_train.checkpoint.publisher import Publisher
 from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.config.load import load_config
 from moba_train.errors import ReproducibleFaultError
@@ -261,12 +262,12 @@ def train_with_nan_on_rank_1(recipe: str, step: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         before_save(patch, {step: poison})
         failed = threading.Event()
-        publish_it = Checkpointer._write_where_it_works
+        publish_it = Publisher.publish
 
-        def publish_late(checkpointer: Checkpointer, contents: Any) -> Any:
-            if contents.step == step:
+        def publish_late(publisher: Publisher, number: int, *arguments: Any) -> Any:
+            if number == step:
                 failed.wait(20)
-            return publish_it(checkpointer, contents)
+            return publish_it(publisher, number, *arguments)
 
         close = Checkpointer.close
 
@@ -274,7 +275,7 @@ def train_with_nan_on_rank_1(recipe: str, step: int) -> int:
             failed.set()
             close(checkpointer, timeout_s)
 
-        patch.setattr(Checkpointer, "_write_where_it_works", publish_late)
+        patch.setattr(Publisher, "publish", publish_late)
         patch.setattr(Checkpointer, "close", close_after_failure)
         return main([recipe])
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept
+from moba_train.checkpoint.writer import ShardWriter
 from moba_train.config.load import load_config
 from moba_train.config.stages import Stage, resolve_stages
 from moba_train.errors import CheckpointError, TrainingError
@@ -189,13 +189,13 @@ def test_the_end_names_the_stage_s_own_keys_and_the_checkpoint_from_before_the_s
 ) -> None:
     """The checkpoint of step 32 comes two steps after a flagged one; it is what the same command would go on from. It
     is still being written when the run ends."""
-    write = Checkpointer._write_to
+    write = ShardWriter.write
 
-    def write_slowly(checkpointer: Checkpointer, *arguments: Any) -> None:
+    def write_slowly(*arguments: Any) -> Any:
         time.sleep(0.5)
-        write(checkpointer, *arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(Checkpointer, "_write_to", write_slowly)
+    monkeypatch.setattr(ShardWriter, "write", write_slowly)
     rolling_back(run)
     run.recipe["health"]["spike"]["max_rollbacks"] = 1
     run.recipe["stages"][0] |= {"tokens": 40 * 512, "lr": 0.002, "schedule": {"kind": "constant", "warmup_tokens": 600}}
@@ -427,7 +427,7 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
 
     def damage_first(recovery: Recovery, stage: Stage, end: type[TrainingError]) -> None:
         recovery._checkpoints._checkpointer.wait()
-        shard = run.newest_checkpoint / "__0_0.distcp"
+        shard = run.newest_checkpoint / "rank_0_0.safetensors"
         shard.write_bytes(bytes(shard.stat().st_size))
         roll_back(recovery, stage, end)
 
@@ -437,7 +437,7 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     monkeypatch.setattr(Recovery, "_roll_back", damage_first)
     assert run.train_here() == 0
     assert [(event["step_from"], event["step_to"]) for event in run.records("rollback")] == [(10, 4)]
-    assert "step_00000008 is damaged: __0_0.distcp: its SHA-256" in caplog.text
+    assert "step_00000008 is damaged: rank_0_0.safetensors: its SHA-256" in caplog.text
     assert (run.run_dir / "checkpoints" / "set-aside-step_00000008").is_dir()
 
 

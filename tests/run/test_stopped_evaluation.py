@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moba_train.checkpoint.evaluated import Evaluated
 from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.retention import Evaluated
 from moba_train.evals import validation_loss
 from moba_train.evals.evaluation import EvaluationStoppedError
 from moba_train.run.checkpoints import RunCheckpoints

@@ -245,7 +245,7 @@ def test_evaluation_repeats_the_runs_own_number(finished: Run) -> None:
 def test_generation_decodes_through_the_cache(finished: Run) -> None:
     """Token by token what one pass over the whole text predicts."""
     from moba_train.attention.protocol import packed_layout
-    from moba_train.checkpoint.trained_model import load_trained
+    from moba_train.checkpoint.state import load_trained
     from moba_train.inference.generate import generate
     from moba_train.resolve.saved_recipe import open_checkpoint
 

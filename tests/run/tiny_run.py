@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.health.dump import dump_folder
@@ -45,15 +44,8 @@ def write_corpus(prefix: Path, documents: int, seed: int, lengths: tuple[int, in
 
 def checkpoint_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
-    reader = dcp.FileSystemReader(path)
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+    reader = CheckpointReader(path)
+    return {name: reader.read(name) for name in reader.tensors}
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from moba_train.config.run import TelemetryConfig
+from moba_train.config.telemetry import TelemetryConfig
 
 from moba_train import __version__, environment
 from moba_train.config.schema import RunConfig

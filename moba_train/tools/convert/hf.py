@@ -12,25 +12,23 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from moba_train.attention.kind import AttentionKind
-from moba_train.checkpoint import manifest, publish
+from moba_train.checkpoint import publish
+from moba_train.checkpoint.index import Part
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.recipe import SavedRun
+from moba_train.checkpoint.writer import ShardFile, write_checkpoint
 from moba_train.config.explain import given
 from moba_train.config.load import dump_config
 from moba_train.config.model import ModelConfig
@@ -158,16 +156,14 @@ def _save_weights(
     temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, recipe: str
 ) -> None:
     """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it."""
-    tensors = {f"model.{name}": torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            writer = dcp.FileSystemWriter(temporary)
-            dcp.save(tensors, storage_writer=writer, planner=_ReadingPlanner(files), no_dist=True)
-        except CheckpointException as error:
-            raise error.failures[0][0] from error  # what was raised, such as a full disk, or Ctrl-C
-    manifest.write_json(temporary / manifest.META, {"progress": {"step": 0, "stage": 0}, "config": recipe})
-    publish.publish(temporary, 0, {path.name: manifest.hash_file(path) for path in temporary.iterdir()})
+    parts = (Part(f"model.{name}", torch.float32, shape, (0,) * len(shape), shape) for name, shape in shapes.items())
+    written = write_checkpoint(
+        temporary,
+        [ShardFile.from_parts("rank_0_0.safetensors", parts)],
+        lambda part: files.read(hf_name(part.name.removeprefix("model."))).float(),
+        {"progress": {"step": 0, "stage": 0}, "config": recipe},
+    )
+    publish.publish(temporary, 0, written)
 
 
 def _length(folder: Path) -> int:
@@ -214,17 +210,6 @@ def _recipe_values(
 def _tokenizer(folder: Path) -> str | None:
     """Name of the tokenizer's file in `folder`; None: there is none."""
     return next((name for name in TOKENIZERS if (folder / name).is_file()), None)
-
-
-class _ReadingPlanner(dcp.DefaultSavePlanner):
-    """Save planner that needs only shapes to plan a save, and reads each tensor when it is written."""
-
-    def __init__(self, files: SafetensorsFolder) -> None:
-        super().__init__()
-        self._files = files
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._files.read(hf_name(index.fqn.removeprefix("model."))).float()
 
 
 def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
@@ -285,8 +270,8 @@ def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
         saved = reader.tensors.get(f"model.{name}")
         if saved is None:
             problems.append(f"{name} is not in its index")
-        elif (saved.size, saved.properties.dtype) != (shape, torch.float32):
-            problems.append(f"{name} is {list(saved.size)} {saved.properties.dtype}, must be {list(shape)} float32")
+        elif (saved.shape, saved.dtype) != (shape, torch.float32):
+            problems.append(f"{name} is {list(saved.shape)} {saved.dtype}, must be {list(shape)} float32")
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems[:20])}; use another checkpoint")
     return reader

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.marks import Marks
 from moba_train.checkpoint.publish import Accept, is_finite, latest_checkpoint, newest_first, saved_step
 from moba_train.checkpoint.recipe import checkpoint_folders
+from moba_train.checkpoint.retention import Marks
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import resolve_stages

@@ -76,7 +76,7 @@ def test_an_import_that_fails_leaves_nothing(
     def write(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", write)
+    monkeypatch.setattr("moba_train.checkpoint.writer.ShardFile.write", write)
     done = CliRunner().invoke(app, ["convert", "hf-to-moba", str(folder / "hf"), str(tmp_path / "new")])
     assert done.exit_code == code, done.output
     assert code == 130 or "new: cannot be written ([Errno 28] No space left on device)" in done.stderr
@@ -91,7 +91,7 @@ def test_export_brings_weights_and_tokenizer_back(folder: Path) -> None:
     assert config["max_position_embeddings"] == 256
     assert [layer["kind"] for layer in config["moba"]["layers"]] == ["full"] * 3
     invoke("convert", "hf-to-moba", str(folder / "out"), str(folder / "again"))
-    first, second = (next((folder / name / "checkpoints").rglob("*.distcp")) for name in ("imported", "again"))
+    first, second = (next((folder / name / "checkpoints").rglob("*.safetensors")) for name in ("imported", "again"))
     assert first.read_bytes() == second.read_bytes()
 
 

@@ -1,7 +1,6 @@
 """A checkpoint as a Hugging Face folder: the same bits back, and read by transformers, with full attention and MoBA."""
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moba_train.checkpoint.index import Part
 from moba_train.checkpoint.load import CheckpointReader
-from moba_train.checkpoint.manifest import hash_file
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import make_temporary_folder, publish
+from moba_train.checkpoint.writer import ShardFile, write_checkpoint
 from moba_train.config.attention import resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
@@ -189,14 +191,13 @@ def test_a_tensor_that_the_index_lacks_is_named_and_nothing_is_exported(
     """Memory that no one has written would be exported in its place."""
     shutil.copytree(exported[1].parent / "run", tmp_path / "run")
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
-    index = pickle.loads((checkpoint / ".metadata").read_bytes())
-    name = "model.blocks.1.attention.o_proj.weight"
-    del index.state_dict_metadata[name]
-    index.storage_data = {key: place for key, place in index.storage_data.items() if key.fqn != name}
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
-    content = json.loads((checkpoint / "manifest.json").read_text())
-    content["files"][".metadata"] = hash_file(checkpoint / ".metadata")
-    (checkpoint / "manifest.json").write_text(json.dumps(content))
+    reader = CheckpointReader(checkpoint)
+    lacking = "model.blocks.1.attention.o_proj.weight"
+    others = {name if name != lacking else "model.other": reader.read(name) for name in reader.tensors}
+    file = ShardFile.from_parts("rank_0_0.safetensors", [Part.from_whole(*item) for item in others.items()])
+    temporary = make_temporary_folder(checkpoint.parent, 1)
+    written = write_checkpoint(temporary, [file], lambda part: others[part.name], read_meta(checkpoint))
+    assert publish(temporary, 1, written) == checkpoint
     with pytest.raises(CheckpointError, match=r"blocks\.1\.attention\.o_proj\.weight is not in its index"):
         export_to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", torch.float32, shard_bytes=40_000)
     assert not (tmp_path / "out").exists()

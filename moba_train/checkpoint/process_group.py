@@ -26,9 +26,8 @@ class SaveFailedError(Exception):
         """The error of this rank; None where only other ranks have failed."""
 
 
-class RankGroup:
-    """The ranks of one process group, which are all ranks. Every method is called on all of them, and results must be
-    picklable.
+class SaveGroup:
+    """A process group of all ranks, for saves. Every method is called on all ranks, and results must be picklable.
 
     A method that runs an `action` raises SaveFailedError on all ranks if the action raised on any. A LaunchError, which
     says that the run must not go on, is raised as it is on all ranks. A rank that waits for longer than the group's
@@ -42,7 +41,7 @@ class RankGroup:
         self._size = dist.get_world_size(group)
         self._is_lost = False
         self._own_s = 0.0
-        """How long this rank's last action took."""
+        """Seconds that this rank's last action took."""
 
     def reconnect(self, new_group: Callable[[], dist.ProcessGroup]) -> None:
         """Replaces the group by a new one if a collective has failed on any rank; rank 0 then logs which rank was late.
@@ -65,13 +64,13 @@ class RankGroup:
                 slowest_s,
             )
 
-    def on_every_rank(self, action: Callable[[], T]) -> T:
+    def run(self, action: Callable[[], T]) -> T:
         """Runs `action` and returns this rank's result, which is not sent and so may be large."""
         own: list[T] = []
-        self.gather_from_every_rank(lambda: own.append(action()))
+        self.all_gather(lambda: own.append(action()))
         return own[0]
 
-    def gather_from_every_rank(self, action: Callable[[], T]) -> list[T]:
+    def all_gather(self, action: Callable[[], T]) -> list[T]:
         """Runs `action` and returns the results of all ranks, by rank."""
         outcome: tuple[T | None, str | LaunchError | None]
         began = time.monotonic()
@@ -93,19 +92,19 @@ class RankGroup:
             raise SaveFailedError(_by_text(errors), own)
         return [result for result, _ in outcomes]
 
-    def broadcast_from_rank_0(self, action: Callable[[], T]) -> T:
+    def broadcast(self, action: Callable[[], T]) -> T:
         """Runs `action` on rank 0 alone and returns its result on every rank."""
-        results: list[Any] = self.gather_from_every_rank(lambda: action() if self.rank == 0 else None)
+        results: list[Any] = self.all_gather(lambda: action() if self.rank == 0 else None)
         return results[0]
 
-    def gather_to_rank_0(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, by rank, on rank 0, and an empty list on the others."""
         values: list[Any] = [None] * self._size if self.rank == 0 else []
         with self._collective():
             dist.gather_object(value, values or None, dst=dist.get_global_rank(self._group, 0), group=self._group)
         return values
 
-    def scatter_from_rank_0(self, values: list[T]) -> T:
+    def scatter(self, values: list[T]) -> T:
         """Returns this rank's entry of rank 0's `values`, which has one for each rank; ignored on other ranks."""
         own: list[Any] = [None]
         with self._collective():
