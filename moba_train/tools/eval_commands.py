@@ -1,19 +1,16 @@
-"""`moba-train eval`, `lm-eval`, `profile-spans` and `generate`: what uses a trained model.
+"""`moba-train eval`, `lm-eval`, `profile-spans` and `generate`: the commands that use a trained model.
 
 cli.py makes commands of these functions.
 """
 
 import itertools
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from moba_train.tools.cli_options import Checkpoint, Overrides, check_output_folder, parse_length
-
-Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class EvaluatedAttention(StrEnum):
@@ -31,19 +28,6 @@ class DecodeAttention(StrEnum):
     own = "own"
 
 
-def _attention_parser(choices: type[Choice], option: str) -> Callable[[str], Choice]:
-    """A parser of `option` that accepts `choices` and tells the new name of a former value."""
-
-    def parse(text: str) -> Choice:
-        if text == "moba":
-            raise typer.BadParameter(f"'moba' is called own now: {option} own")
-        if text not in list(choices):
-            raise typer.BadParameter(f"given {text!r}; allowed: {', '.join(choices)}")
-        return choices(text)
-
-    return parse
-
-
 EvaluatedModel = Annotated[
     Path,
     typer.Argument(
@@ -53,8 +37,6 @@ EvaluatedModel = Annotated[
 AttentionOption = Annotated[
     EvaluatedAttention,
     typer.Option(
-        parser=_attention_parser(EvaluatedAttention, "--attention"),
-        metavar="own|full|both",
         help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
     ),
 ]
@@ -134,8 +116,6 @@ def lm_eval(
     decode: Annotated[
         DecodeAttention,
         typer.Option(
-            parser=_attention_parser(DecodeAttention, "--decode"),
-            metavar="full|own",
             help="attention of generated tokens: full, or each layer's own; prompts are read as --attention says",
         ),
     ] = DecodeAttention.full,
@@ -269,8 +249,6 @@ def generate(
     decode: Annotated[
         DecodeAttention,
         typer.Option(
-            parser=_attention_parser(DecodeAttention, "--decode"),
-            metavar="full|own",
             help="attention of new tokens: full, or each layer's own attention kind",
         ),
     ] = DecodeAttention.full,

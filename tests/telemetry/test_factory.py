@@ -4,10 +4,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from moba_train.config.telemetry import TelemetryConfig
 
 from moba_train import __version__, environment
 from moba_train.config.schema import RunConfig
+from moba_train.config.telemetry import TelemetryConfig
 from moba_train.telemetry.sinks import describe_sinks, make_telemetry, sink_problems
 from moba_train.telemetry.telemetry import SinkRun
 
