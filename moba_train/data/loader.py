@@ -74,7 +74,7 @@ class Prefetcher:
     """Iterates over the micro-batches of steps [first_step, end_step), prepared on `device` by a background thread.
 
     `load(step)` makes a step's batches; its exceptions are raised by the iteration at that step. At most `STEPS_AHEAD`
-    steps wait in the queue. A context manager: leaving it stops the thread.
+    steps wait in the queue. Leaving it as a context manager stops the thread.
     """
 
     def __init__(
