@@ -141,7 +141,7 @@ def replace_file(output: str | Path, content: bytes) -> None:
 
 
 def skipped_file(output: str | Path) -> str:
-    """The file beside `output` that lists the records that were skipped."""
+    """File in the folder of `output` that lists the records that were skipped."""
     return f"{output}.skipped.txt"
 
 

@@ -84,13 +84,13 @@ class EvaluationSetting:
     stage: Stage
     model: ModelConfig
     seed: int
-    """Seed of the run; evaluations with samples of their own may have another one among their options."""
+    """Seed of the run. Evaluations may have another seed for their samples among their options."""
     validation: tuple[SourceConfig, ...]
     """Corpora of held-out text, `data.validation`; may be none."""
     tokenizer: str | None
     """Path of `data.tokenizer`; None if the recipe names none."""
     every: int
-    """Optimizer steps between evaluations that have no `every` of their own."""
+    """Optimizer steps between evaluations whose options have no `every`."""
     sequences: int
     """Validation sequences, `evaluation.sequences`."""
     trained_length: int

@@ -37,16 +37,16 @@ EvaluatedModel = Annotated[
 AttentionOption = Annotated[
     EvaluatedAttention,
     typer.Option(
-        help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
+        help="own: the stage's attention or, if all its layers are full, the recipe's; full: full in all layers",
     ),
 ]
 TokenizerOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
+    Path | None, typer.Option(metavar="FILE", help="default: the recipe's; docs/evaluation.md lists the places")
 ]
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:
-    """The lengths in `text`, separated by commas; none where it is not given."""
+    """Lengths in `text`, separated by commas; none if it is not given."""
     return tuple(parse_length(length.strip()) for length in text.split(",")) if text else ()
 
 
@@ -55,11 +55,14 @@ def evaluate(
     overrides: Overrides = None,
     tasks: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help="evaluations, also such as the recipe does not have; default: its own"),
+        typer.Option(
+            metavar="NAME,...",
+            help="evaluations to run, also those that the recipe does not have; default: the recipe's",
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+        typer.Option(metavar="CORPUS", help="tokenised corpus instead of data.validation; may be given several times"),
     ] = None,
     seq_len: Annotated[
         int | None,
@@ -76,12 +79,14 @@ def evaluate(
             help="loss by position, averaged over this number of tokens, e.g. 2K; default: the recipe's",
         ),
     ] = None,
-    sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=2, help="loss by position: number of samples of long documents")
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
-    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, with charts")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder for another evaluation.json, with charts")] = None,
 ) -> None:
-    """Evaluate on held-out text and by other tasks, with own and full attention on the same weights.
+    """Evaluate on held-out text and other tasks, with own and full attention on the same weights.
 
     Results go to RUN/evaluations/."""
     import os
@@ -135,7 +140,7 @@ def lm_eval(
         typer.Option(
             parser=parse_length,
             metavar="TOKENS",
-            help="longest text that is read, e.g. 32K; what is longer loses its beginning; default: the stage's length",
+            help="longest text that is read, e.g. 32K; longer ones lose their beginning; default: the stage's length",
         ),
     ] = None,
     lengths: Annotated[
@@ -147,7 +152,7 @@ def lm_eval(
         bool, typer.Option("--apply-chat-template", help="put questions into the tokenizer's chat template")
     ] = False,
     tokenizer: TokenizerOption = None,
-    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder for another evaluation.json")] = None,
 ) -> None:
     """Run tasks of the package lm-eval on one device, with own or full attention on the same weights.
 
@@ -198,7 +203,7 @@ def profile_spans(
     ] = 0.5,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+        typer.Option(metavar="CORPUS", help="tokenised corpus instead of data.validation; may be given several times"),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="documents of each length")] = 8,
     block_size: Annotated[
@@ -266,7 +271,7 @@ def generate(
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
     if prompt == "":
-        raise typer.BadParameter("--prompt: given an empty text; allowed: one token at least")
+        raise typer.BadParameter("--prompt: given an empty text; allowed: at least one token")
     try:
         (prompt or "").encode()
     except UnicodeEncodeError as error:
@@ -297,7 +302,7 @@ def generate(
         trained_length=saved_training(saved.path).seq_len,
         say=lambda line: typer.echo(line, err=True),
     )
-    first = next(text, "")  # whatever is refused is refused here, before anything is printed
+    first = next(text, "")  # bad input is refused here, before anything is printed
     for addition in itertools.chain([prompt or "", first], text):
         typer.echo(addition, nl=False)
     typer.echo()

@@ -1,6 +1,6 @@
 """`moba-train eval`: evaluate a checkpoint outside training, on any number of ranks, and write the results as JSON.
 
-The results lie beside the checkpoint, in `RUN/evaluations/`; docs/evaluation.md describes the file.
+The results lie in the run's folder, in `RUN/evaluations/`; docs/evaluation.md describes the file.
 """
 
 import dataclasses
@@ -154,7 +154,7 @@ logger = logging.getLogger(__name__)
 
 def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Callable[[str], object]) -> None:
     """Run the evaluations that the recipe or the options ask for, with each attention on the same weights, and write
-    their results beside the checkpoint.
+    their results into the run's folder.
 
     saved: the recipe with the options laid over it (tools/evaluated_recipe.py)
     echo: gets the lines to print, on the first rank
@@ -257,7 +257,8 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
 
 
 def write_results(content: dict[str, Any], path: Path, output: Path | None, echo: Callable[[str], object]) -> None:
-    """Write the results beside the checkpoint `path`, and into `output`. Models of other programs get no files."""
+    """Write the results into the folder of the checkpoint's run, and into `output`. Models of other programs get no
+    files."""
     if output is not None:
         echo(f"results: {write_output(content, output)}")
     if is_hf_folder(path):
@@ -267,4 +268,4 @@ def write_results(content: dict[str, Any], path: Path, output: Path | None, echo
     try:
         echo(f"results: {write_result(content, path)}")
     except OSError as error:  # the run may be another user's
-        logger.warning("The results are not written beside the checkpoint: %s; give --output FOLDER", error)
+        logger.warning("The results cannot be written into the run's folder: %s; give --output FOLDER", error)

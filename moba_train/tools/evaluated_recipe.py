@@ -44,7 +44,7 @@ class EvaluationOptions:
     """Ranks that share a sequence; None: as many as in the checkpoint's stage, or one if that number does not divide
     the ranks."""
     output: Path | None = None
-    """Folder for `evaluation.json` and `evaluation.html`; the result is written beside the checkpoint in any case."""
+    """Folder for `evaluation.json` and `evaluation.html`; the result is written into the run's folder in any case."""
 
     def to_json(self) -> dict[str, Any]:
         """The options that bear on the numbers, as JSON values."""

@@ -51,7 +51,7 @@ def distance_buckets(batch: Batch) -> Tensor:
 
 
 def distance_label(bucket: int) -> str:
-    """The distances, in tokens, of a bucket."""
+    """Distances, in tokens, of a bucket, as text."""
     if bucket < 3:
         return str(bucket)
     low = 2 ** (bucket - 2) + 1

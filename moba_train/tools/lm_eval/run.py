@@ -42,7 +42,7 @@ from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
 
 _CLASS = "PreTrainedTokenizerFast"
 _UNLIMITED = 10**30
-"""transformers' own sign for no limit: tasks measure texts before they shorten them."""
+"""Number by which transformers marks no limit: tasks measure texts before they shorten them."""
 _FILES = (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, *CHAT_TEMPLATES, GENERATION_CONFIG)
 
 
@@ -85,11 +85,11 @@ Metrics = dict[str, dict[str, float]]
 def evaluate_with_lm_eval(
     saved: SavedRun, roots: Sequence[Path], options: LmEvalOptions, echo: Callable[[str], object]
 ) -> None:
-    """Run the tasks with each attention on the same weights, and write the results beside the checkpoint.
+    """Run the tasks with each attention on the same weights, and write the results into the run's folder.
 
-    saved  the recipe with the options laid over it (tools/evaluated_recipe.py)
-    roots  folders below which the recipe's tokenizer may lie
-    echo   gets the lines to print
+    saved: the recipe with the options laid over it (tools/evaluated_recipe.py)
+    roots: folders below which the recipe's tokenizer may lie
+    echo: gets the lines to print
 
     Raises UserError for options and tasks that cannot work here.
     """
@@ -165,14 +165,14 @@ def _template(folder: str) -> Template:
 
 
 def _set_seeds() -> None:
-    """As lm-eval's own command does, for tasks that draw their samples."""
+    """Set the seeds of lm-eval's own command, for tasks that draw their samples."""
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002  # the tasks use this generator
     torch.manual_seed(DEFAULT_OTHER_SEED)
 
 
 def _evaluate(lm: NativeLM, loaded: Loaded, options: LmEvalOptions) -> dict[str, Any]:
-    """lm-eval's results of all tasks, as its own command finds them."""
+    """Results of all tasks, equal to those of lm-eval's own command."""
     for task in loaded["tasks"].values():
         shots = task.get_config("num_fewshot")
         if shots is None or (options.num_fewshot is not None and shots != 0):  # 0: the task is made for none
@@ -185,7 +185,7 @@ def _evaluate(lm: NativeLM, loaded: Loaded, options: LmEvalOptions) -> dict[str,
 
 
 def _metrics(answered: Mapping[str, Any]) -> Metrics:
-    """The numbers of each task and group."""
+    """Numbers of each task and group."""
     found: Metrics = {}
     for task, values in answered["results"].items():
         named = {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
@@ -202,7 +202,7 @@ def _metrics(answered: Mapping[str, Any]) -> Metrics:
 
 
 def _details(answered: Mapping[str, Any]) -> dict[str, Any]:
-    """What belongs to the numbers: samples, versions and examples in the prompt, by task."""
+    """Circumstances of the numbers, by task: samples, versions and examples in the prompt."""
     samples = {task: count["effective"] for task, count in answered["n-samples"].items()}
     return {
         "samples": samples,
@@ -212,7 +212,7 @@ def _details(answered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(metrics: Metrics) -> Iterator[tuple[str, float]]:
-    """The metrics as `<task>/<metric>`, without standard errors."""
+    """Yield the metrics as `<task>/<metric>`, without standard errors."""
     for task, values in metrics.items():
         for key, value in values.items():
             if "_stderr" not in key:
@@ -220,7 +220,7 @@ def _numbers(metrics: Metrics) -> Iterator[tuple[str, float]]:
 
 
 def _table(found: Mapping[str, Metrics]) -> Iterator[str]:
-    """A line for each metric, a column for each attention."""
+    """Yield a line for each metric, with a column for each attention."""
     first = next(iter(found.values()))
     keys = [tuple(number.rsplit("/", 1)) for number, _ in _numbers(first)]
     width = max([len("task"), *(len(task) for task, _ in keys)]) + 2
