@@ -1,6 +1,7 @@
 """What every evaluation promises, and that a new one is a class and a registry line: for training and for `eval`."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+import moba_train
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.base import Section
 from moba_train.config.load import load_config
@@ -189,6 +191,15 @@ def test_no_two_evaluations_give_the_same_number_or_name() -> None:
     assert fields.isdisjoint(numbers)
     assert {name: evaluation.name for name, evaluation in EVALUATIONS.items()} == {name: name for name in EVALUATIONS}
     assert evaluation_of("loss") is None
+
+
+def test_no_evaluation_sees_the_recipe() -> None:
+    """Its signature says what it reads: its own options, and facts of the run."""
+    package = Path(moba_train.__file__).parent
+    folders = [package / "evals", package / "mechanisms" / "probes", package / "tools" / "ruler"]
+    files = [file for folder in folders for file in folder.glob("*.py")]
+    assert len(files) > 10
+    assert [file for file in files if re.search("RunConfig|ResolvedRun", file.read_text(encoding="utf-8"))] == []
 
 
 @pytest.fixture
