@@ -198,7 +198,7 @@ def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:
 
     Raises the exceptions of `make_part`, and LaunchError when a worker is killed.
     """
-    # The progress bar runs threads, which makes fork unsafe.
+    # Not forked, because the progress bar runs threads, whose locks a child would inherit.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(parts)) or 1, context, initializer=_end_with_parent) as pool:
         try:
@@ -336,7 +336,7 @@ def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokeniz
     """SHA-256 of everything the corpus depends on; input files enter by size and modification time."""
     given = asdict(options) | {"tokenizer": tokenizer.sha256, "eos": tokenizer.eos_id, "fast": None}
     if options.document_bytes == DOCUMENT_BYTES:
-        del given["document_bytes"]  # as in fingerprints from before there was a limit
+        del given["document_bytes"]  # defaults do not enter, so that a new option leaves the corpora that exist valid
     if options.encoding_errors == "strict":
         del given["encoding_errors"]
     work = {

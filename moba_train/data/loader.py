@@ -115,7 +115,7 @@ class Prefetcher:
         """Stop the thread; batches not yet taken are dropped."""
         self._closed.set()
         self._awaited = iter(range(0))
-        # The thread may be blocked on a full queue, and puts at most one more step before it sees `_closed`.
+        # The thread may wait for a full queue, and puts at most one more step before it sees `_closed`.
         while self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.01)

@@ -138,7 +138,8 @@ SHUFFLE_GROUP = 4096
 """Consecutive samples of concatenated documents that are shuffled together."""
 PACKING_GROUP = 512
 """Best-fit packing takes documents worth this many samples at a time. The emptiest sample of a group is half empty on
-average, so larger groups pad less; smaller groups are packed sooner."""
+average, so larger groups pad less; smaller groups are packed sooner. With this size, Python files are padded by 0.19 %
+at 2,048 tokens and by 0.10 % at 131,072 (benchmarks/results/packing.json)."""
 
 
 class Packer(Protocol):
@@ -155,7 +156,10 @@ class Packer(Protocol):
 
 
 class ConcatPacker:
-    """Chops the stream into samples of `seq_len` tokens, regardless of where documents end.
+    """Chops the stream into samples of `seq_len` tokens, regardless of the ends of documents.
+
+    Of documents that would fit into a sample, it splits 35 % at 2,048 tokens and 3.5 % at 131,072
+    (benchmarks/results/packing.json, Python files).
 
     Samples are shuffled in groups of `SHUFFLE_GROUP`, because one long document would otherwise fill whole batches. The
     last group is cut short at `count` samples, so that a complete stage reads the stream without a gap.
@@ -193,7 +197,8 @@ class BestFitPacker:
 
     Group g holds the documents that begin in the g-th interval of the stream. An interval is as long as `PACKING_GROUP`
     samples, or an epoch if that is shorter. The samples of a group are shuffled. The group of a sample is known once
-    the groups before it are packed, so a resumed stage first packs the lengths of the documents it has consumed.
+    the groups before it are packed, so a resumed stage first packs the lengths of the documents it has consumed, which
+    takes 4 to 12 microseconds a document (benchmarks/results/packing.json).
     """
 
     def __init__(self, stream: DocumentStream, start: int, seq_len: int) -> None:

@@ -22,7 +22,8 @@ from moba_train.data.stream import DocumentPart, DocumentStream
 from moba_train.errors import DataError
 
 BLEND_BLOCK = 1 << 16
-"""Samples whose sources are computed, and cached, together."""
+"""Samples whose sources are computed, and cached, together: looking up one sample after the other would sort the blend
+each time."""
 
 
 @dataclass(frozen=True)

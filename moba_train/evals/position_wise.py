@@ -179,7 +179,7 @@ def position_wise_loss(
         batch = data_shard.shard_batch(collate([samples.sample(min(index, sequences - 1))])).to(device)
         losses_n = token_losses(model, batch)
         if index < sequences:
-            # Each position occurs at most once on a rank, so the order of the additions does not matter.
+            # Each position occurs at most once on a rank, so the result does not depend on the order of additions.
             loss_T = torch.zeros(samples.seq_len, dtype=torch.float64, device=device)
             loss_T[batch.positions[batch.loss_index]] = (losses_n * batch.loss_weight).double()
             sums[index] = loss_T.view(buckets, bucket).sum(1)
