@@ -192,7 +192,7 @@ def _parse_text(line: bytes, text_key: str, encoding_errors: EncodingErrors) -> 
     text = record[text_key]
     if not isinstance(text, str):
         found = json.dumps(text)[:60]
-        raise ValueError(f"key {text_key!r} holds {json_type(text)} where text is expected (--text-key): {found}")
+        raise ValueError(f"key {text_key!r} holds {json_type(text)}, but text is expected (--text-key): {found}")
     return _encode(text, encoding_errors)
 
 
@@ -245,7 +245,7 @@ def _read_text(path: str, limit: int, encoding_errors: EncodingErrors) -> bytes 
 
 
 def _not_utf8(error: UnicodeError) -> str:
-    return f"{error}; --encoding-errors replace reads such text, with U+FFFD where it is not UTF-8"
+    return f"{error}; --encoding-errors replace reads such text, with U+FFFD for bytes that are not UTF-8"
 
 
 def _read_parquet(path: str, text_key: str, limit: int, encoding_errors: EncodingErrors) -> Iterator[bytes | BadRecord]:
@@ -288,7 +288,7 @@ def _cell_text(value: Any, text_key: str, limit: int, encoding_errors: EncodingE
     if text is None:
         return f"row without text in column {text_key!r}"
     if not isinstance(text, str):
-        return f"column {text_key!r} holds {json_type(text)} where text is expected (--text-key)"
+        return f"column {text_key!r} holds {json_type(text)}, but text is expected (--text-key)"
     encoded = text.encode()
     return encoded if len(encoded) <= limit else too_long(limit)
 

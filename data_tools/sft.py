@@ -32,7 +32,7 @@ class TokenizedConversation(NamedTuple):
     ids: npt.NDArray[np.int64]
     """int64 [T]"""
     mask: npt.NDArray[np.uint8]
-    """uint8 [T]: 1 where a token carries loss."""
+    """uint8 [T]: 1 for tokens that carry loss."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTo
     """Token ids and loss mask of one record, given as tokens or as the segments of a chat template.
 
     Each segment with or without loss is tokenized separately, so that no token spans both. This matches inference,
-    where the prompt is tokenized before there is an answer. Raises ValueError when the record cannot be used.
+    in which the prompt is tokenized before there is an answer. Raises ValueError when the record cannot be used.
     """
     if isinstance(record, TokenRecord):
         if max(record.input_ids) >= tokenizer.vocab_size:

@@ -31,7 +31,7 @@ class Sample:
     """`seq_len` tokens (T), and the label to predict at each of them.
 
     A label is the next token of the same document. The last token of a document has none: its label is 0 and its loss
-    weight 0. Where the sample ends inside a document, the label is still the document's next token. Padding comes last
+    weight 0. If the sample ends inside a document, the label is still the document's next token. Padding comes last
     and is identified by its position, not by its token id: zeros that carry no loss and attend only to one another.
     """
 
@@ -40,7 +40,7 @@ class Sample:
     labels: npt.NDArray[np.int64]
     """int64 [T]"""
     loss_weight: npt.NDArray[np.float32]
-    """float32 [T]: weight of each label in the loss; 0 where there is no label."""
+    """float32 [T]: weight of each label in the loss; 0 without a label."""
     lengths: list[int]
     """Tokens in each document part, in order, then the padding if any. Attention never crosses these boundaries."""
     parts: list[DocumentPart]

@@ -57,7 +57,7 @@ class DocumentStream:
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def _shuffle(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Documents in the order of `epoch`, int64 [documents], and the position in the epoch where each of them
+        """Documents in the order of `epoch`, int64 [documents], and the position in the epoch at which each of them
         begins, int64 [documents + 1]."""
         order = permutation(self.documents, [*self.entropy, epoch])
         if self._selected is not None:

@@ -67,17 +67,17 @@ class SequenceLosses:
     sums: npt.NDArray[np.float64]
     """[sequences]: weighted sum over the tokens."""
     weights: npt.NDArray[np.float64]
-    """[sequences]: sum of the weights; 0 where no token carries loss."""
+    """[sequences]: sum of the weights; 0 if no token carries loss."""
 
     @property
     def mean(self) -> float:
-        """Mean over all tokens; NaN where none carries loss."""
+        """Mean over all tokens; NaN if none carries loss."""
         weight = float(self.weights.sum())
         return float(self.sums.sum()) / weight if weight else float("nan")
 
     @property
     def by_sequence(self) -> npt.NDArray[np.float64]:
-        """Mean over the tokens of each sequence, [sequences]; NaN where none carries loss."""
+        """Mean over the tokens of each sequence, [sequences]; NaN if none carries loss."""
         nothing = np.full_like(self.sums, np.nan)
         return np.divide(self.sums, self.weights, out=nothing, where=self.weights > 0)
 

@@ -7,7 +7,7 @@
     ranks           one entry for each rank, about the tokens that are its own:
       loss            mean over its loss tokens by their weights, as found in the step itself; null without any
       repeated_loss   mean loss in the forward pass that is made for the dump. The batch and the weights are those of
-                      the step: where the two differ by more than rounding, suspect the machine, not the data
+                      the step: if the two differ by more than rounding, suspect the machine, not the data
       loss_tokens     their number
       attention       by layer, statistics of its kind by name (attention/statistics.py), as seen by this rank: under
                       context parallelism for its own queries, with ulysses and hierarchical for those of all ranks or

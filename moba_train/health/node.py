@@ -74,7 +74,7 @@ def disk_problem(disk: Disk) -> Problem | None:
 
 
 def _size(count: int) -> str:
-    """Bytes in GiB, or in MiB where they are less than one GiB."""
+    """Bytes in GiB, or in MiB if they are less than one GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 

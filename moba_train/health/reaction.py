@@ -141,21 +141,21 @@ def transient_fault(
     wrong_losses = [rank for rank in evidence if not math.isfinite(rank.loss)]
     wrong_gradients = [rank for rank in evidence if rank.not_finite]
     if wrong_losses:
-        where = f"The loss was not finite on {_named(wrong_losses)}"
+        place = f"The loss was not finite on {_named(wrong_losses)}"
         if len(wrong_losses) > 1:
-            where += "; ranks of one cp or tp group pass values on, so that one of them may have harmed the others"
+            place += "; ranks of one cp or tp group pass values on, so that one of them may have harmed the others"
     elif wrong_gradients:
         worst = max(wrong_gradients, key=lambda rank: len(rank.not_finite))
-        where = (
+        place = (
             "Every rank's own loss was finite, so the fault is in the backward pass or in communication; gradients "
             f"were not finite on {_named(wrong_gradients)}, on rank {worst.rank} those of {len(worst.not_finite)} of "
             f"{worst.parameters} parameters, the first of them {worst.not_finite[0]}"
         )
     else:
-        where = "Every rank's own loss and gradients were finite, so the fault is in the communication of their sums"
+        place = "Every rank's own loss and gradients were finite, so the fault is in the communication of their sums"
     message = (
         f"transient: {_values(first)}, but {_values(second)} when the step was run again on the same batch; the second "
-        f"run counts. {where}"
+        f"run counts. {place}"
     )
     blamed = wrong_losses or wrong_gradients
     return TransientFault(message, [rank.rank for rank in blamed], sorted({rank.host for rank in blamed}))

@@ -170,7 +170,7 @@ class Watch:
         """Inside, the training thread is in the phase `name`, after `step` complete steps; costs microseconds.
 
         Phases may be nested: at its end an inner phase gives way to the outer one. A phase that ends with an exception
-        stays the current one, because that is where the rank was.
+        stays the current one, because the rank was in it.
         """
         outer = self._now.name
         self._enter(name, step)

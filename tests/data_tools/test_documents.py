@@ -114,9 +114,9 @@ def test_text_that_is_not_utf8_is_read_with_replacements_if_wanted(folder: Path)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"text": 17}', "key 'text' holds a number where text is expected (--text-key): 17"),
-        ('{"text": null}', "key 'text' holds null where text is expected (--text-key): null"),
-        ('{"text": ["a"]}', "key 'text' holds a list where text is expected (--text-key): [\"a\"]"),
+        ('{"text": 17}', "key 'text' holds a number, but text is expected (--text-key): 17"),
+        ('{"text": null}', "key 'text' holds null, but text is expected (--text-key): null"),
+        ('{"text": ["a"]}', "key 'text' holds a list, but text is expected (--text-key): [\"a\"]"),
         ("{}", "no text under key 'text' (--text-key); found an empty object"),
     ],
 )

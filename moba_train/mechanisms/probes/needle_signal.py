@@ -108,7 +108,7 @@ class NeedleSignal:
         return NeedleSignal(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def heads(self, size: GateSize, head_dim: int) -> list["HeadSignal"]:
-        """Each head's means; empty where no query had a choice."""
+        """Means of each head; empty if no query had a choice."""
         if not self.queries.any():
             return []
         means = {one.name: (getattr(self, one.name) / self.queries).tolist() for one in fields(self)}
@@ -245,7 +245,7 @@ Signals = dict[tuple[int, GateSize], NeedleSignal]
 
 
 class GateSizeConfig(Section):
-    """A gate whose selection is measured, whatever attention the layers have."""
+    """A gate whose selection is measured, independent of the layers' attention."""
 
     block_size: Length = Field(512, description="tokens of a block")
     topk: int = Field(3, ge=2, description="blocks that a query attends to, the diagonal one included")

@@ -44,7 +44,7 @@ _BESIDE_ANY = (
     *CHAT_TEMPLATES,
     GENERATION_CONFIG,
 )
-"""Files that belong to the tokenizer in the same folder, whatever its name."""
+"""Files that belong to the tokenizer in the same folder, for any name of it."""
 _BESIDE_JSON = (SENTENCEPIECE, "added_tokens.json", "vocab.json", "merges.txt")
 """Other forms of the vocabulary in a tokenizer.json."""
 _KEYS_OF_OTHER_CLASSES = ("legacy", "sp_model_kwargs", "add_prefix_space", "use_default_system_prompt", "auto_map")

@@ -1,7 +1,7 @@
 """RULER's tasks: long texts with a question, made from a seed without downloads.
 
 Tasks, prompt templates and their numbers are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA,
-github.com/NVIDIA/RULER, Apache-2.0), misspellings included, because scores can only be compared where the words are the
+github.com/NVIDIA/RULER, Apache-2.0), misspellings included, because scores can only be compared if the words are the
 same. Text of the validation corpus replaces RULER's essays, and evals/haystack.py its word package.
 """
 
@@ -285,7 +285,8 @@ TASKS: dict[str, RulerTask] = {
     "cwe": CommonWords(),
     "fwe": FrequentWords(),
 }
-"""Every task by its name: RULER's, where niah_single and niah_multikey are its niah_single_1 and niah_multikey_1."""
+"""Every task by its name in RULER, except that niah_single and niah_multikey are niah_single_1 and niah_multikey_1
+there."""
 
 
 def found_share(answer: str, references: Sequence[str]) -> float:
