@@ -21,7 +21,7 @@ alone=$copy/.venv/bin/python
     >"$("$alone" -c 'import site; print(site.getsitepackages()[0])')/packages.pth"
 export PYTHONPATH=$copy
 train=("$alone" -m torch.distributed.run --standalone --nproc-per-node 2 -m moba_train.train configs/recipes/quickstart.yaml
-    stages.0.tokens=80K stages.1.tokens=80K telemetry.wandb.mode=disabled)
+    stages.0.tokens=80K stages.1.tokens=80K)
 "${train[@]}" --stop-at-step 25
 "${train[@]}" | tee resumed
 grep -q "resumed from the checkpoint of step 25" resumed

@@ -60,4 +60,4 @@ fi
 "${moba_train[@]}" plan "$recipe" "$@" --gpus "$ranks"
 "${moba_train[@]}" train "$recipe" "$@" --gpus "$ranks"
 "${moba_train[@]}" eval "$run" --output "$run/evaluation"
-echo "logs $run/metrics.jsonl, plots in the same folder"
+echo "logs $run/metrics.jsonl, charts $run/report.html and $run/evaluation/evaluation.html"

@@ -41,7 +41,7 @@ fi
 shift
 FOR=run source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 gpus=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
-exec "$PYTHON" -m moba_train.tools.launcher \
+exec "$PYTHON" -m moba_train.tools.launch.torchrun \
     --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus" \
     --master-addr "${MASTER:-localhost}" --master-port "${PORT:-29500}" --max-restarts "${RESTARTS:-3}" \
     -m moba_train.train "$recipe" "$@"

@@ -9,7 +9,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 [ "${1:-}" != --help ] || { usage; exit; }
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-unset PYTHONDONTWRITEBYTECODE  # of hundreds of processes, each would compile the package anew
+unset PYTHONDONTWRITEBYTECODE  # of hundreds of processes, each would compile the package again
 side_by_side=()
 if ! nvidia-smi >/dev/null 2>&1 && "$PYTHON" -c "import xdist" 2>/dev/null; then
     # Many tests wait for processes: on two cores two thirds of the time. In the order of names, the file whose one test

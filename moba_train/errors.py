@@ -9,10 +9,10 @@ package and keeps its traceback.
 What the programs print about an error of the user's: its message, once, and next to nothing after it.
 
 A rank prints the message. torchrun, another process, would add two lines for each rank and a table of their exit
-codes; `tools/launcher.py` leaves these out where the exit code says that a rank has told what is wrong. Plain torchrun
-cannot be quieted: there each rank leaves the message in the file from which torchrun fills its table, whose last lines
-it becomes. Where the recipe is wrong, a restart cannot help: the rank leaves a file behind, and restarted ranks end at
-once. Imports nothing heavy.
+codes; `tools/launch/torchrun.py` leaves these out where the exit code says that a rank has told what is wrong. Plain
+torchrun cannot be quieted: there each rank leaves the message in the file from which torchrun fills its table, whose
+last lines it becomes. Where the recipe is wrong, a restart cannot help: the rank leaves a file behind, and restarted
+ranks end at once. Imports nothing heavy.
 """
 
 import json
@@ -159,8 +159,8 @@ def print_error(error: UserError) -> None:
 def _tell_torchrun(text: str) -> None:
     """Make `text` what plain torchrun's report names as this rank's failure.
 
-    Ranks that print nothing do it, too: torchrun ends its report with the rank that failed first. `tools/launcher.py`
-    needs no such file, and torchrun in it would log that it cannot be copied.
+    Ranks that print nothing do it, too: torchrun ends its report with the rank that failed first. The launcher
+    (`tools/launch/torchrun.py`) needs no such file, and torchrun in it would log that it cannot be copied.
     """
     if TORCHRUN_ERROR_FILE in os.environ and REFUSED_FILE not in os.environ:
         content = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}

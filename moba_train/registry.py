@@ -38,7 +38,7 @@ class Registry(Mapping[str, T], Generic[T]):
     @cached_property
     def _found(self) -> dict[str, EntryPoint]:
         checkout = _of_the_checkout(self._group)
-        installed = entry_points(group=self._group)
+        installed = list(entry_points(group=self._group))
         if checkout:  # an editable installation lists our members as they were when it was made
             installed = [entry for entry in installed if not entry.module.startswith(_OURS)]
         found: dict[str, EntryPoint] = {}

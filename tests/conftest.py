@@ -111,7 +111,6 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, corpora: Path, ranks:
     from tests.run.tiny_run import Run
 
     undisturbed = Run(tmp_path_factory.mktemp("finished"), corpora)
-    undisturbed.recipe["telemetry"]["report"] = True
     ranks.train(undisturbed, 2)
     return undisturbed
 

@@ -8,6 +8,7 @@ import site
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -56,15 +57,28 @@ def test_package_changelog_and_citation_have_one_version() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
 
 
+def test_every_extra_that_a_message_names_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    texts = [path.read_text() for name in FOLDERS[:2] for path in (ROOT / name).rglob("*.py")]
+    named = {extra for text in texts for extra in re.findall(r"moba-train\[(\w+)\]", text)}
+    assert {"wandb", "report", "tensorboard", "eval", "fp8"} <= named <= extras.keys()
+    wanted = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
+    assert not wanted & {"wandb", "plotly", "matplotlib", "tensorboard"}
+
+
 def test_wheel_and_sdist_have_all_modules_recipes_and_licences(built: Path) -> None:
     modules = {path.relative_to(ROOT).as_posix() for name in FOLDERS[:2] for path in (ROOT / name).rglob("*.py")}
     recipes = {f"moba_train/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert len(recipes) > 20
+    data = {
+        f"moba_train/tools/{name}" for name in ("plan/gpus/h200.json", "plan/gpus/h100.json", "report/assets/report.js")
+    }
     package = f"moba_train-{__version__}"
     with zipfile.ZipFile(built / f"{package}-py3-none-any.whl") as wheel:
         held = {*wheel.namelist()}
         metadata = wheel.read(f"{package}.dist-info/METADATA").decode()
-    assert modules | recipes | {f"{package}.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")} <= held
+    assert modules | recipes | data | {f"{package}.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")} <= held
     assert "License-Expression: Apache-2.0" in metadata.splitlines()
     with tarfile.open(built / f"{package}.tar.gz") as sdist:
         assert {f"{package}/{name}" for name in modules | recipes | {*FILES}} <= {*sdist.getnames()}

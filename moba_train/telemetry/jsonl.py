@@ -171,8 +171,8 @@ def read_backward(path: Path) -> Iterator[dict[str, Any]]:
 def read_since(path: Path, step: int) -> list[dict[str, Any]]:
     """The records of `step` and later at the end of a metrics file, newest first.
 
-    An empty list, with a warning, where the file cannot be read: a start needs them only to avoid repetitions, so this
-    is no reason to end a run.
+    An empty list, with a warning, if the file cannot be read: a start needs them only to avoid repetitions, so this is
+    no reason to end a run.
     """
     try:
         return list(takewhile(lambda record: record["step"] >= step, read_backward(path)))
@@ -185,10 +185,9 @@ def discard_after(path: Path, step: int | None, repeated: Collection[str] = ()) 
     """Move the records after `step`, all if it is None, from the end of `path` to `metrics.discarded.jsonl`.
 
     Records of `step` itself whose type is among `repeated` count as later. The file is cut before the first record of a
-    later step, wherever a few earlier steps follow it. Whenever the
-    process dies, the next call completes the move or makes it anew: `metrics.discarding.json`, which exists meanwhile,
-    says how long the files were to become and had been. Raises OSError when the file system refuses; the files can then
-    be used, and the call repeated.
+    later step, even if a few earlier steps follow it. Whenever the process dies, the next call completes the move or
+    makes it again: `metrics.discarding.json`, which exists meanwhile, holds the lengths that the files were to have and
+    had before. Raises OSError when the file system refuses; the files can then be used, and the call repeated.
     """
     discarded = path.with_suffix(".discarded.jsonl")
     journal = path.with_suffix(".discarding.json")
@@ -259,7 +258,7 @@ def _lines_backward(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _ends_with_newline(path: Path) -> bool:
-    """Whether the file is empty, missing, or ends with a complete line."""
+    """True if the file is empty, missing, or ends with a complete line."""
     _, line = next(_lines_backward(path), (0, b"\n"))
     return line.endswith(b"\n")
 
@@ -271,7 +270,7 @@ def _truncate(path: Path, size: int) -> None:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of a metrics file; None for a line that is none."""
+    """The record in a line of a metrics file; None for another line."""
     with contextlib.suppress(ValueError, RecursionError):
         record = from_json(line.decode("utf-8", errors="replace"))
         if isinstance(record, dict) and isinstance(record.get("step"), int) and "type" in record:

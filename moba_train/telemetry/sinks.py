@@ -1,4 +1,4 @@
-"""Sinks of the package besides the history and wandb, and the `Telemetry` of a run from its recipe."""
+"""Sinks for the terminal and TensorBoard, and the `Telemetry` of a run from its recipe."""
 
 import datetime
 from collections.abc import Collection, Iterator

@@ -1,8 +1,7 @@
-"""The fields of a record that can be drawn as curves.
+"""`Telemetry`: the trainer's reports, handed to every sink as records.
 
-A sink that fails for a while: what it did not take is counted, and said at most once a minute.
-
-`Telemetry`: the reports of the trainer, handed to every sink as one record.
+A sink that fails does not stop the run: the records that it did not take are counted, and reported at most once a
+minute.
 """
 
 import logging
@@ -13,18 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-_HEAD = {"time", "step", "tokens", "type", "stage"}
-
-
-def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The record's metrics and numeric event fields."""
-    return {name: value for name, value in record.items() if name not in _HEAD and isinstance(value, int | float)}
-
+logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 60.0
 """Least time between two reports that the same sink fails."""
 
-logger = logging.getLogger(__name__)
+Record = dict[str, Any]
+"""`time` (seconds since the epoch), `step`, `tokens` (consumed so far), `type` ("metrics", "alert" or the type of an
+event), `stage`; then the metrics, or an event's `message` and fields, or an alert's `title`, `text` and `alert` (its
+type)."""
+_HEAD = {"time", "step", "tokens", "type", "stage"}
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """The record's metrics and numeric event fields, which can be drawn as curves."""
+    return {name: value for name, value in record.items() if name not in _HEAD and isinstance(value, int | float)}
 
 
 class DelayedError(Exception):
@@ -52,7 +54,7 @@ class Outage:
         self._next_report = 0.0
 
     def failed(self, error: Exception) -> None:
-        """Count a record that the sink did not take."""
+        """Counts a record that the sink did not take."""
         self._failed += 1
         if isinstance(error, DelayedError):
             self._lost += error.lost - self._given_up
@@ -71,7 +73,7 @@ class Outage:
         logger.warning("%s fails: %s; %s", self._name, error, kept)
 
     def works(self) -> dict[str, Any] | None:
-        """Note that the sink took a record. The content of a warning event if it was said before that it fails.
+        """Notes that the sink took a record. Returns the content of a warning event if it was reported to fail before.
 
         A failure too short to be reported is counted in the next report.
         """
@@ -87,19 +89,13 @@ class Outage:
         return {"message": message, **counts}
 
     def closed(self, error: Exception | None) -> None:
-        """Report what the sink has missed for good; `error` is that of closing it."""
+        """Reports the records that the sink has missed for good; `error` is that of closing it."""
         lost = self._lost_before + self._lost + (error.pending if isinstance(error, DelayedError) else 0)
         missed = f"; it has missed {lost} records in all" if lost else ""
         if error is not None:
             logger.error("%s could not be closed: %s%s", self._name, error, missed)
         elif lost:
             logger.warning("%s is closed%s", self._name, missed)
-
-
-Record = dict[str, Any]
-"""`time` (seconds since the epoch), `step`, `tokens` (consumed so far), `type` ("metrics", "alert" or the type of an
-event), `stage`; then the metrics, or an event's `message` and fields, or an alert's `title`, `text` and `alert` (its
-type)."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +118,9 @@ class Sink(Protocol):
     """A destination of records. An exception loses that record in that sink, unless it is a DelayedError, and has no
     other effect.
 
-    A registered sink has a class method `open(setting, run: SinkRun)`, which is given the value of its key in
-    `telemetry`.
+    A registered sink (entry point group `moba_train.telemetry_sinks`) has class methods that are given the value of its
+    key in `telemetry`: `open(setting, run: SinkRun)`; and, if it likes, `problem(setting)`, the reason why it cannot be
+    used on this machine (empty: it can), and `describe(setting)`, its words in the run's first lines.
     """
 
     def write(self, record: Record) -> None:

@@ -17,7 +17,7 @@ from moba_train.tools.cli_options import (
     table_console,
 )
 from moba_train.tools.eval_commands import evaluate, generate, lm_eval, profile_spans
-from moba_train.tools.launch_command import launch
+from moba_train.tools.launch.command import launch
 
 app = command_group("Distributed long-context pretraining with MoBA.")
 
@@ -48,7 +48,7 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="print the resolved recipe, with all its values")] = False,
 ) -> None:
     """Train on this machine: torchrun with one rank per GPU. For several nodes see `launch`."""
-    from moba_train.tools.launcher import main
+    from moba_train.tools.launch.torchrun import main
 
     ranks = ["--nproc-per-node", str(gpus)] if gpus else []
     torchrun = ["--standalone", *ranks, "--max-restarts", str(restarts), "-m", "moba_train.train", str(recipe)]
@@ -67,7 +67,7 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs (ranks); default: 1")] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="machines, in place of --gpus: find the best layouts on all their GPUs")
+        int | None, typer.Option(min=1, help="machines, instead of --gpus: find the best layouts on all their GPUs")
     ] = None,
     gpus_per_node: GpusPerNode = 8,
     network: Annotated[
@@ -111,6 +111,50 @@ def plan(
         raise PlanError(f"--nodes and {given}: given both; allowed: --nodes with --gpus-per-node and --gpu")
     machine = make_machine(asked or (None if rates else local_gpu()), gpus_per_node, network, rates)
     plan_nodes(recipe, overrides or (), nodes, machine, not no_data)
+
+
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="rates, for --rates FILE")] = Path(
+        "rates.json"
+    ),
+    minutes: Annotated[float, typer.Option(min=0.1, help="no attention except full and moba is begun later")] = 4.0,
+) -> None:
+    """Measure what this machine's GPU does in a second, for `plan --nodes` and `tune`.
+
+    Matrix products, memory, blocks, loss, optimizers, attention of every kind, and links between GPUs, in under five
+    minutes. docs/planning.md says what each number is."""
+    from moba_train.telemetry.jsonl import write_atomically
+    from moba_train.tools.plan.calibrate import calibrate as measured
+
+    write_atomically(output, measured(minutes, typer.echo).to_json())
+    typer.echo(f"written: {output}")
+
+
+@app.command()
+def tune(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="ranks on this machine; default: all its GPUs")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="steps of each stage; those of the second half count")] = 10,
+    rates: Rates = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="write the results as JSON")
+    ] = None,
+) -> None:
+    """Train the five best layouts of `plan --nodes 1` for some steps each, and print them in the measured order."""
+    import torch
+
+    from moba_train.errors import PlanError
+    from moba_train.memory.devices import local_gpu
+    from moba_train.tools.plan.command import make_machine
+    from moba_train.tools.plan.tune import tune as measured
+
+    here = local_gpu()
+    if here is None and rates is None:
+        raise PlanError("this machine has no GPU; `moba-train calibrate` measures its CPU in tiny shapes, for --rates")
+    machine = make_machine(None if rates else here, gpus or torch.cuda.device_count() or 1, 400.0, rates)
+    measured(recipe, overrides or (), machine, steps, output, typer.echo)
 
 
 @app.command()

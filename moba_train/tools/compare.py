@@ -1,4 +1,4 @@
-"""What differs between two runs: their checkpoints tensor by tensor, or their metrics step by step.
+"""Differences between two runs: of their checkpoints tensor by tensor, or of their metrics step by step.
 
 Checkpoints may come from different layouts: each tensor is read whole, on one process.
 """
@@ -25,13 +25,13 @@ _SHOWN = 5
 
 
 class Comparison(NamedTuple):
-    """How many things were compared, and a line of text for each that differs, in order."""
+    """Number of things that were compared, and a line of text for each that differs, in order."""
 
     what: str
     compared: int
     differing: list[str]
     notices: tuple[str, ...] = ()
-    """What was left out of the comparison."""
+    """Lines of the files that were left out of the comparison."""
 
 
 def compare(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
@@ -80,7 +80,7 @@ def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 
 
 def _steps(path: Path) -> tuple[dict[int, dict[str, float]], tuple[str, ...]]:
-    """Loss and gradient norm by step, and what is left out of the file."""
+    """Loss and gradient norm by step, and a note on damaged lines of the file."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a run's metrics.jsonl")
     records, damaged = read_sound_records(path)
@@ -124,7 +124,7 @@ def _in_model_order(names: set[str], path: Path) -> list[str]:
 
 
 def _difference(a: Tensor, b: Tensor, tolerance: float) -> str:
-    """How two tensors differ, in words; empty when they count as equal."""
+    """Difference of two tensors in words; empty if they count as equal."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return f"{list(a.shape)} {a.dtype} and {list(b.shape)} {b.dtype}"
     if torch.equal(_bits(a), _bits(b)):

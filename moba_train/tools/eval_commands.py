@@ -94,8 +94,9 @@ def evaluate(
 
     check_output_folder(output)
     if gpus > 1 and "RANK" not in os.environ:
-        launch = [sys.executable, "-m", "moba_train.tools.launcher", "--standalone", "--nproc-per-node", str(gpus)]
-        os.execv(sys.executable, [*launch, "-m", "moba_train.tools.cli", *sys.argv[1:]])
+        from moba_train.tools.launch.torchrun import torchrun_command
+
+        os.execv(sys.executable, [*torchrun_command(gpus), "-m", "moba_train.tools.cli", *sys.argv[1:]])
     from moba_train.tools.evaluate import evaluate_checkpoint
     from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 

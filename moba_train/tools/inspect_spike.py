@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moba_train.attention.statistics import Statistics
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.stream import DocumentPart
@@ -94,9 +93,9 @@ def _rank_table(dump: dict[str, Any]) -> Table:
 
 
 def _layer_table(dump: dict[str, Any]) -> Table:
-    """Numbers of each layer: gradient norm, and what its attention shows."""
+    """Numbers of each layer: gradient norm, and the statistics of its attention over all ranks."""
     norms = dump["gradient_norms"]
-    layers = _attention(dump)
+    layers = dump["attention"]
     names = list(dict.fromkeys(name for layer in layers for name in layer))
     rows = [
         [layer["layer"], layer["kind"], layer["norm"], *(found.get(name, "") for name in names)]
@@ -106,20 +105,6 @@ def _layer_table(dump: dict[str, Any]) -> Table:
     rows += [[f"all {kind}", "", norm, *rest] for kind, norm in norms["kinds"].items()]
     rows += [[name, "", norm, *rest] for name, norm in norms.items() if name not in ("layers", "kinds")]
     return _table(("layer", "kind", "gradient norm", *(name.replace("_", " ") for name in names)), rows)
-
-
-def _attention(dump: dict[str, Any]) -> list[dict[str, float]]:
-    """By layer, the statistics of all ranks. Dumps from before 2026-11-23 have `max_lse` and `gate` of each rank."""
-    if "attention" in dump:
-        return cast(list[dict[str, float]], dump["attention"])
-    layers = [Statistics() for _ in dump["gradient_norms"]["layers"]]
-    for rank in dump["ranks"]:
-        for layer, largest, gate in zip(layers, rank["max_lse"], rank["gate"], strict=True):
-            numbers = dict(gate or {})
-            weight = numbers.pop("selected", numbers.pop("choices", 1))
-            layer.add(Statistics({} if largest is None else {"max_lse": largest}))
-            layer.add(Statistics(numbers, weight))
-    return [layer.values() for layer in layers]
 
 
 def _part_losses(dump: dict[str, Any]) -> list[PartLoss]:

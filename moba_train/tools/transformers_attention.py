@@ -53,8 +53,8 @@ def attention_forward(
 
     query [B, H, T, D], key and value [B, K, S, D]; the queries are the last T of the S tokens. `attention_mask` [B, S]
     is 0 at padding, None without any. Returns out [B, T, H, D]; rows of padding are 0. Documents packed into one row
-    are not told apart, and a static cache is not supported. Raises ValueError for dropout, another scaling, a mask of
-    another shape, and a layer whose attention the config does not give.
+    are not distinguished, and a static cache is not supported. Raises ValueError for dropout, another scaling, a mask
+    of another shape, and a layer whose attention the config does not give.
     """
     if dropout:
         raise ValueError(f"attention_dropout: {dropout} given, allowed: 0 with attn_implementation='moba'")

@@ -114,7 +114,7 @@ def refused(recipe: str, folder: str) -> int:
 def test_the_command_passes_the_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Before or after the overrides."""
     commands: list[list[str]] = []
-    monkeypatch.setattr("moba_train.tools.launcher.main", lambda arguments: commands.append(arguments) or 0)
+    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", lambda arguments: commands.append(arguments) or 0)
     recipe = tmp_path / "recipe.yaml"
     for arguments in (["seed=4", "--from-scratch"], ["--from-scratch", "seed=4"], ["seed=4"]):
         assert CliRunner().invoke(cli.app, ["train", str(recipe), *arguments, "--gpus", "1"]).exit_code == 0

@@ -63,7 +63,7 @@ def test_moba_train_stops_at_a_step_and_goes_on_bit_for_bit(run: Run, monkeypatc
     def train(arguments: list[str]) -> int:
         return run.train_here(*arguments[arguments.index("moba_train.train") + 2 :])
 
-    monkeypatch.setattr("moba_train.tools.launcher.main", train)
+    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", train)
     command = ["train", str(run.write_recipe()), "--gpus", "1"]
     assert CliRunner().invoke(cli.app, command).exit_code == 0
     undisturbed = run.run_dir.rename(run.folder / "undisturbed")

@@ -94,22 +94,6 @@ def test_looking_at_a_step_does_not_change_the_training(
     assert unseen.losses() == run.losses()
 
 
-def test_a_dump_of_an_earlier_version_is_shown(skipping: tuple[Run, list[tuple[int, bool]]], tmp_path: Path) -> None:
-    run, _ = skipping
-    found = run.dump(POISONED)
-    moba, _ = found.pop("attention")
-    (rank,) = found["ranks"]
-    del rank["attention"]
-    rank |= {"max_lse": [moba["max_lse"], None], "gate": [{"selected": 8, "entropy": 0.123}, None]}
-    dump_folder(tmp_path).mkdir()
-    (dump_folder(tmp_path) / "step_00000036.json").write_text(json.dumps(found))
-    shutil.copy(run.run_dir / "config.yaml", tmp_path)
-    code, output = invoke("inspect-spike", str(tmp_path))
-    assert code == 0, output
-    (row,) = re.findall(r"^ *0 +moba .*$", output, re.MULTILINE)
-    assert row.split()[-2:] == [f"{moba['max_lse']:.4g}", "0.123"]
-
-
 def test_the_numbers_of_a_dump_are_not_cut_off(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
     """In a file or a pipe, whose width is not known."""
     run, _ = skipping

@@ -17,8 +17,8 @@ from moba_train.run.stop import (
     StopRequest,
     StopTime,
 )
-from moba_train.tools.launcher import SHUTDOWN_TIMEOUT, _stop_limit, _whole_number
-from moba_train.tools.launcher import main as launch_main
+from moba_train.tools.launch.torchrun import SHUTDOWN_TIMEOUT, _stop_limit, _whole_number
+from moba_train.tools.launch.torchrun import main as launch_main
 from tests.forked_program import ForkedProgram
 from tests.run.tiny_run import Run
 
@@ -41,10 +41,10 @@ sys.exit(train.main())
 IMPATIENT = """
 import sys
 from torch.distributed.elastic.multiprocessing.api import PContext
-from moba_train.tools import launcher
+from moba_train.tools.launch import torchrun
 close = PContext.close
 PContext.close = lambda self, sig=None, timeout=30: close(self, sig, timeout / 30)
-sys.exit(launcher.main(sys.argv[1:]))
+sys.exit(torchrun.main(sys.argv[1:]))
 """
 """A launcher whose seconds are 30 times as short: torchrun's 30 s are one."""
 

@@ -31,7 +31,6 @@ RECIPE = {
 @pytest.mark.parametrize(
     ("section", "console", "files"),
     [
-        ({"console": False}, False, {"metrics.jsonl", "report.html"}),
         ({"console": False, "report": False}, False, {"metrics.jsonl"}),
         ({"tensorboard": True, "report": False}, True, {"metrics.jsonl", "tensorboard"}),
     ],
@@ -46,37 +45,24 @@ def test_the_sinks_asked_for(tmp_path, capsys, section: dict, console: bool, fil
     assert ("loss 3.5000" in capsys.readouterr().out) == console
 
 
-@pytest.fixture
-def plain_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the packages of the extras can be found."""
-    for module in ("moba_train.telemetry.sinks", "moba_train.telemetry.wandb_sink", "moba_train.tools.report.sink"):
+def test_a_sink_without_its_package_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("moba_train.telemetry.sinks", "moba_train.telemetry.wandb_sink"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
-
-
-def test_a_plain_install_trains_without_wandb_and_says_so(plain_install: None, tmp_path: Path) -> None:
-    config = TelemetryConfig()
-    assert list(sink_problems(config)) == []
-    assert describe_sinks(config) == (
-        'metrics.jsonl, console, no report.html without plotly: pip install "moba-train[report]"; '
-        "off: tensorboard, wandb"
-    )
-    telemetry = make_telemetry(config, SinkRun(tmp_path, "run", "run-id", None, 100, {}))
-    telemetry.log(1, 4096, {"loss": 3.5})
-    telemetry.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_sink_without_its_package_is_refused_with_the_command_that_installs_it(plain_install: None) -> None:
-    config = TelemetryConfig.model_validate({"tensorboard": True, "report": True, "wandb": {"mode": "offline"}})
-    problems = sorted(sink_problems(config))
-    assert [problem.split(":")[0] for problem in problems] == [
-        "telemetry.report",
-        "telemetry.tensorboard",
-        "telemetry.wandb",
-    ]
+    assert list(sink_problems(TelemetryConfig(report=False))) == []
+    asked = TelemetryConfig.model_validate({"tensorboard": True, "report": False, "wandb": {"mode": "offline"}})
+    problems = sorted(sink_problems(asked))
+    assert [problem.split(":")[0] for problem in problems] == ["telemetry.tensorboard", "telemetry.wandb"]
     for problem in problems:
         extra = problem.split(":")[0].removeprefix("telemetry.")
         assert f'is not installed; pip install "moba-train[{extra}]"' in problem
+
+
+def test_the_first_lines_of_a_run_say_where_it_is_recorded() -> None:
+    config = TelemetryConfig.model_validate({"report": False, "wandb": {"mode": "offline"}})
+    assert describe_sinks(config).startswith("metrics.jsonl, console, wandb offline; off: ")
+    assert "tensorboard" in describe_sinks(config).partition("off: ")[2]
 
 
 def test_the_former_name_of_the_report_is_read() -> None:

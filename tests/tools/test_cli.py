@@ -99,7 +99,7 @@ def test_a_file_in_place_of_an_output_folder_is_refused_before_the_work(tmp_path
 
 
 def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
-    monkeypatch.setattr("moba_train.memory.plan.make_plan", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("moba_train.tools.plan.command.make_plan", lambda *_, **__: 1 / 0)
     assert isinstance(runner.invoke(app, ["plan", str(recipe), "--no-data"]).exception, ZeroDivisionError)
 
 
@@ -115,6 +115,16 @@ def test_config_prints_yaml_that_loads_back(recipe, tmp_path):
 def test_schema_prints_json():
     done = runner.invoke(app, ["schema"])
     assert json.loads(done.output)["title"] == "RunConfig"
+
+
+def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(recipe, monkeypatch):
+    monkeypatch.setattr("moba_train.telemetry.wandb_sink.find_spec", lambda name: None)
+    done = runner.invoke(app, ["plan", str(recipe), "telemetry.wandb.mode=offline"])
+    assert done.exit_code == 2
+    assert (
+        "telemetry.wandb: given mode 'offline', but the package wandb is not installed; "
+        'pip install "moba-train[wandb]", or set telemetry.wandb.mode=disabled'
+    ) in done.stderr
 
 
 def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch):

@@ -25,7 +25,7 @@ from moba_train.resolve.warnings import print_recipe_warnings
 from moba_train.run.restarts import Restarts, choose_checkpoint
 from moba_train.run.resumable import resumed_progress
 from moba_train.tools.cli_options import table_console
-from moba_train.tools.plan.fit import cheapest_changes, largest_stage
+from moba_train.tools.plan.changes import cheapest_changes, largest_stage
 from moba_train.tools.plan.layouts import Layouts, best_layouts
 from moba_train.tools.plan.rates import read_rates, shipped_rates
 from moba_train.tools.plan.render import print_changes, print_fit, print_layouts, print_over_budget, print_plan
@@ -44,12 +44,9 @@ def plan_recipe(
     mfu: float,
     check_files: bool,
 ) -> None:
-    """Print what a recipe costs on `gpus` GPUs, or why it cannot be trained on them.
+    """Print what a recipe costs on `gpus` GPUs; the arguments are the options of `moba-train plan`.
 
-    network: Gbit/s of each GPU's adapter to other nodes
     gpu: None: memory is not compared with any; is_here: it is this machine's, whose host counts as well
-    tflops: dense bf16 peak of one GPU; None: that of `gpu`, else an H100's
-    mfu: fraction of the peak that is reached
 
     Raises UserError; PlanError for a plan that does not fit the GPU, after printing changes that make it fit.
     """
@@ -87,27 +84,22 @@ def plan_recipe(
 
 
 def print_start_warnings(config: RunConfig) -> None:
-    """Print `start_warnings`, a line each."""
-    for warning in start_warnings(config):
-        print(f"warning: {warning}", flush=True)
-
-
-def start_warnings(config: RunConfig) -> list[str]:
-    """Sentences about a start of a validated recipe in its run folder; none where there is no checkpoint, or it is
-    simply resumed from. Sizes of the checkpoint's files are compared; its bytes and the corpora are not read."""
+    """Warn of a start of a validated recipe in its run folder that training would refuse, or whose `init_from` it would
+    not read. Sizes of the checkpoint's files are compared; its bytes and the corpora are not read."""
     try:
         path = _checkpoint_to_resume_from(config)
         if path is None:
-            return []
+            return
         resumed_progress(config, read_meta(path), _tokenizer(config), str(path))
     except CheckpointError as error:
-        return [f"training would refuse this recipe: {error}"]
-    if config.init_from is None:
-        return []
-    return [
-        f"init_from: {config.init_from} will not be read, because the run continues from its own checkpoint {path}; "
-        "set run_dir to a new folder to begin with these weights"
-    ]
+        print(f"warning: training would refuse this recipe: {error}", flush=True)
+        return
+    if config.init_from is not None:
+        print(
+            f"warning: init_from: {config.init_from} will not be read, because the run continues from its own "
+            f"checkpoint {path}; set run_dir to a new folder to begin with these weights",
+            flush=True,
+        )
 
 
 def _checkpoint_to_resume_from(config: RunConfig) -> Path | None:

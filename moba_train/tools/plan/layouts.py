@@ -7,6 +7,7 @@ stages, cp is each stage's own, dp_shard is the rest. Layouts that do not fit th
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import NamedTuple
 
 from moba_train.config.mesh import MeshSizes, divisors
 from moba_train.config.schema import RunConfig
@@ -49,8 +50,7 @@ class Layout:
         return max(self.stages, key=lambda step: step.memory)
 
 
-@dataclass(frozen=True)
-class Layouts:
+class Layouts(NamedTuple):
     """Result of a search."""
 
     best: tuple[Layout, ...]
@@ -98,14 +98,11 @@ def best_layouts(
     return Layouts(tuple(best.values()), len(fitting), len(layouts))
 
 
-Meshes = tuple[tuple[MeshSizes, ...], ...]
-"""The meshes that each stage may have."""
-
-
 def _candidates(
     config: RunConfig, stages: Sequence[Stage], nodes: int, machine: Machine
-) -> Iterator[tuple[RunConfig, Meshes]]:
-    """All layouts that divide GPUs, model and batches: the recipe with the keys that all stages share, and meshes."""
+) -> Iterator[tuple[RunConfig, list[list[MeshSizes]]]]:
+    """All layouts that divide GPUs, model and batches: the recipe with the keys that all stages share, and the meshes
+    that each stage may have."""
     world = nodes * machine.ranks_per_node
     model = config.model
     most_tp = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size, machine.ranks_per_node)
@@ -121,7 +118,7 @@ def _candidates(
                 if number_of_parts(shared.parallel) > model.layers:
                     continue
                 whole = MeshSizes(pp, copies, world // (pp * tp * copies), 1, tp)
-                meshes = tuple(tuple(_meshes(stage, whole)) for stage in stages)
+                meshes = [[*_meshes(stage, whole)] for stage in stages]
                 if all(meshes):
                     yield shared, meshes
 
@@ -150,7 +147,7 @@ def _predicted(
     given: RunConfig,
     shared: RunConfig,
     stages: Sequence[Stage],
-    meshes: Meshes,
+    meshes: Sequence[Sequence[MeshSizes]],
     attention: Sequence[AttentionTimes],
     machine: Machine,
 ) -> Layout | None:
@@ -183,19 +180,20 @@ def _arguments(
 ) -> tuple[str, ...]:
     """Overrides that change the recipe `given`, with its `stages`, into this layout."""
     values = {name: (getattr(given.parallel, name), getattr(config.parallel, name)) for name in _SHARED}
-    changed = [f"parallel.{name}={_as_yaml(value)}" for name, (before, value) in values.items() if value != before]
+    changed = [
+        f"parallel.{name}={str(value).lower().replace(' ', '')}"
+        for name, (before, value) in values.items()
+        if value != before
+    ]
     pairs = zip(stages, steps, strict=True)
     own = [f"stages.{old.index}.parallel.cp={new.mesh.cp}" for old, new in pairs if old.parallel.cp != new.mesh.cp]
     return (*changed, *own)
 
 
-def _as_yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
-
-
 def _nothing_divides(config: RunConfig, stages: Sequence[Stage], nodes: int, machine: Machine) -> str:
     stage = min(stages, key=lambda stage: stage.batch_sequences // stage.micro_batch_size)
-    fewer = [count for count in _powers_below(nodes) if any(_candidates(config, stages, count, machine))]
+    powers = [2**exponent for exponent in reversed(range((nodes - 1).bit_length()))]
+    fewer = [count for count in powers if any(_candidates(config, stages, count, machine))]
     nearest = f"nearest: --nodes {fewer[0]}" if fewer else "no smaller number of nodes does, either"
     gpus = nodes * machine.ranks_per_node
     return (
@@ -214,8 +212,3 @@ def _nothing_fits(layouts: Sequence[Layout], nodes: int, machine: Machine) -> st
         f"stage {step.stage.name}: {' '.join(nearest.arguments) or 'the layout of the recipe'}; allowed: more nodes, a "
         "smaller micro_batch_size, activation_checkpointing=budget, activation_offload=true"
     )
-
-
-def _powers_below(number: int) -> list[int]:
-    """Powers of two below `number`, largest first."""
-    return [2**exponent for exponent in reversed(range((number - 1).bit_length()))]

@@ -18,9 +18,9 @@ from moba_train.memory.moments import MEMORY_PARTS
 from moba_train.memory.pipeline import PipelinePlan
 from moba_train.memory.plan import ContextPlan, Plan, StagePlan
 from moba_train.memory.shortage import format_gib, over_budget, usable_bytes
-from moba_train.tools.plan.fit import Change, Changes, largest_stage
+from moba_train.tools.plan.changes import Change, Changes, largest_stage
 from moba_train.tools.plan.layouts import Layout, Layouts
-from moba_train.tools.plan.step_time import Machine, StageStep, StepTime
+from moba_train.tools.plan.step_time import Machine, StageStep
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -191,8 +191,8 @@ def _pipeline(plan: Plan) -> Table:
         return text(item.pipeline) if item.pipeline else "-"
 
     rows: dict[str, Callable[[PipelinePlan], str]] = {
-        "layers of each part (pp_layers)": lambda pipeline: _counts(pipeline.layers),
-        "best for all stages together": lambda pipeline: _counts(pipeline.best_layers),
+        "layers of each part (pp_layers)": lambda pipeline: ", ".join(map(str, pipeline.layers)),
+        "best for all stages together": lambda pipeline: ", ".join(map(str, pipeline.best_layers)),
         "bubble (time in which a rank waits)": lambda pipeline: f"{pipeline.bubble:.1%}",
     }
     columns: dict[str, Callable[[StagePlan], str]] = {name: partial(show, text) for name, text in rows.items()}
@@ -200,10 +200,6 @@ def _pipeline(plan: Plan) -> Table:
         format_gib(memory.total) for memory in item.activations.rank_memory
     )
     return _by_stage(plan, "Pipeline parallelism", columns)
-
-
-def _counts(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _context(plan: Plan) -> Table:
@@ -255,6 +251,7 @@ def _gibibytes(part: str, item: StagePlan) -> str:
     return f"{getattr(item.memory, part) / 2**30:.2f}"
 
 
+OWN_LAYOUT = "the recipe's own layout"
 _COLUMNS: dict[str, Callable[[StageStep], str]] = {
     "stage": lambda step: step.stage.name,
     "pp": lambda step: str(step.mesh.pp),
@@ -269,19 +266,19 @@ _COLUMNS: dict[str, Callable[[StageStep], str]] = {
     "from the network, GiB": lambda step: format_gib(step.received.network),
     "waiting": lambda step: f"{step.time.communication / step.time.seconds:.0%}",
 }
-_PARTS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "memory": "other operations",
-    "loss": "output projection and loss",
-    "repeated": "recomputed",
-    "optimizer": "optimizer",
-    "fsdp": "waiting for weights and gradients (FSDP)",
-    "tp": "tp's communication",
-    "cp": "cp's communication and copies",
-    "pp": "waiting for other ranks of the pipeline",
-}
-"""Labels of the parts of `StepTime`."""
+_PARTS = (
+    "matrix products",
+    "attention",
+    "other operations",
+    "output projection and loss",
+    "recomputed",
+    "optimizer",
+    "waiting for weights and gradients (FSDP)",
+    "tp's communication",
+    "cp's communication and copies",
+    "waiting for other ranks of the pipeline",
+)
+"""Labels of the fields of `StepTime`, in their order."""
 _SOURCES = {"fsdp": "weights and gradients", "tp": "tp", "cp": "cp", "pp": "pp"}
 
 
@@ -301,15 +298,12 @@ def print_layouts(layouts: Layouts, nodes: int, machine: Machine, console: Conso
     console.print(_parts(layouts.best[0]))
     console.print("as arguments of `moba-train launch` and `plan`, with the time of all stages:")
     for number, layout in enumerate(layouts.best, start=1):
-        arguments = " ".join(layout.arguments) or "the recipe's own layout"
+        arguments = " ".join(layout.arguments) or OWN_LAYOUT
         console.print(f"  {number}. {arguments}    # {format_duration(layout.seconds)}", soft_wrap=True)
 
 
 def _best(layouts: Layouts) -> Table:
-    table = Table(title="Best layouts: one step on each GPU", title_justify="left")
-    table.add_column("", justify="right")
-    for index, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    table = _table("Best layouts: one step on each GPU", "", *_COLUMNS)
     for number, layout in enumerate(layouts.best, start=1):
         for index, step in enumerate(layout.stages):
             table.add_row("" if index else f"{number}.", *(show(step) for show in _COLUMNS.values()))
@@ -318,14 +312,11 @@ def _best(layouts: Layouts) -> Table:
 
 
 def _parts(layout: Layout) -> Table:
-    table = Table(title="Layout 1: seconds of a step, and what a GPU receives in it", title_justify="left")
-    table.add_column("")
-    for step in layout.stages:
-        table.add_column(step.stage.name, justify="right", overflow="fold")
-    for field in fields(StepTime):
-        values = [getattr(step.time, field.name) for step in layout.stages]
+    names = (step.stage.name for step in layout.stages)
+    table = _table("Layout 1: seconds of a step, and what a GPU receives in it", "", *names)
+    for name, *values in zip(_PARTS, *(vars(step.time).values() for step in layout.stages), strict=True):
         if any(values):
-            table.add_row(_PARTS[field.name], *(f"{value:.3f}" for value in values))
+            table.add_row(name, *(f"{value:.3f}" for value in values))
     table.add_section()
     for link, where in (("node", "in the node"), ("network", "from the network")):
         for dimension, name in _SOURCES.items():

@@ -9,7 +9,7 @@ tokens, evaluations, checkpoints, data, and activations on their way to the host
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from moba_train.config.attention import LayerAttention
@@ -31,21 +31,14 @@ from moba_train.parallel.links import LinkedGroup, Links, Traffic, linked_group
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
 from moba_train.tools.plan.rates import CALIBRATE, Rates
 
-TENSOR_TRANSFERS = 8
-"""Transfers of tensor parallelism in a block's forward and backward pass."""
-_NOT_OVERLAPPED = 2
-"""Transfers that `tp_overlap` does not hide (parallel/tensor.py)."""
-_CONTEXT_TRANSFERS = 3
-"""Keys and values in the forward and the backward pass, and their gradients."""
-GATHERED_COPIES = 4
-"""Bytes that a GPU reads and writes for each weight and gather: bf16, out of the buffer of the gather."""
-SHARD_COPIES = 6
-"""Bytes for each weight of the rank's shard and gather: float32 to bf16."""
-ACCUMULATED_COPIES = 10
-"""Bytes for each gathered weight of a pipeline and each micro-batch after the first: a gradient, bf16, is added to the
-sum, float32."""
-NORM_BYTES = 4
-"""Bytes for each weight of the rank's shard: its gradient, float32, is read for the norms."""
+TENSOR_TRANSFERS = 8  # of tensor parallelism in a block's forward and backward pass
+_NOT_OVERLAPPED = 2  # of these with `tp_overlap` (parallel/tensor.py)
+_CONTEXT_TRANSFERS = 3  # keys and values in the forward and the backward pass, and their gradients
+# Bytes that a GPU reads and writes for each weight:
+GATHERED_COPIES = 4  # at each gather: bf16, out of the buffer of the gather
+SHARD_COPIES = 6  # of the rank's shard, at each gather: float32 to bf16
+ACCUMULATED_COPIES = 10  # in a pipeline's micro-batches after the first: a gradient, bf16, is added to a float32 sum
+NORM_BYTES = 4  # of the rank's shard: its gradient, float32, is read for the norms
 
 
 class Machine(NamedTuple):
@@ -57,15 +50,8 @@ class Machine(NamedTuple):
     rates: Rates
 
 
-class AttentionTime(NamedTuple):
-    """Seconds of an attention for each token, over the ranks that share it."""
-
-    forward: float
-    both: float
-    """Forward and backward."""
-
-
-AttentionTimes = Mapping[LayerAttention, AttentionTime]
+AttentionTimes = Mapping[LayerAttention, tuple[float, float]]
+"""Seconds of each attention of a stage for a token, over the ranks that share it: forward, and forward and backward."""
 
 
 def attention_times(config: RunConfig, stage: Stage, documents: Documents, rates: Rates) -> AttentionTimes:
@@ -77,35 +63,29 @@ def attention_times(config: RunConfig, stage: Stage, documents: Documents, rates
     for layer in dict.fromkeys(stage.attention):
         rate = rates.attention_rate(layer, config.model.head_width, stage.seq_len)
         flops = layer_flops(config.model, layer, documents.lengths) / documents.tokens / rates.attention_in_step
-        found[layer] = AttentionTime(flops / 3 / rate.forward, flops / rate.both)
+        found[layer] = flops / 3 / rate.forward, flops / rate.both
     return found
 
 
-@dataclass(frozen=True)
-class LayerTime:
-    """Seconds of one layer and one micro-batch on a rank, forward and backward."""
+class LayerTime(NamedTuple):
+    """Seconds of one layer and one micro-batch on a rank, forward and backward, by the parts of `StepTime`."""
 
     products: float
-    """Matrix products with weights."""
     attention: float
     memory: float
-    """Norms, rotary embedding, SwiGLU and residual sums, which only read and write memory."""
     repeated: float
-    """Computed again in the backward pass."""
     tp: float
-    """Communication of tensor parallelism that nothing hides."""
     cp: float
-    """Communication and copies of context parallelism that attention does not hide."""
 
     @property
     def seconds(self) -> float:
         """All of it."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(self)
 
     @property
     def forward(self) -> float:
         """Seconds of the forward pass, a third of what is computed once."""
-        return (self.products + self.attention + self.memory + self.tp + self.cp) / 3
+        return (self.seconds - self.repeated) / 3
 
 
 @dataclass(frozen=True)
@@ -116,7 +96,7 @@ class StepTime:
     """Matrix products of the layers."""
     attention: float
     memory: float
-    """Element-wise operations of the layers, and FSDP's copies."""
+    """Norms, rotary embedding, SwiGLU and residual sums, which only read and write memory, and FSDP's copies."""
     loss: float
     """Output projection and cross entropy."""
     repeated: float
@@ -165,7 +145,7 @@ class StageStep:
 
     @property
     def received(self) -> Traffic:
-        """Bytes that a rank receives in a step."""
+        """Sum of the traffic."""
         return sum(self.traffic.values(), Traffic())
 
     @property
@@ -327,8 +307,7 @@ class _Step:
         return logits * (6 * model.hidden_size / rates.products + passed / rates.memory)
 
     def _output_tensor_bytes(self) -> float:
-        """Bytes that a rank receives from its tp group for the loss, which nothing hides: the parts of the output
-        weight, and those of its gradient."""
+        """Bytes of the output weight, and of its gradient, that a rank receives from its tp group for the loss."""
         weight = self._width * self._config.model.vocab_size * self._config.model.hidden_size
         return 2 * weight * (1 - 1 / self._sizes.tp)
 
@@ -336,8 +315,8 @@ class _Step:
         return linked_group(self._sizes, self._machine.ranks_per_node, *dimensions)
 
     def _waiting_for_weights(self) -> float:
-        """Seconds of a round of FSDP that no block's computation hides: the first gather and the last reduction, those
-        of its outermost unit, and the excess over the passes of the other blocks."""
+        """Seconds of a round of FSDP that nothing hides: first gather, last reduction, those of its outermost unit, and
+        the excess over the passes of the other blocks."""
         links, blocks = self._machine.links, self._blocks
         shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
         block, outer = self._in_blocks / blocks, self._weights.outer

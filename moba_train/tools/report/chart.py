@@ -1,8 +1,8 @@
-"""A chart of the page, as data: traces and layout of plotly.js, with two additions that `assets/report.js` resolves.
+"""A chart of a page as data: traces and layout of plotly.js, with two additions that `assets/report.js` resolves.
 
 - A colour is a CSS variable of the page, `var(--c1)`, so that charts follow the theme.
-- A trace over the progress of a run has `axes` in place of `x`: its places in tokens, steps and hours, or the name of
-  such places in the page's data. The reader switches between them.
+- A trace over the progress of a run has `axes` instead of `x`: the tokens, steps and hours of its points, or the name
+  of such axes in the page's data. The reader switches between them.
 """
 
 import html
@@ -34,8 +34,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. `title` and `note`, the sentence or two below it, are plain text; texts in `traces` and `layout` are
-    plotly's (`text`)."""
+    """One chart. `title` and `note`, the sentence or two below it, are plain text; texts in `traces` and `layout` went
+    through `text`, because plotly reads some HTML."""
 
     key: str
     title: str
@@ -44,7 +44,7 @@ class Chart:
     layout: dict[str, Any] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     progress: bool = False
-    """Whether the x axis is the progress of the run."""
+    """The x axis is the progress of the run, in the unit that the reader chooses."""
     wide: bool = False
     height: int = 340
 
@@ -66,7 +66,7 @@ class Shown:
         return text(name if len(name) <= _LONGEST_LABEL else f"{name[: _LONGEST_LABEL - 1]}…")
 
     def colour(self, role: int) -> str:
-        """Colour of a curve: one for each run where there are several, else one for each role, from 1."""
+        """Colour of a curve: one for each run if there are several, else one for each role, from 1."""
         return palette(self.index + 1 if self.several else role)
 
     def called(self, what: str) -> str:
@@ -105,12 +105,12 @@ class Shown:
         }
 
     def places(self, records: Sequence[dict[str, Any]]) -> Axes:
-        """Where these records are."""
+        """Tokens, steps and hours of these records."""
         columns = {name: np.array([float(record[name]) for record in records]) for name in ("tokens", "step", "time")}
         return axes(self.history, columns)
 
     def axes(self) -> Axes:
-        """Where the drawn steps are."""
+        """Tokens, steps and hours of the drawn steps."""
         return axes(self.history, {name: column[self.rows] for name, column in place_columns(self.history).items()})
 
     def stage_marks(self) -> list[Mark]:

@@ -1,9 +1,4 @@
-"""Charts of the gate probes: what every layer's selection covers, how it decides, and how far back it looks.
-
-Charts of the loss by position in the context.
-
-Charts of answers: needle maps, the blocks that were selected for them, RULER's tasks, lm-eval's tasks.
-"""
+"""Charts of evaluations: gate probes, loss by position, needle maps, RULER's and lm-eval's tasks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,7 +51,7 @@ def gate_charts(runs: Sequence[Shown]) -> list[Chart]:
 
 
 def _by_layer(run: Shown, result: Result, name: str, role: int) -> Trace:
-    """One statistic; several runs share a colour each, and tell the statistics apart by the dash."""
+    """One statistic over the layers; of several runs, each has a colour, and each statistic a dash."""
     layers = result.data["layers"]
     colour = palette(run.index + 1 if run.several else role)
     dash = ("solid", "dash", "dot", "dashdot")[role - 1] if run.several else "solid"
@@ -74,7 +69,7 @@ def _by_layer(run: Shown, result: Result, name: str, role: int) -> Trace:
 
 
 def _distances(run: Shown, result: Result) -> Chart:
-    """How far back the selected blocks lie, by layer; distances beyond the farthest are left out."""
+    """Distances of the selected blocks by layer; those beyond the farthest are left out."""
     layers = result.data["layers"]
     shares = np.array([layer["distance_share"] for layer in layers], dtype=np.float64)
     farthest = int(np.flatnonzero((shares > 0).any(0)).max(initial=0)) + 1
@@ -113,7 +108,7 @@ def position_chart(runs: Sequence[Shown]) -> list[Chart]:
 
 
 def gap_chart(runs: Sequence[Shown]) -> list[Chart]:
-    """What full attention on the same weights would gain, by position."""
+    """Gain of full attention on the same weights, by position."""
     traces: list[Trace] = []
     for run, result, colour in _evaluations(runs):
         own = result.data["attention"]
@@ -196,7 +191,7 @@ def _zero() -> dict[str, Any]:
 
 _SCALE = [[0, "#F0496E"], [0.5, "#EBB839"], [1, "#0CD79F"]]
 _NO_SHARES = {"bits_per_byte", "brier_score", "byte_perplexity", "perplexity", "ter", "word_perplexity"}
-"""Metrics of lm-eval of which less is better; they may be below 1, too."""
+"""Metrics of lm-eval of which less is better; they may also be below 1."""
 _CELL = 34
 """Height of a row, in pixels."""
 
@@ -228,7 +223,7 @@ def _needle_map(run: Shown, result: Result, attention: str, by_length: list[list
 
 
 def selected_blocks(runs: Sequence[Shown]) -> list[Chart]:
-    """In how many heads of each layer the answer's queries have selected the needle's block."""
+    """Share of the heads of each layer whose queries selected the needle's block for their answer."""
     charts = []
     for run in runs:
         for result in run.history.latest("needle")[-1:]:
@@ -335,7 +330,7 @@ def _lengths(lengths: Sequence[int]) -> list[str]:
 
 
 def _trained_mark(lengths: Sequence[int], trained: int) -> dict[str, Any]:
-    """A line behind the longest length that was trained, where there are longer ones."""
+    """A line behind the longest length that was trained, if there are longer ones."""
     inside = sum(length <= trained for length in lengths)
     if inside in (0, len(lengths)):
         return {}

@@ -1,4 +1,4 @@
-"""What a page says in words and tables: tiles, notices, events, the resolved recipe, the environment."""
+"""Words and tables of a page: tiles, events, the resolved recipe, the environment."""
 
 import datetime
 import json
@@ -138,7 +138,7 @@ def _disturbances(history: History) -> Fact:
 
 
 def events(histories: Sequence[History]) -> list[Event]:
-    """What happened, newest first, over all runs."""
+    """Events of all runs, newest first."""
     rows = []
     for history in histories:
         for event in history.events:

@@ -1,7 +1,8 @@
-"""`moba-train report`: one HTML file about one or several runs, complete in itself.
+"""Pages of charts: `moba-train report`, and those of `eval`, `fit-scaling` and `moba-data stats`.
 
-The page holds its style sheet, its program, plotly.js (compressed) and the data. Its content security policy lets it
-load nothing, and run only those two scripts, whatever a run's names and messages contain.
+A page is one HTML file that is complete in itself. It holds its style sheet, its program, plotly.js (compressed) and
+the data. Its content security policy lets it load nothing, and run only those two scripts, whatever a run's names and
+messages contain.
 """
 
 import base64
@@ -75,7 +76,7 @@ class Section(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Where the page is, and what the reader should know about the data."""
+    """File of the page, and notices about its data."""
 
     path: Path
     notices: list[str]

@@ -8,9 +8,10 @@ The bootstrap keeps the computes, which the experimenter has chosen, and draws t
 replacement. Each is divided by sqrt(1 - leverage) first: a fit to few runs goes close by every one of them, so that
 intervals of the bare deviations would be too narrow (Davison and Hinkley 1997, section 6.2.3).
 
-Shape suffixes: n runs, R fits that are made together (bootstrap samples, or initial values), p parameters.
+Groups of finished runs, such as those of one attention, are fitted one by one; the gap between two groups is that of
+their laws.
 
-The loss of finished runs as a power law of their compute, group by group, and the gaps between groups.
+Shape suffixes: n runs, R fits that are made together (bootstrap samples, or initial values), p parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -174,7 +175,7 @@ def _jacobian(x_n: Array, parameters_Rp: Array) -> Array:
 
 
 def _leverages(x_n: Array, parameters_1p: Array) -> Array:
-    """How much of each run's deviation the fit follows, [n]; they add up to the number of parameters."""
+    """Share of each run's deviation that the fit follows, [n]; they add up to the number of parameters."""
     (jacobian_np,) = _jacobian(x_n, parameters_1p)
     return np.einsum("np,pn->n", jacobian_np, np.linalg.pinv(jacobian_np))
 

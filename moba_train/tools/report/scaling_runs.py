@@ -23,7 +23,7 @@ from moba_train.tools.report.history import History, number, read_history
 PFLOPS_DAY = 1e15 * 86400
 """FLOPs of one PFLOP/s-day, the unit of published fits."""
 COMPUTES = ("6ND", "real")
-"""Ways to count compute: 6 FLOPs for each parameter outside embeddings and each token; `planning.flops.real_flops`."""
+"""Ways to count compute: 6 FLOPs for each parameter outside embeddings and each token; `memory.flops.real_flops`."""
 Compute = Literal["6ND", "real"]
 
 _ELSEWHERE = "one document per sequence: corpora are not below the working folder or $MOBA_TRAIN_DATA_ROOTS"
@@ -62,8 +62,8 @@ def read_runs(
                 the last evaluation, which must be of the run's last step
     group_by    `attention`: the attention kinds of the stages; otherwise a key of the recipe, such as
                 `attention.moba.topk`
-    data_roots  folders, as resolved paths, whose corpora are read for the lengths of their documents, besides those
-                below the working folder and $MOBA_TRAIN_DATA_ROOTS; of others one document per sequence is counted
+    data_roots  folders, as resolved paths, whose corpora are read for the lengths of their documents, in addition to
+                those below the working folder and $MOBA_TRAIN_DATA_ROOTS; others count one document per sequence
 
     Raises UserError for a folder that is no run, or given twice, an unfinished run, and a metric that it does not have.
     """
@@ -195,7 +195,7 @@ def _value(folder: Path, config: RunConfig, key: str) -> str:
 
 
 def comparison_warnings(runs: Sequence[ScalingRun]) -> Iterator[str]:
-    """What makes the losses or computes of these runs hard to compare, a sentence each."""
+    """Differences of the recipes that make losses or computes hard to compare, a sentence each."""
     for key in _SAME:
         values = {_value(run.folder, run.config, key): run.folder for run in runs}
         if len(values) > 1:

@@ -28,7 +28,7 @@ class ReportSink:
 
     @classmethod
     def describe(cls, setting: Literal["auto"] | bool) -> str:
-        """What the sink records, for the run's first lines."""
+        """Words about the report for the run's first lines."""
         return "report.html at the end" if plotly_is_installed() else f"no report.html without plotly: {INSTALL}"
 
     @classmethod

@@ -115,7 +115,7 @@ def gradient_chart(runs: Sequence[Shown]) -> list[Chart]:
 
 
 def step_time_chart(runs: Sequence[Shown]) -> list[Chart]:
-    """Where the time of a step goes."""
+    """Parts of the time of a step."""
     traces = _lines(
         runs,
         ("step_s", "step", 1),
@@ -134,7 +134,7 @@ def memory_chart(runs: Sequence[Shown]) -> list[Chart]:
 
 
 def padding_chart(runs: Sequence[Shown]) -> list[Chart]:
-    """How much of the batches is trained on."""
+    """Shares of the batches that carry loss, and that are padding."""
     traces = _lines(runs, ("loss_token_fraction", "carry loss", 1), ("padding_fraction", "padding", 2))
     layout = {"yaxis": {"title": "share of tokens", "tickformat": ".0%", "range": [-0.02, 1.02]}}
     return _progress("batches", "Batches", "Share of each batch's tokens.", traces, runs, layout)

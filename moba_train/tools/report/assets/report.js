@@ -35,7 +35,7 @@
 
   /* --- from the page's data to plotly's --- */
 
-  /* A copy of `value` with the style sheet's colours in place of "var(--name)". */
+  /* A copy of `value` with the style sheet's colours instead of "var(--name)". */
   function coloured(value, style) {
     if (typeof value === "string" && value.startsWith("var(--")) {
       return style.getPropertyValue(value.slice(4, -1)).trim();

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import moba_train.attention.registry  # noqa: F401
 from moba_train.config.load import load_config, parse_config
-from moba_train.tools import kubernetes
 from moba_train.tools.cli import app
+from moba_train.tools.launch import kubernetes
 
 ROOT = Path(__file__).parents[3]
 RECIPE = "configs/recipes/short-then-long.yaml"

@@ -1,8 +1,8 @@
 """The cheapest changes of a recipe that make its plan fit a GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations, product
+from typing import NamedTuple
 
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
@@ -24,15 +24,13 @@ def largest_stage(plan: Plan) -> StagePlan:
     return max(plan.stages, key=lambda item: item.memory.total)
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change of the recipe, of the number of GPUs, or of both."""
+class Change(NamedTuple):
+    """A change of the recipe, of the number of GPUs, or of both, with the changed plan."""
 
     overrides: tuple[str, ...]
     plan: Plan
-    """The plan of the changed recipe."""
     gpus: int | None
-    """The number of GPUs; None: unchanged."""
+    """None: unchanged."""
 
     @property
     def arguments(self) -> str:
@@ -40,8 +38,7 @@ class Change:
         return " ".join([*self.overrides, *([f"--gpus {self.gpus}"] if self.gpus else [])])
 
 
-@dataclass(frozen=True)
-class Changes:
+class Changes(NamedTuple):
     """Result of the search for changes."""
 
     fitting: tuple[Change, ...]
@@ -67,9 +64,10 @@ def cheapest_changes(config: RunConfig, plan: Plan, gpu: Gpu, replan: Replan, mo
             change = _planned(chosen, plan, replan)
             if change is None:
                 continue
-            if largest_stage(change.plan).memory.total <= usable_bytes(gpu):
+            peak = largest_stage(change.plan).memory.total
+            if peak <= usable_bytes(gpu):
                 fitting[levels] = change
-            elif nearest is None or _peak(change) < _peak(nearest):
+            elif nearest is None or peak < largest_stage(nearest.plan).memory.total:
                 nearest = change
         if len(fitting) >= most:
             break
@@ -77,8 +75,7 @@ def cheapest_changes(config: RunConfig, plan: Plan, gpu: Gpu, replan: Replan, mo
     return Changes(tuple(cheapest[:most]), None if cheapest else nearest)
 
 
-@dataclass(frozen=True)
-class _Value:
+class _Value(NamedTuple):
     """One value of a setting: overrides of the recipe, or a multiple of the GPUs."""
 
     overrides: tuple[str, ...] = ()
@@ -138,7 +135,3 @@ def _planned(values: Sequence[_Value], plan: Plan, replan: Replan) -> Change | N
         return Change(overrides, replan(overrides, gpus), gpus if gpus != plan.world_size else None)
     except ConfigError:
         return None
-
-
-def _peak(change: Change) -> int:
-    return largest_stage(change.plan).memory.total

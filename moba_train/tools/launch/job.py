@@ -1,46 +1,24 @@
-"""A training job as every scheduler needs it.
+"""A training job, and the command lines that start it with torchrun and with Slurm."""
 
-The command lines that start a job with torchrun and with Slurm.
-"""
-
-import posixpath
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv6Address
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from moba_train.errors import LaunchError
 
 STOP_S = 600
 """Seconds between the scheduler's signal and the end; the log of a run says how many it needs (docs/durability.md)."""
-IMAGE_FOLDER = PurePosixPath("/opt/moba_train")
-"""Where docker/Dockerfile puts the repository; relative paths of a recipe begin there."""
-RECIPE_FOLDER = PurePosixPath("/etc/moba_train")
-"""Where pods find their recipe."""
-SHARED_MEMORY = PurePosixPath("/dev/shm")
-"""Where NCCL's memory that ranks of a pod share is mounted."""
 MAX_NAME = 40
 """Characters of a job's name: those of its pods, with suffixes, must stay below 63."""
 MAX_STOP_S = 65_535
 """The most seconds that sbatch takes for a signal before the time limit."""
-MAX_RESTARTS = 2**31 - 1
-"""The most restarts that a JobSet can hold."""
-
-_LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
-_CLAIM = re.compile(rf"{_LABEL}(?:[.]{_LABEL})*")
 _HOST = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
 """A host name or an IPv4 address."""
 _ZONE = re.compile("[A-Za-z0-9._-]+")
-"""What stands behind the % of an IPv6 address."""
-_REGISTRY = r"(?:[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9a-fA-F:.]+\])(?::[0-9]+)?"
-_REPOSITORY = "[a-z0-9]+(?:(?:[.]|_|__|-+)[a-z0-9]+)*"
-_IMAGE = re.compile(
-    f"(?:{_REGISTRY}/)?{_REPOSITORY}(?:/{_REPOSITORY})*"
-    "(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@[A-Za-z0-9+._-]+:[0-9a-fA-F]{32,})?"
-)
-"""[REGISTRY/]REPOSITORY[:TAG][@DIGEST], as container runtimes take it."""
+"""The zone of an IPv6 address, behind its %."""
 _TIME = re.compile(
     "(?:(?P<days>[0-9]{1,9})-)?(?P<first>[0-9]{1,9})(?::(?P<second>[0-9]{1,9}))?(?::(?P<third>[0-9]{1,9}))?"
 )
@@ -48,7 +26,7 @@ _TIME = re.compile(
 
 @dataclass(frozen=True)
 class Job:
-    """What runs, and on how many GPUs."""
+    """A recipe on a number of GPUs."""
 
     name: str
     """Lower-case letters, digits and hyphens."""
@@ -61,21 +39,8 @@ class Job:
     stop_s: int = STOP_S
 
 
-@dataclass(frozen=True)
-class Pods:
-    """What Kubernetes needs besides."""
-
-    image: str
-    claim: str
-    """Name of a PersistentVolumeClaim that all nodes can write: data and checkpoints."""
-    mount: PurePosixPath
-    """Where the pods see it."""
-    restarts: int = 3
-    """Starts after failures; each continues from the newest checkpoint."""
-
-
 def job_name(text: str) -> str:
-    """`text` as the name of a job. Raises LaunchError where nothing of it can be used."""
+    """`text` as the name of a job. Raises LaunchError if nothing of it can be used."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower())[:MAX_NAME].strip("-")
     if not name or not name[0].isalpha():
         raise LaunchError(f"name: given {text!r}; allowed for a job: a letter, then letters, digits and hyphens")
@@ -83,14 +48,14 @@ def job_name(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """`text` as the host name of the first node. Raises LaunchError where it cannot be one."""
+    """`text` as the host name of the first node. Raises LaunchError if it cannot be one."""
     if not (_HOST.fullmatch(text) or _is_ipv6(text)):
         raise LaunchError(f"--master: given {text!r}; allowed: a host name or an IP address")
     return text
 
 
 def _is_ipv6(text: str) -> bool:
-    """Whether `text` is an IPv6 address, with its zone or without."""
+    """True if `text` is an IPv6 address, with its zone or without."""
     try:
         zone = IPv6Address(text).scope_id
     except AddressValueError:
@@ -99,8 +64,11 @@ def _is_ipv6(text: str) -> bool:
 
 
 def time_limit(text: str, stop_s: int) -> str:
-    """`text` as a time limit of sbatch. Raises LaunchError where sbatch would refuse it, and where the run would be
-    asked to stop as soon as it starts, because the limit is no longer than `stop_s`, the seconds to stop in."""
+    """`text` as a time limit of sbatch.
+
+    Raises LaunchError if sbatch would refuse it, and if the run would be asked to stop as soon as it starts, because
+    the limit is no longer than `stop_s`, the seconds to stop in.
+    """
     if text.upper() in ("INFINITE", "UNLIMITED"):
         return text
     parts = _TIME.fullmatch(text)
@@ -120,34 +88,6 @@ def time_limit(text: str, stop_s: int) -> str:
             "once; allowed: a longer limit, or a smaller --stop-seconds"
         )
     return text
-
-
-def image_name(text: str) -> str:
-    """`text` as the image of a container. Raises LaunchError where Kubernetes could not pull it."""
-    if not _IMAGE.fullmatch(text):
-        raise LaunchError(
-            f"--image: given {text!r}; allowed: [REGISTRY/]REPOSITORY[:TAG][@DIGEST], such as my.registry/moba_train:1"
-        )
-    return text
-
-
-def volume(text: str) -> tuple[str, PurePosixPath]:
-    """CLAIM:PATH as (claim, path). Raises LaunchError."""
-    claim, _, path = text.partition(":")
-    mount = PurePosixPath(posixpath.normpath(f"/{path.lstrip('/')}"))
-    absolute = path.startswith("/") and mount != PurePosixPath("/")
-    if not (len(claim) <= 253 and _CLAIM.fullmatch(claim) and absolute and path.isprintable() and ":" not in path):
-        raise LaunchError(
-            f"--claim: given {text!r}; allowed: NAME:PATH, such as training:/data, a name of lower-case letters, "
-            "digits, hyphens and dots, and an absolute path without a colon"
-        )
-    for needed in (IMAGE_FOLDER, RECIPE_FOLDER, SHARED_MEMORY):
-        if needed.is_relative_to(mount):
-            raise LaunchError(
-                f"--claim: given {text!r}: a volume there hides {needed}, which the pods need; allowed: another path, "
-                f"such as {claim}:/data"
-            )
-    return claim, mount
 
 
 def torchrun_lines(job: Job, master: str) -> list[list[str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moba_train.run.stop import STOPPED_CODE
-from moba_train.tools.launcher import SHUTDOWN_TIMEOUT
+from moba_train.tools.launch.torchrun import SHUTDOWN_TIMEOUT
 from tests.forked_program import ForkedProgram
 
 RANK = """
@@ -36,7 +36,7 @@ def launch_command(folder: Path, program: str, *options: str) -> list[str]:
     """Arguments of Python for a launcher whose two ranks run this program."""
     (folder / "rank.py").write_text(RANK.format(program))
     ranks = ["--standalone", "--nproc-per-node", "2"]
-    return ["-m", "moba_train.tools.launcher", *ranks, *options, str(folder / "rank.py")]
+    return ["-m", "moba_train.tools.launch.torchrun", *ranks, *options, str(folder / "rank.py")]
 
 
 def wait_for_ranks(process: ForkedProgram | subprocess.Popen[bytes], log: Path) -> None:

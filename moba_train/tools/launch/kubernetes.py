@@ -5,15 +5,22 @@ host names, and launch/multinode.sh runs in each. A TrainJob (trainer.kubeflow.o
 for torch, which gives torchrun its addresses in variables PET_*.
 """
 
+import posixpath
+import re
 import signal
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
-from moba_train.errors import ReproducibleFaultError, UserError
+from moba_train.config.schema import RunConfig
+from moba_train.errors import LaunchError, ReproducibleFaultError, UserError
+from moba_train.resolve.data import recipe_sources
 from moba_train.run.stop import STOPPED_CODE
-from moba_train.tools.cluster import RECIPE_FOLDER, SHARED_MEMORY, Job, Pods
+from moba_train.tools.launch.job import Job
 
 Manifest = dict[str, Any]
 
@@ -27,6 +34,98 @@ STOPPED = {"name": STOPPED_CODE, "value": str(128 + signal.SIGTERM)}
 """A pod that Kubernetes has stopped to use its node otherwise has saved, and is not complete."""
 TORCH_RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime that Kubeflow Trainer installs for torch."""
+IMAGE_FOLDER = PurePosixPath("/opt/moba_train")
+"""Folder of the repository in the image of docker/Dockerfile; relative paths of a recipe begin there."""
+RECIPE_FOLDER = PurePosixPath("/etc/moba_train")
+"""Folder of the recipe in the pods."""
+SHARED_MEMORY = PurePosixPath("/dev/shm")
+"""Mount of the memory that NCCL shares among the ranks of a pod."""
+_LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+_CLAIM = re.compile(rf"{_LABEL}(?:[.]{_LABEL})*")
+_REGISTRY = r"(?:[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9a-fA-F:.]+\])(?::[0-9]+)?"
+_REPOSITORY = "[a-z0-9]+(?:(?:[.]|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    f"(?:{_REGISTRY}/)?{_REPOSITORY}(?:/{_REPOSITORY})*"
+    "(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@[A-Za-z0-9+._-]+:[0-9a-fA-F]{32,})?"
+)
+"""[REGISTRY/]REPOSITORY[:TAG][@DIGEST], as container runtimes take it."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """The containers of a job, and the volume that they share."""
+
+    image: str
+    claim: str
+    """Name of a PersistentVolumeClaim that all nodes can write: data and checkpoints."""
+    mount: PurePosixPath
+    """Path of the claim in the pods."""
+    restarts: int = 3
+    """Starts after failures; each continues from the newest checkpoint."""
+
+
+def make_pods(config: RunConfig, image: str | None, claim: str | None, restarts: int) -> Pods:
+    """The pods of a recipe. Prints a warning for each file that is not on their volume. Raises LaunchError."""
+    missing = [option for option, given in (("--image", image), ("--claim", claim)) if not given]
+    if not image or not claim:
+        raise LaunchError(f"--k8s needs {' and '.join(missing)}")
+    claim_name, mount = volume(claim)
+    run_dir = PurePosixPath(posixpath.normpath(IMAGE_FOLDER / config.run_dir))
+    if mount not in run_dir.parents:
+        raise LaunchError(
+            f"run_dir: given {config.run_dir!r}, in the pods {run_dir}, which is not on the volume at {mount}: "
+            f"checkpoints would end with the pods; allowed: a folder below it, such as run_dir={mount / run_dir.name}"
+        )
+    image = image_name(image)
+    for path, key in _read_by(config).items():
+        in_pods = PurePosixPath(posixpath.normpath(IMAGE_FOLDER / path))
+        if mount not in in_pods.parents:
+            print(
+                f"warning: {key}: {path!r} is {in_pods} in the pods, which is not on the volume at {mount}: pods find "
+                f"it only if the image has it; otherwise put it on the volume, and give its path below {mount}",
+                file=sys.stderr,
+            )
+    return Pods(image, claim_name, mount, restarts)
+
+
+def _read_by(config: RunConfig) -> dict[str, str]:
+    """The files and folders that the run reads, each with the first key of the recipe that names it."""
+    keys: dict[str, str] = {}
+    for key, source in recipe_sources(config):
+        keys.setdefault(source.path, f"{key}.path")
+    if config.init_from is not None:
+        keys.setdefault(config.init_from, "init_from")
+    if config.data.tokenizer and not config.data.tokenizer.startswith("tiktoken:"):
+        keys.setdefault(config.data.tokenizer, "data.tokenizer")
+    return keys
+
+
+def image_name(text: str) -> str:
+    """`text` as the image of a container. Raises LaunchError if Kubernetes could not pull it."""
+    if not _IMAGE.fullmatch(text):
+        raise LaunchError(
+            f"--image: given {text!r}; allowed: [REGISTRY/]REPOSITORY[:TAG][@DIGEST], such as my.registry/moba_train:1"
+        )
+    return text
+
+
+def volume(text: str) -> tuple[str, PurePosixPath]:
+    """CLAIM:PATH as (claim, path). Raises LaunchError."""
+    claim, _, path = text.partition(":")
+    mount = PurePosixPath(posixpath.normpath(f"/{path.lstrip('/')}"))
+    absolute = path.startswith("/") and mount != PurePosixPath("/")
+    if not (len(claim) <= 253 and _CLAIM.fullmatch(claim) and absolute and path.isprintable() and ":" not in path):
+        raise LaunchError(
+            f"--claim: given {text!r}; allowed: NAME:PATH, such as training:/data, a name of lower-case letters, "
+            "digits, hyphens and dots, and an absolute path without a colon"
+        )
+    for needed in (IMAGE_FOLDER, RECIPE_FOLDER, SHARED_MEMORY):
+        if needed.is_relative_to(mount):
+            raise LaunchError(
+                f"--claim: given {text!r}: a volume there hides {needed}, which the pods need; allowed: another path, "
+                f"such as {claim}:/data"
+            )
+    return claim, mount
 
 
 def jobset(job: Job, pods: Pods) -> list[Manifest]:
@@ -84,8 +183,8 @@ def jobset(job: Job, pods: Pods) -> list[Manifest]:
 
 
 def train_job(job: Job, pods: Pods) -> list[Manifest]:
-    """A ConfigMap and a TrainJob for the runtime `TORCH_RUNTIME`. What follows a failure is the runtime's to say."""
-    command = ["python3", "-m", "moba_train.tools.launcher", "--max-restarts", str(pods.restarts)]
+    """A ConfigMap and a TrainJob for the runtime `TORCH_RUNTIME`, which decides what follows a failure."""
+    command = ["python3", "-m", "moba_train.tools.launch.torchrun", "--max-restarts", str(pods.restarts)]
     patch = {
         "terminationGracePeriodSeconds": job.stop_s,
         "containers": [{"name": NODES, "volumeMounts": _mounts(pods)}],
@@ -126,7 +225,7 @@ def train_job(job: Job, pods: Pods) -> list[Manifest]:
 
 
 MANIFESTS: dict[str, Callable[[Job, Pods], list[Manifest]]] = {"jobset": jobset, "trainjob": train_job}
-"""By what `moba-train launch --k8s` is given."""
+"""Functions that make them, by the values of `moba-train launch --k8s`."""
 
 
 def as_yaml(manifests: list[Manifest]) -> str:

@@ -18,9 +18,9 @@ from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.telemetry.jsonl import read_records
 from tests.run.tiny_run import assert_same_tensors
 from tests.run.two_hosts import TwoHosts
-from tests.tools.slurm_cluster import SlurmCluster, missing_programs
+from tests.tools.launch.slurm_cluster import SlurmCluster, missing_programs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECIPE = "configs/recipes/quickstart.yaml"
 pytestmark = [
     pytest.mark.skipif("MOBA_SLURM" not in os.environ, reason="MOBA_SLURM=1 asks for it"),

@@ -1,23 +1,16 @@
-"""`moba-train launch`: one recipe, started on any number of nodes by torchrun, Slurm or Kubernetes.
-
-cli.py makes a command of it.
-"""
+"""`moba-train launch`: the start of a recipe on any number of nodes, by torchrun, Slurm or Kubernetes."""
 
 import os
-import posixpath
 import sys
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from moba_train.errors import LaunchError
-from moba_train.tools import cluster as jobs
 from moba_train.tools.cli_options import Overrides, Recipe
-
-if TYPE_CHECKING:
-    from moba_train.config.schema import RunConfig
+from moba_train.tools.launch import job as jobs
 
 
 class Manifests(StrEnum):
@@ -28,7 +21,10 @@ class Manifests(StrEnum):
 
 
 GPUS_PER_NODE = 8
-"""Default of `--gpus-per-node`, where the machines are others than this one."""
+"""Default of `--gpus-per-node` for other machines than this one."""
+
+MAX_RESTARTS = 2**31 - 1
+"""The most restarts that a JobSet can hold."""
 
 _SEVERAL = "torchrun on several nodes"
 _USED_BY = {
@@ -49,7 +45,7 @@ def launch(
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="machines")] = 1,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs (ranks) of all machines together, in place of --gpus-per-node")
+        int | None, typer.Option(min=1, help="GPUs (ranks) of all machines together, instead of --gpus-per-node")
     ] = None,
     gpus_per_node: Annotated[
         int | None,
@@ -64,7 +60,7 @@ def launch(
         Manifests | None, typer.Option(help="a manifest: of a JobSet, or of a TrainJob of Kubeflow Trainer")
     ] = None,
     start: Annotated[
-        bool, typer.Option("--start", help="start it, in place of printing how: here, by sbatch or by kubectl apply")
+        bool, typer.Option("--start", help="start it instead of printing how: here, by sbatch or by kubectl apply")
     ] = False,
     name: Annotated[
         str | None, typer.Option(help="Slurm, Kubernetes: of the job; default: the recipe's `name`")
@@ -84,7 +80,7 @@ def launch(
             metavar="NAME:PATH", help="Kubernetes: the volume claim with data and runs, and where pods see it"
         ),
     ] = None,
-    restarts: Annotated[int, typer.Option(min=0, max=jobs.MAX_RESTARTS, help="Kubernetes: starts after failures")] = 3,
+    restarts: Annotated[int, typer.Option(min=0, max=MAX_RESTARTS, help="Kubernetes: starts after failures")] = 3,
 ) -> None:
     """Print what starts a recipe on several nodes, or start it: torchrun (the default), Slurm or Kubernetes.
 
@@ -93,7 +89,6 @@ def launch(
     import moba_train.attention.registry  # noqa: F401  # the kinds' sections
     from moba_train.config.load import dump_config, load_config
     from moba_train.resolve.recipe import validate
-    from moba_train.tools.cluster import shell, slurm_line, torchrun_lines
 
     if slurm and k8s:
         raise LaunchError("--slurm and --k8s: given both; allowed: one of them, or none for torchrun")
@@ -112,12 +107,15 @@ def launch(
         stop_s,
     )
     if k8s:
-        _give(_manifest(job, _pods(config, image, claim, restarts), k8s), ["kubectl", "apply", "-f", "-"], start)
+        from moba_train.tools.launch.kubernetes import MANIFESTS, as_yaml, make_pods
+
+        manifests = MANIFESTS[k8s](job, make_pods(config, image, claim, restarts))
+        _give(as_yaml(manifests), ["kubectl", "apply", "-f", "-"], start)
         return
     if slurm:
-        commands = [slurm_line(job, None if limit is None else jobs.time_limit(limit, job.stop_s))]
+        commands = [jobs.slurm_line(job, None if limit is None else jobs.time_limit(limit, job.stop_s))]
     else:
-        commands = torchrun_lines(job, jobs.host_name(master))
+        commands = jobs.torchrun_lines(job, jobs.host_name(master))
     if start and len(commands) > 1:
         raise LaunchError(
             f"--start: given with --nodes {nodes} for torchrun, which starts on each node; allowed: --slurm, --k8s, or "
@@ -126,7 +124,7 @@ def launch(
     if start:
         _replace_process(commands[0])
     for command in commands:
-        typer.echo(shell(command))
+        typer.echo(jobs.shell(command))
 
 
 def _refuse_unused(context: typer.Context, way: str) -> None:
@@ -155,49 +153,6 @@ def _ranks_per_node(gpus: int | None, gpus_per_node: int | None, nodes: int, sta
         option = "--gpus-per-node" if gpus is None else "--gpus"
         raise LaunchError(f"{option}: given {given} with --start; allowed: at most {here}, the GPUs of this machine")
     return given or here or 1
-
-
-def _pods(config: "RunConfig", image: str | None, claim: str | None, restarts: int) -> jobs.Pods:
-    missing = [option for option, given in (("--image", image), ("--claim", claim)) if not given]
-    if not image or not claim:
-        raise LaunchError(f"--k8s needs {' and '.join(missing)}")
-    claim_name, mount = jobs.volume(claim)
-    run_dir = PurePosixPath(posixpath.normpath(jobs.IMAGE_FOLDER / config.run_dir))
-    if mount not in run_dir.parents:
-        raise LaunchError(
-            f"run_dir: given {config.run_dir!r}, in the pods {run_dir}, which is not on the volume at {mount}: "
-            f"checkpoints would end with the pods; allowed: a folder below it, such as run_dir={mount / run_dir.name}"
-        )
-    image = jobs.image_name(image)
-    for path, key in _read_by(config).items():
-        in_pods = PurePosixPath(posixpath.normpath(jobs.IMAGE_FOLDER / path))
-        if mount not in in_pods.parents:
-            typer.echo(
-                f"warning: {key}: {path!r} is {in_pods} in the pods, which is not on the volume at {mount}: pods find "
-                f"it only if the image has it; otherwise put it on the volume, and give its path below {mount}",
-                err=True,
-            )
-    return jobs.Pods(image, claim_name, mount, restarts)
-
-
-def _read_by(config: "RunConfig") -> dict[str, str]:
-    """The files and folders that the run reads, each with the first key of the recipe that names it."""
-    from moba_train.resolve.data import recipe_sources
-
-    keys: dict[str, str] = {}
-    for key, source in recipe_sources(config):
-        keys.setdefault(source.path, f"{key}.path")
-    if config.init_from is not None:
-        keys.setdefault(config.init_from, "init_from")
-    if config.data.tokenizer and not config.data.tokenizer.startswith("tiktoken:"):
-        keys.setdefault(config.data.tokenizer, "data.tokenizer")
-    return keys
-
-
-def _manifest(job: jobs.Job, pods: jobs.Pods, kind: Manifests) -> str:
-    from moba_train.tools.kubernetes import MANIFESTS, as_yaml
-
-    return as_yaml(MANIFESTS[kind](job, pods))
 
 
 def _give(text: str, command: list[str], start: bool) -> None:

@@ -19,7 +19,7 @@ from moba_train.memory.devices import Gpu, named_gpu, peak_or_default
 from moba_train.memory.plan import Plan, make_plan
 from moba_train.memory.shortage import usable_bytes
 from moba_train.tools.cli import app
-from moba_train.tools.plan.fit import cheapest_changes, largest_stage
+from moba_train.tools.plan.changes import cheapest_changes, largest_stage
 from moba_train.tools.plan.rates import shipped_rates
 
 MODELS = Path(__file__).parents[3] / "configs/models"

@@ -1,6 +1,6 @@
 """torchrun, with an orderly end at SIGTERM, SIGHUP and Ctrl-C, and with the exit code of the ranks.
 
-python -m moba_train.tools.launcher --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
+python -m moba_train.tools.launch.torchrun --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 
 torchrun's own code is 1 whatever its ranks end with, and its report follows every error; here the report is left out
 where a rank has said what is wrong. torchrun passes a signal on to its ranks, waits 30 s, kills those that are left,
@@ -57,7 +57,12 @@ _KILLED = (
     "was killed by SIGKILL, as Linux and schedulers do when host memory has run out (dmesg or the job's log say so); "
     "on a CPU and with activation_offload a smaller stages[i].micro_batch_size needs less"
 )
-"""What is said of a rank that SIGKILL has ended, behind its name: it could not say why itself."""
+"""Text behind the name of a rank that SIGKILL has ended: it could not say why itself."""
+
+
+def torchrun_command(ranks: int) -> list[str]:
+    """Beginning of a command that runs a program in this number of ranks on this machine; `-m MODULE` follows."""
+    return [sys.executable, "-m", "moba_train.tools.launch.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,0 +1,1 @@
+"""Starts of a run: torchrun on this machine, and the commands and manifests of schedulers."""
