@@ -298,12 +298,12 @@ def blend(
     """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
     from data_tools.stats import blend_table, preview
     from moba_train.config.load import load_config
-    from moba_train.resolve.recipe import validate
+    from moba_train.resolve.recipe import resolve
 
     config = load_config(recipe, overrides or [])
-    validate(config, check_files=True)
+    run = resolve(config, check_files=True)
     console = table_console()
-    console.print(blend_table(preview(config)))
+    console.print(blend_table(preview(run.samples, run.stages)))
 
 
 @app.command()

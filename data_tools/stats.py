@@ -13,10 +13,9 @@ from rich.table import Table
 from data_tools.outputs import check_output_file
 from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.config.base import format_count
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.data.indexed import IndexedDataset
-from moba_train.data.loader import training_data
+from moba_train.data.loader import DataSpec, training_data
 from moba_train.data.packers import split_documents
 from moba_train.errors import DataError
 
@@ -212,13 +211,14 @@ class SourceUse:
     """Fraction of padding in its samples."""
 
 
-def preview(config: RunConfig) -> list[SourceUse]:
-    """The use of each source in each stage, exactly as training will read it. Raises DataError as `StageData` does."""
+def preview(spec: DataSpec, stages: Sequence[Stage]) -> list[SourceUse]:
+    """Use of each source in each of a run's stages, exactly as training will read it. Raises DataError as `StageData`
+    does."""
     starts: dict[str, int] = {}
     uses = []
-    for stage in resolve_stages(config):
+    for stage in stages:
         sequences = stage.max_steps * stage.batch_sequences
-        data = training_data(config, stage, starts)
+        data = training_data(spec, stage, starts)
         after = data.starts_after(sequences)
         for index, (bucket, stream) in enumerate(zip(data.buckets, data.streams, strict=True)):
             samples = int(data.samples_per_bucket[index])

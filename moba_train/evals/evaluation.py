@@ -97,8 +97,6 @@ class EvaluationSetting:
     """Tokens of the longest sequences that the weights have been trained on by the end of the stage."""
     longest_length: int
     """Tokens of the longest sequences of any stage of the recipe."""
-    recipe_attention: Layers
-    """Attention of every layer by the recipe's own `attention`, over which a stage may lay another one."""
     tp: int
     """Ranks that share each layer's heads."""
     pp: int

@@ -24,7 +24,7 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
-from moba_train.model.build import kind_of_parameter
+from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
 
 _OUTSIDE_BLOCKS = {

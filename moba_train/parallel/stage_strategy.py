@@ -1,10 +1,10 @@
-"""The context-parallel strategy of a training stage, derived from the recipe without any process group."""
+"""The context-parallel strategy of a stage, derived from the model and the stage without any process group."""
 
 import math
 
 from moba_train.attention.protocol import LocalAttention
 from moba_train.config.attention import LayerAttention
-from moba_train.config.schema import RunConfig
+from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
 from moba_train.parallel.context.costs import TransportCost, gather_cost, predict_cost
@@ -12,10 +12,9 @@ from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 
 
-def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 2) -> AttentionShape:
+def stage_attention_shape(model: ModelConfig, stage: Stage, element_bytes: int = 2) -> AttentionShape:
     """The shape of one layer's attention to one micro-batch, on one rank of a tensor-parallel group."""
-    model = config.model
-    attentions = _attentions(config, stage)
+    attentions = _attentions(model, stage)
     by_unit = [attention.by_unit for attention in attentions]
     selected = [one.selected for one in by_unit if one is not None]
     return AttentionShape(
@@ -31,13 +30,13 @@ def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 
 
 
 def stage_costs(
-    config: RunConfig, stage: Stage, strategy: CPStrategy, element_bytes: int = 2
+    model: ModelConfig, stage: Stage, strategy: CPStrategy, element_bytes: int = 2
 ) -> dict[LayerAttention, TransportCost]:
     """The cost of context parallelism for a layer with each of the stage's attentions."""
-    shape = stage_attention_shape(config, stage, element_bytes)
+    shape = stage_attention_shape(model, stage, element_bytes)
     costs = {}
-    for layer, kind in zip(stage.attention, build_attention(stage.attention, config.model.head_width), strict=True):
-        gathered = kind.gathered_bytes(config.model, element_bytes)
+    for layer, kind in zip(stage.attention, build_attention(stage.attention, model.head_width), strict=True):
+        gathered = kind.gathered_bytes(model, element_bytes)
         costs[layer] = (
             predict_cost(strategy, shape)
             if gathered is None
@@ -47,7 +46,7 @@ def stage_costs(
 
 
 def stage_strategy(
-    config: RunConfig, stage: Stage, ranks_per_node: int, element_bytes: int = 2, memory_bytes: float | None = None
+    model: ModelConfig, stage: Stage, ranks_per_node: int, element_bytes: int = 2, memory_bytes: float | None = None
 ) -> tuple[CPStrategy, str]:
     """The strategy of a stage with `parallel.cp` > 1, and the reason as lines to print.
 
@@ -60,18 +59,18 @@ def stage_strategy(
     return choose_strategy(
         parallel.cp_transport,
         parallel.cp_layout,
-        stage_attention_shape(config, stage, element_bytes),
+        stage_attention_shape(model, stage, element_bytes),
         ranks=parallel.cp,
         # The longest runs of consecutive ranks that stay in a node.
         node_size=math.gcd(parallel.cp, same_heads_per_node),
-        work_grows=any(attention.work_grows for attention in _attentions(config, stage)),
+        work_grows=any(attention.work_grows for attention in _attentions(model, stage)),
         memory_bytes=memory_bytes,
         ring_depth=parallel.cp_ring_depth,
         slices=parallel.cp_slices,
     )
 
 
-def _attentions(config: RunConfig, stage: Stage) -> set[LocalAttention]:
+def _attentions(model: ModelConfig, stage: Stage) -> set[LocalAttention]:
     """The local attentions of all layers."""
-    kinds = build_attention(stage.attention, config.model.head_width)
+    kinds = build_attention(stage.attention, model.head_width)
     return {attention for kind in kinds for attention in kind.attentions}

@@ -7,41 +7,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from moba_train.config.attention import resolve_layers
 from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.explain import did_you_mean
 from moba_train.config.optim import ScheduleConfig
-from moba_train.config.schema import RunConfig, StageConfig, UntilConfig
-from moba_train.config.stages import Stage
+from moba_train.config.schema import StageConfig, UntilConfig
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationSetting, name_of
 from moba_train.evals.registry import EVALUATIONS, asked_evaluations, evaluation_of
 from moba_train.optim.spec import stage_learning_rate
+from moba_train.resolve.run import ResolvedRun
 
 
-def evaluation_settings(config: RunConfig, stages: Sequence[Stage]) -> tuple[EvaluationSetting, ...]:
-    """The setting of evaluations in each of the stages, which are all stages of the recipe or the first ones."""
-    lengths = [stage.seq_len for stage in stages]
-    recipe_attention = resolve_layers(config.attention, config.model.layers)
+def evaluation_settings(run: ResolvedRun) -> tuple[EvaluationSetting, ...]:
+    """Settings of the evaluations in each stage of the run."""
+    lengths = [stage.seq_len for stage in run.stages]
     return tuple(
         EvaluationSetting(
             stage=stage,
-            model=config.model,
-            seed=config.seed,
-            validation=tuple(config.data.validation),
-            tokenizer=config.data.tokenizer,
-            every=config.evaluation.every,
-            sequences=config.evaluation.sequences,
+            model=run.setup.shape,
+            seed=run.seed,
+            validation=tuple(run.data.validation),
+            tokenizer=run.data.tokenizer,
+            every=run.evaluation.every,
+            sequences=run.evaluation.sequences,
             trained_length=max(lengths[: stage.index + 1]),
             longest_length=max(lengths),
-            recipe_attention=recipe_attention,
-            tp=config.parallel.tp,
-            pp=config.parallel.pp,
+            tp=run.parallel.tp,
+            pp=run.parallel.pp,
         )
-        for stage in stages
+        for stage in run.stages
     )
 
 
@@ -66,11 +63,10 @@ def pipeline_evaluation_problems(
             yield f"{problem[0]} with parallel.pp {pp}, {later}; {problem[1]}"
 
 
-def evaluated_sequences(
-    section: EvaluationConfig, validation: Sequence[SourceConfig], stage: Stage
-) -> Mapping[str, int]:
-    """Sequences of one forward pass of a rank, by the key of each evaluation that runs in `stage`."""
-    asked = asked_evaluations(section, validation) if stage.evaluate else ()
+def evaluated_sequences(section: EvaluationConfig, setting: EvaluationSetting) -> Mapping[str, int]:
+    """Sequences of one forward pass of a rank, by the key of each evaluation that runs in the stage of `setting`."""
+    stage = setting.stage
+    asked = asked_evaluations(section, setting.validation) if stage.evaluate else ()
     return {evaluation.key: evaluation.sequences_per_pass(stage) for evaluation in asked}
 
 

@@ -16,23 +16,20 @@ from moba_train.checkpoint.load import newest_intact
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept, is_finite, saved_step
 from moba_train.checkpoint.publisher import Place
-from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.checkpoint.retention import Evaluated, Marks, Numbers, Retention
 from moba_train.checkpoint.state import TrainingTensors, load_model_and_optimizer, reset_parameters
-from moba_train.config.load import dump_config
-from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import CheckpointError, LaunchError, TrainingError, UserError
 from moba_train.health.node import Disk, disk_problem
-from moba_train.hf.initial_weights import load_initial_weights
-from moba_train.memory.flops import count_blocks, count_recipe_parameters
-from moba_train.model.build import describe_sizes
+from moba_train.memory.weights import checkpoint_bytes
+from moba_train.model.spec import describe_sizes, new_kind_sizes
 from moba_train.model.transformer import Transformer
-from moba_train.optim.registry import OPTIMIZERS
 from moba_train.parallel.world import World, broadcast
+from moba_train.resolve.initial_weights import load_initial_weights
+from moba_train.resolve.run import ResolvedRun, RunFolders
 from moba_train.run.progress import Progress, data_plan
 from moba_train.run.restarts import Restarts, check_first_start, choose_checkpoint, warn_of_lost_checkpoint
-from moba_train.run.resumable import new_parameters, recipe_then, resumed_progress, unused_parameters
+from moba_train.run.resumable import resumed_progress, run_then, unused_parameters
 from moba_train.telemetry.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -49,7 +46,7 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         model: Transformer,
         optimizer: Optimizer,
         world: World,
@@ -60,11 +57,11 @@ class RunCheckpoints:
 
         `check_lock` raises LaunchError on rank 0 when the run folder is not this run's any more (`RunLock.check`).
         """
-        run_dir = Path(config.run_dir)
-        keep = config.checkpoint
-        if problem := broadcast(_folders_problem(config) if world.is_main else None):
+        keep = run.checkpoint
+        needed = checkpoint_bytes(run.setup.spec, run.optim.kind) if run.memory.saves else 0
+        if problem := broadcast(_folders_problem(run.folders, keep.fallback_dir, needed) if world.is_main else None):
             raise LaunchError(problem)
-        self.folder, *self._other_folders = checkpoint_folders(config)
+        self.folder, *self._other_folders = run.folders.checkpoints
         self.saved_step = 0
         """Step of the newest checkpoint, complete or being saved; 0: none."""
         self.resumed_step = 0
@@ -77,7 +74,7 @@ class RunCheckpoints:
         """What `init_from` has given, as a sentence, at the first start of a run that has it."""
         self.begun_anew = ""
         """Which parameters the checkpoint that was loaded last did not have, as the end of a sentence; or nothing."""
-        self.restarts = Restarts(run_dir) if world.is_main else None
+        self.restarts = Restarts(run.folders.run) if world.is_main else None
         """The starts without progress; on rank 0."""
         self._start_id = broadcast(uuid.uuid4().hex[:8])
         self._saved_id = ""
@@ -90,8 +87,8 @@ class RunCheckpoints:
         self._marks = Marks([])
         self._doubted: list[tuple[int, str]] = []
         """Step and save id of the marked checkpoints that the present weights go on from."""
-        self._config = config
-        self._tokenizer = tokenizer_hash(config.data.tokenizer) if config.data.tokenizer else ""
+        self._run = run
+        self._tokenizer = tokenizer_hash(run.data.tokenizer) if run.data.tokenizer else ""
         self._model = model
         self._optimizer = optimizer
         self._tensors = TrainingTensors(model, optimizer)
@@ -124,7 +121,7 @@ class RunCheckpoints:
         try:
             progress = self._start_from(path, from_scratch)
             self.load_s = time.monotonic() - began
-            if self._config.checkpoint.every is not None:
+            if self._run.memory.saves:
                 self._checkpointer.reserve(self._tensors())
             return progress
         except UserError:
@@ -139,7 +136,7 @@ class RunCheckpoints:
             self._resumed_folder = path.parent
             if self._is_main:
                 folders = [self.folder, *self._other_folders]
-                warn_of_lost_checkpoint(Path(self._config.run_dir), folders, progress.step)
+                warn_of_lost_checkpoint(self._run.folders.run, folders, progress.step)
             if from_scratch and self._is_main:
                 text = "--from-scratch changes nothing: the run goes on from %s; %s"
                 logger.warning(text, path, "to begin at step 0, move its checkpoints away")
@@ -149,9 +146,9 @@ class RunCheckpoints:
             self._evaluated = Evaluated.read(self.folder) if self._is_main else Evaluated({})
             self.resumed_numbers = broadcast(self._evaluated.numbers(meta))
         else:
-            check_first_start(Path(self._config.run_dir), from_scratch)
-            if self._config.init_from is not None:
-                self.loaded_weights = load_initial_weights(self._model, Path(self._config.init_from))
+            check_first_start(self._run.folders.run, from_scratch)
+            if self._run.init_from is not None:
+                self.loaded_weights = load_initial_weights(self._model, Path(self._run.init_from))
             progress = Progress(run_id=broadcast(uuid.uuid4().hex[:8]))
         return progress
 
@@ -190,8 +187,8 @@ class RunCheckpoints:
         path = choose_checkpoint(self._newest_to_resume_from, self._marks, blames, self._mark)
         step = (saved_step(read_meta(path)) or 0) if path is not None else 0
         problem = None
-        if self.restarts is not None and self._config.checkpoint.every is not None:  # else none can save anything
-            most = self._config.health.max_restarts_without_progress
+        if self.restarts is not None and self._run.memory.saves:  # else none can save anything
+            most = self._run.health.max_restarts_without_progress
             problem = self.restarts.begin(step, self._marks.steps, most)
         if problem := broadcast(problem):
             raise TrainingError(problem)
@@ -255,13 +252,15 @@ class RunCheckpoints:
         go on from there.
         """
         meta = read_meta(path)
-        progress = resumed_progress(self._config, meta, self._tokenizer, str(path))
-        then = recipe_then(meta)
-        unused = unused_parameters(self._config, then, progress)
-        reset_parameters(self._model, self._optimizer, unused, self._config.seed)
+        spec = self._run.setup.spec
+        progress = resumed_progress(self._run, meta, self._tokenizer, str(path))
+        run = run_then(meta)
+        then = run.setup.spec if run is not None else None
+        unused = unused_parameters(spec, then, progress)
+        reset_parameters(self._model, self._optimizer, unused, self._run.seed)
         load_model_and_optimizer(self._model, self._optimizer, path, unused=unused)
         self._doubted.clear()  # steps of other weights say nothing about those checkpoints: they stay marked
-        new = new_parameters(self._config, then) if then is not None else {}
+        new = new_kind_sizes(then, spec) if then is not None else {}
         self.begun_anew = (
             f"; {describe_sizes(new)} begin anew: the checkpoint does not have them in this shape" if new else ""
         )
@@ -274,11 +273,13 @@ class RunCheckpoints:
         save before. Raises LaunchError when that one found the run folder gone or taken over by another run,
         CheckpointError when it was one failed save too many.
         """
-        progress.data_plan = data_plan(self._config, progress)
+        run = self._run
+        stages = run.after_exit(progress.exited_steps).stages[: progress.stage + 1]
+        progress.data_plan = data_plan(run.setup.shape, run.data, run.seed, stages)
         progress.tokenizer = self._tokenizer
         self._saved_id = f"{self._start_id}-{progress.step}"
         identity = {"save_id": self._saved_id}
-        meta = {"progress": progress.to_meta(), "config": dump_config(self._config), **identity, **facts}
+        meta = {"progress": progress.to_meta(), "config": run.recipe, **identity, **facts}
         waited = self._checkpointer.save(progress.step, self._tensors(), meta, protect)
         self.saved_step = progress.step
         return waited
@@ -326,7 +327,7 @@ class RunCheckpoints:
 
     def _report_failures_in_a_row(self, telemetry: Telemetry, step: int, tokens: int) -> None:
         failed = self._checkpointer.failed_saves
-        if failed < self._config.checkpoint.alert_after_failures:
+        if failed < self._run.checkpoint.alert_after_failures:
             return
         saved = self._checkpointer.last_saved
         last = f"after step {saved.step}" if saved is not None else "since this start of the run"
@@ -344,7 +345,7 @@ class RunCheckpoints:
             raise LaunchError(problem)
         self.report(telemetry, step, tokens)
         self._checkpointer.raise_fatal()
-        if self._config.checkpoint.keep_best:
+        if self._run.checkpoint.keep_best:
             self._checkpointer.remove_old(protect)  # the last evaluation may have come after the last save
         if (error := self._checkpointer.last_error) is not None:
             raise CheckpointError(f"{error}; remove the cause and run the same command again")
@@ -373,15 +374,14 @@ class RunCheckpoints:
         self._checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
 
 
-def _folders_problem(config: RunConfig) -> str | None:
-    """Create the run folder; why nothing can be saved there or in checkpoint.fallback_dir, or None. What is wrong with
-    the run folder alone is a warning: its checkpoints go to the fallback."""
-    needed = checkpoint_bytes(config)
-    problem = _folder_problem(Path(config.run_dir), needed)
+def _folders_problem(folders: RunFolders, fallback: str | None, needed: int) -> str | None:
+    """Create the run folder; the reason why no checkpoint, of `needed` bytes, can be saved there or in
+    checkpoint.fallback_dir, or None. A problem of the run folder alone is a warning: its checkpoints go to the
+    fallback."""
+    problem = _folder_problem(folders.run, needed)
     if problem is None:
         return None
-    fallback = config.checkpoint.fallback_dir
-    text = f"run_dir {config.run_dir} cannot be used: {problem}"
+    text = f"run_dir {folders.run} cannot be used: {problem}"
     if fallback is None:
         return text
     if also := _folder_problem(Path(fallback), needed):
@@ -400,15 +400,6 @@ def _folder_problem(folder: Path, needed: int) -> str | None:
         return str(error)
     problem = disk_problem(Disk(folder, needed))
     return problem.text if problem else None
-
-
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Size of one checkpoint of all ranks; 0 for a recipe that wants none."""
-    if config.checkpoint.every is None:
-        return 0
-    numbers = count_recipe_parameters(config).total
-    matrices = sum(block.matrices for block in count_blocks(config))
-    return 4 * numbers + OPTIMIZERS[config.optim.kind].state_bytes(matrices, numbers - matrices)
 
 
 def _why_not_resume_from(meta: dict[str, Any]) -> str | None:

@@ -1,14 +1,14 @@
 """What a run reports about itself besides metrics: events at the current step, from its start to its end."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from moba_train.config.schema import RunConfig
+from moba_train.config.load import parse_config
 from moba_train.config.stages import Stage
 from moba_train.environment import code_version, describe_code, describe_machine
 from moba_train.memory.activations import StageActivations
 from moba_train.parallel.world import World
+from moba_train.resolve.run import ResolvedRun
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.evaluations import evaluation_records
 from moba_train.run.progress import Progress
@@ -31,7 +31,7 @@ class RunReports:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         world: World,
         progress: Progress,
         checkpoints: RunCheckpoints,
@@ -42,7 +42,7 @@ class RunReports:
 
         `tokens`: gives the number consumed so far.
         """
-        self._config = config
+        self._run = run
         self._progress = progress
         self._tokens = tokens
         self._device = world.device
@@ -51,15 +51,15 @@ class RunReports:
         """What an earlier start recorded at this step, also after it had saved the step's checkpoint."""
         recipe_before: str | None = None
         if world.is_main:
-            run_dir = Path(config.run_dir)
-            recipe_before = write_recipe(run_dir, config, progress.step)
+            run_dir = run.folders.run
+            recipe_before = write_recipe(run_dir, run.recipe, progress.step)
             resumed_step = progress.step or None
             last_step = stages[-1].end_step
             again = progress.evaluation_due and checkpoints.resumed_numbers is None
             repeated = evaluation_records() if again else ()
-            recipe = config.model_dump(mode="json") | {"code": code_version()}
-            run = SinkRun(run_dir, config.name, progress.run_id, resumed_step, last_step, recipe)
-            self.telemetry = make_telemetry(config.telemetry, run, repeated)
+            recipe = parse_config(run.recipe, "recipe").model_dump(mode="json") | {"code": code_version()}
+            described = SinkRun(run_dir, run.name, progress.run_id, resumed_step, last_step, recipe)
+            self.telemetry = make_telemetry(run.telemetry, described, repeated)
             history = read_since(run_dir / "metrics.jsonl", progress.step)
             here = (record for record in history if record["step"] == progress.step)
             self._recorded = [record for record in here if record["type"] not in repeated]
@@ -84,16 +84,16 @@ class RunReports:
     def _recipe(self, saved: str | None, before: str | None) -> None:
         """Report in what the recipe differs from the one that the checkpoint was saved with. `before` is that of the
         start before, if it is another one."""
-        changes = recipe_changes(saved, self._config) if saved is not None else {}
+        changes = recipe_changes(saved, self._run.recipe) if saved is not None else {}
         where = f"the checkpoint of step {self._progress.step}"
         if changes:
             message = f"changed since {where}: {describe_changes(changes)}"
-        elif before is not None and recipe_changes(before, self._config):
+        elif before is not None and recipe_changes(before, self._run.recipe):
             message = f"again as in {where}, unlike that of the start before"
         else:
             return
         self.event("recipe", message, changed_keys=len(changes), changes=changes)
-        if saved is not None and (jump := rate_jump(saved, self._config, self._progress)) is not None:
+        if saved is not None and (jump := rate_jump(saved, self._run, self._progress)) is not None:
             self.event("warning", jump)
 
     def activations(self, found: StageActivations) -> None:

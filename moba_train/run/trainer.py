@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from moba_train.attention.local import LOCAL_ENGINE
-from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.data.loader import Prefetcher, training_data
 from moba_train.data.samples import StageData
 from moba_train.errors import DataError
@@ -20,10 +19,8 @@ from moba_train.health.node import Disk, NodeWatch, refuse_broken_gpus
 from moba_train.health.reaction import gather_evidence, transient_fault
 from moba_train.health.spike import SpikeDetector
 from moba_train.health.watch import Stragglers, Watch, stalls_folder
-from moba_train.memory.activations import local_activations
-from moba_train.memory.memory import buffer_memory
-from moba_train.memory.pipeline import pipeline_layers
-from moba_train.memory.shortage import local_shortage, over_budget
+from moba_train.memory.shortage import over_budget, shortage
+from moba_train.memory.weights import checkpoint_bytes
 from moba_train.model.build import build_attention
 from moba_train.optim.gradients import Gradients
 from moba_train.optim.registry import build_optimizer, set_learning_rate
@@ -36,7 +33,8 @@ from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.world import World, any_rank
 from moba_train.resolve.evaluations import evaluation_settings
-from moba_train.run.checkpoints import RunCheckpoints, checkpoint_bytes
+from moba_train.resolve.run import ResolvedRun
+from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.evaluations import RunEvaluations, has_all_numbers
 from moba_train.run.recovery import Recovery
 from moba_train.run.reports import RunReports
@@ -56,6 +54,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
+        run: ResolvedRun,
         world: World,
         run_lock: RunLock,
         stop_at_step: int | None = None,
@@ -66,49 +65,46 @@ class Trainer:
         `from_scratch`: begin at step 0 where no checkpoint is found, even if the run has had one; `stop`: save and
         leave before the next step, as soon as it is requested on any rank."""
         self.config = config
+        self.resolved = run
         self.world = world
-        self.run_dir = Path(config.run_dir)
         self.stop_at_step = stop_at_step
         self.stop = stop or StopRequest()
-        self.stop.saves = config.checkpoint.every is not None
+        self.stop.saves = run.memory.saves
         self.stop_time = StopTime(self.stop, world.timeout.total_seconds())
         self._measured_at: float | None = None
         """When the last step was measured, where the next one begins; None after anything that is not part of one: the
         beginning of a stage, a save, an evaluation, a batch without loss."""
 
-        refuse_broken_gpus(config.health.node, world)
-        torch.manual_seed(config.seed + world.rank)
-        dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
-        self.model = sharded_model(config, dims, pipeline_layers(config), config.parallel.fsdp_copy_engines)
-        self.optimizer = build_optimizer(self.model, config.optim, world.device, dims.stage_group)
-        self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
+        refuse_broken_gpus(run.health.node, world)
+        torch.manual_seed(run.seed + world.rank)
+        dims = ParallelDims(run.layouts[0].mesh, world)
+        self.model = sharded_model(run.setup, run.parallel, dims, run.seed)
+        self.optimizer = build_optimizer(self.model, run.optim, world.device, dims.layers_group)
+        self.context_engines = ContextEngines(dims)
         if any_rank(self.stop.requested):
             raise StoppedBeforeTrainingError
-        self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world, run_lock.check)
+        self.checkpoints = RunCheckpoints(run, self.model, self.optimizer, world, run_lock.check)
         self.progress = self.checkpoints.start(from_scratch)
-        self.stages = resolve_stages(config, self.progress.exited_steps)
+        self.resolved = run = run.after_exit(self.progress.exited_steps)
         if self.progress.ends_here_now(self.stage):
             self.progress.evaluation_due = True
-            if not has_all_numbers(
-                config.evaluation, config.data.validation, self.stage, self.checkpoints.resumed_numbers
-            ):
+            if not has_all_numbers(run.evaluation, run.data.validation, self.stage, self.checkpoints.resumed_numbers):
                 self.checkpoints.resumed_numbers = None
-        health = config.health
+        health = run.health
         self.spikes = SpikeDetector(health.spike.window, health.spike.warn_sigma)
         if self.progress.step:
             self.spikes.load_state_dict(self.progress.spike_detector)
 
-        self.reports = RunReports(
-            config, world, self.progress, self.checkpoints, self.stages, tokens=lambda: self.tokens
-        )
+        self.reports = RunReports(run, world, self.progress, self.checkpoints, self.stages, tokens=lambda: self.tokens)
         self.telemetry = self.reports.telemetry
-        self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
-        folders = [config.run_dir, *([config.checkpoint.fallback_dir] if config.checkpoint.fallback_dir else [])]
-        disks = [Disk(Path(folder), checkpoint_bytes(config)) for folder in folders]
+        self.watch = Watch(health.watch, world, stalls_folder(run.folders.run), self.telemetry.stalled)
+        folders = [run.folders.run, *([Path(run.checkpoint.fallback_dir)] if run.checkpoint.fallback_dir else [])]
+        needed = checkpoint_bytes(run.setup.spec, run.optim.kind) if run.memory.saves else 0
+        disks = [Disk(folder, needed) for folder in folders]
         self.node_watch = NodeWatch(health.node, world, disks, self.reports.node)
         self.evaluations = RunEvaluations(
-            config.evaluation,
-            Path(config.run_dir) / "metrics.jsonl",
+            run.evaluation,
+            run.folders.run / "metrics.jsonl",
             world,
             progress=self.progress,
             checkpoints=self.checkpoints,
@@ -118,9 +114,9 @@ class Trainer:
             stop_time=self.stop_time,
             is_recorded=self.reports.is_recorded,
         )
-        self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
+        self.stragglers = Stragglers(health.watch.compare_every * run.telemetry.log_every, world.device)
         self.recovery = Recovery(
-            config,
+            run,
             model=self.model,
             optimizer=self.optimizer,
             detector=self.spikes,
@@ -128,6 +124,11 @@ class Trainer:
             progress=self.progress,
             telemetry=self.telemetry,
         )
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages, with the steps and tokens that are known now."""
+        return self.resolved.stages
 
     @property
     def stage(self) -> Stage:
@@ -179,7 +180,7 @@ class Trainer:
         stage = self.stages[index]
         data = self._begin(stage)
         try:
-            if self.config.evaluation.at_start and self.progress.step == stage.first_step:
+            if self.resolved.evaluation.at_start and self.progress.step == stage.first_step:
                 self.evaluations.run_at_start(self.tokens)
             exits = self._evaluate()  # what is due at the checkpoint that the run resumes from
             if not exits and not self._train_steps(stage, data):
@@ -221,7 +222,7 @@ class Trainer:
             self._measured_at = None
         exits = self.evaluations.run_due(self.tokens)
         if exits:  # later stages begin earlier than planned
-            self.stages = resolve_stages(self.config, self.progress.exited_steps)
+            self.resolved = self.resolved.after_exit(self.progress.exited_steps)
         return exits
 
     def _wait_for_each(self, steps: Prefetcher) -> Iterator[StepData]:
@@ -239,7 +240,7 @@ class Trainer:
         """One optimizer step; False, with nothing done, when any rank is asked to stop."""
         steps_before = self.progress.step
         with self.watch.phase("forward and backward", steps_before):
-            flops = batch_flops(self.config.model, stage, data.batches)
+            flops = batch_flops(self.resolved.setup.shape, stage, data.batches)
             readers = self.world.size // self.data_shard.dp_size
             stop = self._wants_to_stop()
             counts = StepCounts.from_rank(data.batches, stop, flops, readers, self.data_shard.computes_loss)
@@ -276,7 +277,7 @@ class Trainer:
             del gradients  # the second run has its own
             result, gradients = self._run_again(stage, data, counts, result)
         metrics = dict(result.numbers)
-        metrics["lr"] = stage_learning_rate(self.stages, stage.index, self.config.optim.schedule, self.tokens)
+        metrics["lr"] = stage_learning_rate(self.stages, stage.index, self.resolved.optim.schedule, self.tokens)
 
         report = self.spikes.observe(step, metrics["loss"], metrics["grad_norm"])
         metrics |= {"spike_z_loss": report.z_loss, "spike_z_grad": report.z_grad}
@@ -295,7 +296,7 @@ class Trainer:
             gradients = Gradients(self.model)  # none are left after a rollback
         if action == "apply":
             self.reports.boundary(stage, self.progress.boundary.observe(metrics["loss"]))
-            gradients.clip(self.config.optim.clip_norm, metrics["grad_norm"])
+            gradients.clip(self.resolved.optim.clip_norm, metrics["grad_norm"])
             set_learning_rate(self.optimizer, metrics["lr"])
             self.checkpoints.before_update()
             self.optimizer.step()
@@ -310,7 +311,7 @@ class Trainer:
             step_s = self._measured_at - data.began
             metrics |= {"step_s": step_s, "data_s": data.waited_s, **counts.metrics(stage.batch_tokens)}
             metrics |= result.further
-            metrics |= throughput(self.config.model, stage, self.world, step_s, counts.flops)
+            metrics |= throughput(self.resolved.setup.shape, stage, self.world, step_s, counts.flops)
             metrics |= self.stragglers.metrics(step)
             self.telemetry.log(step, self.tokens, metrics)
 
@@ -337,14 +338,14 @@ class Trainer:
 
     def _is_saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is due, as it always is after the last step of the run."""
-        every = self.config.checkpoint.every
+        every = self.resolved.checkpoint.every
         return every is not None and (step % every == 0 or step == self.stages[-1].end_step)
 
     def _is_logged(self, step: int) -> bool:
         """Whether the metrics of `step` are recorded. Those of a stage's last step are, except where its criterion ends
         it after its `tokens` are consumed and before its `max_tokens` are."""
         ends = {end for stage in self.stages for end in (stage.planned_end_step, stage.end_step)}
-        return step % self.config.telemetry.log_every == 0 or step in ends
+        return step % self.resolved.telemetry.log_every == 0 or step in ends
 
     def _begin(self, stage: Stage) -> StageData:
         """Switch to `stage`, at its beginning or where the run was stopped. Returns its data."""
@@ -354,7 +355,7 @@ class Trainer:
 
     def _enter(self, stage: Stage) -> StageData:
         """Give the model the stage's attention, engine and RoPE, and open its data and evaluations."""
-        config = self.config
+        run = self.resolved
         progress = self.progress
         self._measured_at = None
         begins = stage.index > progress.stage or progress.step == 0
@@ -366,32 +367,31 @@ class Trainer:
             progress.trailing_loss_before = progress.trailing_loss
             progress.steps_without_loss = 0
             self.spikes.rebaseline()
-        progress.trained_kinds = trained_kinds(config, None, progress)
-        if config.compile:
+        progress.trained_kinds = trained_kinds(progress, run)
+        if run.setup.computation.compiled:
             torch.compiler.reset()  # lengths that differ between stages would become variables, in slower code
-        self.model.set_attention(build_attention(stage.attention, config.model.head_width))
+        self.model.set_attention(build_attention(stage.attention, run.setup.shape.head_width))
         self.model.set_rope(stage.rope)
         set_trainable(self.model, stage.trainable)
-        sizes = mesh_sizes(stage.parallel, self.world.size)
-        self.data_shard, choice = self.context_engines.data_shard(stage, sizes)
-        self.model.set_engines([self.data_shard.engine or LOCAL_ENGINE] * config.model.layers)
-        strategy = self.data_shard.engine.strategy if self.data_shard.engine else None
-        activations = local_activations(config, stage, sizes, self.world, strategy)
+        layout = run.layouts[stage.index]
+        self.data_shard = self.context_engines.data_shard(layout.mesh, layout.strategy)
+        self.model.set_engines([self.data_shard.engine or LOCAL_ENGINE] * run.setup.shape.layers)
+        activations = layout.activations
         set_activations(self.model, activations.layers, self.world.device)
-        data = training_data(config, stage, progress.starts)
-        check_corpora(config, stage, data, progress)
-        setting = evaluation_settings(config, self.stages)[stage.index]
-        self.evaluations.begin_stage(setting, self.model, self.data_shard)
+        data = training_data(run.samples, stage, progress.starts)
+        check_corpora(stage, data, run.data.validation, progress)
+        self.evaluations.begin_stage(evaluation_settings(run)[stage.index], self.model, self.data_shard)
         self.telemetry.stage = stage.name
         self.stop_time.begin_stage()
         if begins:
             self.reports.stage(stage, self.stages[-1].end_step)
-        if choice:
-            self.reports.event("parallel", choice)
+        if layout.reason:
+            self.reports.event("parallel", layout.reason)
         self.reports.activations(activations)
-        if shortage := local_shortage(stage, activations.memory, self.world.device):
-            self.reports.event("warning", f"{shortage}; `moba-train plan` names changes that fit")
-        if excess := over_budget(config, stage, activations.memory):
+        gpu = run.device.gpu if run.device is not None else None
+        if missing := shortage(stage.name, activations.memory, gpu):
+            self.reports.event("warning", f"{missing}; `moba-train plan` names changes that fit")
+        if excess := over_budget(stage.name, activations.memory, run.memory.gpu_bytes):
             self.reports.event("warning", excess)
         for repeated in data.repeats(stage.batch_tokens):
             self.reports.event("warning", repeated)
@@ -400,7 +400,7 @@ class Trainer:
     def _save(self) -> None:
         """Begin to save a checkpoint of the current step, unless there is one or the recipe wants none."""
         step = self.progress.step
-        if step == self.checkpoints.saved_step or self.config.checkpoint.every is None:
+        if step == self.checkpoints.saved_step or self.resolved.checkpoint.every is None:
             return
         self._measured_at = None
         with self.watch.phase("checkpoint", step):

@@ -262,11 +262,9 @@ def generate(
     """Continue a prompt. The prompt is read with each layer's own attention."""
     import torch
 
-    from moba_train.checkpoint.recipe import saved_training
-    from moba_train.checkpoint.state import load_trained
     from moba_train.data.corpus_marks import corpus_marks
     from moba_train.data.tokenizer import ChatTokenizer, ends_of_text, has_chat_template, load_text_tokenizer
-    from moba_train.resolve.saved_recipe import open_for_generation
+    from moba_train.resolve.saved_recipe import load_trained, open_for_generation, saved_training
     from moba_train.tools.generate import generate_text, read_prompt
 
     if (prompt is None) == (prompt_file is None):

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from moba_train.checkpoint.recipe import SavedRun, Training, overridden_kinds, run_folder, saved_training
-from moba_train.checkpoint.state import load_model, load_trained
+from moba_train.checkpoint.recipe import run_folder
+from moba_train.checkpoint.state import load_model
+from moba_train.config.attention import resolve_layers
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.mesh import MeshSizes, allowed_divisors
 from moba_train.config.parallel import ParallelConfig
@@ -36,17 +36,18 @@ from moba_train.evals.evaluation import (
     variants,
 )
 from moba_train.evals.registry import EVALUATIONS, asked_evaluations, evaluations_named
-from moba_train.hf.initial_weights import is_hf_folder
 from moba_train.hf.weights import load_hf_weights
-from moba_train.memory.activations import local_activations
-from moba_train.memory.memory import buffer_memory
+from moba_train.memory.devices import local_device, weakest
 from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import set_activations
 from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.world import World, joined_world
+from moba_train.parallel.world import World, gather_over_ranks, joined_world
+from moba_train.resolve.initial_weights import is_hf_folder
+from moba_train.resolve.run import resolve_unchecked, setup_on, stage_layout
+from moba_train.resolve.saved_recipe import SavedRun, Training, load_trained, overridden_kinds, saved_training
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.evaluated_recipe import EvaluationOptions, evaluated_setting
 from moba_train.tools.report.sink import plotly_is_installed
@@ -142,7 +143,7 @@ def load_on_this_machine(saved: SavedRun) -> Transformer:
     if not is_hf_folder(saved.path):
         return load_trained(saved, device, dtype)
     with torch.device("meta"):
-        model = build_model(saved.config)
+        model = build_model(saved.spec)
     model.to_empty(device=device)
     load_hf_weights(model, saved.path)
     model.set_rope(saved.stage.rope)
@@ -165,7 +166,7 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
     training = training_of(saved)
     setting = evaluated_setting(saved.config, saved.stage.index)
     setting = dataclasses.replace(setting, trained_length=training.seq_len)
-    attentions = variants(saved.stage.attention, setting.recipe_attention, options.attention)
+    attentions = variants(saved.stage.attention, recipe_layers(saved), options.attention)
     evaluations = _evaluations(saved.config.evaluation, setting, options.tasks)
     with joined_world() as world:
         if world.is_main and saved.stage.seq_len > training.seq_len:
@@ -190,6 +191,11 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 from moba_train.tools.report.page import write_evaluation  # plotly takes a second to import
 
                 echo(f"charts: {write_evaluation(content, options.output)}")
+
+
+def recipe_layers(saved: SavedRun) -> Layers:
+    """Attention of every layer by the recipe's own `attention`, over which a stage may lay another one."""
+    return resolve_layers(saved.config.attention, saved.config.model.layers)
 
 
 def training_of(saved: SavedRun) -> Training:
@@ -222,22 +228,25 @@ def _evaluations(
 
 def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], world: World) -> EvaluationContext:
     """The checkpoint's model with the engines of its stage, on this rank."""
-    config = saved.config
-    stage, sizes = _laid_out(saved.stage, cp, world.size)
-    dims = ParallelDims(sizes, world)
-    model = sharded_model(config, dims)
+    run = resolve_unchecked(saved.config)
+    stage, mesh = _laid_out(saved.stage, cp, world.size)
+    dims = ParallelDims(mesh, world)
+    device = weakest(gather_over_ranks(local_device(world.device.index or 0, world.ranks_per_node)))
+    layers = run.setup.shape.layers
+    setup = dataclasses.replace(setup_on(run.setup, device), parts=(layers,))
+    # Copy engines need buffers, and gain nothing where nothing is trained.
+    parallel = run.parallel.model_copy(update={"fsdp_copy_engines": False})
+    model = sharded_model(setup, parallel, dims, run.seed)
     if is_hf_folder(saved.path):
         load_hf_weights(model, saved.path)
     else:
         load_model(model, saved.path, optional=overridden_kinds(saved))
     model.set_rope(stage.rope)
-    engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
-    data_shard, _ = engines.data_shard(stage, sizes)
-    strategy = None
+    layout = stage_layout(setup, run.memory, stage, mesh, world.ranks_per_node, device)
+    data_shard = ContextEngines(dims).data_shard(mesh, layout.strategy)
     if data_shard.engine is not None:
-        model.set_engines([data_shard.engine] * config.model.layers)
-        strategy = data_shard.engine.strategy
-    set_activations(model, local_activations(config, stage, sizes, world, strategy).layers, world.device)
+        model.set_engines([data_shard.engine] * layers)
+    set_activations(model, layout.activations.layers, world.device)
     track = tracked if world.is_main else untracked
     return EvaluationContext(model, stage, data_shard, world.device, attentions, track=track)
 

@@ -5,24 +5,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moba_train.checkpoint.recipe import SavedRun, trained_tokenizer
+from moba_train.checkpoint.recipe import trained_tokenizer
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.load import shadowed_overrides, with_overrides
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
 from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.evals.registry import EVALUATIONS, asked_evaluations, evaluations_named
 from moba_train.foreign_files import folder_roots
-from moba_train.hf.initial_weights import is_hf_folder
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import recorded_tokenizers, tokenizer_mismatch
 from moba_train.resolve.evaluations import evaluation_settings
-from moba_train.resolve.recipe import validate
-from moba_train.resolve.saved_recipe import SavedPaths, check_paths, evaluation_corpora, read_checkpoint
+from moba_train.resolve.initial_weights import is_hf_folder
+from moba_train.resolve.recipe import resolve
+from moba_train.resolve.run import resolve_unchecked
+from moba_train.resolve.saved_recipe import SavedPaths, SavedRun, check_paths, evaluation_corpora, read_checkpoint
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.lm_eval.options import LmEvalOptions
 
@@ -76,11 +77,11 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
         config = changed(saved, options)
         named = {*_paths(config.data, config.evaluation)} - {*_paths(saved.config.data, saved.config.evaluation)}
         own = _without(config, named | {*options.data})
-        check_paths(own, saved.path, paths.roots)
-        paths.check_corpora(own)
+        check_paths(own.data, own.evaluation, saved.path, paths.roots)
+        paths.check_corpora(own.data.validation)
         trained = [digest] if (digest := trained_tokenizer(saved.path)) else []
     check_tokenizer(config.data, trained)
-    return saved._replace(config=config, stage=resolve_stages(config)[saved.stage.index])
+    return saved.with_recipe(config)
 
 
 def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list[Path]]:
@@ -108,10 +109,9 @@ def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list
         roots = [*roots, *folder_roots(tokenizer_file(config.data.tokenizer).parent)]
     elif paths is not None:
         paths.check_tokenizer()
-        check_paths(
-            _without(config, {*evaluation_corpora(config.data, config.evaluation).values()}), located.path, roots
-        )
-    return located._replace(config=config, stage=resolve_stages(config)[located.stage.index]), roots
+        own = _without(config, {*evaluation_corpora(config.data, config.evaluation).values()})
+        check_paths(own.data, own.evaluation, located.path, roots)
+    return located.with_recipe(config), roots
 
 
 def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:
@@ -129,7 +129,7 @@ def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:
             defaults[name] = evaluation.default_options(setting)
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=defaults)})
     config = with_overrides(config, options.overrides)
-    if problems := shadowed_overrides(config, options.overrides, [index]):
+    if problems := shadowed_overrides(config.stages, options.overrides, [index]):
         raise ConfigError(problems)
     if options.data:
         corpora = [SourceConfig(path=path) for path in options.data]
@@ -140,8 +140,8 @@ def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:
 
 def evaluated_setting(config: RunConfig, index: int) -> EvaluationSetting:
     """Setting of the stage `index` alone, without its exit criterion, and without tensor and pipeline parallelism,
-    which `moba-train eval` does not use. Raises ConfigError as `resolve_stages`."""
-    setting = evaluation_settings(config, resolve_stages(config))[index]
+    which `moba-train eval` does not use. Raises ConfigError as `resolve_unchecked`."""
+    setting = evaluation_settings(resolve_unchecked(config))[index]
     stage = replace(setting.stage, evaluate=True, until=None)
     return replace(setting, stage=stage, longest_length=stage.seq_len, tp=1, pp=1)
 
@@ -164,12 +164,22 @@ def _with_length(config: RunConfig, stage: Stage, seq_len: int) -> RunConfig:
 def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
     """Raise ConfigError when the stage cannot be evaluated with this recipe. Other stages count for the model's
     parameters alone; the exit criterion and the learning rate's schedule, which may span all stages, do not count."""
-    if problems := list(attention_problems(config, allow_idle=True, training=False)):
+    attention = attention_problems(
+        config.model,
+        config.attention,
+        config.stages,
+        config.parallel,
+        None,
+        config.deterministic,
+        allow_idle=True,
+        training=False,
+    )
+    if problems := list(attention):
         raise ConfigError(problems)
     stage = config.stages[index].model_copy(update={"until": None, "schedule": None, "evaluate": True})
     optim = config.optim.model_copy(update={"schedule": ScheduleConfig()})
     ignored = {"optim": optim, "init_from": None, "evaluation": EvaluationConfig()}
-    validate(config.model_copy(update={"stages": [stage], **ignored}), allow_idle=True, training=False)
+    resolve(config.model_copy(update={"stages": [stage], **ignored}), allow_idle=True, training=False)
     asked = asked_evaluations(config.evaluation, config.data.validation)
     named = None if tasks is None else evaluations_named([*tasks])
     setting = evaluated_setting(config, index)
@@ -203,9 +213,9 @@ def _without(config: RunConfig, named: set[str]) -> RunConfig:
 def _hugging_face(folder: Path) -> SavedRun:
     """The model in `folder`, which the user named, with the recipe that an import would write."""
     config = imported_recipe(folder, folder)
-    validate(config.model_copy(update={"init_from": None}), allow_idle=True)
-    (stage,) = resolve_stages(config)
-    return SavedRun(folder, config, stage)
+    run = resolve(config.model_copy(update={"init_from": None}), allow_idle=True)
+    (stage,) = run.stages
+    return SavedRun(folder, config, run.setup.spec, stage)
 
 
 def check_tokenizer(data: DataConfig, trained: Sequence[str]) -> None:

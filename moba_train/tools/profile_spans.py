@@ -26,7 +26,6 @@ from moba_train.attention.kind import WrappedEngine
 from moba_train.attention.local import LOCAL_ENGINE
 from moba_train.attention.masked import accumulation_dtype, query_chunks
 from moba_train.attention.protocol import Layout, LocalAttention
-from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import format_count
 from moba_train.data.batch import collate
@@ -36,6 +35,7 @@ from moba_train.mechanisms.moa.spans import SpanRule, Spans
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import training_loss
+from moba_train.resolve.saved_recipe import SavedRun
 from moba_train.telemetry.jsonl import write_atomically
 from moba_train.tools.evaluate import load_on_this_machine, tracked, training_of
 

@@ -13,7 +13,6 @@ from data_tools.train_tokenizer import train_tokenizer
 from moba_train.attention.protocol import Layout
 from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.evals.answers import encode_segments
@@ -24,6 +23,8 @@ from moba_train.evals.registry import asked_evaluations
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.resolve.evaluations import evaluation_settings
+from moba_train.resolve.run import resolve_unchecked
+from tests.resolved import stages_of
 
 VOCAB = 512
 PROSE = "the quick brown fox jumps over lazy dogs while reading long documents about sparse attention . It rained."
@@ -79,7 +80,7 @@ def recipe(folder: Path, seq_len: int, evaluation: dict[str, Any], **keys: Any) 
 
 def stage_setting(config: RunConfig) -> EvaluationSetting:
     """Setting of evaluations in the recipe's first stage."""
-    return evaluation_settings(config, resolve_stages(config))[0]
+    return evaluation_settings(resolve_unchecked(config))[0]
 
 
 AnyEvaluation = TypeVar("AnyEvaluation", bound=Evaluation[Any])
@@ -99,7 +100,7 @@ def recipe_texts(config: RunConfig) -> NeedleTexts:
 
 def context(config: RunConfig, model: Transformer) -> EvaluationContext:
     """MoBA and full attention on one device."""
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     return EvaluationContext(model, stage, DataShard(), next(model.parameters()).device, with_full(stage.attention))
 
 

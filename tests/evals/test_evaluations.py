@@ -17,7 +17,6 @@ from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.base import Section
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals.evaluation import (
@@ -43,6 +42,7 @@ from moba_train.tools.ruler.ruler import Ruler
 from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.train import main
 from tests.evals import questions
+from tests.resolved import stages_of
 
 RECIPE = """
 name: test
@@ -102,7 +102,7 @@ def test_an_evaluation_gives_what_it_declares(
     recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation[Any]], attentions: str
 ) -> None:
     config = asking if evaluation in (Needle, NeedleSignalEvaluation, Ruler) else load_config(recipe)
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     setting = questions.stage_setting(config)
     options = config.evaluation.options_of(evaluation.name) or evaluation.default_options(setting)
     model = Transformer(config.model).to(world.device)
@@ -131,7 +131,7 @@ def test_a_criterion_gets_the_numbers_it_compares_and_no_other_step_has_them(rec
     """The recipe does not ask for full attention, which the criterion compares with."""
     until = "{trailing_loss_recovered: {tolerance: 0.1, reference: full}, max_tokens: 512}"
     config = load_config(recipe, ["evaluation.position_wise.attention=own", f"stages.0.until={until}"])
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     telemetry = SimpleNamespace(event=lambda *_, **__: None)
@@ -146,7 +146,7 @@ def test_a_criterion_gets_the_numbers_it_compares_and_no_other_step_has_them(rec
 def test_an_evaluation_that_is_stopped_leaves_the_model_as_the_stage_trains_it(recipe: Path, world: World) -> None:
     """Stopped while full attention is tried, the last one."""
     config = load_config(recipe, ["evaluation.position_wise.attention=both"])
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     tried: list[list[str]] = []

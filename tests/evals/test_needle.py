@@ -15,7 +15,6 @@ from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import AttentionObserver
 from moba_train.attention.protocol import TokenRange
 from moba_train.config.load import dump_config
-from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import ConfigError, DataError
 from moba_train.evals import answers
@@ -26,11 +25,11 @@ from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
-from moba_train.resolve.recipe import validate
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
 from moba_train.train import main
 from tests.evals.questions import Reader, built, context, recipe, recipe_texts
+from tests.resolved import check, stages_of
 
 LENGTH = 448
 
@@ -148,7 +147,7 @@ def test_an_untrained_model_finds_nothing_and_selected_blocks_are_those_of_the_g
     assert selected[0][2] is None, "the last layer is full"
     assert result.data["maps"]["full"]["selected"] == [[None] * 3]
 
-    model.set_attention(build_attention(resolve_stages(config)[0].attention, model.config.head_width))
+    model.set_attention(build_attention(stages_of(config)[0].attention, model.config.head_width))
     counts = [[0, 0], [0, 0]]
     for question in needle_texts(texts, **section).questions(LENGTH):
         batch = answer_batch(question, LENGTH)
@@ -230,8 +229,8 @@ def test_recipes_that_cannot_work_are_refused_by_key(
     texts: Path, section: dict[str, Any], keys: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        validate(recipe(texts, LENGTH, {"needle": section}, **keys))
-    validate(recipe(texts, LENGTH, {"needle": {"lengths": [640], "extrapolate": True}}))
+        check(recipe(texts, LENGTH, {"needle": section}, **keys))
+    check(recipe(texts, LENGTH, {"needle": {"lengths": [640], "extrapolate": True}}))
 
 
 def test_a_haystack_shorter_than_the_needle_or_than_its_corpus_is_refused(texts: Path) -> None:
@@ -261,9 +260,9 @@ def test_samples_that_cannot_be_made_are_refused_before_training(
 ) -> None:
     """They would end the run at the first evaluation of their stage."""
     with pytest.raises(ConfigError, match=problem):
-        validate(recipe(texts, seq_len, section), check_files=True)
+        check(recipe(texts, seq_len, section), check_files=True)
     unseen = {"name": "only", "seq_len": seq_len, "tokens": seq_len, "evaluate": False}
-    validate(recipe(texts, seq_len, section, stages=[unseen]), check_files=True)
+    check(recipe(texts, seq_len, section, stages=[unseen]), check_files=True)
 
 
 def test_a_stage_without_a_length_that_fits_says_what_is_missing(texts: Path) -> None:

@@ -11,20 +11,18 @@ import pytest
 import torch
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.evals.answers import predicted_answers
 from moba_train.evals.evaluation import EvaluationContext, with_full
 from moba_train.evals.needle import Needle
 from moba_train.mechanisms.probes.gate_probe import GateProbe
 from moba_train.mechanisms.probes.needle_signal import NeedleSignalEvaluation
-from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
-from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import World, joined_world
 from moba_train.tools.ruler.ruler import Ruler
 from tests.evals.questions import built, recipe, recipe_texts
 from tests.forked import forked
+from tests.resolved import shard_of, sharded_of, stages_of
 
 LENGTH = 403
 """Odd, so that samples are padded for the ranks."""
@@ -47,11 +45,11 @@ def evaluated(world: World, folder: Path, sizes: MeshSizes, parallel: dict[str, 
     probe = {"queries": 77, "sequences": 3, "by_head": by_head}
     sections = {"needle": needle, "ruler": ruler, "gate_probe": probe, "needle_signal": signal}
     config = recipe(folder, 1024, sections, parallel=parallel)
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     dims = ParallelDims(sizes, world)
-    model = sharded_model(config, dims)
+    model = sharded_of(config, dims)
     model.set_rope(stage.rope)
-    shard, _ = ContextEngines(config, dims, lambda *_: None).data_shard(stage, sizes)
+    shard = shard_of(config, stage, dims)
     if shard.engine is not None:
         model.set_engines([shard.engine] * config.model.layers)
     context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))

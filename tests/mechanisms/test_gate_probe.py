@@ -15,7 +15,6 @@ from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import TokenRange, packed_layout
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.errors import ConfigError
 from moba_train.evals.evaluation import EvaluationContext, name_of
@@ -26,10 +25,10 @@ from moba_train.model.build import build_attention, build_model, initialize_weig
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
-from moba_train.resolve.recipe import validate
 from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main
 from tests.evals.questions import built
+from tests.resolved import check, spec_of, stages_of
 
 BLOCK, HEAD_DIM = 8, 16
 SCORED = {"margin", "gate_entropy"}
@@ -218,7 +217,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def test_it_probes_the_sparse_layers_and_leaves_the_model_as_it_was(config: RunConfig) -> None:
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     with joined_world() as world:
         model = Transformer(config.model).to(world.device)
         initialize_weights(model, 0)
@@ -254,7 +253,7 @@ def test_problems_are_named(config: RunConfig) -> None:
         update={"evaluation": evaluation, "data": config.data.model_copy(update={"validation": []})}
     )
     with pytest.raises(ConfigError) as error:
-        validate(wrong, 1)
+        check(wrong, 1)
     assert "evaluation.gate_probe.layers: given 3, the model has layers 0 to 2" in str(error.value)
     assert "evaluation.gate_probe: needs sequences" in str(error.value)
 
@@ -266,9 +265,9 @@ def test_layers_whose_selection_is_not_seen_count_as_nothing_measured(config: Ru
             "attention": {"full_layers": "last:1"} | attention
         }
         changed = RunConfig.model_validate(given)
-        (stage,) = resolve_stages(changed)
+        (stage,) = stages_of(changed)
         with joined_world() as world:
-            model = build_model(changed)
+            model = build_model(spec_of(changed))
             initialize_weights(model, 0)
             own = {name_of(stage.attention): stage.attention}
             result = built(GateProbe, changed).run(EvaluationContext(model, stage, DataShard(), world.device, own))

@@ -25,8 +25,8 @@ from moba_train.mechanisms.probes.needle_signal import (
 from moba_train.model.build import build_model, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
-from moba_train.resolve.recipe import validate
 from tests.evals.questions import VOCAB, built, context, recipe
+from tests.resolved import check, spec_of
 
 LENGTH = 448
 WIDTH, BLOCKS, HEADS, DRAWS = 64, 15, 16, 60
@@ -175,7 +175,7 @@ def test_layers_that_give_their_blocks_are_looked_at_and_without_any_there_is_no
     section = {"depths": [50], "samples": 1, "lengths": [LENGTH], "gates": [{"block_size": 16, "topk": 3}]}
     nsa = {"compressed_block": 8, "stride": 8, "block_size": 16, "topk": 4, "window": 16, "backend": "reference"}
     config = recipe(texts, LENGTH, {"needle_signal": section}, attention={"default": kind, "nsa": nsa})
-    model = build_model(config)
+    model = build_model(spec_of(config))
     initialize_weights(model, 0)
     result = built(NeedleSignalEvaluation, config).run(context(config, model))
     own, full = (result.data["rows"][name][str(LENGTH)] for name in (kind, "full"))
@@ -203,7 +203,7 @@ def test_layers_that_give_their_blocks_are_looked_at_on_a_gpu(kind: str, texts: 
         model=model_section | {"kv_heads": 2, "init_std": 0.1},
         attention={"default": kind, kind: {"block_size": 64, "topk": 4}},
     )
-    model = build_model(config)
+    model = build_model(spec_of(config))
     initialize_weights(model, 0)
     result = built(NeedleSignalEvaluation, config).run(context(config, model.to("cuda", torch.bfloat16)))
     own, full = (result.data["rows"][name][str(LENGTH)] for name in (kind, "full"))
@@ -216,7 +216,7 @@ def test_layers_that_give_their_blocks_are_looked_at_on_a_gpu(kind: str, texts: 
 def test_recipes_and_lengths_that_cannot_work_are_refused_by_key(texts: Path) -> None:
     section = {"needles": 3, "keys": 2}
     with pytest.raises(ConfigError) as error:
-        validate(recipe(texts, LENGTH, {"needle_signal": section}, parallel={"tp": 2}))
+        check(recipe(texts, LENGTH, {"needle_signal": section}, parallel={"tp": 2}))
     assert "evaluation.needle_signal: given with parallel.tp 2" in str(error.value)
     assert "evaluation.needle_signal.keys: given 2; allowed: at least needles 3" in str(error.value)
     config = recipe(texts, LENGTH, {"needle_signal": {}})

@@ -112,23 +112,22 @@ def remove_checkpoints(trainer: Trainer) -> None:
 
 def replace_by_file(trainer: Trainer) -> None:
     trainer.checkpoints._checkpointer.wait()
-    trainer.checkpoints.folder.rename(trainer.run_dir / "away")
+    trainer.checkpoints.folder.rename(trainer.resolved.folders.run / "away")
     trainer.checkpoints.folder.touch()
 
 
 def put_back(trainer: Trainer) -> None:
     trainer.checkpoints._checkpointer.wait()
     trainer.checkpoints.folder.unlink()
-    (trainer.run_dir / "away").rename(trainer.checkpoints.folder)
+    (trainer.resolved.folders.run / "away").rename(trainer.checkpoints.folder)
 
 
 def test_runs_of_one_name_have_folders_of_their_own_in_one_fallback(run: Run) -> None:
     """Else each would remove the other's checkpoints, or resume from them."""
     path = run.write_recipe()
     given = [f"checkpoint.fallback_dir={run.folder / 'local'}"]
-    one, other = (
-        checkpoint_folders(load_config(path, [*given, f"run_dir={run.folder / parent / 'run'}"])) for parent in "ab"
-    )
+    configs = [load_config(path, [*given, f"run_dir={run.folder / parent / 'run'}"]) for parent in "ab"]
+    one, other = (checkpoint_folders(config.run_dir, config.checkpoint.fallback_dir) for config in configs)
     assert one[1].parent == other[1].parent == run.folder / "local"
     assert one[1] != other[1]
 

@@ -9,11 +9,12 @@ import pytest
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig, StageConfig, UntilConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.errors import CheckpointError
 from moba_train.run import evaluations as evaluations_module
 from moba_train.run.evaluations import RunEvaluations, StageExit, judge
 from moba_train.run.progress import Progress
+from tests.resolved import stages_of
 
 NUMBERS = {"trailing_loss": 2.0, "trailing_loss_full": 1.75}
 
@@ -30,7 +31,7 @@ def stage(until: dict[str, Any] | None) -> Stage:
         batch_tokens=100,
         stages=[StageConfig(name="only", seq_len=50, tokens=300, until=given)],
     )
-    return resolve_stages(config)[0]
+    return stages_of(config)[0]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from moba_train.evals.haystack import needle_frame, needle_sentence
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
-from moba_train.resolve.recipe import validate
 from moba_train.tools.ruler.ruler import Ruler, RulerTexts
 from moba_train.tools.ruler.ruler_tasks import DEPTHS, TASKS, found_share
 from tests.evals.questions import Reader, built, context, recipe, stage_setting
+from tests.resolved import check
 
 LENGTH = 3072
 SENTENCES = "It rained all day. The fox slept. Dogs ran over the hill and back. Nothing else was seen."
@@ -289,7 +289,7 @@ def test_recipes_that_cannot_work_are_refused_by_key(
     texts: Path, section: dict[str, Any], keys: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        validate(recipe(texts, LENGTH, {"ruler": section}, **keys))
+        check(recipe(texts, LENGTH, {"ruler": section}, **keys))
 
 
 def test_a_length_that_a_task_does_not_fit_in_is_refused(texts: Path) -> None:

@@ -23,7 +23,6 @@ from moba_train.checkpoint import publish
 from moba_train.checkpoint.index import Part
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import verify_checkpoint
-from moba_train.checkpoint.recipe import SavedRun
 from moba_train.checkpoint.writer import ShardFile, write_checkpoint
 from moba_train.config.explain import given
 from moba_train.config.load import dump_config
@@ -35,7 +34,9 @@ from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.hf.config import CONFIG, hf_config, read_config, read_layers, read_model_config
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, parameter_shapes, write_safetensors
-from moba_train.model.build import Shapes, build_attention, kind_shapes
+from moba_train.model.build import build_attention
+from moba_train.model.spec import ModelSpec
+from moba_train.resolve.saved_recipe import SavedRun
 from moba_train.tools.convert.hf_tokenizer import export_tokenizer
 
 _WEIGHTS = "*.safetensors"
@@ -220,10 +221,12 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     shape, an attention kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed
     since it was written.
     """
-    checkpoint, config, stage = saved
+    checkpoint = saved.path
+    config = saved.config
+    stage = saved.stage
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
     kinds = build_attention(stage.attention, config.model.head_width)
-    if problems := _export_problems(config.model, kinds, kind_shapes(config)):
+    if problems := _export_problems(saved.spec, kinds):
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
     contents["moba"] = {"layers": [kind.export_entry() for kind in kinds]}
     check_new_folder(output)
@@ -242,14 +245,12 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     return tokenizer.warnings
 
 
-def _export_problems(
-    model: ModelConfig, kinds: Sequence[AttentionKind], parameters: Mapping[tuple[int, str], Shapes]
-) -> list[str]:
-    """Losses of an export: those of the `kinds` of the stage, and `parameters` of kinds that only other stages use."""
-    problems = dict.fromkeys(kind.export_problem(model) for kind in kinds)
+def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> list[str]:
+    """Losses of an export: those of the `kinds` of the stage, and parameters of kinds that only other stages use."""
+    problems = dict.fromkeys(kind.export_problem(spec.config) for kind in kinds)
     active = {kind.name for kind in kinds}
     left: Counter[str] = Counter()
-    for (_, name), shapes in parameters.items():
+    for (_, name), shapes in spec.kind_shapes.items():
         left[name] += len(shapes)
     for name, tensors in left.items():
         if name not in active:

@@ -91,7 +91,7 @@ def make_pods(config: RunConfig, image: str | None, claim: str | None, restarts:
 def _read_by(config: RunConfig) -> dict[str, str]:
     """The files and folders that the run reads, each with the first key of the recipe that names it."""
     keys: dict[str, str] = {}
-    for key, source in recipe_sources(config):
+    for key, source in recipe_sources(config.data, config.stages):
         keys.setdefault(source.path, f"{key}.path")
     if config.init_from is not None:
         keys.setdefault(config.init_from, "init_from")

@@ -17,7 +17,6 @@ import torch
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 
-from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.base import format_count
 from moba_train.data.chat_template import Template
 from moba_train.data.corpus_marks import CorpusMarks, corpus_marks
@@ -33,9 +32,9 @@ from moba_train.errors import DataError, UserError
 from moba_train.evals.evaluation import EvaluationResult, name_of, variants
 from moba_train.foreign_files import parse_json
 from moba_train.model.build import build_attention
+from moba_train.resolve.saved_recipe import SavedRun
 from moba_train.tools.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
-from moba_train.tools.evaluate import load_on_this_machine, measured_json, training_of, write_results
-from moba_train.tools.evaluated_recipe import evaluated_setting
+from moba_train.tools.evaluate import load_on_this_machine, measured_json, recipe_layers, training_of, write_results
 from moba_train.tools.lm_eval.language_model import NativeLM
 from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
@@ -95,8 +94,7 @@ def evaluate_with_lm_eval(
     """
     training = training_of(saved)
     stage = saved.stage
-    setting = evaluated_setting(saved.config, stage.index)
-    attentions = variants(stage.attention, setting.recipe_attention, options.attention)
+    attentions = variants(stage.attention, recipe_layers(saved), options.attention)
     lengths = _sample_lengths(options, stage.seq_len)
     if stage.seq_len > training.seq_len:
         logger.warning(

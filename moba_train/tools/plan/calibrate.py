@@ -30,7 +30,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
 from moba_train.config.optim import OptimConfig
-from moba_train.config.run import PrecisionConfig
+from moba_train.config.precision import PrecisionConfig
 from moba_train.memory.devices import H200, local_gpu, local_host_memory
 from moba_train.memory.flops import attention_matrices, feed_forward_matrices
 from moba_train.memory.layer_memory import block_bytes

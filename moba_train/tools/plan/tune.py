@@ -57,7 +57,7 @@ def tune(
 
     output: file for the results as JSON. Raises UserError, PlanError if no layout could be trained.
     """
-    config, layouts = find_layouts(recipe, overrides, 1, machine, check_files=True)
+    config, _, layouts = find_layouts(recipe, overrides, 1, machine, check_files=True)
     tried = []
     for place, layout in enumerate(layouts.best, start=1):
         say(f"layout {place} of {len(layouts.best)}: {' '.join(layout.arguments) or OWN_LAYOUT}")

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from moba_train.config.run import TelemetryConfig
 
+from moba_train.config.telemetry import TelemetryConfig
 from moba_train.telemetry.sinks import describe_sinks, make_telemetry, sink_problems
 from moba_train.telemetry.telemetry import SinkRun
 
