@@ -27,7 +27,6 @@ from typing import NoReturn
 
 from moba_train.config.load import load_config
 from moba_train.config.mesh import WorldSize
-from moba_train.config.schema import RunConfig
 from moba_train.errors import LaunchError, UserError
 from moba_train.health.watch import stalls_folder
 from moba_train.memory.devices import local_device, weakest
@@ -106,8 +105,8 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
                 if given.verbose:
                     print(f"resolved recipe:\n{run.recipe}", flush=True)
                 print(summarize(run), flush=True)
-                print_recipe_warnings(config, run)
-            _train(config, run, world, given.stop_at_step, given.from_scratch, stop)
+                print_recipe_warnings(run)
+            _train(run, world, given.stop_at_step, given.from_scratch, stop)
     except UserError as error:
         stop.failed()
         print_error(error)
@@ -129,7 +128,6 @@ def _positive(text: str) -> int:
 
 
 def _train(
-    config: RunConfig,
     run: ResolvedRun,
     world: World,
     stop_at_step: int | None,
@@ -139,7 +137,7 @@ def _train(
     if any_rank(stop.requested):
         raise StoppedBeforeTrainingError
     with run_folder_lock(run.folders.run, world) as run_lock:
-        trainer = Trainer(config, run, world, run_lock, stop_at_step, from_scratch, stop)
+        trainer = Trainer(run, world, run_lock, stop_at_step, from_scratch, stop)
         step_before = trainer.progress.step
         finished = trainer.train()
     if stop.requested and not finished:

@@ -86,7 +86,7 @@ class Prefetcher:
     """Iterates over the micro-batches of steps [first_step, end_step), prepared on `device` by a background thread.
 
     `load(step)` makes a step's batches; its exceptions are raised by the iteration at that step. At most `STEPS_AHEAD`
-    steps wait in the queue. A context manager: leaving it stops the thread.
+    steps wait in the queue. Leaving it as a context manager stops the thread.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Prefetcher:
         """Stop the thread; batches not yet taken are dropped."""
         self._closed.set()
         self._awaited = iter(range(0))
-        # The thread may be blocked on a full queue, and puts at most one more step before it sees `_closed`.
+        # The thread may wait for a full queue, and puts at most one more step before it sees `_closed`.
         while self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.01)

@@ -34,6 +34,7 @@ from moba_train.resolve.data import file_problems, length_problems
 from moba_train.resolve.evaluations import (
     evaluated_sequences,
     evaluation_problems,
+    evaluation_settings,
     exit_problems,
     pipeline_evaluation_problems,
 )
@@ -70,7 +71,11 @@ def part_problems(
         *length_problems(config.data, config.stages),
         *tensor_problems(model, parallel, config.compile, ranks_per_node),
         *(pipeline_problems(config) if training else ()),
-        *(pipeline_evaluation_problems(config) if training and parallel.pp > 1 else ()),
+        *(
+            pipeline_evaluation_problems(config.evaluation, config.data.validation, parallel.pp)
+            if training and parallel.pp > 1
+            else ()
+        ),
     ]
 
 
@@ -79,14 +84,15 @@ def stage_problems(
 ) -> list[str]:
     """Problems of the stages of `run`, which is `config` resolved: context parallelism, evaluations, parameters."""
     stages = run.stages
+    settings = evaluation_settings(run)
     spec = run.setup.spec
     ranks_per_node = world.ranks_per_node if world is not None else None
     here = _type_here(device)
     return [
         *_context_problems(config.model, stages, config.stages, config.precision, ranks_per_node, here),
-        *row_problems(stages, [evaluated_sequences(config, stage) for stage in stages]),
-        *evaluation_problems(config),
-        *exit_problems(config, stages),
+        *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
+        *evaluation_problems(run.evaluation, settings),
+        *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
         *_trainable_problems(spec, stages),
         *(() if allow_idle else exclude_problems(spec, config.precision)),
     ]
@@ -128,7 +134,7 @@ def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool
     initial = unread_folder(config.init_from, checkpoint_folders(config.run_dir, fallback_dir))
     spec = run.setup.spec if run is not None else None
     return [
-        *file_problems(config, run.stages if run is not None else ()),
+        *file_problems(config, evaluation_settings(run) if run is not None else ()),
         *(initial_problems(config.model, spec, initial) if initial is not None else ()),
         *_folder_problems(config.run_dir, fallback_dir),
         *(sink_problems(config.telemetry) if training else ()),

@@ -8,12 +8,12 @@ from typing import Literal
 
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.schema import RunConfig, StageConfig
-from moba_train.config.stages import Stage
 from moba_train.data.blend import length_buckets
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
+from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.resolve.evaluations import exit_data_problems, sample_problems
 
 
@@ -28,10 +28,10 @@ def length_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator
             yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
 
 
-def file_problems(config: RunConfig, stages: Sequence[Stage]) -> Iterator[str]:
+def file_problems(config: RunConfig, settings: Sequence[EvaluationSetting]) -> Iterator[str]:
     """Corpora and tokenizer that are missing, damaged or do not fit, relative to the working directory.
 
-    stages: whose exits and evaluations are also judged; none where other checks have found problems
+    settings: of the evaluations of each stage, whose files are also judged; none if there are other problems
     """
     data = config.data
     corpora = list(_corpus_problems(data, config.stages, config.model.vocab_size, config.loss_norm))
@@ -43,8 +43,8 @@ def file_problems(config: RunConfig, stages: Sequence[Stage]) -> Iterator[str]:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
     yield from tokenizer_problems(data, config.stages)
     if not corpora:
-        yield from exit_data_problems(config, stages)
-        yield from sample_problems(config, stages)
+        yield from exit_data_problems(config.evaluation, settings)
+        yield from sample_problems(config.evaluation, settings)
 
 
 def _corpus_problems(

@@ -9,7 +9,6 @@ from typing import Literal
 from moba_train.config.base import format_count
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import ModelConfig
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
 from moba_train.data.samples import StageData
@@ -18,7 +17,7 @@ from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
 from moba_train.errors import DataError, UserError, named_layers
 from moba_train.model.spec import ModelSpec, Shapes
 from moba_train.resolve.data import recorded_tokenizers
-from moba_train.resolve.evaluations import evaluation_warnings
+from moba_train.resolve.evaluations import evaluation_settings, evaluation_warnings
 from moba_train.resolve.initial_weights import initial_tokenizers, left_out_kinds, unread_folder
 from moba_train.resolve.run import ResolvedRun
 
@@ -33,20 +32,20 @@ SPARE_SHARE = 0.1
 """And as a share of the tokenizer's: published models reserve a few percent for later tokens."""
 
 
-def print_recipe_warnings(config: RunConfig, run: ResolvedRun) -> None:
+def print_recipe_warnings(run: ResolvedRun) -> None:
     """Print `recipe_warnings`, a line each, as `moba-train plan` does and a run that starts."""
-    for warning in recipe_warnings(config, run):
+    for warning in recipe_warnings(run):
         print(f"warning: {warning}", flush=True)
 
 
-def recipe_warnings(config: RunConfig, run: ResolvedRun) -> list[str]:
-    """Sentences about a recipe and its resolved run, each with the keys to change; none if nothing is conspicuous."""
+def recipe_warnings(run: ResolvedRun) -> list[str]:
+    """Sentences about a run, each with the keys to change; none if nothing is conspicuous."""
     spec = run.setup.spec
     sources = run.named_sources()
     initial = unread_folder(run.init_from, run.folders.checkpoints)
     return [
         *_batch_warnings(run.stages),
-        *evaluation_warnings(config, run.stages),
+        *evaluation_warnings(run.evaluation, evaluation_settings(run)),
         *_trained_on_warnings(sources, run.data.validation),
         *_short_validation_warnings(run.data.validation, run.stages, run.evaluation.sequences, run.seed, spec.config),
         *_vocabulary_warnings(spec, _known_tokens(sources, run.data.tokenizer), run.init_from is not None),

@@ -1,19 +1,28 @@
-"""Evaluations that run while a stage trains, and the exit criterion (`until`) by which their numbers end the stage."""
+"""Evaluations of a run while it trains: when they run, what stops them, and the exit criterion that they decide."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moba_train.checkpoint.retention import Numbers
-from moba_train.config.schema import RunConfig, UntilConfig
+from moba_train.config.data import SourceConfig
+from moba_train.config.evaluation import EvaluationConfig
+from moba_train.config.schema import UntilConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import CheckpointError
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationStoppedError, name_of, with_full
-from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, stage_evaluations
+from moba_train.evals.evaluation import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationSetting,
+    EvaluationStoppedError,
+    name_of,
+    with_full,
+)
+from moba_train.evals.registry import EVALUATIONS, asked_evaluations, stage_evaluations
 from moba_train.health.watch import Watch
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
@@ -96,14 +105,20 @@ class StageEvaluations:
     Constructed and called on all ranks together.
     """
 
-    def __init__(self, config: RunConfig, context: EvaluationContext, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        section: EvaluationConfig,
+        setting: EvaluationSetting,
+        context: EvaluationContext,
+        telemetry: Telemetry,
+    ) -> None:
         """`context`: without attentions, each evaluation gets its own. Raises DataError for damaged corpora."""
-        self._stage = context.stage
+        self._stage = setting.stage
         self._telemetry = telemetry
-        self._evaluations: list[tuple[Evaluation, EvaluationContext]] = []
+        self._evaluations: list[tuple[Evaluation[Any], EvaluationContext]] = []
         layers = self._stage.attention
         needed = set(self._stage.until.metrics) if self._stage.until else set()
-        for evaluation in stage_evaluations(config, self._stage):
+        for evaluation in stage_evaluations(section, setting):
             with_both = evaluation.compare_with_full or not needed.isdisjoint(evaluation.numbers_against_full)
             attentions = with_full(layers) if with_both else {name_of(layers): layers}
             self._evaluations.append((evaluation, dataclasses.replace(context, attentions=attentions)))
@@ -135,7 +150,7 @@ class StageEvaluations:
         """`run_due` of those that were not due after `step`: the stage has turned out to end there."""
         return self._run(step, tokens, lambda evaluation: not evaluation.due(step, self._stage))
 
-    def _run(self, step: int, tokens: int, wanted: Callable[[Evaluation], bool]) -> dict[str, float]:
+    def _run(self, step: int, tokens: int, wanted: Callable[[Evaluation[Any]], bool]) -> dict[str, float]:
         numbers: dict[str, float] = {}
         for evaluation, context in self._evaluations:
             if evaluation.missing:
@@ -181,7 +196,8 @@ class RunEvaluations:
 
     def __init__(
         self,
-        config: RunConfig,
+        section: EvaluationConfig,
+        metrics: Path,
         world: World,
         *,
         progress: Progress,
@@ -192,12 +208,17 @@ class RunEvaluations:
         is_recorded: Callable[..., bool],
         known_numbers: Numbers | None = None,
     ) -> None:
-        """is_recorded(type, stage, **fields): tells if an earlier start recorded such an event at the step from which
-            the run resumed
-        known_numbers: those of the evaluations that are due at the checkpoint from which the run resumes; None where
-            they must be run
+        """Evaluations of a run.
+
+        section: `evaluation` of the recipe
+        metrics: file of the run's records
+        is_recorded: `is_recorded(type, stage, **fields)` is True if an earlier start recorded such an event at the step
+            from which the run resumed
+        known_numbers: those of the evaluations that are due at the checkpoint from which the run resumes; None if they
+            must be run
         """
-        self._config = config
+        self._section = section
+        self._metrics = metrics
         self._world = world
         self._progress = progress
         self._checkpoints = checkpoints
@@ -207,16 +228,17 @@ class RunEvaluations:
         self._is_recorded = is_recorded
         self._known_numbers = known_numbers
 
-    def begin_stage(self, stage: Stage, model: Transformer, data_shard: DataShard) -> None:
-        """Prepare the evaluations and the exit criterion of a stage that begins or goes on.
+    def begin_stage(self, setting: EvaluationSetting, model: Transformer, data_shard: DataShard) -> None:
+        """Prepare the evaluations and the exit criterion of the stage of `setting`, which begins or goes on.
 
         Raises DataError for damaged corpora, and CheckpointError when the criterion refers to a number that the stage
         before has not evaluated.
         """
+        stage = setting.stage
         self._stage = stage
         self._exit = StageExit(stage, self._progress.trailing_loss_before)
         context = EvaluationContext(model, stage, data_shard, self._world.device, between_batches=self._between_batches)
-        self._evaluations = StageEvaluations(self._config, context, self._telemetry)
+        self._evaluations = StageEvaluations(self._section, setting, context, self._telemetry)
 
     def due(self, step: int) -> bool:
         """True if any evaluation is due after `step`."""
@@ -235,7 +257,7 @@ class RunEvaluations:
         """Run all evaluations before the stage's first step, at which `tokens` are consumed."""
         self._batch_began = time.perf_counter()
         with self._watch.phase("evaluation", self._progress.step):
-            self._evaluations.run_at_start(tokens, Path(self._config.run_dir) / "metrics.jsonl")
+            self._evaluations.run_at_start(tokens, self._metrics)
 
     def run_due(self, tokens: int) -> bool:
         """Run the evaluations that are due after the current step. Returns True if they end the stage.
@@ -290,16 +312,22 @@ class RunEvaluations:
             raise EvaluationStoppedError
 
 
-def known_numbers(config: RunConfig, stage: Stage, progress: Progress, numbers: Numbers | None) -> Numbers | None:
+def known_numbers(
+    section: EvaluationConfig,
+    validation: Sequence[SourceConfig],
+    stage: Stage,
+    progress: Progress,
+    numbers: Numbers | None,
+) -> Numbers | None:
     """Numbers of the evaluations that are due after the current step, the checkpoint from which the run resumes; None
-    where they must be run.
+    if they must be run.
 
-    numbers: those that the run before found there. Where the stage ends here now, and did not by the recipe of the
+    numbers: those that the run before found there. If `stage` ends here now, and did not by the recipe of the
     checkpoint, further evaluations are due, which is recorded in `progress`.
     """
     if not progress.ends_here_now(stage):
         return numbers
     progress.expect_evaluation()
-    asked = enabled_evaluations(config) if stage.evaluate else []
+    asked = asked_evaluations(section, validation) if stage.evaluate else ()
     complete = all(evaluation.numbers <= (numbers or {}).keys() for evaluation in asked)
     return numbers if complete else None

@@ -81,8 +81,8 @@ class Progress:
     """Tokens that were consumed before the current stage began, by stream (`StageData.stream_names`)."""
     run_id: str = ""
     """wandb's id, kept across restarts."""
-    fingerprints: dict[str, Fingerprint | str] = field(default_factory=dict)
-    """Fingerprint of every corpus read so far, by path; strings were saved by earlier versions."""
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
+    """Fingerprint of every corpus read so far, by path."""
     exited_steps: dict[str, int] = field(default_factory=dict)
     """Steps that the stages took whose exit criterion was met, by the stage's name."""
     trailing_loss: float | None = None

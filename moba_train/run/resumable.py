@@ -125,7 +125,7 @@ def _compare(
     saved: Sequence[dict[str, Any]],
     sources: Sequence[SourceConfig],
     found: Mapping[str, Fingerprint],
-    seen: Mapping[str, Fingerprint | str],
+    seen: Mapping[str, Fingerprint],
 ) -> None:
     """saved: the sources of this list in the checkpoint, [] if it has none; found, seen: fingerprints by path, now and
     then."""

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch
 from moba_train.data.loader import Prefetcher, training_data
@@ -19,6 +18,7 @@ from moba_train.health.reaction import gather_evidence, transient_fault
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.world import World, any_rank
+from moba_train.resolve.evaluations import evaluation_settings
 from moba_train.resolve.run import ResolvedRun
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.evaluations import RunEvaluations, known_numbers
@@ -44,7 +44,6 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
         run: ResolvedRun,
         world: World,
         run_lock: RunLock,
@@ -70,13 +69,15 @@ class Trainer:
         start = self.checkpoints.start(from_scratch)
         self.progress = start.progress
         self.resolved = run.after_exit(self.progress.exited_steps)
-        numbers = known_numbers(config, self.stage, self.progress, start.numbers)
+        evaluation = run.evaluation
+        numbers = known_numbers(evaluation, run.data.validation, self.stage, self.progress, start.numbers)
         again = self.progress.evaluation_due and numbers is None
         self.reports = RunReports(self.resolved, world, self.progress, start, lambda: self.tokens, again)
         telemetry = self.reports.telemetry
         self.monitors = Monitors(run, world, telemetry.stalled, self.reports.node)
         self.evaluations = RunEvaluations(
-            config,
+            evaluation,
+            run.folders.run / "metrics.jsonl",
             world,
             progress=self.progress,
             checkpoints=self.checkpoints,
@@ -196,7 +197,8 @@ class Trainer:
         data = training_data(run.samples, stage, progress.starts)
         corpora = check_corpora(stage, data, run.data.validation, progress)
         progress.note_data(trained_kinds(progress, run), corpora)
-        self.evaluations.begin_stage(stage, self.learner.model, self.learner.data_shard)
+        setting = evaluation_settings(run)[stage.index]
+        self.evaluations.begin_stage(setting, self.learner.model, self.learner.data_shard)
         self.reports.telemetry.stage = stage.name
         self.stop.time.begin_stage()
         if begins:

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from data_tools.blend import preview
 from data_tools.cli import app
+from data_tools.stats import preview
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import StageData
@@ -46,7 +46,8 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_shares_repeats_and_padding_are_those_of_the_samples(recipe: Path, packing: str) -> None:
     config = load_config(recipe, [f"data.packing={packing}"])
-    one_a, one_b, two_b = preview(resolve_unchecked(config))
+    run = resolve_unchecked(config)
+    one_a, one_b, two_b = preview(run.samples, run.stages)
     assert [(use.stage, Path(use.source).name) for use in (one_a, one_b, two_b)] == [
         ("one", "a"),
         ("one", "b"),

@@ -37,7 +37,7 @@ def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
         workers = ["--workers", "1"] if words[1] == "tokenize" else []
         run([word.replace("32000", "320") for word in words], *workers)
     assert (tmp_path / "web.skipped.txt").read_text().startswith("web.jsonl.gz:61: ")
-    assert (tmp_path / "lengths.png").stat().st_size > 1000
+    assert (tmp_path / "lengths.html").stat().st_size > 1000
 
     config = load_config(tmp_path / "recipe.yaml")
     assert config.model.vocab_size == 320, "not that of the guide's tokenizer"

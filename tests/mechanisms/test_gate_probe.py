@@ -27,6 +27,7 @@ from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main
+from tests.evals.questions import built
 from tests.resolved import check, spec_of, stages_of
 
 BLOCK, HEAD_DIM = 8, 16
@@ -224,7 +225,7 @@ def test_it_probes_the_sparse_layers_and_leaves_the_model_as_it_was(config: RunC
         engines = [block.attention.engine for block in model.blocks]
         own = {name_of(stage.attention): stage.attention}
         context = EvaluationContext(model, stage, DataShard(), world.device, own)
-        result = GateProbe(config, stage).run(context)
+        result = built(GateProbe, config).run(context)
     assert [layer["layer"] for layer in result.data["layers"]] == [0, 1]
     assert result.data["queries"] == 120
     assert 0 < result.numbers["mass_recall"] < 1
@@ -269,7 +270,7 @@ def test_layers_whose_selection_is_not_seen_count_as_nothing_measured(config: Ru
             model = build_model(spec_of(changed))
             initialize_weights(model, 0)
             own = {name_of(stage.attention): stage.attention}
-            result = GateProbe(changed, stage).run(EvaluationContext(model, stage, DataShard(), world.device, own))
+            result = built(GateProbe, changed).run(EvaluationContext(model, stage, DataShard(), world.device, own))
         assert result.numbers["mass_recall"] == pytest.approx(expected, nan_ok=True), attention
         assert ("nothing is measured" in result.message) == math.isnan(expected)
         assert result.table == [result.message], "no head of a table without rows"
@@ -277,5 +278,4 @@ def test_layers_whose_selection_is_not_seen_count_as_nothing_measured(config: Ru
 
 def test_a_stage_of_full_attention_says_how_another_one_is_probed(config: RunConfig) -> None:
     changed = config.model_copy(update={"attention": config.attention.model_copy(update={"default": "full"})})
-    (stage,) = stages_of(changed)
-    assert "such as stages.0.attention.default=moba" in GateProbe(changed, stage).missing
+    assert "such as stages.0.attention.default=moba" in built(GateProbe, changed).missing

@@ -37,6 +37,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.data import file_problems
+from tests.evals.questions import built, stage_setting
 from tests.resolved import check, stages_of
 
 BLOCK, VOCAB = 8, 64
@@ -196,7 +197,7 @@ def test_numbers_are_shares_of_the_context_and_the_model_is_left_as_it_was(tmp_p
         initialize_weights(model, 0)
         model.embedding.weight.requires_grad_(False)  # a frozen embedding: the first layer's input needs no gradient
         generator = torch.get_rng_state()
-        evaluation = GradientReach(config, stage)
+        evaluation = built(GradientReach, config)
         context = EvaluationContext(model, stage, DataShard(), world.device, with_full(stage.attention))
         result = evaluation.run(context)
         norms = []
@@ -226,9 +227,8 @@ def test_without_a_mask_there_is_no_context_and_it_says_so(tmp_path: Path) -> No
     stages = [{"name": "only", "seq_len": 128, "tokens": 256, "until": until}]
     schedule = {"optim": {"schedule": {"kind": "constant"}}}
     config = load(tmp_path, masked=False, stages=stages, **schedule)
-    (stage,) = stages_of(config)
-    assert "no token without loss before one with loss" in GradientReach(config, stage).missing
-    (problem,) = file_problems(config, stages_of(config))
+    assert "no token without loss before one with loss" in built(GradientReach, config).missing
+    (problem,) = file_problems(config, [stage_setting(config)])
     assert problem.startswith("stages[0].until: data.validation has no token without loss")
     assert "hold out documents with loss masks" in problem
 

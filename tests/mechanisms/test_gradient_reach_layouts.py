@@ -20,6 +20,7 @@ from moba_train.parallel.activations import set_activations
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.run import resolve_unchecked
+from tests.evals.questions import built
 from tests.resolved import shard_of, sharded_of, stages_of
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
@@ -64,7 +65,7 @@ def measured(recipe: str, overrides: list[str]) -> dict[str, Any]:
         if shard.engine is not None:
             model.set_engines([shard.engine] * config.model.layers)
         context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))
-        result = GradientReach(config, stage).run(context)
+        result = built(GradientReach, config).run(context)
         assert all(parameter.grad is None for parameter in model.parameters())
         return {"numbers": result.numbers, "data": result.data}
 

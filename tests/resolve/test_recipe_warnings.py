@@ -21,7 +21,7 @@ VALIDATION = "data.validation=[{path: v}]"
 
 
 def recipe_warnings(config: RunConfig) -> list[str]:
-    return warnings.recipe_warnings(config, resolve_unchecked(config))
+    return warnings.recipe_warnings(resolve_unchecked(config))
 
 
 @pytest.mark.parametrize(

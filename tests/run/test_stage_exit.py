@@ -115,7 +115,7 @@ def test_a_reference_that_was_never_evaluated_is_refused() -> None:
 
 def test_the_next_stage_is_compared_with_the_last_trailing_loss_though_later_steps_evaluated_other_numbers() -> None:
     progress = Progress(step=2)
-    parts = ("config", "world", "checkpoints", "telemetry", "watch", "stop")
+    parts = ("section", "metrics", "world", "checkpoints", "telemetry", "watch", "stop")
     evaluations = RunEvaluations(
         progress=progress,
         is_recorded=lambda *_, **__: False,
@@ -131,14 +131,14 @@ def test_a_resumed_stage_is_compared_with_the_stage_before_and_not_with_itself(m
     for name in ("EvaluationContext", "StageEvaluations"):
         monkeypatch.setattr(evaluations_module, name, lambda *_, **__: None)
     progress = Progress(step=3, trailing_loss=2.0, trailing_loss_before=1.5)
-    parts = ("config", "checkpoints", "telemetry", "watch", "stop", "is_recorded")
+    parts = ("section", "metrics", "checkpoints", "telemetry", "watch", "stop", "is_recorded")
     evaluations = RunEvaluations(
         progress=progress,
         world=SimpleNamespace(device=None),  # type: ignore[arg-type]
         **dict.fromkeys(parts),  # type: ignore[arg-type]
     )
     recovered = {"trailing_loss_recovered": {"tolerance": 0.1, "reference": "before"}}
-    evaluations.begin_stage(stage(recovered), None, None)  # type: ignore[arg-type]
+    evaluations.begin_stage(SimpleNamespace(stage=stage(recovered)), None, None)  # type: ignore[arg-type]
     verdict = evaluations._exit.judge(3, NUMBERS)
     assert verdict is not None
     assert not verdict.met

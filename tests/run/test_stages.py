@@ -244,9 +244,6 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
     refused = CliRunner().invoke(app, [*arguments[:2], "--bucket", "48"])
     assert refused.exit_code == 2
     assert "evaluation.position_wise.bucket: given 48, which does not divide" in refused.output
-    renamed = CliRunner().invoke(app, [*arguments[:2], "--attention", "moba"])
-    assert renamed.exit_code == 2
-    assert "--attention own" in renamed.output
 
 
 def test_a_stage_exits_alike_on_ranks_that_share_batches_and_sequences(

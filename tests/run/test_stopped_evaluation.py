@@ -226,7 +226,7 @@ def test_batches_are_timed_one_by_one_and_checkpoints_that_fail_end_an_evaluatio
         world=SimpleNamespace(device=torch.device("cpu")),  # type: ignore[arg-type]
         checkpoints=checkpoints,  # type: ignore[arg-type]
         stop=stop,  # type: ignore[arg-type]
-        **dict.fromkeys(("config", "progress", "telemetry", "watch", "is_recorded")),  # type: ignore[arg-type]
+        **dict.fromkeys(("section", "metrics", "progress", "telemetry", "watch", "is_recorded")),  # type: ignore[arg-type]
     )
     running._batch_began = 10.0
     for _ in range(2):

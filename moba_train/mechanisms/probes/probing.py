@@ -1,4 +1,4 @@
-"""Looking at the queries, keys and values that layers attend with, on one device or over all ranks that share them."""
+"""Access to the queries, keys and values that layers attend with, on one device or over all ranks that share them."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +17,7 @@ from moba_train.parallel.data_shard import DataShard
 
 
 class _ProbedEngine(WrappedEngine):
-    """An engine whose shards are looked at, too."""
+    """Engine whose shards are also observed."""
 
     def __init__(self, engine: Engine, call: EngineCall, look: Callable[[ShardCall], None]) -> None:
         super().__init__(engine, call)
@@ -29,13 +29,13 @@ class _ProbedEngine(WrappedEngine):
 
 
 class _GivenBlocks(ShardObserver):
-    """Looks at attention to blocks that a kind gives."""
+    """Observer of attention to blocks that a kind gives."""
 
     def __init__(self, look: Callable[[ShardCall], None]) -> None:
         self._look = look
 
     def attending(self, call: ShardCall) -> AbstractContextManager[object]:
-        """The function is called before the attention."""
+        """Call the function before the attention."""
         if call.selected_HnC is not None:
             self._look(call)
         return nullcontext()
@@ -49,8 +49,8 @@ def probing(
     look_at_shard: Callable[[int, ShardCall], None],
     shard: DataShard,
 ) -> Iterator[None]:
-    """Inside, `look(layer, q, k, v, attention, layout)` is called before each engine call of these layers, and
-    `look_at_shard(layer, call)` before each attention of a shard to blocks that its kind gives."""
+    """Call `look(layer, q, k, v, attention, layout)` before each engine call of these layers, and
+    `look_at_shard(layer, call)` before each attention of a shard to blocks that its kind gives, inside the block."""
     engine: Engine = shard.engine or LOCAL_ENGINE
 
     def probed(layer: int) -> Engine:
@@ -64,7 +64,7 @@ def probing(
 
     model.set_engines([probed(layer) if layer in layers else engine for layer in range(model.config.layers)])
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled anew for other engines
+        with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled again for other engines
             yield
     finally:
         model.set_engines([engine] * model.config.layers)
@@ -73,9 +73,9 @@ def probing(
 def gathered(
     q_LHD: Tensor, keys: Sequence[Tensor], tokens_n: Tensor, layout: Layout, shard: DataShard
 ) -> tuple[Tensor, list[Tensor]] | None:
-    """The queries of `tokens_n`, [n, H, D], and `keys` (tensors of one row a token) of the whole sequence.
+    """Queries of `tokens_n`, [n, H, D], and `keys` (tensors with one row a token) of the whole sequence.
 
-    None on ranks whose sequence another rank looks at. Called on all ranks that share a sequence together.
+    None on all but the first of the ranks that share a sequence, which call it together.
     """
     if shard.engine is None:
         return q_LHD[tokens_n], list(keys)
@@ -85,9 +85,9 @@ def gathered(
 
 
 def gathered_rows(x_nx: Tensor, tokens_n: Tensor, layout: Layout, shard: DataShard) -> Tensor:
-    """The rows of `tokens_n` of a tensor that has one for each token of this rank's shard, without padding.
+    """Rows of `tokens_n` of a tensor that has one for each token of this rank's shard, without padding.
 
-    Called on all ranks that share a sequence together, and equal on them.
+    Equal on all ranks that share a sequence, which call it together.
     """
     if shard.engine is None:
         return x_nx[tokens_n]

@@ -10,7 +10,6 @@ from moba_train.checkpoint.publish import Accept, is_finite, latest_checkpoint, 
 from moba_train.checkpoint.retention import Marks
 from moba_train.config.load import load_config
 from moba_train.config.mesh import WorldSize
-from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import CheckpointError, PlanError, UserError
 from moba_train.memory.devices import H200, Device, Gpu, local_host_memory, peak_or_default
@@ -64,7 +63,7 @@ def plan_recipe(
     print_plan(made, console)
     print_fit(made, gpu, console)
     print_over_budget(run.memory.gpu_bytes, made.stages, console)
-    print_recipe_warnings(config, run)
+    print_recipe_warnings(run)
     print_start_warnings(run)
     activations = {item.stage.name: item.activations for item in made.stages}
     if host is not None and (warning := host_shortage(activations, host)):
@@ -97,8 +96,8 @@ def print_start_warnings(run: ResolvedRun) -> None:
         return
     if run.init_from is not None:
         print(
-            f"warning: init_from: {run.init_from} will not be read, because the run continues from its own "
-            f"checkpoint {path}; set run_dir to a new folder to begin with these weights",
+            f"warning: init_from: {run.init_from} will not be read, because the run continues from its own checkpoint "
+            f"{path}; set run_dir to a new folder to begin with these weights",
             flush=True,
         )
 
@@ -134,9 +133,9 @@ def _tokenizer_hash(tokenizer: str | None) -> str:
 
 def find_layouts(
     recipe: Path, overrides: Sequence[str], nodes: int, machine: Machine, check_files: bool
-) -> tuple[RunConfig, ResolvedRun, Layouts]:
-    """The recipe, its run without layouts, and its five best layouts, each of which `moba-train launch` accepts. Raises
-    UserError."""
+) -> tuple[ResolvedRun, Layouts]:
+    """The run of a recipe, without layouts, and its five best layouts, each of which `moba-train launch` accepts.
+    Raises UserError."""
     config = load_config(recipe, overrides)
     device = Device(machine.gpu, host_memory=None, is_here=False)
     run = resolve(config, None, device, check_files=check_files)
@@ -148,16 +147,16 @@ def find_layouts(
         changed = load_config(recipe, [*overrides, *changes])
         resolve(changed, WorldSize(nodes * machine.ranks_per_node, machine.ranks_per_node), device)
 
-    return config, run, best_layouts(run, nodes, machine, documents, accept)
+    return run, best_layouts(run, nodes, machine, documents, accept)
 
 
 def plan_nodes(recipe: Path, overrides: Sequence[str], nodes: int, machine: Machine, check_files: bool) -> None:
     """Print the best layouts. Raises UserError."""
-    config, run, layouts = find_layouts(recipe, overrides, nodes, machine, check_files)
+    run, layouts = find_layouts(recipe, overrides, nodes, machine, check_files)
     console = table_console()
     print_layouts(layouts, nodes, machine, console)
     print_over_budget(run.memory.gpu_bytes, layouts.best[0].stages, console)
-    print_recipe_warnings(config, run)
+    print_recipe_warnings(run)
     print_start_warnings(run)
 
 

@@ -106,8 +106,7 @@ def best_layouts(
 def _candidates(
     model: ModelConfig, given: ParallelConfig, stages: Sequence[Stage], nodes: int, machine: Machine
 ) -> Iterator[tuple[ParallelConfig, list[list[MeshSizes]]]]:
-    """All layouts that divide GPUs, model and batches: the keys that all stages share, and the meshes that each stage
-    may have."""
+    """All layouts that divide GPUs, model and batches: the keys that all stages share, and the meshes of each stage."""
     world = nodes * machine.ranks_per_node
     most_tp = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size, machine.ranks_per_node)
     most_copies = min(stage.batch_sequences for stage in stages)
