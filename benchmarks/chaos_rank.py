@@ -62,8 +62,9 @@ def install() -> None:
 
     def update(self: trainer.Trainer, *arguments: Any) -> None:
         real_update(self, *arguments)
-        if self.optimizer.state and strikes(POISON):
-            state = next(iter(self.optimizer.state.values()))["exp_avg"]
+        optimizer = self.learner.optimizer
+        if optimizer.state and strikes(POISON):
+            state = next(iter(optimizer.state.values()))["exp_avg"]
             (state.to_local() if isinstance(state, DTensor) else state).view(-1)[:1] = torch.nan
 
     moba_train.train.run_folder_lock = partial(run_folder_lock, wait_s=LOCK_WAIT_S)

@@ -12,11 +12,12 @@ from pathlib import Path
 from benchmarks.record import insert_tables, markdown
 from moba_train.config.base import format_duration
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
+from moba_train.config.mesh import WorldSize
 from moba_train.memory.devices import H200
 from moba_train.memory.flops import stage_documents
 from moba_train.memory.shortage import format_gib
-from moba_train.resolve.recipe import validate
+from moba_train.resolve.recipe import resolve
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.plan.command import make_machine
 from moba_train.tools.plan.layouts import Layout, best_layouts
 from moba_train.tools.plan.step_time import StageStep
@@ -30,17 +31,18 @@ def table(recipe: Path, overrides: Sequence[str], nodes: Sequence[int]) -> str:
     the stages from left to right."""
     config = load_config(recipe, overrides)
     machine = make_machine(H200, 8, 400.0, None)
-    documents = [stage_documents(config, stage) for stage in resolve_stages(config)]
-    stages = " / ".join(stage.name for stage in resolve_stages(config))
+    run = resolve_unchecked(config)
+    documents = [stage_documents(run.samples, stage) for stage in run.stages]
+    stages = " / ".join(stage.name for stage in run.stages)
     head = ["GPUs", "pp", "tp", "dp_replicate", f"cp: {stages}", "step, s", "tokens/s/GPU", "memory, GiB"]
     rows = [[*head, "in the node, GiB", "network, GiB", "all stages"]]
     for count in nodes:
         gpus = count * machine.ranks_per_node
 
         def accept(changes: Sequence[str], gpus: int = gpus) -> None:
-            validate(load_config(recipe, [*overrides, *changes]), gpus, ranks_per_node=machine.ranks_per_node)
+            resolve(load_config(recipe, [*overrides, *changes]), WorldSize(gpus, machine.ranks_per_node))
 
-        found = best_layouts(config, count, machine, documents, accept)
+        found = best_layouts(run, count, machine, documents, accept)
         rows += [_row(gpus, layout) for layout in found.best]
     return markdown(rows)
 

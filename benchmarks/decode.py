@@ -25,10 +25,10 @@ from benchmarks.options import length, need_gpus
 from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
 from moba_train.attention.decoding import CachedKeys, last_tokens
+from moba_train.attention.facets.decodes import Decodes
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import LocalAttention
 
 HEADS = 32
 HEAD_DIM = 128
@@ -115,7 +115,7 @@ def block_lists(attention: MobaAttention, q_BHD: Tensor, cached: CachedKeys) -> 
     return [[*(block for block in blocks if block >= 0), own] for blocks in selection[0][:, 0].tolist()]
 
 
-def measured(attention: LocalAttention, q_BHD: Tensor, cached: CachedKeys, error: Any, budget_s: float) -> Result:
+def measured(attention: Decodes, q_BHD: Tensor, cached: CachedKeys, error: Any, budget_s: float) -> Result:
     """Error and times: of calls that are queued, and of the GPU's work alone."""
 
     def call() -> Tensor:

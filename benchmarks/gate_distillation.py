@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import save
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main as train
 
@@ -70,7 +70,7 @@ def distil(recipe: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
 
 def read_run(run_dir: Path) -> dict[str, Any]:
     """Stages, curves and probes of a finished run."""
-    stages = resolve_stages(load_config(run_dir / "config.yaml"))
+    stages = resolve_unchecked(load_config(run_dir / "config.yaml")).stages
     records = read_records(run_dir / "metrics.jsonl")
     steps, probes, losses = [], [], []
     for record in records:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import save
-from data_tools.verify import verify_corpus
+from data_tools.show import verify_corpus
 from moba_train.config.data import SourceConfig
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.samples import StageData

@@ -30,9 +30,8 @@ from benchmarks.options import length, need_gpus
 from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import markdown, save
 from benchmarks.trainer_run import launch
-from data_tools.build_corpus import build_corpus
+from data_tools.build_corpus import CorpusOptions, build_corpus
 from data_tools.corpus_manifest import TOKENIZER, read_manifest
-from data_tools.corpus_options import CorpusOptions
 from data_tools.corpus_sources import Source
 from moba_train.config.base import format_count
 from moba_train.data.indexed import IndexedDataset

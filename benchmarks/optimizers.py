@@ -31,7 +31,7 @@ from benchmarks.trainer_run import WARM_UP_STEPS, launch, model_shape, recipe, w
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.optim import OptimConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.memory.devices import local_device
 from moba_train.model.transformer import Transformer
 from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.gradients import local_part
@@ -39,6 +39,7 @@ from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import World, joined_world
+from moba_train.resolve.run import resolve_unchecked, setup_on
 from moba_train.telemetry.jsonl import read_records
 
 ARMS: dict[str, dict[str, str]] = {
@@ -62,12 +63,13 @@ class WrongUpdateError(ValueError):
 def step_arm(arm: str, config: RunConfig, world: World, steps: int, updates: list[Tensor] | None) -> dict[str, Any]:
     """Seconds of steps, and memory of this rank. `updates`: those of torch's AdamW after the first steps, in host
     memory, to compare with; where the list is empty, this arm is torch's AdamW and fills it."""
-    dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
-    model = sharded_model(config, dims)
+    run = resolve_unchecked(config)
+    dims = ParallelDims(mesh_sizes(run.stages[0].parallel, world.size), world)
+    model = sharded_model(setup_on(run.setup, local_device()), run.parallel, dims, run.seed)
     _draw_gradients(model)
     start = [_on_host(parameter) for parameter in model.parameters()] if updates is not None else []
     before = _allocated(world)
-    optimizer = build_optimizer(model, OptimConfig.model_validate(ARMS[arm]), world.device, dims.stage_group)
+    optimizer = build_optimizer(model, OptimConfig.model_validate(ARMS[arm]), world.device, dims.layers_group)
     set_learning_rate(optimizer, 1e-3)
     for _ in range(_CHECKED_STEPS):
         _seconds(optimizer, world)

@@ -14,12 +14,11 @@ import time
 from pathlib import Path
 
 from benchmarks.record import save
-from data_tools.build_corpus import build_corpus
+from data_tools.build_corpus import CorpusOptions, build_corpus
 from data_tools.corpus_manifest import MANIFEST
-from data_tools.corpus_options import CorpusOptions
 from data_tools.corpus_sources import find_sources
-from data_tools.repeats import DISTANCES, MOST_TOKENS, repeat_shares
-from data_tools.verify import verify_corpus
+from data_tools.show import verify_corpus
+from data_tools.stats import DISTANCES, MOST_TOKENS, repeat_shares
 
 REPEATED = 8
 """Tokens of a repeated run."""

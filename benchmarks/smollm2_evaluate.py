@@ -19,19 +19,19 @@ import torch
 
 from benchmarks.record import save
 from moba_train.attention.full import FullAttention
-from moba_train.checkpoint.state import load_trained
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.evals.position_wise import position_wise_loss
-from moba_train.hf.initial_weights import load_initial_weights
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
-from moba_train.resolve.saved_recipe import open_checkpoint
+from moba_train.resolve.initial_weights import load_initial_weights
+from moba_train.resolve.run import resolve_unchecked
+from moba_train.resolve.saved_recipe import load_trained, open_checkpoint
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -51,7 +51,7 @@ def main() -> None:
         draw(json.loads(given.draw.read_text()), given.output)
         return
     config = load_config(given.run / "config.yaml")
-    stages = resolve_stages(config)
+    stages = resolve_unchecked(config).stages
     first = stages[0]
     last = stages[-1]
     vocab_size = config.model.vocab_size
@@ -75,11 +75,12 @@ def states(run: Path, config: RunConfig, device: torch.device) -> Iterator[tuple
     """(model, stage, optimizer steps done) for the run's initial weights and for each of its checkpoints."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     assert config.init_from is not None, "the run must have begun with weights"
+    resolved = resolve_unchecked(config)
     with torch.device("meta"):
-        model = build_model(config)
+        model = build_model(resolved.setup.spec)
     model.to_empty(device=device)
     load_initial_weights(model, Path(config.init_from))
-    yield model.to(dtype).eval(), resolve_stages(config)[0], 0
+    yield model.to(dtype).eval(), resolved.stages[0], 0
     for path in sorted((run / "checkpoints").glob("step_*")):
         saved = open_checkpoint(path)
         yield load_trained(saved, device, dtype), saved.stage, int(path.name.removeprefix("step_"))

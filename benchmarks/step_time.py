@@ -31,10 +31,10 @@ from benchmarks.trainer_run import write_corpus
 from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
-from moba_train.config.stages import resolve_stages
 from moba_train.memory.devices import H200, Gpu, known_gpu, named_gpu
 from moba_train.memory.flops import stage_documents
 from moba_train.parallel.links import LINKS
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.plan.rates import MeasuredLayer, Rates, shipped_rates
 from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
 
@@ -322,7 +322,8 @@ def _predict(step: Measured, rates_of: RatesOf, folder: Path) -> StageStep:
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(content))
     config = load_config(file, row.overrides)
-    (stage,) = resolve_stages(config)
+    run = resolve_unchecked(config)
+    (stage,) = run.stages
     sizes = mesh_sizes(stage.parallel, step.gpus)
     on_gpu = rates_of(measured_gpu(step))
     if _computed_logits_twice(step):
@@ -332,8 +333,9 @@ def _predict(step: Measured, rates_of: RatesOf, folder: Path) -> StageStep:
         on_gpu = _with(on_gpu, {name: number + again for name, number in passed.items()})
     if step.file in EAGER_LOSS:
         on_gpu = _with(on_gpu, {"compiled_loss_bytes": on_gpu.eager_loss_bytes})
-    attention = attention_times(config, stage, stage_documents(config, stage), on_gpu)
-    return predict_step(config, stage, sizes, attention, Machine(measured_gpu(step), step.gpus, LINKS, on_gpu))
+    attention = attention_times(config.model, stage, stage_documents(run.samples, stage), on_gpu)
+    machine = Machine(measured_gpu(step), step.gpus, LINKS, on_gpu)
+    return predict_step(run.setup, run.memory, stage, sizes, attention, machine)
 
 
 def _computed_logits_twice(step: Measured) -> bool:

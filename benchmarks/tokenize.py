@@ -30,9 +30,9 @@ import numpy as np
 
 from benchmarks.record import save, spread
 from data_tools import encoders
+from data_tools.documents import Chunk
 from data_tools.input_files import find_files
-from data_tools.parts import Part, TokenizeOptions, make_part
-from data_tools.shards import Chunk
+from data_tools.tokenize_corpus import Part, TokenizeOptions, make_part
 from data_tools.train_tokenizer import train_tokenizer
 
 VOCAB_SIZE = 32_000

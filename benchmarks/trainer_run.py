@@ -16,9 +16,11 @@ import numpy as np
 import yaml
 
 from moba_train.config.load import load_config
+from moba_train.config.mesh import WorldSize
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.memory.devices import local_gpu, local_host_bytes, peak_or_default
-from moba_train.memory.plan import StagePlan, make_plan
+from moba_train.memory.devices import Device, local_gpu, local_host_memory, peak_or_default
+from moba_train.resolve.plan import StagePlan, make_plan
+from moba_train.resolve.run import resolve_unchecked
 
 Found = TypeVar("Found")
 MODELS = Path(__file__).parent.parent / "configs" / "models"
@@ -66,10 +68,9 @@ def planned_here(file: Path, overrides: Sequence[str], ranks: int) -> StagePlan:
     Without GPUs, nothing limits memory. overrides: `key.path=value`.
     """
     gpu = local_gpu()
-    memory = gpu.memory if gpu is not None else None
-    config = load_config(file, list(overrides))
-    plan = make_plan(config, ranks, peak_or_default(gpu), 0.4, ranks, memory, host_bytes=local_host_bytes(ranks))
-    (stage,) = plan.stages
+    device = Device(gpu, local_host_memory(ranks)) if gpu is not None else None
+    run = resolve_unchecked(load_config(file, list(overrides))).on(WorldSize(ranks, ranks), device)
+    (stage,) = make_plan(run, peak_or_default(gpu), 0.4).stages
     return stage
 
 

@@ -54,20 +54,19 @@ class Recorder:
         take_step = Trainer._step
         recorder = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
 
-        def step(trainer: Trainer, *arguments: Any) -> bool:
+        def step(trainer: Trainer, *arguments: Any) -> None:
             done = trainer.progress.step
             if done == self.row.warm:
                 self._begin()
                 recorder.start()
             began = time.perf_counter()
-            went_on = take_step(trainer, *arguments)
+            take_step(trainer, *arguments)
             if trainer.progress.step > done >= self.row.warm and not self.trace.exists():
                 self.step_s.append(time.perf_counter() - began)
             if trainer.progress.step == self.row.warm + self.row.steps > done:
                 self._end()
                 recorder.stop()
                 recorder.export_chrome_trace(str(self.trace))
-            return went_on
 
         Trainer._step = step  # type: ignore[method-assign, assignment]  # only in this program
 

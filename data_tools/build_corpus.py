@@ -7,35 +7,110 @@ are those of one that was not:
 2. a tokenizer, trained on a sample of the training files
 3. the tokens of every file (tokenize_corpus)
 4. synthetic recall documents (long_range) and their tokens
-5. files joined to long documents (corpus_documents), written as corpora with a manifest
+5. files joined to long documents (corpus_files), written as corpora with a manifest
 """
 
 import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_tools.corpus_documents import Document, FilePart, group_files
-from data_tools.corpus_files import SPLITS, FileReport, files_of, gather_files, read_report
+from data_tools.corpus_files import (
+    SPLITS,
+    Document,
+    FilePart,
+    FileReport,
+    files_of,
+    gather_files,
+    group_files,
+    read_report,
+)
 from data_tools.corpus_manifest import MANIFEST, TOKENIZER, about_corpus, corpus_id, read_manifest
-from data_tools.corpus_options import CorpusOptions
-from data_tools.corpus_recall import characters_per_token, write_recall
 from data_tools.corpus_sources import Source
 from data_tools.encoders import Encoder, load_encoder
-from data_tools.holdout import hash_fraction
-from data_tools.outputs import already_made, corpus_prefixes, locked_folder, replace_file, write_errors, writing_file
-from data_tools.parts import TokenizeOptions
-from data_tools.tokenize_corpus import tokenize_corpus
+from data_tools.long_range import RECALL_WEIGHTS, write_long_range
+from data_tools.outputs import (
+    already_made,
+    corpus_prefixes,
+    hash_fraction,
+    locked_folder,
+    replace_file,
+    write_errors,
+    writing_file,
+)
+from data_tools.tokenize_corpus import TokenizeOptions, tokenize_corpus
 from data_tools.train_tokenizer import train_tokenizer
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.errors import DataError
 from moba_train.foreign_files import MIB
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """Options of a corpus, which determine it together with its sources. Their names are those in the manifest."""
+
+    vocab_size: int = 16384
+    holdout: float = 0.02
+    """Largest share of the text of each source that goes to validation, in whole folders."""
+    min_tokens: int = 32768
+    """Length of the shortest document of real text."""
+    max_tokens: int = 524288
+    """Length of the longest document of real text."""
+    recall_share: float = 0.05
+    """Share of synthetic recall documents in the training tokens."""
+    seed: int = 0
+
+    def recall_documents(self, tokens: float, least: int) -> dict[int, int]:
+        """Number of recall documents by their length in tokens: `tokens` in equal shares of three lengths, and at least
+        `least` documents of each."""
+        lengths = (max(self.min_tokens // 4, 1), self.min_tokens, 4 * self.min_tokens)
+        return {length: max(round(tokens / len(lengths) / length), least) for length in lengths}
+
+
+PROBE_CHARACTERS = 200_000
+"""Length of the document that the number of characters of a token is measured on."""
+
+MARGIN = 1.1
+"""Factor by which texts are longer than asked for, because the number of characters of a token varies."""
+
+
+def characters_per_token(texts: Path, probe: Path, encoder: Encoder) -> float:
+    """Mean number of characters of a token, measured on one recall document, which has passages of `texts` and is
+    written to `probe`."""
+    write_long_range([str(texts)], probe, 1, PROBE_CHARACTERS, "probe", weights=RECALL_WEIGHTS)
+    text = json.loads(probe.read_bytes())["text"]
+    return len(text) / len(encoder.encode([text])[0])
+
+
+def write_recall(
+    texts: Path, folder: Path, split: str, documents: Mapping[int, int], ratio: float, seed: int
+) -> list[Path]:
+    """Write recall documents, a file for each length, unless it is complete already, and return the files. Nearly all
+    documents are a little longer than asked for, so that they can be cut to the length.
+
+    texts: JSON lines that passages are taken from
+    documents: number of documents by length in tokens
+    ratio: characters per token
+
+    Raises DataError when no text is long enough to take passages from.
+    """
+    files = []
+    for length, count in documents.items():
+        file = folder / f"recall-{split}-{length}.jsonl"
+        files.append(file)
+        if not file.exists():
+            own_seed = f"{seed}/{split}/{length}"
+            write_long_range(
+                [str(texts)], file, count, round(length * ratio * MARGIN), own_seed, weights=RECALL_WEIGHTS
+            )
+    return files
+
 
 RECALL_VALID = "recall-valid"
 SAMPLE_BYTES = 32 * MIB
@@ -45,7 +120,7 @@ RECALL_VALID_DOCUMENTS = 8
 
 
 def build_corpus(sources: Sequence[Source], output: str | Path, options: CorpusOptions, workers: int) -> dict[str, Any]:
-    """Build a corpus in the folder `output`, or what is missing of it, and return its manifest.
+    """Build a corpus in the folder `output`, or the missing part of it, and return its manifest.
 
     The bytes depend only on the sources and the options. Raises DataError when a source cannot be read, the text is too
     short, or the folder has a corpus of other sources or options.
@@ -77,7 +152,7 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
 
 
 def _compare_settings(before: dict[str, Any], now: dict[str, Any], folder: Path, remedy: str) -> None:
-    """Raises DataError when they differ."""
+    """Raise DataError when the settings differ."""
     for key in now:
         if before.get(key) != now[key]:
             was, given = before.get(key), now[key]
@@ -88,7 +163,7 @@ def _compare_settings(before: dict[str, Any], now: dict[str, Any], folder: Path,
 
 
 def _gather(sources: Sequence[Source], work: Path, holdout: float) -> dict[str, FileReport]:
-    """The files of every source, read now or earlier."""
+    """Reports of the files of every source, which are read now or were read earlier."""
     reports: dict[str, FileReport] = {}
     for source in sources:
         earlier = [digest for report in reports.values() for digest in report.digests]
@@ -111,12 +186,12 @@ def _train_tokenizer(reports: dict[str, FileReport], work: Path, vocab_size: int
 
 
 def _texts(work: Path, split: str) -> Path:
-    """The file of `_copy_texts`."""
+    """File that `_copy_texts` writes."""
     return work / f"texts-{split}.jsonl"
 
 
 def _copy_texts(reports: dict[str, FileReport], work: Path, split: str, fraction: float) -> None:
-    """Copy the lines of a split's files, or of about this fraction of them, unless that was done earlier."""
+    """Copy the lines of a split's files, or about this fraction of them, unless that was done earlier."""
     if _texts(work, split).exists():
         return
     with writing_file(_texts(work, split)) as stream:
@@ -133,7 +208,7 @@ def _copy_texts(reports: dict[str, FileReport], work: Path, split: str, fraction
 def _write_corpora(
     reports: dict[str, FileReport], work: Path, folder: Path, options: CorpusOptions, settings: Any, workers: int
 ) -> dict[str, Any]:
-    """Write all corpora; returns the manifest."""
+    """Write all corpora, and return the manifest."""
     encoder = load_encoder(str(work / TOKENIZER))
     tokens, documents, left_out = _documents(reports, work, options, workers)
     _copy_texts(reports, work, "valid", 1)
@@ -166,7 +241,7 @@ def _write_corpora(
 
 
 Contents = dict[str, tuple[IndexedDataset, list[Document]]]
-"""Documents of a corpus by source, made of files whose tokens are the documents of a dataset."""
+"""Documents of a corpus by source, each made of files. The tokens of a file are one document of the dataset."""
 
 
 def _documents(
@@ -202,7 +277,7 @@ def _documents(
 def _recall(
     documents: dict[str, dict[str, list[Document]]], work: Path, encoder: Encoder, options: CorpusOptions, workers: int
 ) -> dict[str, tuple[IndexedDataset, list[Document]]]:
-    """Synthetic documents by split, with passages of its own files; without a share, none."""
+    """Synthetic documents by split, with passages of the split's files; none if their share is 0."""
     if not options.recall_share:
         return {}
     ratio = characters_per_token(_texts(work, "train"), work / "probe.jsonl", encoder)
@@ -219,7 +294,7 @@ def _recall(
     index = itertools.count()
     for split, documents_of_length in sizes.items():
         lengths = [length for length, count in documents_of_length.items() for _ in range(count)]
-        # The texts are a little longer; the documents end with a token of their own.
+        # The texts are a little longer, and each document ends with one more token.
         parts_of = ((next(index), length - 1) for length in lengths)
         found[split] = (
             tokens,
@@ -229,14 +304,14 @@ def _recall(
 
 
 def _tokenize(files: Sequence[Path], work: Path, name: str, workers: int) -> IndexedDataset:
-    """The tokens of each text, without a mark of its end, as the documents of a dataset in `work`."""
+    """A dataset in `work` whose documents are the tokens of each text, without a mark of its end."""
     options = TokenizeOptions(str(work / TOKENIZER), "text", append_eos=False, holdout=0.0, fail_on_error=True)
     output = str(work / name)
     return tokenize_corpus(list(map(str, files)), output, options, workers).corpora[output]
 
 
 def _write_corpus(prefix: Path, contents: Contents, encoder: Encoder, settings: Any) -> dict[str, Any]:
-    """Write one corpus; returns what the manifest says about it."""
+    """Write one corpus, and return its entry in the manifest."""
     dtype = dtype_for(encoder.vocab_size)
     eos = np.array([encoder.eos_id], dtype)
     info = {
@@ -258,7 +333,7 @@ def _write_corpus(prefix: Path, contents: Contents, encoder: Encoder, settings: 
 
 
 def _fingerprint(corpus: str, settings: dict[str, Any]) -> str:
-    """The `work` of a sidecar."""
+    """`work` of the sidecar: SHA-256 of everything that determines the corpus."""
     return hashlib.sha256(json.dumps([corpus, settings]).encode()).hexdigest()
 
 

@@ -36,7 +36,7 @@ Globs = Annotated[
 ]
 EncodingErrors = Annotated[
     Literal["strict", "replace"],
-    typer.Option(help="Text that is not UTF-8; strict: a bad record, replace: read with U+FFFD in these places"),
+    typer.Option(help="Text that is not UTF-8: a bad record (strict), or read with U+FFFD in these places (replace)"),
 ]
 Excludes = Annotated[
     list[str] | None,
@@ -82,7 +82,7 @@ def _print_bad(records: Sequence[object], list_file: str) -> None:
 
 
 def _warn_of_empty_split(corpora: "Mapping[str, IndexedDataset]", holdout: float, name: str) -> None:
-    from data_tools.holdout import empty_split
+    from data_tools.outputs import empty_split
 
     counts = {prefix: corpus.documents for prefix, corpus in corpora.items()}
     if problem := empty_split(counts, holdout, name):
@@ -90,7 +90,7 @@ def _warn_of_empty_split(corpora: "Mapping[str, IndexedDataset]", holdout: float
 
 
 def _loss_marks() -> tuple[str, str]:
-    """What encloses text that carries loss: colours in a terminal, brackets elsewhere."""
+    """Marks around text that carries loss: colours in a terminal, brackets elsewhere."""
     return ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
 
 
@@ -136,7 +136,9 @@ def tokenize(
         float,
         typer.Option(min=0, max=0.99, help="Fraction of the documents for OUTPUT-valid; the rest goes to OUTPUT-train"),
     ] = 0.0,
-    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with unreadable records")] = ("skip"),
+    on_error: Annotated[
+        Literal["skip", "fail"], typer.Option(help="Unreadable records: skip them, or fail at the first")
+    ] = "skip",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per CPU")] = None,
     max_document_mib: Annotated[
         int, typer.Option(min=1, help="Longest document or JSON line; longer ones are skipped")
@@ -145,8 +147,7 @@ def tokenize(
 ) -> None:
     """Tokenize text into a corpus. After an interruption, the same command continues where it stopped."""
     from data_tools.outputs import skipped_file
-    from data_tools.parts import TokenizeOptions
-    from data_tools.tokenize_corpus import tokenize_corpus
+    from data_tools.tokenize_corpus import TokenizeOptions, tokenize_corpus
 
     options = TokenizeOptions(
         tokenizer,
@@ -279,7 +280,7 @@ def stats(
     if block_size is not None:
         console.print(sparsity_table(corpora, block_size, topk, seq_len))
     if repeats is not None:
-        from data_tools.repeats import repeats_table
+        from data_tools.stats import repeats_table
 
         console.print(repeats_table(corpora, repeats))
     for corpus in corpora:
@@ -295,14 +296,14 @@ def blend(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to override")] = None,
 ) -> None:
     """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
-    from data_tools.blend import blend_table, preview
+    from data_tools.stats import blend_table, preview
     from moba_train.config.load import load_config
-    from moba_train.resolve.recipe import validate
+    from moba_train.resolve.recipe import resolve
 
     config = load_config(recipe, overrides or [])
-    validate(config, check_files=True)
+    run = resolve(config, check_files=True)
     console = table_console()
-    console.print(blend_table(preview(config)))
+    console.print(blend_table(preview(run.samples, run.stages)))
 
 
 @app.command()
@@ -314,7 +315,7 @@ def verify(
     ] = None,
 ) -> None:
     """Check every byte of corpora."""
-    from data_tools.verify import verify_corpus
+    from data_tools.show import verify_corpus
 
     for prefix in prefixes:
         corpus, limit = verify_corpus(prefix, vocab_size)
@@ -349,7 +350,9 @@ def sft(
             help="Fraction of the conversations for OUTPUT-valid; the rest goes to OUTPUT-train",
         ),
     ] = 0.0,
-    on_error: Annotated[Literal["skip", "fail"], typer.Option(help="What to do with unusable records")] = ("skip"),
+    on_error: Annotated[
+        Literal["skip", "fail"], typer.Option(help="Unusable records: skip them, or fail at the first")
+    ] = "skip",
     show: Annotated[int, typer.Option(min=0, help="Conversations to print, with the loss text highlighted")] = 0,
 ) -> None:
     """Turn conversations (messages, prompt and completion, ShareGPT, alpaca, tokens) into a corpus with a loss mask."""

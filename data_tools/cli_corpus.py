@@ -40,8 +40,7 @@ def corpus(
 ) -> None:
     """Build a corpus of real long documents from packages that are installed. After an interruption, the same command
     continues where it stopped."""
-    from data_tools.build_corpus import build_corpus
-    from data_tools.corpus_options import CorpusOptions
+    from data_tools.build_corpus import CorpusOptions, build_corpus
     from data_tools.corpus_sources import find_sources
 
     if max_tokens < 2 * min_tokens:
@@ -68,7 +67,7 @@ def excerpt(
     ] = 2_000_000,
 ) -> None:
     """Take some documents of a corpus, chosen by a hash, for a machine that the whole corpus is too large for."""
-    from data_tools.excerpt import take_excerpt
+    from data_tools.corpus_manifest import take_excerpt
 
     _print_manifest(take_excerpt(folder, output, tokens, valid_tokens), output)
 

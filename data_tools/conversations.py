@@ -117,13 +117,13 @@ def _raw(record: dict[str, Any]) -> TokenRecord:
 
 
 def _prompt(record: dict[str, Any]) -> list[Message]:
-    """The messages of a prompt; those of the assistant carry no loss."""
+    """Messages of a prompt; those of the assistant carry no loss."""
     messages = _side(record, "prompt", "user")
     return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
 
 
 def _side(record: dict[str, Any], key: str, role: str) -> list[Message]:
-    """The messages under `key`, where a text is one message of `role`."""
+    """Messages under `key`; a text stands for one message of `role`."""
     if isinstance(record.get(key), list):
         return _messages(record, key)
     return [_text_message(role, record.get(key), key)]

@@ -1,16 +1,17 @@
-"""The files of one source as JSON lines: text only, each content once; and the folders that are held out."""
+"""The files of one source: read as JSON lines, each content once, split by folder, and joined to long documents."""
 
 import hashlib
+import itertools
 import json
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from data_tools.corpus_sources import Source
-from data_tools.holdout import hash_fraction
-from data_tools.outputs import replace_file, writing_file
+from data_tools.outputs import hash_fraction, replace_file, writing_file
 from data_tools.progress import ByteProgress
 from moba_train.foreign_files import MIB
 
@@ -24,16 +25,16 @@ held out with the others of their folder."""
 
 @dataclass
 class FileReport:
-    """What was read of a source. Written last, it marks the files of the source as complete."""
+    """Files of a source. The report is written last, and marks the files as complete."""
 
     paths: list[str] = field(default_factory=list)
-    """Path of the file in each line, inside the source."""
+    """Path inside the source of the file in each line."""
     sizes: list[int] = field(default_factory=list)
-    """Its size in bytes."""
+    """Size of each file in bytes."""
     digests: list[str] = field(default_factory=list)
-    """Hash of its content."""
+    """Hash of each file's content."""
     held_out: list[bool] = field(default_factory=list)
-    """Whether it belongs to validation."""
+    """For each file, True if it belongs to validation."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Number of files that were not taken, by reason."""
 
@@ -52,7 +53,7 @@ def files_of(folder: Path, source: str) -> Path:
 
 
 def read_report(folder: Path, source: str) -> FileReport | None:
-    """The report of a source whose files are complete, else None."""
+    """Report of a source whose files are complete; None for other sources."""
     file = _report_file(folder, source)
     return FileReport(**json.loads(file.read_bytes())) if file.exists() else None
 
@@ -60,8 +61,8 @@ def read_report(folder: Path, source: str) -> FileReport | None:
 def gather_files(source: Source, folder: Path, holdout: float, earlier: Collection[str]) -> FileReport:
     """Write the files of a source as JSON lines with `text` into `folder`.
 
-    holdout  share of the text that goes to validation
-    earlier  digests of the files of other sources: equal files are left out
+    holdout: share of the text that goes to validation
+    earlier: digests of the files of other sources; equal files are left out
 
     A text begins with a line that names the file. Raises DataError when the source cannot be read.
     """
@@ -91,8 +92,8 @@ def gather_files(source: Source, folder: Path, holdout: float, earlier: Collecti
 
 
 def hold_out(source: str, paths: Sequence[str], sizes: Sequence[int], holdout: float) -> list[bool]:
-    """Whether each file goes to validation: folders in the order of a hash of their path, as long as they fit into the
-    share `holdout` of the bytes."""
+    """For each file, True if it goes to validation: folders in the order of a hash of their path, as long as they fit
+    into the share `holdout` of the bytes."""
     folders = ["/".join(path.split("/")[:-1][:HELD_OUT_DEPTH]) for path in paths]
     of_folder: Counter[str] = Counter()
     for folder, size in zip(folders, sizes, strict=True):
@@ -107,7 +108,7 @@ def hold_out(source: str, paths: Sequence[str], sizes: Sequence[int], holdout: f
 
 
 def _reason(content: bytes, text: str | None, duplicate: bool) -> str | None:
-    """Why a file is not taken; None: it is."""
+    """Reason why a file is not taken; None if it is."""
     if not content.strip():
         return "empty"
     if len(content) > FILE_BYTES:
@@ -126,3 +127,73 @@ def _text(content: bytes) -> str | None:
 
 def _report_file(folder: Path, source: str) -> Path:
     return folder / f"{source}.json"
+
+
+class FilePart(NamedTuple):
+    """Tokens [start, stop) of a file."""
+
+    file: int
+    start: int
+    stop: int
+
+
+Document = list[FilePart]
+
+
+def group_files(paths: Sequence[str], lengths: Sequence[int], minimum: int, maximum: int) -> tuple[list[Document], int]:
+    """Documents of `minimum` to `maximum` tokens, and the number of tokens that are in none of them.
+
+    The documents are made of files with these paths and lengths in tokens, in the order of their paths, so that
+    neighbours in the tree of folders stay together. A folder that fits is one document, with all that is below it. In a
+    larger folder, neighbours are joined until they have `minimum` tokens. A file of more than `maximum` tokens is cut
+    into equal parts. A file that is too short by itself and has no neighbour with room for it is left out.
+    """
+    keys = {file: _tree_order(path) for file, path in enumerate(paths)}
+    groups = _group(sorted(keys, key=keys.__getitem__), keys, 0, lengths, minimum, maximum)
+    documents: list[Document] = []
+    left_out = 0
+    for group in groups:
+        total = sum(lengths[file] for file in group)
+        if total < minimum:
+            left_out += total
+        elif total <= maximum:
+            documents.append([FilePart(file, 0, lengths[file]) for file in group])
+        else:
+            documents += [[part] for file in group for part in _cut(file, lengths[file], maximum)]
+    return documents, left_out
+
+
+TreeKey = tuple[tuple[bool, str], ...]
+
+
+def _tree_order(path: str) -> TreeKey:
+    """Sort key that puts the files of a folder before its folders, each by name."""
+    *folders, name = path.split("/")
+    return (*((True, folder) for folder in folders), (False, name))
+
+
+def _group(
+    files: list[int], keys: dict[int, TreeKey], depth: int, lengths: Sequence[int], minimum: int, maximum: int
+) -> list[list[int]]:
+    """Groups of `files`, which lie in one folder of this depth and keep their order."""
+    if len(files) == 1 or sum(lengths[file] for file in files) <= maximum:
+        return [files] if files else []
+    groups: list[list[int]] = []
+    size = 0
+    for _, members in itertools.groupby(files, key=lambda file: keys[file][depth]):
+        for group in _group(list(members), keys, depth + 1, lengths, minimum, maximum):
+            added = sum(lengths[file] for file in group)
+            if groups and min(size, added) < minimum and size + added <= maximum:
+                groups[-1] += group
+                size += added
+            else:
+                groups.append(group)
+                size = added
+    return groups
+
+
+def _cut(file: int, length: int, maximum: int) -> Iterator[FilePart]:
+    """Equal parts of a file, up to a token, of at most `maximum` tokens."""
+    parts = -(-length // maximum)
+    for index in range(parts):
+        yield FilePart(file, length * index // parts, length * (index + 1) // parts)

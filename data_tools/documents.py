@@ -1,5 +1,8 @@
 """Documents from files: JSON lines, parquet, and any other file as one text document; plain, .gz or .zst.
 
+The input is split into shards of similar size, each of which any process can read by itself. The shards are a pure
+function of the files, so any number of processes can do the work, and it can be stopped and continued.
+
 Files may come from elsewhere: a record that is too long is a bad record, a file that decompresses to far more than its
 size is read no further, and neither is ever held in memory. docs/security.md has the limits.
 """
@@ -8,21 +11,64 @@ import codecs
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from data_tools.decompress import COMPRESSED, UnreadableRestError, expanded_limit, expands_too_far, open_input
-from data_tools.shards import Chunk, Shard
+from data_tools.input_files import COMPRESSED, UnreadableRestError, expanded_limit, expands_too_far, open_input
 from moba_train.errors import DataError
 from moba_train.foreign_files import MIB, open_foreign, parse_json
 
+SHARD_BYTES = (256 << 10, 64 << 20)
+"""Smallest and largest target size of a shard."""
+SHARDS = 512
+"""Target number of shards, as far as `SHARD_BYTES` allows."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The lines of a JSON lines file that begin in bytes [start, stop); any other file is one chunk."""
+
+    path: str
+    start: int
+    stop: int
+
+
+Shard = tuple[Chunk, ...]
+
+
+def cut_shards(files: Sequence[str]) -> list[Shard]:
+    """Split `files`, in order, into about `SHARDS` shards of similar size in bytes, within the limits `SHARD_BYTES`."""
+    sizes = [os.path.getsize(file) for file in files]
+    limit = min(max(sum(sizes) // SHARDS, SHARD_BYTES[0]), SHARD_BYTES[1])
+    shards: list[Shard] = []
+    open_shard: list[Chunk] = []
+    room = limit
+    for file, size in zip(files, sizes, strict=True):
+        # Only plain JSON lines can be read from the middle of a file.
+        step = limit if file.endswith(".jsonl") else max(size, 1)
+        for start in range(0, size, step):
+            chunk = Chunk(file, start, min(start + step, size))
+            open_shard.append(chunk)
+            room -= chunk.stop - chunk.start
+            if room <= 0:
+                shards.append(tuple(open_shard))
+                open_shard = []
+                room = limit
+    return [*shards, tuple(open_shard)] if open_shard else shards
+
+
+def shard_bytes(shard: Shard) -> int:
+    """Size of a shard in bytes."""
+    return sum(chunk.stop - chunk.start for chunk in shard)
+
+
 EncodingErrors = Literal["strict", "replace"]
-"""What to do with text that is not UTF-8: strict makes it a bad record, replace reads it with U+FFFD there."""
+"""Treatment of text that is not UTF-8: strict makes it a bad record, replace reads it with U+FFFD in these places."""
 
 DOCUMENT_BYTES = 128 * MIB
-"""Longest document or line, unless the caller gives a limit. Parsing JSON may take 20 times as much memory."""
+"""Longest document or line, unless the caller gives another limit. Parsing JSON may take 20 times as much memory."""
 SMALLER_ON_DISK = (*COMPRESSED, ".parquet")
 """Suffixes of files that may hold more text than they take on the disk."""
 _PARQUET_ROWS = 8
@@ -32,7 +78,7 @@ _JSON_TYPES = {dict: "an object", list: "a list", str: "text", bool: "true or fa
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be read, and why."""
+    """A record that cannot be read, and the reason."""
 
     path: str
     line: int
@@ -43,7 +89,7 @@ class BadRecord:
 
 
 def json_type(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """Type of a JSON value in words."""
     return _JSON_TYPES.get(type(value), "a number")
 
 
@@ -72,7 +118,8 @@ def read_documents(
 
 
 def read_lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, int]]:
-    """Yield each line of at most `limit` bytes, and its length; a longer line is empty, but has its length."""
+    """Yield each line of at most `limit` bytes with its length. A longer line is yielded as an empty one, with its true
+    length."""
     while line := file.readline(limit + 1):
         if len(line) <= limit:
             yield line, len(line)
@@ -81,7 +128,7 @@ def read_lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, int]]:
 
 
 def too_long(limit: int) -> str:
-    """Why a longer line or document is not read."""
+    """Reason why a line or document of more than `limit` bytes is not read."""
     return f"longer than {limit:,} bytes (moba-data tokenize --max-document-mib)"
 
 
@@ -145,7 +192,7 @@ def _parse_text(line: bytes, text_key: str, encoding_errors: EncodingErrors) -> 
     text = record[text_key]
     if not isinstance(text, str):
         found = json.dumps(text)[:60]
-        raise ValueError(f"key {text_key!r} holds {json_type(text)} where text is expected (--text-key): {found}")
+        raise ValueError(f"key {text_key!r} holds {json_type(text)}, but text is expected (--text-key): {found}")
     return _encode(text, encoding_errors)
 
 
@@ -198,7 +245,7 @@ def _read_text(path: str, limit: int, encoding_errors: EncodingErrors) -> bytes 
 
 
 def _not_utf8(error: UnicodeError) -> str:
-    return f"{error}; --encoding-errors replace reads such text, with U+FFFD where it is not UTF-8"
+    return f"{error}; --encoding-errors replace reads such text, with U+FFFD for bytes that are not UTF-8"
 
 
 def _read_parquet(path: str, text_key: str, limit: int, encoding_errors: EncodingErrors) -> Iterator[bytes | BadRecord]:
@@ -231,7 +278,7 @@ def _read_parquet(path: str, text_key: str, limit: int, encoding_errors: Encodin
 
 
 def _cell_text(value: Any, text_key: str, limit: int, encoding_errors: EncodingErrors) -> bytes | str:
-    """Text of a cell, as UTF-8; why there is none, if there is none."""
+    """Text of a cell, as UTF-8, or the reason why there is none."""
     try:
         text = value.as_py()
     except UnicodeDecodeError as error:
@@ -241,13 +288,13 @@ def _cell_text(value: Any, text_key: str, limit: int, encoding_errors: EncodingE
     if text is None:
         return f"row without text in column {text_key!r}"
     if not isinstance(text, str):
-        return f"column {text_key!r} holds {json_type(text)} where text is expected (--text-key)"
+        return f"column {text_key!r} holds {json_type(text)}, but text is expected (--text-key)"
     encoded = text.encode()
     return encoded if len(encoded) <= limit else too_long(limit)
 
 
 def _column_bytes(metadata: Any, name: str) -> int:
-    """Uncompressed bytes of column `name`, as the file says."""
+    """Uncompressed bytes of column `name`, as stated in the file."""
     groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
     columns = (group.column(index) for group in groups for index in range(group.num_columns))
     return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == name)

@@ -15,9 +15,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from data_tools.documents import BadRecord, EncodingErrors, read_documents
+from data_tools.documents import BadRecord, EncodingErrors, cut_shards, read_documents
 from data_tools.outputs import check_output_file, writing_file
-from data_tools.shards import cut_shards
 from moba_train.errors import DataError
 
 PASSAGE = (300, 1500)
@@ -25,7 +24,7 @@ PASSAGE = (300, 1500)
 WEIGHTS = {"passage": 5, "repeat": 3, "note": 3, "question": 4}
 """Relative frequency of each section type."""
 RECALL_WEIGHTS = WEIGHTS | {"variable": 3, "value": 3}
-"""Those of the recall documents of `moba-data corpus`, which have chains of variables, too."""
+"""Weights for the recall documents of `moba-data corpus`, which also have chains of variables."""
 _COLOURS = (
     "amber",
     "bronze",
@@ -70,9 +69,9 @@ def write_long_range(
     """Write `documents` documents of at least `characters` characters as JSON lines, from the text of `files`, and
     return the records that could not be read. The output is a pure function of the arguments.
 
-    questions  0: each line has the document under `text_key`; otherwise each line is a conversation in the format
-               "messages", with this many questions and answers about the document
-    weights    relative frequency of each section type
+    questions: 0 for the document under `text_key` in each line; otherwise each line is a conversation in the format
+        "messages", with this number of questions and answers about the document
+    weights: relative frequency of each section type
 
     Raises DataError when no text is long enough to take passages from, or `output` cannot be written.
     """
@@ -165,7 +164,8 @@ def _sections(
 
 
 def _assignment(variables: dict[str, int], draw: random.Random) -> str:
-    """Assign a number to a variable, or more often the value of another one; a variable may be assigned to again."""
+    """Line that assigns a number to a variable or, more often, the value of another one. A variable may be assigned to
+    again."""
     name = f"x{draw.randrange(1000)}"
     if not variables or draw.random() < 1 / 3:
         variables[name] = draw.randrange(10**4, 10**5)

@@ -1,16 +1,63 @@
-"""Outputs: names that are refused, files that appear complete or not at all, and corpora that are not overwritten."""
+"""Outputs: names that are refused, files that appear complete or not at all, corpora that are not overwritten, and the
+choice of the documents that are held out.
+"""
 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from data_tools.holdout import splits
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.errors import DataError
+
+
+def splits(holdout: float) -> tuple[str, ...]:
+    """Suffixes of the names of the corpora that this `holdout` makes."""
+    return ("-train", "-valid") if holdout else ("",)
+
+
+def choose_split(document: bytes, holdout: float) -> int:
+    """Index among the `splits` of the corpus that a document belongs to. Depends only on its content."""
+    return int(holdout > 0 and hash_fraction(document, "holdout") < holdout)
+
+
+def empty_split(documents: Mapping[str, int], holdout: float, name: str = "documents") -> str | None:
+    """Sentence about the corpus that `holdout` has left empty, with another value to try; None if both have documents,
+    and without a holdout.
+
+    documents: number of documents by prefix, of the corpora of `splits`
+    name: of the documents, in the sentence
+    """
+    if not holdout or all(documents.values()) or not any(documents.values()):
+        return None
+    empty, other = sorted(documents, key=lambda prefix: documents[prefix])
+    total = documents[other]
+    said = f"{empty} is empty, and training refuses an empty corpus: --holdout {holdout:g}"
+    if total == 1:
+        return (
+            f"{said} cannot divide a single one of the {name}; give more of them, or make a corpus of other text for "
+            "validation, without --holdout"
+        )
+    is_valid = empty == [*documents][1]
+    share = holdout if is_valid else 1 - holdout
+    wanted = max(3 / total, 2 * share)  # the corpus stays empty with a probability of exp(-3), 5 %, at most
+    example = f" such as {wanted if is_valid else 1 - wanted:.2g}," if wanted <= 0.5 else ""
+    return (
+        f"{said} has put all {total:,} {name} into {other}; delete "
+        f"{' and '.join(f'{prefix}.idx' for prefix in documents)}, and give a {'larger' if is_valid else 'smaller'} "
+        f"--holdout,{example} or more {name}"
+    )
+
+
+def hash_fraction(document: bytes, purpose: str) -> float:
+    """A number in [0, 1) that depends only on the document's content and on `purpose`."""
+    digest = hashlib.blake2b(document, digest_size=8, person=purpose.encode()).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
 
 _REMEDIES = {
     errno.ENOSPC: "free space there, or give another --output, and run the command again",
@@ -22,7 +69,7 @@ _REMEDIES = {
 
 
 def check_output_file(output: str | Path, option: str = "--output") -> None:
-    """Raises DataError when no file can be written as `output`, so that this is known before the work is done."""
+    """Raise DataError when no file can be written as `output`, so that this is known before the work is done."""
     given = str(output)
     if not given or given.endswith("/"):
         raise DataError(f"{option} {given!r} is not the name of a file; give one in that folder, {given}NAME")
@@ -47,7 +94,7 @@ def corpus_prefixes(output: str, holdout: float) -> list[str]:
 
 
 def _check_folder(folder: Path, option: str, given: str) -> None:
-    """Raises DataError when `folder` neither is a folder that can be written to nor can be created."""
+    """Raise DataError when `folder` neither is a folder that can be written to nor can be created."""
     existing = folder
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
@@ -59,7 +106,7 @@ def _check_folder(folder: Path, option: str, given: str) -> None:
 
 @contextlib.contextmanager
 def write_errors(output: str | Path) -> Iterator[None]:
-    """Turns an OSError in the block, which writes `output`, into a DataError with a remedy."""
+    """Turn an OSError in the block, which writes `output`, into a DataError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -69,7 +116,7 @@ def write_errors(output: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_file(output: str | Path) -> Iterator[BinaryIO]:
-    """A file that appears as `output` when the block ends, replacing one of that name; not if the block raises.
+    """Open a file that appears as `output`, replacing one of that name, when the block ends without an exception.
 
     Raises DataError when it cannot be written.
     """
@@ -94,7 +141,7 @@ def replace_file(output: str | Path, content: bytes) -> None:
 
 
 def skipped_file(output: str | Path) -> str:
-    """The file beside `output` that lists the records that were skipped."""
+    """File in the folder of `output` that lists the records that were skipped."""
     return f"{output}.skipped.txt"
 
 
@@ -107,7 +154,7 @@ def list_skipped(output: str | Path, bad: Sequence[object]) -> None:
 
 
 def already_made(works: Mapping[str, str]) -> bool:
-    """Whether all corpora exist and were made by their work: the `work` of the sidecar, by prefix.
+    """True if all corpora exist and were made by these `works`: the `work` of each sidecar, by prefix.
 
     Raises DataError, naming all of them, when some were made by other work: they are never overwritten.
     """

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from data_tools.conversations import TokenRecord, read_records
 from data_tools.documents import BadRecord
-from data_tools.holdout import choose_split
-from data_tools.outputs import already_made, corpus_prefixes, list_skipped, write_errors
+from data_tools.outputs import already_made, choose_split, corpus_prefixes, list_skipped, write_errors
 from moba_train.data.chat_template import Conversation, Template, TemplateSegment, texts
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
@@ -33,7 +32,7 @@ class TokenizedConversation(NamedTuple):
     ids: npt.NDArray[np.int64]
     """int64 [T]"""
     mask: npt.NDArray[np.uint8]
-    """uint8 [T]: 1 where a token carries loss."""
+    """uint8 [T]: 1 for tokens that carry loss."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,14 @@ class SftResult:
     split_markers: dict[str, int]
     """Number of tokens of each template marker that is not a single token."""
     already_complete: bool
-    """Whether identical corpora existed before, so that nothing was done."""
+    """True if identical corpora existed before, so that nothing was done."""
 
 
 def encode_record(record: TokenRecord | list[TemplateSegment], tokenizer: TextTokenizer) -> TokenizedConversation:
     """Token ids and loss mask of one record, given as tokens or as the segments of a chat template.
 
     Each segment with or without loss is tokenized separately, so that no token spans both. This matches inference,
-    where the prompt is tokenized before there is an answer. Raises ValueError when the record cannot be used.
+    in which the prompt is tokenized before there is an answer. Raises ValueError when the record cannot be used.
     """
     if isinstance(record, TokenRecord):
         if max(record.input_ids) >= tokenizer.vocab_size:
@@ -83,9 +82,9 @@ def make_sft_corpus(
 ) -> SftResult:
     """Write the conversations of `files` as the corpus `output` with its loss mask. If it exists, nothing is done.
 
-    tokenizer_path  a sentencepiece model, a tokenizer.json, or a folder with one
-    holdout         if not 0, the corpora are `output`-train and `output`-valid, and this fraction of the conversations,
-                    selected by content, goes to the second
+    tokenizer_path: a sentencepiece model, a tokenizer.json, or a folder with one
+    holdout: if not 0, the corpora are `output`-train and `output`-valid, and this fraction of the conversations,
+        selected by content, goes to the second
 
     Raises DataError when a file or the tokenizer cannot be read, `output` cannot be written or is a corpus of other
     input, no record can be used, or a record cannot be used and `fail_on_error` is set.
@@ -194,7 +193,7 @@ class _Markers:
 
 
 def _single_token(tokenizer: TextTokenizer, marker: str) -> int | None:
-    """Token id of `marker`, or None where it is several tokens."""
+    """Token id of `marker`, or None if it is several tokens."""
     # Twice, because some tokenizers put a space before every text.
     once, twice = encode(tokenizer, marker), encode(tokenizer, marker * 2)
     token = once[-1]
@@ -204,7 +203,7 @@ def _single_token(tokenizer: TextTokenizer, marker: str) -> int | None:
 def _encode_files(
     files: Sequence[str], tokenizer: TextTokenizer, template: Template, markers: _Markers
 ) -> Iterator[TokenizedConversation | BadRecord]:
-    # The second iterator runs ahead, so that a template in a process of its own works while this one tokenizes.
+    # The second iterator runs ahead, so that a template in another process works while this one tokenizes.
     records, ahead = itertools.tee((file, *numbered) for file in files for numbered in read_records(file))
     rendered = template.all_segments(record for _, _, record in ahead if isinstance(record, Conversation))
     for file, number, record in records:

@@ -1,6 +1,7 @@
-"""Documents of a corpus as text, with the part that carries loss between marks."""
+"""Documents of a corpus as text, with the part that carries loss between marks, and a check of every byte."""
 
 import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from data_tools.encoders import load_tiktoken_encoding
-from moba_train.data.indexed import IndexedDataset, outside
+from data_tools.progress import ByteProgress
+from moba_train.data.indexed import IndexedDataset, corpus_file, outside
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import TIKTOKEN, decode, load_text_tokenizer, tokenizer_hashes
 from moba_train.errors import DataError
@@ -48,7 +50,7 @@ def show_documents(
 ) -> Iterator[ShownDocument]:
     """Yield `documents` of a corpus, decoded; text that carries loss is between `marks` if there is a loss mask.
 
-    tokens  number of tokens of each document to decode, from its beginning; None: all
+    tokens: number of tokens of each document to decode, from its beginning; None: all
 
     Raises DataError when a token id is not one of the tokenizer.
     """
@@ -81,8 +83,9 @@ def _marked(ids: npt.NDArray[Any], mask: npt.NDArray[Any] | None, decoder: Decod
 
 
 def parse_documents(text: str, count: int) -> list[int]:
-    """The documents that `text` names, as in "0,5,10:12", of a corpus of `count`. A range ends before its second
-    number. Raises DataError when it cannot be read or a document does not exist.
+    """Documents that `text` names, as in "0,5,10:12", in a corpus of `count`. A range ends before its second number.
+
+    Raises DataError when the text cannot be read or a document does not exist.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -104,9 +107,9 @@ def parse_documents(text: str, count: int) -> list[int]:
 
 
 def tokenizer_of(corpus: IndexedDataset) -> str:
-    """The tokenizer that made the corpus, if it lies beside the corpus or is named tiktoken:ENCODING.
+    """Path of the tokenizer that made the corpus, which must lie in the corpus' folder, or tiktoken:ENCODING.
 
-    Raises DataError when it does not.
+    Raises DataError when it is not there, or not known.
     """
     name = (corpus.info or {}).get("tokenizer")
     if not isinstance(name, str):
@@ -120,7 +123,7 @@ def tokenizer_of(corpus: IndexedDataset) -> str:
 
 
 def made_with(corpus: IndexedDataset, tokenizer: str) -> bool | None:
-    """Whether `tokenizer`, a file or folder, made the corpus; None: it is not known."""
+    """True if `tokenizer`, a file or folder, made the corpus; None if that is not known."""
     sha256 = (corpus.info or {}).get("tokenizer_sha256")
     return None if sha256 is None or tokenizer.startswith(TIKTOKEN) else sha256 in tokenizer_hashes(tokenizer)
 
@@ -132,3 +135,44 @@ def load_decoder(tokenizer: str) -> Decoder:
         return Decoder(encoding.n_vocab, encoding.decode)
     loaded = load_text_tokenizer(tokenizer)
     return Decoder(loaded.vocab_size, functools.partial(decode, loaded))
+
+
+BLOCK_TOKENS = 8 << 20
+"""Tokens that are read at a time."""
+
+
+def verify_corpus(prefix: str, vocab_size: int | None) -> tuple[IndexedDataset, int | None]:
+    """Check tables, counts, token ids and bytes of a corpus, and return it with the vocabulary size that was used.
+
+    The vocabulary size is `vocab_size` or, without one, that of the sidecar; without either, only negative ids are
+    found. Changed bytes are found if the sidecar has the SHA-256 of the files. A loss mask is checked with its corpus.
+    Raises DataError at the first problem.
+    """
+    corpus = IndexedDataset(prefix)
+    info = corpus.info or {}
+    for name, found in (("documents", corpus.documents), ("tokens", corpus.tokens)):
+        if info.get(name, found) != found:
+            raise DataError(
+                f"corpus {prefix}: {prefix}.json says {info[name]} {name}, but there are {found}; make the corpus again"
+            )
+    _ = corpus.fingerprint  # compares PREFIX.idx with the sidecar
+    limit = info.get("vocab_size") if vocab_size is None else vocab_size
+    digest = hashlib.sha256()
+    with ByteProgress(f"verify {prefix}", corpus_file(prefix, "bin").stat().st_size) as progress:
+        for begin, tokens in corpus.blocks(BLOCK_TOKENS):
+            digest.update(tokens.data)
+            if outside := corpus.first_outside(begin, tokens, limit):
+                document, offset, token = outside
+                raise DataError(
+                    f"corpus {prefix}: document {document} has token id {token} at offset {offset}; "
+                    f"allowed: {'0 or more' if limit is None else f'0 to {limit - 1}'}"
+                )
+            progress.advance(tokens.nbytes, len(tokens))
+    if info.get("bin_sha256", digest.hexdigest()) != digest.hexdigest():
+        raise DataError(
+            f"corpus {prefix}: {corpus_file(prefix, 'bin')} is not what was written: its SHA-256 is "
+            f"{digest.hexdigest()[:12]}..., {prefix}.json says {info['bin_sha256'][:12]}...; make the corpus again"
+        )
+    if mask := LossWeights(corpus, "token").mask:
+        verify_corpus(mask.prefix, 2)
+    return corpus, limit

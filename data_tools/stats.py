@@ -1,9 +1,10 @@
-"""Distribution of the document lengths of a corpus, as tables and as a plot, and the sparsity of MoBA on it."""
+"""Tables about corpora: document lengths, MoBA's sparsity on them, distances of repeats, use by a recipe's stages."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,10 @@ from rich.table import Table
 
 from data_tools.outputs import check_output_file
 from moba_train.attention.moba.moba_kind import attended_pairs
+from moba_train.config.base import format_count
+from moba_train.config.stages import Stage
 from moba_train.data.indexed import IndexedDataset
+from moba_train.data.loader import DataSpec, training_data
 from moba_train.data.packers import split_documents
 from moba_train.errors import DataError
 
@@ -19,7 +23,7 @@ QUANTILES = {"min": 0, "5 %": 5, "25 %": 25, "50 %": 50, "75 %": 75, "95 %": 95,
 
 
 def summary_table(corpora: Sequence[IndexedDataset]) -> Table:
-    """One row per corpus: documents, tokens, mean and quantiles of the document length."""
+    """Table with a row for each corpus: documents, tokens, mean and quantiles of the document length."""
     table = Table(title="document lengths in tokens")
     table.add_column("corpus", overflow="fold")
     for column in ("documents", "tokens", "mean", *QUANTILES):
@@ -35,10 +39,10 @@ def summary_table(corpora: Sequence[IndexedDataset]) -> Table:
 
 
 def length_histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """(upper bound, documents, tokens) of each power-of-two range of lengths that documents fall in.
+    """Upper bound, documents and tokens of each power-of-two range of lengths.
 
-    The first range is [0, 1], the others are (bound / 2, bound]; ranges between the shortest and longest document are
-    listed even when empty.
+    The first range is [0, 1], the others are (bound / 2, bound]. All ranges between the shortest and the longest
+    document are listed, also empty ones.
     """
     if not len(lengths):
         return []
@@ -94,7 +98,7 @@ def effective_sparsity(
 
 
 def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int, seq_len: int | None = None) -> Table:
-    """One row per corpus: the fraction that is dense in any case, and the sparsity of MoBA."""
+    """Table with a row for each corpus: the fraction that is dense in any case, and the sparsity of MoBA."""
     split_at = f", documents split at {seq_len:,}" if seq_len else ""
     table = Table(title=f"MoBA with blocks of {block_size:,} and topk {topk}{split_at}")
     table.add_column("corpus", overflow="fold")
@@ -110,8 +114,8 @@ def sparsity_table(corpora: Sequence[IndexedDataset], block_size: int, topk: int
 def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
     """Draw the distribution of each corpus' tokens over document lengths as an HTML page.
 
-    Raises DataError for a name that does not end in .html and a file that cannot be written, LaunchError where plotly
-    is not installed.
+    Raises DataError for a name that does not end in .html and a file that cannot be written, LaunchError if plotly is
+    not installed.
     """
     if Path(path).suffix != ".html":
         raise DataError(f"--plot {path}: the name must end in .html")
@@ -137,3 +141,119 @@ def draw_lengths(corpora: Sequence[IndexedDataset], path: str) -> None:
         "yaxis": {"tickformat": ".0%", "rangemode": "tozero", "title": "share of the corpus' tokens"},
     }
     write_charts("Document lengths", [Chart("lengths", "Tokens by document length", "", traces, layout)], Path(path))
+
+
+DISTANCES = (512, 2048, 8192, 32768, 131072)
+"""Upper bounds of the ranges of distances, in tokens."""
+MOST_TOKENS = 16 << 20
+"""Tokens that tables are made from, of larger corpora."""
+
+
+def repeat_shares(corpus: IndexedDataset, length: int, most_tokens: int) -> npt.NDArray[np.float64]:
+    """Shares of the tokens that end a run of `length` tokens which occurred before in the document, by the distance to
+    the nearest earlier run: [ranges of `DISTANCES`, and beyond the last]. They show what a model that copies gains from
+    a longer context.
+
+    Reads documents that are spread evenly over the corpus, with about `most_tokens` tokens. Runs are compared by a hash
+    of 64 bits.
+    """
+    step = max(1, -(-corpus.tokens // most_tokens))
+    counts = np.zeros(len(DISTANCES) + 1, np.int64)
+    tokens = 0
+    for document in range(0, corpus.documents, step):
+        distances = nearest_repeats(corpus.document(document), length)
+        counts += np.bincount(np.searchsorted(DISTANCES, distances), minlength=len(counts))
+        tokens += int(corpus.document_lengths[document])
+    return counts / max(tokens, 1)
+
+
+def nearest_repeats(tokens: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
+    """Distance of each run of `length` tokens that occurred earlier to its nearest earlier occurrence, in any order,
+    int64 [n]."""
+    if len(tokens) <= length:
+        return np.empty(0, np.int64)
+    hashes = np.zeros(len(tokens) - length + 1, np.uint64)
+    for offset in range(length):  # a polynomial in an odd number, modulo 2^64
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + len(hashes)].astype(np.uint64) + 1
+    order = np.argsort(hashes, kind="stable")
+    same = hashes[order[1:]] == hashes[order[:-1]]
+    return (order[1:] - order[:-1])[same]
+
+
+def repeats_table(corpora: Sequence[IndexedDataset], length: int) -> Table:
+    """Table with a row for each corpus: `repeat_shares`."""
+    table = Table(title=f"tokens that end a run of {length} tokens which occurred before in the document, by distance")
+    table.add_column("corpus", overflow="fold")
+    for bound in DISTANCES:
+        table.add_column(f"<= {format_count(bound, 1024)}", justify="right")
+    table.add_column("farther", justify="right")
+    for corpus in corpora:
+        table.add_row(corpus.prefix, *(f"{share:.2%}" for share in repeat_shares(corpus, length, MOST_TOKENS)))
+    return table
+
+
+@dataclass(frozen=True)
+class SourceUse:
+    """Use of one source in one stage."""
+
+    stage: str
+    source: str
+    """Corpus, followed by the range of document lengths if there is one."""
+    tokens: int
+    """Tokens of its samples, padding included."""
+    share: float
+    """Fraction of the stage's tokens."""
+    epochs: float
+    """Times the stage reads the source, up to the end of the last group of samples that is shuffled together."""
+    epochs_so_far: float
+    """Times the run has read the source by the end of the stage."""
+    padding: float
+    """Fraction of padding in its samples."""
+
+
+def preview(spec: DataSpec, stages: Sequence[Stage]) -> list[SourceUse]:
+    """Use of each source in each of a run's stages, exactly as training will read it. Raises DataError as `StageData`
+    does."""
+    starts: dict[str, int] = {}
+    uses = []
+    for stage in stages:
+        sequences = stage.max_steps * stage.batch_sequences
+        data = training_data(spec, stage, starts)
+        after = data.starts_after(sequences)
+        for index, (bucket, stream) in enumerate(zip(data.buckets, data.streams, strict=True)):
+            samples = int(data.samples_per_bucket[index])
+            name = data.stream_names[index]
+            position = after[name]
+            uses.append(
+                SourceUse(
+                    stage.name,
+                    bucket.name,
+                    samples * stage.seq_len,
+                    samples / sequences,
+                    (position - starts.get(name, 0)) / stream.tokens,
+                    position / stream.tokens,
+                    data.padding_fraction(index),
+                )
+            )
+        starts = after
+    return uses
+
+
+def blend_table(uses: list[SourceUse]) -> Table:
+    """Table with a row for each stage and source."""
+    table = Table(title="what each stage reads")
+    table.add_column("stage")
+    table.add_column("source", overflow="fold")
+    for column in ("tokens", "share", "epochs", "epochs so far", "padding"):
+        table.add_column(column, justify="right")
+    for use in uses:
+        table.add_row(
+            use.stage,
+            use.source,
+            f"{use.tokens:,}",
+            f"{use.share:.2%}",
+            f"{use.epochs:.2f}",
+            f"{use.epochs_so_far:.2f}",
+            f"{use.padding:.2%}",
+        )
+    return table

@@ -1,25 +1,231 @@
-"""From text to a corpus: split the input into shards, tokenize the missing parts, merge them in order.
+"""From text to a corpus: split the input into shards, tokenize missing parts in several processes, merge them in order.
 
-The result depends only on the input and the options, not on the number of processes or on interruptions.
+A part is one shard of the input, tokenized once by any process: one corpus for each split, and a report. The report is
+written last, and marks the part as finished. The result depends only on the input and the options, not on the number of
+processes or on interruptions.
 """
 
+import contextlib
+import functools
 import hashlib
 import json
+import multiprocessing
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import DOCUMENT_BYTES
+import numpy as np
+
+from data_tools.documents import (
+    DOCUMENT_BYTES,
+    BadRecord,
+    EncodingErrors,
+    Shard,
+    cut_shards,
+    read_documents,
+    shard_bytes,
+)
 from data_tools.encoders import Encoder, load_encoder
-from data_tools.holdout import splits
-from data_tools.outputs import already_made, corpus_prefixes, list_skipped, locked_folder, write_errors
-from data_tools.parts import Part, TokenizeOptions, make_parts, read_report
+from data_tools.outputs import (
+    already_made,
+    choose_split,
+    corpus_prefixes,
+    list_skipped,
+    locked_folder,
+    splits,
+    write_errors,
+)
 from data_tools.progress import ByteProgress
-from data_tools.shards import Shard, cut_shards, shard_bytes
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
-from moba_train.errors import DataError
+from moba_train.errors import DataError, LaunchError
+
+BATCH_BYTES = 1 << 20
+"""Text that is passed to the engine at a time."""
+CHECKED_CHARACTERS = 1 << 15
+"""Text of each part on which the engine is compared with the tokenizer's own library."""
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """Options that determine the tokens of a corpus. Their names enter the fingerprint of the work: keep them."""
+
+    tokenizer: str
+    """Argument of `encoders.load_encoder`."""
+    text_key: str
+    append_eos: bool
+    holdout: float
+    """Fraction of the documents, selected by their content, that goes to the split "valid"; 0: no split."""
+    fail_on_error: bool
+    """True if an unreadable record stops the work instead of being skipped."""
+    eos: str | None = None
+    """Token that ends documents; None: the tokenizer's own."""
+    bos: str | None = None
+    """Token that begins documents; None: no such token."""
+    fast: bool = True
+    """True for the fastest exact engine, False for the tokenizer's own library."""
+    document_bytes: int = DOCUMENT_BYTES
+    """Longest document or JSON line, in bytes."""
+    encoding_errors: EncodingErrors = "strict"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One shard to tokenize, and the prefix of the files it becomes."""
+
+    prefix: str
+    shard: Shard
+    options: TokenizeOptions
+
+    @property
+    def report_file(self) -> Path:
+        """File that exists once the part is finished."""
+        return Path(f"{self.prefix}.report")
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """Result of a part."""
+
+    size: int
+    """Size of the input in bytes."""
+    tokens: int
+    bad: list[str]
+    """Skipped records, as "file:line: reason"."""
+    empty: int = 0
+    """Empty documents, which are left out."""
+
+
+def read_report(part: Part) -> PartReport:
+    """The report of a finished part."""
+    return PartReport(**json.loads(part.report_file.read_text(encoding="utf-8")))
+
+
+def make_part(part: Part) -> PartReport:
+    """Tokenize one shard.
+
+    Raises DataError for an unreadable record if `fail_on_error`, or if the engine is not exact on the first documents.
+    """
+    options = part.options
+    encoder = _cached_encoder(options.tokenizer, options.fast, options.eos, options.bos)
+    dtype = dtype_for(encoder.vocab_size)
+    bos = np.array([] if encoder.bos_id is None else [encoder.bos_id], dtype=dtype)
+    eos = np.array([encoder.eos_id] if options.append_eos else [], dtype=dtype)
+    left_out = LeftOutRecords()
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(IndexedDatasetWriter(f"{part.prefix}{split}", dtype))
+            for split in splits(options.holdout)
+        ]
+        unchecked = True
+        for documents in _batches(part, left_out):
+            texts = [document.decode() for document in documents]
+            if unchecked:
+                encoder.check(_first(texts, CHECKED_CHARACTERS))
+                unchecked = False
+            for document, ids in zip(documents, encoder.encode(texts), strict=True):
+                writers[choose_split(document, options.holdout)].add_document(np.concatenate((bos, ids, eos)))
+        report = PartReport(
+            shard_bytes(part.shard), sum(writer.tokens for writer in writers), left_out.bad, left_out.empty
+        )
+    temporary = part.report_file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    temporary.replace(part.report_file)
+    return report
+
+
+@dataclass
+class LeftOutRecords:
+    """Records of a part that do not become documents."""
+
+    bad: list[str] = field(default_factory=list)
+    """Unreadable ones, as "file:line: reason"."""
+    empty: int = 0
+    """Number of empty ones."""
+
+
+def _batches(part: Part, left_out: LeftOutRecords) -> Iterator[list[bytes]]:
+    """Yield the readable documents of a part that are not empty, about `BATCH_BYTES` at a time.
+
+    The others are added to `left_out`; an unreadable one raises DataError if `fail_on_error`.
+    """
+    batch: list[bytes] = []
+    size = 0
+    options = part.options
+    documents = read_documents(part.shard, options.text_key, options.document_bytes, options.encoding_errors)
+    for document in documents:
+        if isinstance(document, BadRecord):
+            if options.fail_on_error:
+                raise DataError(f"{document}; correct the record, or skip such records with --on-error skip")
+            left_out.bad.append(str(document))
+            continue
+        if not document:
+            left_out.empty += 1
+            continue
+        batch.append(document)
+        size += len(document)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        yield batch
+
+
+def _first(texts: Sequence[str], characters: int) -> list[str]:
+    """The first `characters` characters of `texts`, the last text truncated."""
+    found = []
+    for text in texts:
+        found.append(text[:characters])
+        characters -= len(text)
+        if characters <= 0:
+            break
+    return found
+
+
+@functools.cache
+def _cached_encoder(tokenizer: str, fast: bool, eos: str | None, bos: str | None) -> Encoder:
+    return load_encoder(tokenizer, fast, eos, bos)
+
+
+def make_parts(parts: Sequence[Part], workers: int) -> Iterator[PartReport]:
+    """Tokenize all `parts` in `workers` processes, and yield the report of each part when it is finished.
+
+    Raises the exceptions of `make_part`, and LaunchError when a worker is killed.
+    """
+    # Not forked, because the progress bar runs threads, whose locks a child would inherit.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(parts)) or 1, context, initializer=_end_with_parent) as pool:
+        try:
+            for finished in as_completed([pool.submit(make_part, part) for part in parts]):
+                yield finished.result()
+        except BrokenProcessPool as error:
+            raise LaunchError(
+                "a tokenizing process was killed, perhaps for lack of memory; run the same command again with fewer "
+                "--workers: finished parts are kept"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Make this worker exit silently at Ctrl-C, and when its parent is killed: it would wait for work forever."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    # There is one process per core: threads of the engines would only compete for the cores.
+    os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -39,7 +245,7 @@ class TokenizeResult:
     engine: str
     """Name of the engine that encoded the text."""
     already_complete: bool
-    """Whether identical corpora existed before, so that nothing was done."""
+    """True if identical corpora existed before, so that nothing was done."""
 
 
 def tokenize_corpus(files: Sequence[str], output: str, options: TokenizeOptions, workers: int) -> TokenizeResult:
@@ -99,7 +305,7 @@ def _empty(folder: Path) -> None:
 
 
 def _make_missing_parts(parts: Sequence[Part], workers: int) -> int:
-    """Make the parts that no earlier run finished; returns the number of parts that were finished already."""
+    """Make the parts that no earlier run finished, and return the number of parts that were finished already."""
     earlier = [read_report(part) for part in parts if part.report_file.exists()]
     waiting = [part for part in parts if not part.report_file.exists()]
     total = sum(shard_bytes(part.shard) for part in parts)
@@ -130,7 +336,7 @@ def _work_fingerprint(shards: Sequence[Shard], options: TokenizeOptions, tokeniz
     """SHA-256 of everything the corpus depends on; input files enter by size and modification time."""
     given = asdict(options) | {"tokenizer": tokenizer.sha256, "eos": tokenizer.eos_id, "fast": None}
     if options.document_bytes == DOCUMENT_BYTES:
-        del given["document_bytes"]  # as in fingerprints from before there was a limit
+        del given["document_bytes"]  # defaults do not enter, so that a new option leaves the corpora that exist valid
     if options.encoding_errors == "strict":
         del given["encoding_errors"]
     work = {

@@ -7,11 +7,17 @@ from pathlib import Path
 
 import sentencepiece
 
-from data_tools.documents import SMALLER_ON_DISK, BadRecord, EncodingErrors, read_documents
-from data_tools.holdout import hash_fraction
-from data_tools.outputs import check_output_file, replace_file
+from data_tools.documents import (
+    SMALLER_ON_DISK,
+    BadRecord,
+    EncodingErrors,
+    Shard,
+    cut_shards,
+    read_documents,
+    shard_bytes,
+)
+from data_tools.outputs import check_output_file, hash_fraction, replace_file
 from data_tools.progress import ByteProgress
-from data_tools.shards import Shard, cut_shards, shard_bytes
 from moba_train.errors import DataError, UserError
 
 SAMPLE_BYTES = 128 << 20

@@ -25,8 +25,9 @@ import torch
 from experiments.figure import Arm, Result
 from experiments.multi_process import service_runs
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
-from moba_train.memory.flops import count_recipe_parameters, real_flops
+from moba_train.config.stages import Stage
+from moba_train.memory.flops import real_flops
+from moba_train.resolve.run import resolve_unchecked
 
 START_S = 45.0
 """Start, compilation and evaluation at the end."""
@@ -74,15 +75,15 @@ def config_of(arm: Arm, vocab_size: int = VOCAB_SIZE) -> RunConfig:
 
 def size_of(arm: Arm) -> tuple[int, int]:
     """Parameters outside embeddings, and training tokens."""
-    config = config_of(arm)
-    return count_recipe_parameters(config).without_embeddings, resolve_stages(config)[-1].end_token
+    run = resolve_unchecked(config_of(arm))
+    return run.setup.spec.counts.without_embeddings, run.stages[-1].end_token
 
 
 def modelled_seconds(arm: Arm, gpus: int = 1, sharing: int = 1, service: bool = False) -> float:
     """Seconds of an arm by the model, on `gpus` H100, each with `sharing` arms; on this machine's CPU where `gpus` is
     0. `service`: whether arms that share a GPU do so by the Multi-Process Service."""
     config = config_of(arm)
-    stages = resolve_stages(config)
+    stages = resolve_unchecked(config).stages
     device = sum(_token_seconds(config, stage, gpus) * (stage.end_token - stage.first_token) for stage in stages)
     if gpus > 1:
         device /= gpus * _EFFICIENCY

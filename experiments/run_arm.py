@@ -20,10 +20,10 @@ from experiments.figure import Arm, Result
 from experiments.multi_process import service_runs
 from experiments.stop import run_to_end
 from moba_train.config.health import SpikeConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.evals.registry import EVALUATIONS
 from moba_train.foreign_files import ROOTS
 from moba_train.health.spike import RECOVERY_STEPS
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.report.scaling_runs import read_runs
 
@@ -146,7 +146,7 @@ def start(command: list[str], environment: Mapping[str, str], log: Path) -> None
 def check_complete(arm: Arm, records: Sequence[Mapping[str, Any]]) -> None:
     """Raises RuntimeError where training has stopped before its last step, as it does, with status 0, when something
     asks it to. records: of its metrics.jsonl."""
-    last = resolve_stages(config_of(arm))[-1]
+    last = resolve_unchecked(config_of(arm)).stages[-1]
     at = [record for record in records if record["type"] == "metrics"][-1]
     may_exit = last.until is not None
     if at["stage"] != last.name or (at["step"] < last.end_step and not may_exit):

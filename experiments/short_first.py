@@ -23,8 +23,8 @@ from experiments.readings import (
     validation_loss,
 )
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
 from moba_train.memory.flops import real_flops
+from moba_train.resolve.run import resolve_unchecked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -135,7 +135,7 @@ def _recipe(arm: str, tokens: int, quick: bool) -> dict[str, Any]:
 def flops_per_token(made: dict[str, Any]) -> float:
     """Real FLOPs of a recipe for each of its tokens, forward and backward, with one document in each sequence."""
     config = config_of(Arm("estimate", 0, made))
-    stages = resolve_stages(config)
+    stages = resolve_unchecked(config).stages
     flops = sum(
         stage.planned_tokens * real_flops(config.model, stage.attention, [stage.seq_len]) / stage.seq_len
         for stage in stages

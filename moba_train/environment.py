@@ -106,7 +106,6 @@ OPTIONAL_PACKAGES = (
     _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init", "wandb"),
     _pip("plotly", "report.html at the end of a run, moba-train report", "plotly.offline", "get_plotlyjs", "report"),
     _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter", "tensorboard"),
-    _pip("nvidia-ml-py", "health.node: state of the GPUs, faster than by nvidia-smi", "pynvml", "nvmlInit"),
     _pip("tokenizers", "tokenizer.json files, in moba-data and generate", "tokenizers", "Tokenizer"),
     _pip("tiktoken", "moba-data tokenize --tokenizer tiktoken:NAME", "tiktoken", "get_encoding"),
     _pip("fastokens", "moba-data tokenize, several times as fast", "fastokens", "Tokenizer"),

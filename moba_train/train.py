@@ -25,16 +25,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
-from moba_train.config.load import dump_config, load_config
-from moba_train.config.schema import RunConfig
+from moba_train.config.load import load_config
+from moba_train.config.mesh import WorldSize
 from moba_train.errors import LaunchError, UserError
 from moba_train.health.watch import stalls_folder
+from moba_train.memory.devices import local_device, weakest
 from moba_train.parallel.failures import end_with_launcher, was_waiting
 from moba_train.parallel.run_lock import run_folder_lock
-from moba_train.parallel.world import World, any_rank, joined_world
-from moba_train.resolve.recipe import validate
+from moba_train.parallel.world import World, any_rank, gather_over_ranks, joined_world
+from moba_train.resolve.recipe import resolve
+from moba_train.resolve.run import ResolvedRun
 from moba_train.resolve.warnings import print_recipe_warnings
 from moba_train.run.determinism import deterministic
 from moba_train.run.progress import describe_finished
@@ -88,10 +88,9 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
         try:
             given = parser.parse_intermixed_args(arguments)
             config = load_config(given.recipe, given.overrides)
-            ranks = int(os.environ.get("WORLD_SIZE", 1))
-            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            validate(config, ranks, check_files=True, ranks_per_node=per_node, device=device)
+            size = WorldSize(int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            device = local_device(int(os.environ.get("LOCAL_RANK", 0)), size.ranks_per_node)
+            run = resolve(config, size, device, check_files=True)
         except UserError as error:
             print_error(error)
             return refuse(error.exit_code)
@@ -99,12 +98,15 @@ def _run(arguments: list[str] | None, stop: StopRequest) -> int:
         timeout = timedelta(seconds=config.parallel.timeout)
         with deterministic(config.deterministic), joined_world(timeout, stalls) as world:
             stop.joined()
+            least = weakest(gather_over_ranks(device))
+            if least != device:
+                run = run.on(size, least)
             if world.is_main:
                 if given.verbose:
-                    print(f"resolved recipe:\n{dump_config(config)}", flush=True)
-                print(summarize(config, world.size, world.ranks_per_node, world.device), flush=True)
-                print_recipe_warnings(config)
-            _train(config, world, given.stop_at_step, given.from_scratch, stop)
+                    print(f"resolved recipe:\n{run.recipe}", flush=True)
+                print(summarize(run), flush=True)
+                print_recipe_warnings(run)
+            _train(run, world, given.stop_at_step, given.from_scratch, stop)
     except UserError as error:
         stop.failed()
         print_error(error)
@@ -125,25 +127,30 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _train(config: RunConfig, world: World, stop_at_step: int | None, from_scratch: bool, stop: StopRequest) -> None:
+def _train(
+    run: ResolvedRun,
+    world: World,
+    stop_at_step: int | None,
+    from_scratch: bool,
+    stop: StopRequest,
+) -> None:
     if any_rank(stop.requested):
         raise StoppedBeforeTrainingError
-    with run_folder_lock(Path(config.run_dir), world) as run_lock:
-        trainer = Trainer(config, world, run_lock, stop_at_step, from_scratch, stop)
+    with run_folder_lock(run.folders.run, world) as run_lock:
+        trainer = Trainer(run, world, run_lock, stop_at_step, from_scratch, stop)
         step_before = trainer.progress.step
-        finished = trainer.run()
+        finished = trainer.train()
     if stop.requested and not finished:
         report_stopped()
     if not world.is_main:
         return
     if finished and trainer.progress.step == step_before:
-        print(describe_finished(trainer.progress, trainer.stages, Path(config.run_dir)), flush=True)
+        print(describe_finished(trainer.progress, trainer.resolved.stages, run.folders.run), flush=True)
     elif not finished:
         step = trainer.progress.step
         due = stop_at_step is not None and step >= stop_at_step
         again = f"the same command without --stop-at-step {stop_at_step}" if due else "the same command"
-        saved = config.checkpoint.every is not None
-        then = f"{again} continues from here" if saved else "nothing is saved, as checkpoint.every is null"
+        then = f"{again} continues from here" if run.memory.saves else "nothing is saved, as checkpoint.every is null"
         print(f"stopped as asked after step {step}; {then}", flush=True)
 
 

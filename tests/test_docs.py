@@ -17,9 +17,8 @@ from benchmarks.attention_rows import short
 from moba_train.attention.kernels import table as kernel_table
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.memory.plan import make_plan
-from moba_train.resolve.recipe import validate
 from tests.guide import ROOT, anchors, blocks, check_usage, commands, links, run
+from tests.resolved import check, plan_of
 from tests.test_import_directions import ORDER
 
 README = ROOT / "README.md"
@@ -34,8 +33,8 @@ def test_the_recipe_in_the_readme_is_valid_and_can_be_planned(tmp_path: Path) ->
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.replace("configs/models", str(ROOT / "configs" / "models")))
     config = load_config(path)
-    validate(config, world_size=8)
-    plan = make_plan(config, 8, 989.0, 0.4)
+    check(config, ranks=8)
+    plan = plan_of(config, 8, 989.0, 0.4)
     assert len(plan.stages) == 2
 
 

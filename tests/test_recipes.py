@@ -15,10 +15,10 @@ import yaml
 
 from moba_train.config.load import load_config
 from moba_train.config.schema import SourceConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.hf.config import read_model_config
-from moba_train.hf.initial_weights import model_differences
+from moba_train.resolve.initial_weights import model_differences
 from tests.guide import ROOT, blocks, check_usage, commands, run
+from tests.resolved import stages_of
 
 RECIPES = ROOT / "configs" / "recipes"
 GUIDE = ROOT / "docs" / "recipes.md"
@@ -76,9 +76,9 @@ def test_the_models_follow_from_each_other(tmp_path: Path) -> None:
     assert not list(model_differences(load_config(RECIPES / "continue-1m.yaml").model, tmp_path))
     for folder in (RECIPES, RECIPES / "mini"):
         before, after = (load_config(folder / f"{name}-1m.yaml") for name in ("continue", "sft"))
-        last = resolve_stages(before)[-1]
+        last = stages_of(before)[-1]
         assert after.model == before.model.model_copy(update={"rope": last.rope})
-        assert resolve_stages(after)[-1].attention == last.attention
+        assert stages_of(after)[-1].attention == last.attention
         assert after.init_from == before.run_dir
 
 

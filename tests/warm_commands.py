@@ -20,7 +20,7 @@ from collections.abc import Callable
 def serve(address: str) -> None:
     """Fork a command for each connection."""
     import data_tools.cli
-    import moba_train.memory.plan
+    import moba_train.resolve.plan
     import moba_train.tools.cli
     import moba_train.tools.convert.hf  # what the commands import late
     import moba_train.tools.report.page

@@ -69,7 +69,7 @@ def _attend(
             # Continues in parallel/context/engine.py.
             out, lse, selection = engine.forward(q, k, v, local, whole)
             return out.contiguous(), lse.contiguous(), list(selection)
-        part = whole if q_ranges is None else argument_layout(*layout, q_ranges)
+        part = whole if q_ranges is None else argument_layout(*layout, q_ranges=q_ranges)
         if selected is None:
             selection = local.select(q, local.summarize(k, whole), part)
         else:
@@ -87,7 +87,7 @@ def _attend_backward(
     engine = by_handle(engine_handle)
     local = observed(by_handle(attention_handle), engine.observers)
     state = BackwardState(dout, *_rows_side_by_side(q, k, v), out, lse)
-    part = whole_layout(*layout) if q_ranges is None else argument_layout(*layout, q_ranges)
+    part = whole_layout(*layout) if q_ranges is None else argument_layout(*layout, q_ranges=q_ranges)
     with on_the_device_of(q):
         if q_ranges is None and isinstance(engine, AcrossRanks):
             # Continues in parallel/context/engine.py.
@@ -160,8 +160,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.kept_alive = [by_handle(handle) for handle in ctx.rest[-2:]]
     ctx.mark_non_differentiable(lse, *selection)
     ctx.set_materialize_grads(False)  # zeros as large as the selection and its lists
-    out = out if ctx.kept_alive[0].facts.merges else None  # results that do not merge are computed again
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection)
+    kept = out if ctx.kept_alive[0].facts.merges else None  # results that do not merge are computed again
+    ctx.save_for_backward(q, k, v, kept, lse, cu_seqlens, cu_seqlens_cpu, *selection)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, *_others: Any) -> tuple[Any, ...]:

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.load import load_checkpoint
-from moba_train.checkpoint.recipe import SavedRun, overridden_kinds
-from moba_train.model.build import build_attention, build_model, initialize_weights
+from moba_train.model.build import initialize_weights
 from moba_train.model.part import copied_parameters, is_whole
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import local_part
@@ -114,21 +113,6 @@ def load_model(model: nn.Module, path: Path, *, optional: Collection[str] = (), 
     names = ("optim.", "rng.", *_state_names(optional))
     tensors = model_tensors(model)
     return load_checkpoint(path, tensors, optional=names, elsewhere=_elsewhere(model, tensors), verify=verify)
-
-
-def load_trained(saved: SavedRun, device: torch.device, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of a checkpoint on `device` in `dtype`, with the attention and RoPE of the stage that saved it.
-
-    Raises CheckpointError when the checkpoint is damaged.
-    """
-    config = saved.config
-    with torch.device("meta"):
-        model = build_model(config)
-    model.to_empty(device=device)
-    load_model(model, saved.path, optional=overridden_kinds(saved))
-    model.set_attention(build_attention(saved.stage.attention, config.model.head_width))
-    model.set_rope(saved.stage.rope)
-    return model.to(dtype).eval()
 
 
 def _elsewhere(model: nn.Module, tensors: Collection[str]) -> set[str]:

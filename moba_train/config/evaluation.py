@@ -1,4 +1,4 @@
-"""The section `evaluation`: what is measured while a run trains, and how often."""
+"""The section `evaluation`: measurements while a run trains, and their frequency."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal, Self
@@ -15,14 +15,14 @@ class PositionWiseConfig(Section):
 
     bucket: Length = Field(2048, description="tokens of the context that are averaged together; divides every seq_len")
     sequences: int = Field(
-        32, ge=2, le=MOST_SAMPLES, description="samples; fewer where the documents do not give as many"
+        32, ge=2, le=MOST_SAMPLES, description="samples; fewer if the documents do not give that many"
     )
     every: int | None = Field(
         None, ge=1, description="optimizer steps between evaluations; null: evaluation.every; always at a stage's end"
     )
     attention: Literal["own", "both"] = Field(
         "both",
-        description="both: where a stage has other layers than full ones, full attention on the same weights too",
+        description="both: also full attention on the same weights, in stages with other layers",
     )
 
 
@@ -35,7 +35,7 @@ class AnswersConfig(Section):
         description="tokens of a sample, its answer included; null: a quarter, a half and all of the stage's seq_len",
     )
     extrapolate: bool = Field(
-        False, description="true: also lengths beyond a stage's seq_len; false: a stage leaves out what is longer"
+        False, description="true: also lengths beyond a stage's seq_len; false: a stage leaves out longer ones"
     )
     corpus: str | None = Field(
         None,
@@ -48,7 +48,7 @@ class AnswersConfig(Section):
     )
     attention: Literal["own", "both"] = Field(
         "both",
-        description="both: where a stage has other layers than full ones, full attention on the same weights too",
+        description="both: also full attention on the same weights, in stages with other layers",
     )
     chat: bool = Field(
         False, description="ask through the chat template in the folder of data.tokenizer, as a user's message"
@@ -61,17 +61,17 @@ class HiddenNeedles(AnswersConfig):
     depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
         [0, 25, 50, 75, 100],
         min_length=1,
-        description="where the needle is, in % of the haystack; 0: its beginning, 100: its end",
+        description="depth of the needle in % of the haystack; 0: its beginning, 100: its end",
     )
     samples: int = Field(4, ge=1, le=MOST_SAMPLES, description="samples of each length and depth")
     needles: int = Field(
-        1, ge=1, le=32, description="needles that are asked for; the first is at the depth, the others anywhere"
+        1, ge=1, le=32, description="needles that are asked for; the first is at the depth, others are anywhere"
     )
     keys: int | None = Field(
         None,
         ge=1,
         le=1000,
-        description="needles in the haystack, those that are not asked for included; null: as many as `needles`",
+        description="needles in the haystack, including those that are not asked for; null: as many as `needles`",
     )
     haystack: Literal["natural", "synthetic"] = Field(
         "natural", description="natural: text of `corpus`; synthetic: RULER's few sentences, repeated"

@@ -36,10 +36,10 @@ _REPLACED = {
 """Keys of a recipe that a stage's own replaces."""
 
 
-def shadowed_overrides(config: RunConfig, overrides: Sequence[str], stages: Collection[int]) -> list[str]:
-    """Problems of the `overrides` of a recipe's key that all `stages`, by index, set themselves.
+def shadowed_overrides(stages: Sequence[StageConfig], overrides: Sequence[str], used: Collection[int]) -> list[str]:
+    """Problems of the `overrides` of a recipe's key that all `used` ones of its `stages`, by index, set themselves.
 
-    A stage's key that is among the overrides, too, hides nothing: it was given on purpose. Overrides whose value is a
+    A stage's key that is also among the overrides hides nothing: it was given on purpose. Overrides whose value is a
     mapping are not looked into.
     """
     problems = []
@@ -47,11 +47,11 @@ def shadowed_overrides(config: RunConfig, overrides: Sequence[str], stages: Coll
     for override in overrides:
         value = override.partition("=")[2]
         own = _own_key(_path(override))
-        if own is None or not all(_hides(config, index, own, given) for index in stages):
+        if own is None or not all(_hides(stages, index, own, given) for index in used):
             continue
-        names = ", ".join(repr(config.stages[index].name) for index in stages)
-        instead = " ".join(shlex.quote(f"stages.{index}.{own}={value}") for index in stages)
-        sets = "every stage sets" if len(stages) == len(config.stages) else f"stage {names} sets"
+        names = ", ".join(repr(stages[index].name) for index in used)
+        instead = " ".join(shlex.quote(f"stages.{index}.{own}={value}") for index in used)
+        sets = "every stage sets" if len(used) == len(stages) else f"stage {names} sets"
         problems.append(f"override {override!r}: would change nothing, as {sets} {own} itself; give {instead}")
     return problems
 
@@ -61,11 +61,11 @@ def _path(override: str) -> str:
     return ".".join(map(str, path_keys(override.partition("=")[0])))
 
 
-def _hides(config: RunConfig, index: int, own: str, given: Sequence[str]) -> bool:
+def _hides(stages: Sequence[StageConfig], index: int, own: str, given: Sequence[str]) -> bool:
     """True if the stage's file sets the key `own`, and no override does."""
     key = f"stages.{index}.{own}"
     on_purpose = any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for path in given)
-    return not on_purpose and _sets(config.stages[index], own)
+    return not on_purpose and _sets(stages[index], own)
 
 
 def _own_key(key: str) -> str | None:
@@ -139,7 +139,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(problems + explain(error, RunConfig)) from None
-    if problems := problems or shadowed_overrides(config, overrides, range(len(config.stages))):
+    if problems := problems or shadowed_overrides(config.stages, overrides, range(len(config.stages))):
         raise ConfigError(problems)
     return config
 

@@ -7,6 +7,13 @@ from moba_train.config.parallel import ParallelConfig
 from moba_train.errors import ConfigError
 
 
+class WorldSize(NamedTuple):
+    """Ranks of a run, and of each of its nodes."""
+
+    ranks: int
+    ranks_per_node: int
+
+
 class MeshSizes(NamedTuple):
     """Ranks along each dimension of the parallel layout, outermost first, with nothing left to fill."""
 
@@ -33,7 +40,7 @@ class MeshSizes(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the parameters (with pp and tp, of a pipeline stage's and tp rank's part)."""
+        """Ranks that share one copy of the parameters (with pp and tp, of a pipeline rank's and a tp rank's part)."""
         return self.dp_shard * self.cp
 
 
@@ -69,12 +76,12 @@ def fit_mesh(
         return None, [
             f"parallel.pp: given {pp}, which does not divide {_ranks(world_size)}; {allowed_divisors(world_size)}"
         ]
-    stage_ranks = world_size // pp
+    part_ranks = world_size // pp
     each = f", {pp} to a pipeline (parallel.pp)" if pp > 1 else ""
-    if stage_ranks % tp:
+    if part_ranks % tp:
         ranks = f"{_ranks(world_size)}{each}"
-        return None, [f"parallel.tp: given {tp}, which does not divide {ranks}; {allowed_divisors(stage_ranks)}"]
-    groups = stage_ranks // tp
+        return None, [f"parallel.tp: given {tp}, which does not divide {ranks}; {allowed_divisors(part_ranks)}"]
+    groups = part_ranks // tp
     each += f" in groups of {tp} (parallel.tp)" if tp > 1 else ""
     if groups % cp:
         return None, [

@@ -1,16 +1,21 @@
 """The stages of a recipe with all their defaults filled in."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
-from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import RopeConfig
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.parallel import ContextParallelConfig, ParallelConfig
 from moba_train.config.schema import RunConfig, UntilConfig
+
+ALL_PARAMETERS = ("*",)
+"""`trainable` of a stage that trains every parameter."""
+
+RECIPE_KEYS = {"train": "data.train", "lr": "optim.lr", "schedule": "optim.schedule"}
+"""Keys of the recipe that stages have under other names, by the stage's name."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Stage:
     """The stage's own schedule, or None while the run's schedule goes on."""
     until: UntilConfig | None
     """The exit criterion; None: the stage ends with its `tokens`."""
+    tokens: int
+    """Tokens as the recipe gives them, before they are rounded up to whole steps."""
     planned_steps: int
     """Steps that `tokens` make. The learning rate knows no others, see optim/spec.py."""
     max_steps: int
@@ -49,6 +56,8 @@ class Stage:
     end_token: int
     planned_first_token: int
     """`first_token`, had every stage before ended with its planned steps."""
+    own_keys: frozenset[str] = frozenset()
+    """Keys of the recipe that the stage sets itself; it has the recipe's values of all others."""
 
     @property
     def steps(self) -> int:
@@ -75,6 +84,10 @@ class Stage:
         """Attention kind of each layer, first to last."""
         return tuple(layer.kind for layer in self.attention)
 
+    def key(self, name: str) -> str:
+        """Key of the recipe that sets the stage's `name`: its own, such as `stages[1].lr`, or else `optim.lr`."""
+        return f"stages[{self.index}].{name}" if name in self.own_keys else RECIPE_KEYS.get(name, name)
+
     def tokens_after(self, step: int) -> int:
         """Tokens that the run has consumed after `step`, a step of this stage."""
         return self.first_token + (step - self.first_step) * self.batch_tokens
@@ -83,7 +96,7 @@ class Stage:
         """The stage in one line."""
         steps = f"{self.planned_steps} to {self.max_steps}" if self.until else str(self.steps)
         kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(self.kinds).items())
-        trained = "" if self.trainable == ("*",) else f", trains only {', '.join(self.trainable)}"
+        trained = "" if self.trainable == ALL_PARAMETERS else f", trains only {', '.join(self.trainable)}"
         return (
             f"stage {self.name}: sequences of {self.seq_len} tokens, {self.batch_tokens} tokens per step, "
             f"{steps} steps, attention {kinds}{trained}"
@@ -100,18 +113,16 @@ def merge_parallel(base: ParallelConfig, over: ContextParallelConfig | None) -> 
     return base if over is None else base.model_copy(update=over.model_dump(exclude_unset=True))
 
 
-def resolve_stages(config: RunConfig, exited_steps: Mapping[str, int] | None = None) -> tuple[Stage, ...]:
-    """All stages of a validated recipe, in order. Raises ConfigError as `resolve_layers` does.
+def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
+    """All stages of a recipe, in order, with their latest possible ends. Raises ConfigError as `resolve_layers` does.
 
-    exited_steps: steps that the stages took whose exit criterion was met, by the stage's name.
+    Only `resolve.run.resolve` calls it; whoever has a resolved run has its stages.
     """
     stages: list[Stage] = []
-    step = token = planned_token = 0
+    planned_token = 0
     for index, stage in enumerate(config.stages):
         batch_tokens = stage.batch_tokens or config.batch_tokens
         planned = -(-stage.tokens // batch_tokens)
-        longest = -(-stage.until.max_tokens // batch_tokens) if stage.until else planned
-        steps = (exited_steps or {}).get(stage.name, longest)
         own_schedule = stage.schedule or (config.optim.schedule if stage.lr is not None else None)
         stages.append(
             Stage(
@@ -124,36 +135,45 @@ def resolve_stages(config: RunConfig, exited_steps: Mapping[str, int] | None = N
                 attention=resolve_layers(merge_attention(config.attention, stage.attention), config.model.layers),
                 parallel=merge_parallel(config.parallel, stage.parallel),
                 sources=tuple(stage.train or config.data.train),
-                trainable=("*",) if stage.trainable == "all" else tuple(stage.trainable),
+                trainable=ALL_PARAMETERS if stage.trainable == "all" else tuple(stage.trainable),
                 evaluate=stage.evaluate,
                 lr=stage.lr or config.optim.lr,
                 schedule=own_schedule,
                 until=stage.until,
+                tokens=stage.tokens,
                 planned_steps=planned,
-                max_steps=longest,
-                first_step=step,
-                end_step=step + steps,
-                first_token=token,
-                end_token=token + steps * batch_tokens,
+                max_steps=-(-stage.until.max_tokens // batch_tokens) if stage.until else planned,
+                first_step=0,
+                end_step=0,
+                first_token=0,
+                end_token=0,
                 planned_first_token=planned_token,
+                own_keys=frozenset(name for name, value in stage if value is not None),
             )
         )
-        step += steps
-        token += steps * batch_tokens
         planned_token += planned * batch_tokens
-    return tuple(stages)
+    return timed(stages, {})
 
 
-def used_kinds(config: RunConfig, stage: int) -> set[tuple[int, str]]:
-    """(layer, attention kind) of all layers in the stages up to and with this one."""
-    stages = resolve_stages(config)[: stage + 1]
-    return {(layer, kind) for resolved in stages for layer, kind in enumerate(resolved.kinds)}
+def timed(stages: Sequence[Stage], exited_steps: Mapping[str, int]) -> tuple[Stage, ...]:
+    """The stages with the steps and tokens at which they begin and end.
+
+    exited_steps: steps that the stages took whose exit criterion was met, by the stage's name; others end at their
+        latest.
+    """
+    found: list[Stage] = []
+    step = token = 0
+    for stage in stages:
+        steps = exited_steps.get(stage.name, stage.max_steps)
+        tokens = steps * stage.batch_tokens
+        found.append(
+            replace(stage, first_step=step, end_step=step + steps, first_token=token, end_token=token + tokens)
+        )
+        step += steps
+        token += tokens
+    return tuple(found)
 
 
-def kinds_by_layer(config: RunConfig) -> tuple[dict[str, Section], ...]:
-    """For every layer, the attention kinds that any stage uses there, with the options of the first that does."""
-    layers: tuple[dict[str, Section], ...] = tuple({} for _ in range(config.model.layers))
-    for stage in resolve_stages(config):
-        for kinds, attention in zip(layers, stage.attention, strict=True):
-            kinds.setdefault(attention.kind, attention.options)
-    return layers
+def used_kinds(stages: Sequence[Stage]) -> set[tuple[int, str]]:
+    """(layer, attention kind) of all layers in these stages."""
+    return {(layer, kind) for stage in stages for layer, kind in enumerate(stage.kinds)}

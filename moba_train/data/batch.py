@@ -20,29 +20,30 @@ class Batch:
     tokens: Tensor
     """int64 [T]"""
     labels: Tensor
-    """int64 [T]; 0 where there is no loss."""
+    """int64 [T]; 0 for tokens without loss."""
     positions: Tensor
     """int64 [T]: position of each token within its document part."""
     layout: Layout
     """Document boundaries: attention stays within a document part."""
     loss_index: Tensor
     """int64 [n]: indices of the tokens whose predictions carry loss. Never empty, so that every rank runs the same
-    graph: without loss it is [first_row] with weight 0."""
+    graph: [first_row] with weight 0 stands for no loss."""
     loss_weight: Tensor
     """float32 [n]: weight of each of these predictions."""
     loss_weight_sum: float
-    """Sum of the weights. Its total over all batches and ranks is what the loss sum is divided by."""
+    """Sum of the weights. The loss sum is divided by its total over all batches and ranks."""
     loss_tokens: int
-    """Number of tokens that carry loss; 0 where `loss_index` holds only its placeholder."""
+    """Number of tokens that carry loss; 0 if `loss_index` holds only its placeholder."""
     parts: list[DocumentPart]
     """Origin of each document part; it leads from a bad batch to its documents."""
     part_documents: list[int]
     """Index of each document part among the layout's documents, which also include the padding."""
     padding: int
-    """Padding tokens among the T. The padding of each sample is a document of its own in `layout`, without loss."""
+    """Padding tokens among the T. The padding of each sample is a separate document in `layout`, without loss."""
     first_row: int = 0
-    """Row offset of this rank's logits: row i of the model's output belongs to token first_row + i. Not 0 only under
-    tensor parallelism, where each rank computes the logits of a range of tokens. `loss_index` counts from token 0."""
+    """Row offset of this rank's logits: row i of the model's output belongs to token first_row + i. It differs from 0
+    only under tensor parallelism, with which each rank computes the logits of a range of tokens. `loss_index` counts
+    from token 0."""
 
     @property
     def loss_on(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +70,7 @@ class Batch:
         )
 
     def with_weights_divided_by(self, divisor: float) -> "Batch":
-        """This batch with weights / `divisor`: by the sum over all ranks, loss sums become parts of a mean loss."""
+        """This batch with weights / `divisor`. With the sum over all ranks, loss sums become parts of a mean loss."""
         return dataclasses.replace(
             self, loss_weight=self.loss_weight / divisor, loss_weight_sum=self.loss_weight_sum / divisor
         )

@@ -1,10 +1,8 @@
-"""Blending: a smooth, deterministic interleaving of sources by weight.
+"""Blending: a smooth, deterministic interleaving of sources, or ranges of document lengths in them, by weight.
 
 Sample j of source s is due at time (j + 1/2) / w_s. The blend lists the samples of all sources in the order in which
 they are due; ties go to the earlier source. With shares p_s = w_s / sum(w) and S sources, the first n samples hold
 n p_s of source s to within (1 + S p_s) / 2: one sample for equal weights, with no random drift.
-
-The length buckets of a blend: ranges of document lengths of a corpus, each with its share of the tokens.
 """
 
 import itertools
@@ -36,8 +34,8 @@ def samples_taken(weights: Sequence[float], count: int) -> npt.NDArray[np.int64]
 def _due(
     weights: Sequence[float], first: int, count: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Samples of each source to skip, all due before sample `first`; then sources and ordinals of the samples that
-    follow them, up to sample first + count."""
+    """Numbers of samples of each source to skip, which are all due before sample `first`; then sources and ordinals of
+    the samples that follow them, up to sample first + count."""
     weight = np.asarray(weights, dtype=np.float64)
     share = weight / weight.sum()
     slack = len(weight) / 2
@@ -51,7 +49,7 @@ def _due(
 
 
 class LengthBucket(NamedTuple):
-    """The documents of one corpus whose length lies in [min_length, below_length); without limits, the whole corpus."""
+    """Documents of one corpus whose length lies in [min_length, below_length); without limits, the whole corpus."""
 
     path: str
     """Prefix of the corpus."""
@@ -62,19 +60,19 @@ class LengthBucket(NamedTuple):
 
     @property
     def range(self) -> str:
-        """The range of lengths as text; empty for the whole corpus."""
+        """Range of lengths as text; empty for the whole corpus."""
         if not self.min_length and self.below_length is None:
             return ""
         return f"[{self.min_length}:{'' if self.below_length is None else self.below_length}]"
 
     @property
     def name(self) -> str:
-        """The corpus' path, followed by the range if there is one. Unique in a blend."""
+        """Path of the corpus, followed by the range if there is one. Unique in a blend."""
         return f"{self.path}{self.range}"
 
 
 def length_buckets(sources: Sequence[SourceConfig], open_corpus: Callable[[str], IndexedDataset]) -> list[LengthBucket]:
-    """The length buckets of a blend, in the order of its sources.
+    """Length buckets of a blend, in the order of its sources.
 
     Raises DataError when two buckets share documents, or one has no tokens.
     """

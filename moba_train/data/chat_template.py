@@ -1,10 +1,10 @@
-"""Chat templates: conversations as text, and which part of the text carries loss.
+"""Chat templates: conversations as text, split where loss begins and ends.
 
 A template is Jinja, as models ship it in `tokenizer_config.json`. It runs in a sandbox, without access to files,
 attributes of Python objects, or the date; `confined_template` limits the time and memory of one from elsewhere. The
-template itself determines what carries loss: the text that it writes
-before an assistant message, with a generation prompt, is the prompt that the model will see. The text after it, up to
-and including the end of the turn, carries loss: the assistant's text and its tool calls.
+template itself determines the part that carries loss: the text that it writes before an assistant message, with a
+generation prompt, is the prompt that the model will see. The text after it, up to and including the end of the turn,
+carries loss: the assistant's text and its tool calls.
 """
 
 import hashlib
@@ -142,7 +142,7 @@ def template_fingerprint(source: str, end_of_turn: str, variables: dict[str, str
 
 
 class Template(Protocol):
-    """The interface of a chat template that fine-tuning needs: `ChatTemplate`, here or in a process of its own."""
+    """Interface of a chat template that fine-tuning needs: a `ChatTemplate`, in this process or another one."""
 
     @property
     def end_of_turn(self) -> str:
@@ -151,7 +151,7 @@ class Template(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that determines what the template writes, in hexadecimal."""
+        """SHA-256 of everything that determines the template's output, in hexadecimal."""
         ...
 
     def render(
@@ -165,7 +165,8 @@ class Template(Protocol):
         ...
 
     def all_segments(self, conversations: Iterable[Conversation]) -> Iterator[list[TemplateSegment] | ValueError]:
-        """The segments of each conversation, in order, or the error of `segments`. May read `conversations` ahead."""
+        """Yield the segments of each conversation, in order, or the error of `segments`. May read `conversations`
+        ahead."""
         ...
 
 
@@ -182,7 +183,8 @@ class _GenerationBlock(Extension):
 class ChatTemplate:
     """A Jinja template and the text that ends a turn.
 
-    variables  names that the template can use besides the messages: a model's special tokens, such as `bos_token`
+    variables: names that the template can use in addition to the messages: a model's special tokens, such as
+        `bos_token`
 
     Raises DataError when the template is not Jinja.
     """
@@ -253,7 +255,7 @@ class ChatTemplate:
     def _answer(
         self, text: str, messages: Sequence[Message], index: int, tools: Sequence[Any] | None
     ) -> tuple[int, int]:
-        """Where the answer of assistant message `index` begins and ends in the conversation's `text`."""
+        """Begin and end in the conversation's `text` of the answer of assistant message `index`."""
         prompt = self.render(messages[:index], add_generation_prompt=True, tools=tools)
         if not text.startswith(prompt):
             raise ValueError(_differs(index))
@@ -265,7 +267,7 @@ class ChatTemplate:
         return len(prompt), end + len(self.end_of_turn)
 
     def all_segments(self, conversations: Iterable[Conversation]) -> Iterator[list[TemplateSegment] | ValueError]:
-        """The segments of each conversation, in order, or the error of `segments`."""
+        """Yield the segments of each conversation, in order, or the error of `segments`."""
         for conversation in conversations:
             try:
                 yield self.segments(*conversation)
@@ -281,7 +283,7 @@ def _differs(index: int) -> str:
 
 
 def _require_names(text: str, tools: Sequence[Any], what: str) -> None:
-    """Raises ValueError when `text` lacks the name of a tool or tool call: the template does not write it."""
+    """Raise ValueError when `text` lacks the name of a tool or tool call, because the template does not write it."""
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else {}
         name = function.get("name") if isinstance(function, dict) else None
@@ -298,7 +300,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson` with the signature that it has in transformers; Jinja's own escapes HTML."""
+    """Filter `tojson` with the signature that it has in transformers. Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,16 +1,15 @@
-"""From a recipe to its data. A file of its own, because samples.py needs neither recipe nor torch.
-
-The micro-batches of a rank's optimizer step, and a thread that prepares them ahead of time.
-"""
+"""Samples that a stage trains on, a rank's micro-batches of them, and a thread that prepares these ahead of time."""
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Literal
 
 import torch
 
-from moba_train.config.schema import RunConfig
+from moba_train.config.data import SourceConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch, collate
 from moba_train.data.indexed import IndexedDataset
@@ -19,8 +18,21 @@ from moba_train.data.samples import StageData
 from moba_train.data.sidecar import Fingerprint
 
 
-def training_data(config: RunConfig, stage: Stage, starts: Mapping[str, int]) -> StageData:
-    """The samples that `stage` of the recipe trains on, up to its latest possible end; `starts` as in `StageData`.
+@dataclass(frozen=True)
+class DataSpec:
+    """The way from corpora to samples, the same in all stages of a run."""
+
+    seed: int
+    """Seed of the order of documents and samples."""
+    vocab_size: int
+    """Rows of the model's embedding; larger token ids are refused."""
+    packing: Literal["concat", "best_fit"]
+    loss_norm: Literal["token", "sequence"]
+    """Unit whose mean losses are averaged: tokens, or documents."""
+
+
+def training_data(spec: DataSpec, stage: Stage, starts: Mapping[str, int]) -> StageData:
+    """The samples that `stage` trains on, up to its latest possible end; `starts` as in `StageData`.
 
     Raises DataError as `StageData` does, and when no token of the stage's corpora carries loss.
     """
@@ -28,19 +40,19 @@ def training_data(config: RunConfig, stage: Stage, starts: Mapping[str, int]) ->
         stage.sources,
         stage.seq_len,
         stage.max_steps * stage.batch_sequences,
-        config.seed,
+        spec.seed,
         starts,
-        config.model.vocab_size,
-        config.data.packing,
-        config.loss_norm,
+        spec.vocab_size,
+        spec.packing,
+        spec.loss_norm,
     )
     data.check_loss()
     return data
 
 
-def validation_fingerprints(config: RunConfig) -> dict[str, Fingerprint]:
-    """Fingerprint of each corpus of `data.validation`, by path. Raises DataError when one is damaged."""
-    paths = dict.fromkeys(source.path for source in config.data.validation)
+def validation_fingerprints(validation: Sequence[SourceConfig]) -> dict[str, Fingerprint]:
+    """Fingerprint of each corpus of held-out text, by path. Raises DataError when one is damaged."""
+    paths = dict.fromkeys(source.path for source in validation)
     return {path: LossWeights(IndexedDataset(path), "token").fingerprint for path in paths}
 
 
@@ -74,7 +86,7 @@ class Prefetcher:
     """Iterates over the micro-batches of steps [first_step, end_step), prepared on `device` by a background thread.
 
     `load(step)` makes a step's batches; its exceptions are raised by the iteration at that step. At most `STEPS_AHEAD`
-    steps wait in the queue. A context manager: leaving it stops the thread.
+    steps wait in the queue. Leaving it as a context manager stops the thread.
     """
 
     def __init__(
@@ -115,7 +127,7 @@ class Prefetcher:
         """Stop the thread; batches not yet taken are dropped."""
         self._closed.set()
         self._awaited = iter(range(0))
-        # The thread may be blocked on a full queue, and puts at most one more step before it sees `_closed`.
+        # The thread may wait for a full queue, and puts at most one more step before it sees `_closed`.
         while self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.01)

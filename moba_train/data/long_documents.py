@@ -1,4 +1,4 @@
-"""Samples that lie inside one long document, so that every token has its whole context: for loss by position."""
+"""Samples that lie inside one long document, so that every token has its whole context, for loss by position."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ class LongDocumentSamples:
     """Up to `sequences` samples of `seq_len` tokens, each inside one document.
 
     A sample is followed by at least one more token of its document, so that each of its tokens has a label. A document
-    gives as many samples as fit into it, a short one gives none, and neither does one outside its source's `min_length`
+    gives as many samples as fit into it. A short one gives none, and neither does one outside its source's `min_length`
     and `below_length`. The choice depends only on the corpora, their ranges of lengths, `seq_len` and `seed`; corpora
     are pooled, their blend weights are ignored.
 
@@ -57,7 +57,7 @@ class LongDocumentSamples:
 
 
 def count_samples(sources: Sequence[SourceConfig], seq_len: int) -> int:
-    """How many samples of `seq_len` tokens the documents of `sources` give. Raises DataError for a damaged corpus."""
+    """Number of samples of `seq_len` tokens in the documents of `sources`. Raises DataError for a damaged corpus."""
     return len(_places(sources, _corpora(sources), seq_len))
 
 
@@ -78,7 +78,8 @@ def _places(
 
 
 def _long_documents(dataset: IndexedDataset, sources: Sequence[SourceConfig], seq_len: int) -> list[int]:
-    """Documents of more than `seq_len` tokens whose length one of the corpus' `sources` asks for, ascending."""
+    """Documents of more than `seq_len` tokens whose length lies in the range of one of the corpus' `sources`,
+    ascending."""
     asked = [
         dataset.documents_of_length(max(source.min_length or 0, seq_len + 1), source.below_length) for source in sources
     ]

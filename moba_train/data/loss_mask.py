@@ -1,4 +1,4 @@
-"""Loss masks: which tokens of a corpus carry loss, and with what weight.
+"""Loss masks: the tokens of a corpus that carry loss, and their weights.
 
 The mask of corpus PREFIX is a second corpus, PREFIX.loss (PREFIX.loss.bin, PREFIX.loss.idx), in the same format. It has
 one byte for each token of each document: 1 if the token is predicted with loss, else 0. Without a mask every token
@@ -27,8 +27,8 @@ def mask_prefix(prefix: str) -> str:
 class LossWeights:
     """Weights of a corpus' tokens in the loss.
 
-    norm  token: 1 for each token with loss; sequence: 1 / (the document's number of tokens with loss), so that the
-          weights of a document add up to 1 wherever it is split
+    norm: "token" for a weight of 1 for each token with loss; "sequence" for 1 / (the document's number of tokens with
+        loss), so that the weights of a document add up to 1, even if it is split
 
     Raises DataError when the mask is missing or does not fit the corpus.
     """
@@ -58,7 +58,7 @@ class LossWeights:
         return dataclasses.replace(self._corpus.fingerprint, mask=mask)
 
     def carries_loss(self, min_length: int, below_length: int | None) -> bool:
-        """Whether any token of the documents of this range of lengths carries loss. Reads masks up to the first one."""
+        """True if any token of the documents of this range of lengths carries loss. Reads masks up to the first one."""
         documents = self._corpus.documents_of_length(max(min_length, 2), below_length)
         if self.mask is None:
             return len(documents) > 0

@@ -1,7 +1,7 @@
 """The training samples of one stage, each a pure function of its index.
 
 A sample is `seq_len` tokens of one length bucket, packed from its stream by data/packers.py. Nothing here depends on
-ranks, workers or what was read before, so counters are enough to resume a run, also on another layout.
+ranks, on workers or on earlier samples, so counters are enough to resume a run, also on another layout.
 """
 
 import functools
@@ -22,7 +22,8 @@ from moba_train.data.stream import DocumentPart, DocumentStream
 from moba_train.errors import DataError
 
 BLEND_BLOCK = 1 << 16
-"""Samples whose sources are computed, and cached, together."""
+"""Samples whose sources are computed, and cached, together: looking up one sample after the other would sort the blend
+each time."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Sample:
     """`seq_len` tokens (T), and the label to predict at each of them.
 
     A label is the next token of the same document. The last token of a document has none: its label is 0 and its loss
-    weight 0. Where the sample ends inside a document, the label is still the document's next token. Padding comes last
+    weight 0. If the sample ends inside a document, the label is still the document's next token. Padding comes last
     and is identified by its position, not by its token id: zeros that carry no loss and attend only to one another.
     """
 
@@ -39,7 +40,7 @@ class Sample:
     labels: npt.NDArray[np.int64]
     """int64 [T]"""
     loss_weight: npt.NDArray[np.float32]
-    """float32 [T]: weight of each label in the loss; 0 where there is no label."""
+    """float32 [T]: weight of each label in the loss; 0 without a label."""
     lengths: list[int]
     """Tokens in each document part, in order, then the padding if any. Attention never crosses these boundaries."""
     parts: list[DocumentPart]
@@ -54,15 +55,14 @@ class Sample:
 class StageData:
     """The samples of one training stage.
 
-    sources    corpora and their weights, by tokens
-    seq_len    tokens in a sample
-    sequences  samples in the stage
-    seed       of the document order
-    starts     tokens already consumed of each length bucket's stream, by the stream's name in `stream_names`, or by the
-               bucket's as in checkpoints of earlier versions; default 0
-    vocab_size rows of the model's embedding; token ids must be below
-    packing    how a stream is packed into samples, see data/packers.py
-    loss_norm  how much each token with loss counts, see data/loss_mask.py
+    sources: corpora and their weights, by tokens
+    seq_len: tokens in a sample
+    sequences: samples in the stage
+    seed: of the document order
+    starts: tokens already consumed of each stream, by its name in `stream_names`; 0 for streams that it lacks
+    vocab_size: rows of the model's embedding; token ids must be below
+    packing: the packer of every stream, see data/packers.py
+    loss_norm: the weight of a token with loss, see data/loss_mask.py
 
     Raises DataError when documents are named twice, or a corpus is damaged, empty, or made for a larger vocabulary.
     """
@@ -86,7 +86,7 @@ class StageData:
         self._loss_norm = loss_norm
         self._loss_weights: dict[str, LossWeights] = {}
         self.buckets: list[LengthBucket] = length_buckets(sources, self._open)
-        """What is blended: whole corpora, or ranges of their document lengths."""
+        """Parts of the blend: whole corpora, or ranges of their document lengths."""
         self.streams = [
             DocumentStream(self._corpora[bucket.path], seed, bucket.min_length, bucket.below_length)
             for bucket in self.buckets
@@ -97,14 +97,14 @@ class StageData:
         }
         """Fingerprint of each corpus, by path; checkpoints store them."""
         self.stream_names = self._name_streams()
-        """Name of each stream: equal in every stage, and wherever the corpus is stored."""
+        """Name of each stream, equal in every stage and for every place of the corpus."""
         self._weights = [bucket.weight for bucket in self.buckets]
         self.samples_per_bucket = samples_taken(self._weights, sequences)
         """Samples of the stage that come from each bucket, int64 [buckets]."""
         self._packers: list[Packer] = []
         for index, count in enumerate(self.samples_per_bucket.tolist()):
             stream = self.streams[index]
-            start = self._starts.get(self.stream_names[index], self._starts.get(self.buckets[index].name, 0))
+            start = self._starts.get(self.stream_names[index], 0)
             self._packers.append(
                 ConcatPacker(stream, start, seq_len, count)
                 if packing == "concat"
@@ -140,7 +140,7 @@ class StageData:
         return self._sample(*self._parts(index))
 
     def lengths(self, index: int) -> list[int]:
-        """`lengths` of sample `index`, without reading its tokens. Raises IndexError outside [0, sequences)."""
+        """`lengths` of sample `index`, found without reading its tokens. Raises IndexError outside [0, sequences)."""
         _, parts = self._parts(index)
         return self._lengths(parts)
 
@@ -163,14 +163,14 @@ class StageData:
         """The sample made of these parts of the corpus at `path`, padded to `seq_len`."""
         corpus = self._corpora[path]
         weights = self._loss_weights[path]
-        # In the corpus' own dtype up to the end: checking and copying 2 bytes a token is faster than 8.
+        # In the corpus' own dtype up to the end, because checking and copying 2 bytes a token is faster than 8.
         tokens = np.zeros(self.seq_len, dtype=corpus.dtype)
         labels = np.zeros(self.seq_len, dtype=corpus.dtype)
         loss_weight = np.zeros(self.seq_len, dtype=np.float32)
         at = 0
         for part in parts:
             length = part.stop - part.start
-            # One token more than the part, where the document has it: the label of the part's last token.
+            # One token more than the part, if the document has it: the label of the part's last token.
             stop = min(part.stop + 1, int(corpus.document_lengths[part.document]))
             found = corpus.document(part.document, part.start, stop)
             labelled = at + len(found) - 1
@@ -209,7 +209,7 @@ class StageData:
         }
 
     def check_loss(self) -> None:
-        """Raises DataError when no token of any bucket carries loss."""
+        """Raise DataError when no token of any bucket carries loss."""
         if not any(
             self._loss_weights[bucket.path].carries_loss(bucket.min_length, bucket.below_length)
             for bucket in self.buckets
@@ -220,8 +220,8 @@ class StageData:
             )
 
     def repeats(self, batch_tokens: int) -> list[str]:
-        """A sentence for each bucket that is smaller than a batch of `batch_tokens` tokens: how often the stage reads
-        it."""
+        """A sentence for each bucket that has fewer than the `batch_tokens` of a batch: the number of times that the
+        stage reads it."""
         found = []
         for bucket, stream, samples in zip(self.buckets, self.streams, self.samples_per_bucket.tolist(), strict=True):
             if stream.tokens < batch_tokens:
@@ -233,11 +233,11 @@ class StageData:
         return found
 
     def read_again(self) -> list[tuple[str, int, int]]:
-        """Name, tokens, and tokens that are taken, of each bucket of which more are taken than it has."""
+        """Name, tokens and tokens taken of each bucket of which the stage takes more than it has."""
         taken = (self.samples_per_bucket * self.seq_len).tolist()
         found = zip(self.buckets, self.streams, taken, strict=True)
         return [(bucket.name, stream.tokens, tokens) for bucket, stream, tokens in found if tokens > stream.tokens]
 
     def padding_fraction(self, bucket: int) -> float:
-        """Fraction of padding in the samples of a length bucket, measured by packing all that the stage takes of it."""
+        """Fraction of padding in the samples of a length bucket, found by packing all that the stage takes of it."""
         return self._packers[bucket].padding_fraction(int(self.samples_per_bucket[bucket]))

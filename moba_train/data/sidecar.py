@@ -1,15 +1,15 @@
-"""The sidecar of a corpus, `PREFIX.json`: how it was made, and what was written.
+"""The sidecar of a corpus, `PREFIX.json`, and the fingerprint that identifies a corpus' content in any place.
 
-vocab_size, tokenizer, ...  how it was made, as the program that wrote it says
+The sidecar has these keys:
+
+vocab_size, tokenizer, ...  origin of the corpus, by the program that wrote it
 bos_id, eos_id              tokens at the beginning and the end of each document, null for none
 end_of_turn_id              token at the end of each turn of a conversation, null if it is several
 loss_mask                   true with masks, which conversations have
-documents, tokens           how many there are
+documents, tokens           their numbers
 min_id, max_id              smallest and largest token id
 bin_sha256, idx_sha256      SHA-256 of PREFIX.bin and PREFIX.idx, compared by `moba-data verify`
 sampled_sha256              SHA-256 of sampled blocks of PREFIX.bin, compared whenever the corpus is opened
-
-What identifies the content of a corpus, wherever it is stored.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _INFO_TYPES: tuple[tuple[set[str], type, str], ...] = (
 
 
 def read_sidecar(path: Path) -> dict[str, Any] | None:
-    """Contents of the sidecar PREFIX.json, or None if there is none."""
+    """Contents of the sidecar PREFIX.json, or None if there is none. Raises DataError for one that cannot be used."""
     if not path.exists():
         return None
     try:
@@ -52,23 +52,17 @@ class Fingerprint:
     tokens: str
     """SHA-256 of sampled blocks of PREFIX.bin."""
     bin_sha256: str | None = None
-    """SHA-256 of all of PREFIX.bin, where the sidecar has it."""
+    """SHA-256 of all of PREFIX.bin, if the sidecar has it."""
     mask: "Fingerprint | None" = None
     """Fingerprint of the loss mask, if there is one."""
 
     @property
     def name(self) -> str:
-        """A name for the corpus' tokens: equal for every copy, with or without its sidecar and mask."""
+        """Name for the corpus' tokens, equal for every copy, with or without its sidecar and mask."""
         return hashlib.sha256(f"{self.index}{self.tokens}".encode()).hexdigest()[:32]
 
-    def difference(self, saved: "Fingerprint | str") -> str | None:
-        """What differs from a fingerprint that a checkpoint has, in words; None: nothing.
-
-        A string was saved by a version that knew the index, and whether there was a mask, but no tokens.
-        """
-        if isinstance(saved, str):
-            now = self.index if self.mask is None else f"{self.index}+loss"
-            return None if now == saved else "other document lengths, or a loss mask was added or removed"
+    def difference(self, saved: "Fingerprint") -> str | None:
+        """Difference to a fingerprint that a checkpoint has, in words; None if there is none."""
         if self.index != saved.index:
             return "other document lengths"
         both_complete = self.bin_sha256 is not None and saved.bin_sha256 is not None

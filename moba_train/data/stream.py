@@ -1,7 +1,4 @@
-"""Permutations that do not depend on the numpy version.
-
-One corpus, or a length bucket of it, as an endless stream of tokens that is addressed by position.
-"""
+"""One corpus, or a length bucket of it, as an endless stream of tokens in random order, addressed by position."""
 
 import functools
 from collections.abc import Sequence
@@ -14,7 +11,8 @@ from moba_train.data.indexed import IndexedDataset
 
 
 def permutation(count: int, entropy: Sequence[int]) -> npt.NDArray[np.int64]:
-    """A random order of 0 ... count - 1, int64 [count]; a pure function of the non-negative numbers `entropy`."""
+    """Random order of 0 ... count - 1, int64 [count]: a pure function of the non-negative numbers `entropy`, equal with
+    every version of numpy."""
     # Raw PCG64 output and SeedSequence never change between numpy versions; Generator.permutation may (NEP 19).
     keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(count)
     return np.argsort(keys, kind="stable")
@@ -33,11 +31,11 @@ class DocumentPart(NamedTuple):
 class DocumentStream:
     """The documents of a corpus, concatenated without end, in a new random order every epoch.
 
-    The order of epoch e is a permutation that depends only on `seed`, the corpus' index, the range of lengths and
-    e. It depends neither on where the corpus is stored nor on what was read before.
+    The order of epoch e is a permutation that depends only on `seed`, the corpus' index, the range of lengths and e. It
+    depends neither on the place of the corpus nor on earlier reads.
 
-    min_length    shortest document that is read, in tokens
-    below_length  only documents shorter than this are read, in tokens; None: no limit
+    min_length: tokens of the shortest document that is read
+    below_length: only documents of fewer tokens are read; None: no limit
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class DocumentStream:
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def _shuffle(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Documents in the order of `epoch`, int64 [documents], and the position in the epoch where each of them
+        """Documents in the order of `epoch`, int64 [documents], and the position in the epoch at which each of them
         begins, int64 [documents + 1]."""
         order = permutation(self.documents, [*self.entropy, epoch])
         if self._selected is not None:
@@ -69,7 +67,7 @@ class DocumentStream:
         return order, begins
 
     def parts(self, offset: int, length: int) -> list[DocumentPart]:
-        """The document parts that make up tokens [offset, offset + length) of the stream.
+        """Document parts that make up tokens [offset, offset + length) of the stream.
 
         The stream must have tokens. O(log documents) once the epoch's order is known.
         """

@@ -1,9 +1,7 @@
-"""Tokenizers: sentencepiece models and Hugging Face's tokenizer.json files.
+"""Tokenizers: sentencepiece models and Hugging Face's tokenizer.json files, with the files that belong to them.
 
-Special tokens that are spelt out in text, with every type of tokenizer.
-
-A tokenizer.json makes special tokens from text by itself. Sentencepiece never makes control tokens, such as </s>, from
-text, nor text from them.
+A tokenizer.json makes special tokens from text that spells them out. Sentencepiece never makes control tokens, such as
+</s>, from text, nor text from them; `encode` and `decode` do that with either type.
 """
 
 import contextlib
@@ -28,7 +26,7 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 TIKTOKEN = "tiktoken:"
-"""Prefix of tiktoken encodings, where one is accepted in place of a file."""
+"""Prefix of tiktoken encodings, which some commands accept instead of a file."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Names of a tokenizer in a Hugging Face folder, which may have it in both forms."""
 COMPANIONS = (
@@ -57,16 +55,16 @@ def tokenizer_hash(path: str | Path) -> str:
 
 
 def tokenizer_hashes(path: str | Path) -> list[str]:
-    """`tokenizer_hash` of the tokenizer at `path`, then of its other form in the same Hugging Face folder: an export of
-    a model that was trained with a sentencepiece model has that, and the same tokenizer as tokenizer.json."""
+    """`tokenizer_hash` of the tokenizer at `path`, then of its other form in the same Hugging Face folder. An export of
+    a model that was trained with a sentencepiece model has both that and an equal tokenizer.json."""
     file = tokenizer_file(path)
     others = [file.with_name(name) for name in TOKENIZERS if file.name in TOKENIZERS and name != file.name]
     return [tokenizer_hash(form) for form in (file, *others) if form == file or form.is_file()]
 
 
 def special_tokens(folder: Path, roots: Sequence[Path] | None = None) -> dict[str, str]:
-    """Special tokens such as `eos_token` of a Hugging Face folder, by name: those in its tokenizer_config.json, else in
-    its special_tokens_map.json; empty without these files.
+    """Special tokens such as `eos_token` of a Hugging Face folder, by name: those in its tokenizer_config.json, and
+    others in its special_tokens_map.json; empty without these files.
 
     Raises DataError when a file cannot be read, or does not lie below one of `roots`.
     """
@@ -87,15 +85,15 @@ def token_texts(contents: Mapping[str, Any]) -> dict[str, str]:
 
 
 def has_chat_template(path: str | Path, roots: Sequence[Path] | None = None) -> bool:
-    """Whether a chat template lies beside the tokenizer at `path`. Raises DataError as `special_tokens`."""
+    """True if the folder of the tokenizer at `path` has a chat template. Raises DataError as `special_tokens`."""
     folder = tokenizer_file(path).parent
     own = any((folder / name).exists() for name in CHAT_TEMPLATES)
     return own or "chat_template" in _read_object(folder / TOKENIZER_CONFIG, roots)
 
 
 def ends_of_text(path: str | Path, roots: Sequence[Path] | None = None) -> list[int]:
-    """Token ids that end a generated text by the generation_config.json beside the tokenizer at `path`; empty without
-    the file.
+    """Token ids that end a generated text, from the generation_config.json in the folder of the tokenizer at `path`;
+    empty without the file.
 
     Raises DataError when the file cannot be read, or does not lie below one of `roots`.
     """
@@ -119,11 +117,11 @@ def _read_object(file: Path, roots: Sequence[Path] | None) -> dict[str, Any]:
 
 
 class TextTokenizer(Protocol):
-    """The interface of a tokenizer that generation and fine-tuning need."""
+    """Interface of a tokenizer that generation and fine-tuning need."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Number of token ids; all are below it."""
         ...
 
     @property
@@ -155,7 +153,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Number of token ids; all are below it."""
         return self.processor.vocab_size()
 
     @property
@@ -211,7 +209,7 @@ class HuggingFaceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Number of token ids; all are below it."""
         return max(self.library.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -232,7 +230,7 @@ class HuggingFaceTokenizer:
 def load_text_tokenizer(path: str | Path, roots: Sequence[Path] | None = None) -> TextTokenizer:
     """Load a tokenizer.json, a folder with one, or a sentencepiece model.
 
-    roots  folders below which its files must lie, links followed; None: anywhere
+    roots: folders below which its files must lie, links followed; None: anywhere
 
     Raises DataError when it cannot be read.
     """
@@ -301,7 +299,7 @@ class ChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Number of token ids; all are below it."""
         return self.tokenizer.vocab_size
 
     @property

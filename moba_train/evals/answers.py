@@ -1,6 +1,7 @@
-"""How often the layers' heads select the blocks that hold what is asked for.
+"""Questions with known answers, a model's answers to them, and the blocks that its heads select on the way.
 
-Questions with known answers, and what a model answers: given the right tokens before, or by generation.
+A model answers in one of two ways: it predicts each token of the answer given the right tokens before it, or it
+generates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,10 +42,8 @@ class SelectedBlocks(Observer):
         self._counts = torch.zeros(layers, 2, dtype=torch.float64, device=device)
 
     def watch(self, places: Sequence[int], sources: Sequence[int]) -> None:
-        """From now on, count for the queries that predict the tokens at `places`, each the copy of one of `sources`.
-
-        Without places, count nothing.
-        """
+        """Count for the queries that predict the tokens at `places`, each a copy of one of `sources`, from now on.
+        Without places, count nothing."""
         device = self._counts.device
         self._queries_n = torch.tensor(places, dtype=torch.int64, device=device) - 1
         self._sources_n = torch.tensor(sources[: len(places)], dtype=torch.int64, device=device)
@@ -67,10 +66,8 @@ class SelectedBlocks(Observer):
         self._counts[self._layer, 1] += selected_Hn.numel()
 
     def shares(self) -> list[float | None]:
-        """For each layer, the share of heads and queries; None where a layer attends to everything.
-
-        Called on all ranks together.
-        """
+        """Share of heads and queries of each layer; None for a layer that attends to everything. Called on all ranks
+        together."""
         dist.all_reduce(self._counts)
         return [found / asked if asked else None for found, asked in self._counts.tolist()]
 
@@ -102,9 +99,9 @@ class Question:
     prompt_length: int
     """Tokens of the prompt."""
     answers: list[TokenRange]
-    """Where each answer is in `tokens`, without what separates the answers."""
+    """Range of each answer in `tokens`, without what separates the answers."""
     sources: list[int]
-    """For each token of the answers, in order, the index of the token that it is a copy of; empty: not known."""
+    """Index of the token that each token of the answers, in order, is a copy of; empty: not known."""
 
     @property
     def prompt(self) -> list[int]:
@@ -117,15 +114,15 @@ class Question:
         return [place for answer in self.answers for place in range(*answer)]
 
     def right(self, predicted: Sequence[int]) -> list[bool]:
-        """Whether all tokens of each answer are right, given a prediction for each token of the answers."""
+        """For each answer, True if all of its tokens are right, given a prediction for each token of the answers."""
         found = dict(zip(self.places, predicted, strict=True))
         return [all(found[place] == self.tokens[place] for place in range(*answer)) for answer in self.answers]
 
 
 def encode_segments(tokenizer: TextTokenizer, segments: Sequence[str]) -> list[list[int]]:
-    """The tokens of consecutive segments of one text: each as it continues the text before it.
+    """Tokens of consecutive segments of one text, each encoded as it continues the text before it.
 
-    No token spans two segments, as where a model writes one after the other.
+    No token spans two segments, because a model writes one after the other.
     """
     found: list[list[int]] = []
     for count, segment in enumerate(segments):
@@ -137,7 +134,7 @@ def encode_segments(tokenizer: TextTokenizer, segments: Sequence[str]) -> list[l
 
 
 def padded_length(length: int, data_shard: DataShard) -> int:
-    """`length` tokens and the fewest more that the ranks which share a sequence can divide evenly."""
+    """The smallest number of tokens, `length` or more, that the ranks which share a sequence can divide evenly."""
     cp = 1 if data_shard.engine is None else data_shard.engine.strategy.ranks
     unit = data_shard.tp_size * (2 * cp if cp > 1 else 1)
     return -(-length // unit) * unit
@@ -160,11 +157,11 @@ def answer_batch(question: Question, length: int) -> Batch:
 def predicted_answers(
     context: EvaluationContext, questions: Sequence[Question], length: int, what: str, blocks: SelectedBlocks | None
 ) -> list[list[int]]:
-    """The most likely token for each token of the answers, given all right tokens before it: one pass a question.
+    """The most likely token for each token of the answers, given all right tokens before it.
 
     Equal on every rank. Called on all ranks together: each data-parallel rank makes the same number of passes, of one
-    question each, padded to `length` or a little more. `what` names the loop for people. `blocks` counts what
-    attention selects.
+    question each, padded to `length` or a little more. `what` names the loop for people. `blocks` counts the blocks
+    that attention selects.
     """
     shard = context.data_shard
     most = max(len(question.places) for question in questions)
@@ -190,7 +187,7 @@ def predicted_answers(
 def generated_answers(
     context: EvaluationContext, questions: Sequence[Question], tokens: int, tokenizer: TextTokenizer, what: str
 ) -> list[list[int]]:
-    """Up to `tokens` tokens that greedy generation with the layers' own attention continues each prompt with.
+    """Continuation of each prompt by greedy generation with the layers' own attention, up to `tokens` tokens.
 
     Equal on every rank. Called on all ranks together. Each rank holds whole sequences, of questions that no other rank
     has, and all ranks make the same number of passes, so that sharded weights can be gathered. Raises UserError for a
@@ -222,5 +219,5 @@ def generated_answers(
 
 
 def share(values: Sequence[bool]) -> float:
-    """The share of true values."""
+    """Share of true values."""
     return sum(values) / len(values)

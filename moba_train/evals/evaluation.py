@@ -1,63 +1,58 @@
-"""Which attentions a model is evaluated with, on the same weights.
+"""Interface of an evaluation: what it needs, when it is due, and what it gives.
 
-The interface of an evaluation: what it needs, when it is due, and what it gives.
+An evaluation is one file with a subclass of `Evaluation` and its section of keys, and one entry point of the group
+`moba_train.evaluations`. It then runs while a stage trains (run/evaluations.py) and in `moba-train eval`
+(tools/evaluate.py), and a stage may train `until` one of its numbers is good. It is constructed from its own options
+and an `EvaluationSetting`, and run with an `EvaluationContext`: it never sees the recipe.
 
-A new evaluation is one file with a subclass of `Evaluation` and its section, and one entry point of the group
-`moba_train.evaluations`. It then runs while a stage trains (stage.py) and in `moba-train eval`
-(checkpoint.py), and a stage may train `until` one of its numbers is good.
-
-`moba-train eval RUN --tasks NAME,...` asks for evaluations by `Evaluation.name`, whether the recipe has them or not:
-`switched_on` adds the section of each task that the recipe leaves null, with defaults that fit the checkpoint's stage;
-overrides such as `evaluation.<name>.<key>=value` are laid over it. A class whose section has a default for every key
-need not define `switched_on`. `problems` is then asked of the tasks that run, for a recipe with that stage alone.
+`moba-train eval RUN --tasks NAME,...` asks for evaluations by `Evaluation.name`, also for those that the recipe leaves
+null: they get their `default_options`, over which overrides such as `evaluation.<name>.<key>=value` are laid.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
 from moba_train.attention.full import FullAttention
-from moba_train.config.attention import LayerAttention, resolve_layers
+from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
-from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.model import ModelConfig
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 
 Layers = tuple[LayerAttention, ...]
-"""The attention of every layer, first to last."""
+"""Attention of every layer, first to last."""
+
+AnyOptions = TypeVar("AnyOptions", bound=Section | None)
 
 
 def name_of(layers: Layers) -> str:
-    """The attention kinds of the layers but `full`, in alphabetical order: `moba`, `moba+nsa`; "full" where all layers
-    are. Layers of full attention among others, as in hybrid recipes, do not count: `full` is what these are compared
-    with."""
+    """Attention kinds of the layers, in alphabetical order: `moba`, `moba+nsa`; "full" if all layers have full
+    attention. Layers of full attention among others, as in hybrid models, do not count, because `full` is the name of
+    what these are compared with."""
     return "+".join(sorted({layer.kind for layer in layers} - {"full"})) or "full"
 
 
 def with_full(layers: Layers) -> dict[str, Layers]:
-    """These layers, and full attention in every layer where they are anything else, by name."""
+    """These layers by their name and, unless all of them have full attention, full attention in every layer."""
     full = tuple(LayerAttention("full", FullAttention.Options()) for _ in layers)
     return {name_of(layers): layers} | ({"full": full} if name_of(layers) != "full" else {})
 
 
-def variants(config: RunConfig, stage: Stage, wanted: Literal["full", "own", "both"]) -> dict[str, Layers]:
-    """The attentions that a checkpoint of `stage` is evaluated with, by name.
+def variants(stage: Layers, recipe: Layers, wanted: Literal["full", "own", "both"]) -> dict[str, Layers]:
+    """Attentions that a checkpoint is evaluated with, by name.
 
-    `own` is the stage's attention or, where all its layers are full, the recipe's; where those are full, too, it is
-    `full`.
+    `own` is the attention of the checkpoint's `stage`. If all layers have full attention there, it is that of the
+    `recipe`, which may also be `full`.
     """
-    own = stage.attention
-    if name_of(own) == "full":
-        own = resolve_layers(config.attention, config.model.layers)
+    own = recipe if name_of(stage) == "full" else stage
     found = with_full(own)
     if wanted == "both":
         return found
@@ -66,11 +61,11 @@ def variants(config: RunConfig, stage: Stage, wanted: Literal["full", "own", "bo
 
 
 class EvaluationStoppedError(Exception):
-    """The run was asked to stop while an evaluation ran. Not an error of anyone's: the run saves and ends in order."""
+    """The run was asked to stop while an evaluation ran. This is no fault: the run saves and ends in order."""
 
 
 def never_stops() -> None:
-    """What `EvaluationContext.between_batches` is outside training."""
+    """Does nothing: `EvaluationContext.between_batches` outside training."""
 
 
 def untracked(items: Sequence[int], what: str) -> Iterable[int]:
@@ -80,30 +75,28 @@ def untracked(items: Sequence[int], what: str) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class EvaluationSetting:
-    """The parts of a run that an evaluation of one of its stages may know, in addition to its own options.
+    """Facts of a run that an evaluation of one of its stages may know, in addition to its own options.
 
-    `resolve.run.ResolvedRun.evaluation_setting` makes it. It is known before any rank exists: an evaluation is
-    constructed from it, and its options are checked against it.
+    `resolve.evaluations.evaluation_settings` makes one for each stage. They are known before any rank exists: options
+    are checked against them, and an evaluation is constructed from them.
     """
 
     stage: Stage
     model: ModelConfig
     seed: int
-    """Seed of the run; evaluations with samples of their own may have another one among their options."""
+    """Seed of the run. Evaluations may have another seed for their samples among their options."""
     validation: tuple[SourceConfig, ...]
-    """Sources of held-out text, `data.validation`; none: there is none."""
+    """Corpora of held-out text, `data.validation`; may be none."""
     tokenizer: str | None
-    """Path of `data.tokenizer`; None: the recipe names none."""
+    """Path of `data.tokenizer`; None if the recipe names none."""
     every: int
-    """Optimizer steps between evaluations that have no `every` of their own."""
+    """Optimizer steps between evaluations whose options have no `every`."""
     sequences: int
     """Validation sequences, `evaluation.sequences`."""
     trained_length: int
-    """Tokens of the longest sequences that the weights are trained on by the end of the stage."""
+    """Tokens of the longest sequences that the weights have been trained on by the end of the stage."""
     longest_length: int
     """Tokens of the longest sequences of any stage of the recipe."""
-    recipe_attention: Layers
-    """Attention of every layer by the recipe's own `attention`, over which a stage may lay another one."""
     tp: int
     """Ranks that share each layer's heads."""
     pp: int
@@ -112,7 +105,7 @@ class EvaluationSetting:
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What an evaluation works with, on every rank: the model, this rank's part of the data, the attentions to try."""
+    """Objects that an evaluation works with on every rank: model, this rank's part of the data, attentions to try."""
 
     model: Transformer
     """Sharded, with the stage's RoPE and engines."""
@@ -120,19 +113,16 @@ class EvaluationContext:
     data_shard: DataShard
     device: torch.device
     attentions: Mapping[str, Layers] = field(default_factory=dict)
-    """Attention of every layer, by a name for people; at least one where an evaluation runs."""
+    """Attention of every layer, by a name for people; at least one when an evaluation runs."""
     between_batches: Callable[[], None] = never_stops
-    """Every evaluation calls it before each forward pass, on all ranks together. Raises EvaluationStoppedError, on all
-    of them, when the run is asked to stop."""
+    """Called by every evaluation before each forward pass, on all ranks together. Raises EvaluationStoppedError on all
+    of them when the run is asked to stop."""
     track: Callable[[Sequence[int], str], Iterable[int]] = untracked
     """Shows progress through a loop over the first argument, which the second one names."""
-    trained_length: int | None = None
-    """Longest sequences that the weights were trained on; None: those of the recipe's stages up to this one, which are
-    others where a checkpoint is evaluated at another length."""
 
     @property
     def own(self) -> str:
-        """Name of the attention that numbers are about: the stage's own where it is evaluated, else the first."""
+        """Name of the attention that numbers are about: the stage's own if it is tried, otherwise the first."""
         name = name_of(self.stage.attention)
         return name if name in self.attentions else next(iter(self.attentions))
 
@@ -153,7 +143,7 @@ class EvaluationContext:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What one evaluation found, equal on every rank."""
+    """Findings of one evaluation, equal on every rank."""
 
     numbers: dict[str, float]
     """Numbers about the attention `own`, by name, for telemetry and for `until`."""
@@ -165,94 +155,80 @@ class EvaluationResult:
     """Everything that was measured, as JSON values, for the report."""
 
 
-class Evaluation(ABC):
+class Evaluation(ABC, Generic[AnyOptions]):
     """One evaluation of one stage. Constructed and called on all ranks together."""
 
     name: ClassVar[str]
     """Type of its records in metrics.jsonl, and its key in evaluation.json."""
     data_name: ClassVar[str] = ""
-    """Field of its data in metrics.jsonl where that is not `name`, because one of its numbers is called so; it begins
-    with `name`, by which the report finds it."""
+    """Field of its data in metrics.jsonl, if one of its numbers is called `name`; begins with `name`, by which the
+    report finds it. Empty: `name`."""
     Options: ClassVar[type[Section] | None] = None
-    """Its section in YAML, which switches it on: `evaluation.NAME`; None: other keys do."""
+    """Its section in YAML, `evaluation.NAME`, which asks for it. None: held-out text asks for it."""
     key: ClassVar[str]
-    """YAML key that switches it on; by default that of its section."""
+    """YAML key that asks for it; by default that of its section."""
     numbers: ClassVar[frozenset[str]]
     """Names of the numbers that it gives in every stage."""
     numbers_against_full: ClassVar[frozenset[str]] = frozenset()
-    """Names of the numbers that it gives where full attention is tried in addition to the stage's own."""
+    """Names of the numbers that it gives if full attention is tried in addition to the stage's own."""
 
     every: int
     """Optimizer steps between evaluations while the stage trains."""
     compare_with_full: bool = False
-    """Whether the recipe asks for full attention on the same weights too, where the stage has other layers."""
+    """True if the recipe also asks for full attention on the same weights, in stages with other layers."""
     missing: str = ""
-    """What this stage lacks to be evaluated, in words; empty: nothing."""
+    """Sentence about the data that this stage lacks to be evaluated; empty: it lacks nothing."""
 
     @abstractmethod
-    def __init__(self, config: RunConfig, stage: Stage) -> None:
-        """Open the data for `stage`. Raises DataError when a corpus is damaged."""
+    def __init__(self, options: AnyOptions, setting: EvaluationSetting) -> None:
+        """Open the data for `setting.stage`. Raises DataError when a corpus is damaged."""
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if cls.Options is not None:
             cls.key = f"evaluation.{cls.name}"
 
     @classmethod
-    def options_in(cls, config: RunConfig) -> Section | None:
-        """Its section of the recipe; None where the recipe does not ask for it."""
-        return config.evaluation.options_of(cls.name)
+    def default_options(cls, setting: EvaluationSetting) -> Section | None:
+        """Options that fit `setting.stage`, for `moba-train eval --tasks` if the recipe has none. To be defined by a
+        class whose section has keys without defaults."""
+        return None if cls.Options is None else cls.Options()
 
     @classmethod
-    def enabled(cls, config: RunConfig) -> bool:
-        """Whether the recipe asks for it."""
-        return cls.options_in(config) is not None
-
-    @classmethod
-    def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
-        """The recipe, asking for this evaluation: where its section is null, with defaults that fit `stage`."""
-        return config if cls.enabled(config) else cls.with_section(config, {})
-
-    @classmethod
-    def with_section(cls, config: RunConfig, values: dict[str, Any]) -> RunConfig:
-        """The recipe with this evaluation's section made of `values`, and of defaults for all other keys."""
-        sections = config.evaluation.model_dump() | {cls.key.removeprefix("evaluation."): values}
-        return config.model_copy(update={"evaluation": EvaluationConfig.model_validate(sections)})
-
-    @classmethod
-    def problems(cls, config: RunConfig) -> Iterator[str]:
-        """Each problem of its section of the recipe, named by its key. Reads no file."""
+    def problems(cls, options: AnyOptions, setting: EvaluationSetting) -> Iterator[str]:
+        """Problems of the options in `setting.stage`, each named by its key. Reads no file."""
         yield from ()
 
     @classmethod
-    def pipeline_problem(cls, config: RunConfig) -> tuple[str, str] | None:
-        """Key and value that a pipeline cannot do while it trains, and what to set instead; None: it can do all."""
+    def pipeline_problem(cls, options: AnyOptions) -> tuple[str, str] | None:
+        """Key and value that a pipeline cannot do while it trains, and the advice what to set; None: it can do all."""
         return None
 
     @classmethod
-    def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
-        """What the corpora lack for numbers that `until` can rely on in `stage`. Raises DataError when one is damaged.
+    def data_problems(cls, options: AnyOptions, setting: EvaluationSetting) -> Iterator[str]:
+        """Reasons why the corpora do not give all numbers in `setting.stage`, so that `until` could not rely on them.
 
-        Reads indices, no tokens.
+        Reads indices, no tokens. Raises DataError when a corpus is damaged.
         """
         yield from ()
 
-    @classmethod  # noqa: B027  # optional, not abstract
-    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
-        """Raises DataError when a sample that `run` needs in `stage` cannot be made of the recipe's files, with the key
-        to change: before training, because it would end the run at the stage's first evaluation."""
+    @classmethod  # optional, not abstract
+    def check_samples(cls, options: AnyOptions, setting: EvaluationSetting) -> None:
+        """Raise DataError, with the key to change, when a sample that `run` needs in `setting.stage` cannot be made of
+        the run's files. Asked before training, because it would end the run at the stage's first evaluation."""
 
     @classmethod
     def sequences_per_pass(cls, stage: Stage) -> int:
-        """How many sequences of `stage.seq_len` tokens one forward pass of a rank takes."""
+        """Number of sequences of `stage.seq_len` tokens in one forward pass of a rank."""
         return stage.micro_batch_size
 
     def due(self, step: int, stage: Stage) -> bool:
-        """Whether it runs after `step`: at multiples of `every`, and where the stage's tokens and the stage end."""
+        """True if it runs after `step`: at multiples of `every`, and when the stage's tokens and the stage end."""
         return step % self.every == 0 or step in (stage.planned_end_step, stage.end_step)
 
     @abstractmethod
     def run(self, context: EvaluationContext) -> EvaluationResult:
-        """Evaluate the model with each of the context's attentions; called on all ranks together.
+        """Evaluate the model with each of the context's attentions. Called on all ranks together.
 
         Numbers are equal on every rank and, up to rounding, for every parallel layout. Calls the context's
         `between_batches` before each forward pass, and leaves its exceptions alone.
@@ -260,7 +236,7 @@ class Evaluation(ABC):
 
 
 def finite(value: Any) -> Any:
-    """`value` with null in place of numbers that JSON does not have."""
+    """`value`, in which null stands for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,15 +1,8 @@
-"""English words for keys and word lists: what RULER takes from packages that the project does not need.
+"""Texts of questions about a long context: words and needle sentences, natural or synthetic text, tokenizer, chat.
 
-The words of needle-in-a-haystack questions: RULER's (Hsieh et al. 2024, arXiv:2404.06654).
-
-Prompt templates are those of RULER (NVIDIA, github.com/NVIDIA/RULER, Apache-2.0), because scores can only be compared
-where the words are the same.
-
-Lengths of the samples of questions about a long text.
-
-The tokenizer of questions: they begin as the documents that the model was trained on.
-
-The text around what is asked for: natural, from a tokenised corpus, or synthetic.
+Needle sentences, questions and the repeated sentences are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA,
+github.com/NVIDIA/RULER, Apache-2.0), because scores can only be compared if the words are the same. Lists of English
+words replace the word packages that RULER downloads.
 """
 
 import random
@@ -22,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from moba_train.config.evaluation import AnswersConfig
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data import tokenizer as control_tokens
 from moba_train.data.corpus_marks import CorpusMarks
@@ -30,6 +22,7 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.load_template import load_chat_template
 from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_hashes
 from moba_train.errors import DataError
+from moba_train.evals.evaluation import EvaluationSetting
 
 _ADJECTIVES = """
 able amber ancient arctic bitter black blank blind blue bold brave brief bright broad broken bronze brown busy
@@ -84,8 +77,7 @@ WORDS = [*dict.fromkeys([*ADJECTIVES, *NOUNS, *_VERBS.split()]), *PAIRS]
 """All different: single words first, then pairs."""
 
 SINGLE_WORDS = len(WORDS) - len(PAIRS)
-"""How many of `WORDS` are single words."""
-
+"""Number of single words in `WORDS`."""
 
 ValueType = Literal["numbers", "uuids"]
 
@@ -96,7 +88,7 @@ class NeedleFrame(NamedTuple):
     before: str
     after: str
     answer: str
-    """How the answer begins."""
+    """Beginning of the answer."""
 
 
 def needle_sentence(key: str, value: str, kind: ValueType) -> str:
@@ -105,7 +97,7 @@ def needle_sentence(key: str, value: str, kind: ValueType) -> str:
 
 
 def needle_parts(key: str, kind: ValueType) -> tuple[str, str]:
-    """The sentence before the space and the value, and after."""
+    """The sentence up to the space before the value, and what follows the value."""
     return f"One of the special magic {kind} for {key} is:", "."
 
 
@@ -125,7 +117,7 @@ def needle_frame(keys: Sequence[str], values: int, kind: ValueType) -> NeedleFra
 
 
 def separated(values: Sequence[str], comma: str = ",") -> list[tuple[str, bool]]:
-    """The text of an answer in parts, each with whether it counts: the values, and not the commas between them."""
+    """Parts of an answer's text, each with a flag: True for a value, False for a comma between values."""
     parts: list[tuple[str, bool]] = []
     for index, value in enumerate(values):
         if index and comma:
@@ -146,26 +138,21 @@ def draw_values(count: int, kind: ValueType, rng: random.Random) -> list[str]:
     return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(count)]
 
 
-def stage_lengths(wanted: AnswersConfig, stage: Stage) -> list[int]:
-    """The lengths that `stage` is evaluated with, ascending."""
-    if wanted.lengths is None:
+def stage_lengths(options: AnswersConfig, stage: Stage) -> list[int]:
+    """Lengths that `stage` is evaluated with, in tokens, ascending."""
+    if options.lengths is None:
         return [length for length in (stage.seq_len // 4, stage.seq_len // 2, stage.seq_len) if length]
-    lengths = sorted(set(wanted.lengths))
-    return lengths if wanted.extrapolate else [length for length in lengths if length <= stage.seq_len]
+    lengths = sorted(set(options.lengths))
+    return lengths if options.extrapolate else [length for length in lengths if length <= stage.seq_len]
 
 
-def trained_length(config: RunConfig, stage: Stage) -> int:
-    """The longest sequences that the model was trained on by the end of `stage`."""
-    return max([stage.seq_len, *(other.seq_len for other in config.stages[: stage.index + 1])])
-
-
-def length_problems(config: RunConfig, wanted: AnswersConfig, key: str) -> Iterator[str]:
-    """No tokenizer, and lengths beyond the longest stage's."""
-    if config.data.tokenizer is None:
+def length_problems(options: AnswersConfig, setting: EvaluationSetting, key: str) -> Iterator[str]:
+    """No tokenizer, and lengths beyond the longest stage's. `key` is that of the section."""
+    if setting.tokenizer is None:
         yield f"{key}: needs the model's tokenizer; set data.tokenizer"
-    longest = max(stage.seq_len for stage in config.stages)
-    for length in wanted.lengths or ():
-        if length > longest and not wanted.extrapolate:
+    longest = setting.longest_length
+    for length in options.lengths or ():
+        if length > longest and not options.extrapolate:
             yield (
                 f"{key}.lengths: given {length}; allowed: at most {longest}, the longest seq_len that is trained, or "
                 "any with extrapolate: true"
@@ -173,28 +160,31 @@ def length_problems(config: RunConfig, wanted: AnswersConfig, key: str) -> Itera
 
 
 class QuestionTokenizer:
-    """The recipe's tokenizer.
+    """The model's tokenizer, by which questions begin as the documents did that the model was trained on.
 
-    info: the sidecar of the corpus that the text of questions comes from; empty: none
-    chat: whether special tokens that a text spells out become these tokens, as in fine-tuning; a chat template spells
+    path: of data.tokenizer
+    model_vocab_size: rows of the model's embedding
+    info: sidecar of the corpus that the text of questions comes from; empty if there is none
+    chat: True if special tokens that a text spells out become these tokens, as in fine-tuning; a chat template spells
         them out
 
     Raises DataError without a tokenizer, and for one with more tokens than the model.
     """
 
-    def __init__(self, config: RunConfig, info: dict[str, Any], chat: bool) -> None:
-        path = config.data.tokenizer
+    def __init__(self, path: str | None, model_vocab_size: int, info: dict[str, Any], chat: bool) -> None:
         if path is None:
             raise DataError("data.tokenizer: not set; questions about a text need the tokenizer of the model")
+        self.path = path
+        self.model_vocab_size = model_vocab_size
         self._text = load_text_tokenizer(path)
         self._chat = chat
         self._marks = CorpusMarks.from_sidecar(info)
         self.vocab_size = self._text.vocab_size
         self.eos_id = self._text.eos_id
-        if self.vocab_size > config.model.vocab_size:
+        if self.vocab_size > model_vocab_size:
             raise DataError(
-                f"data.tokenizer: {path} has {self.vocab_size} tokens, more than model.vocab_size "
-                f"{config.model.vocab_size}; give the tokenizer that the model was trained with"
+                f"data.tokenizer: {path} has {self.vocab_size} tokens, more than model.vocab_size {model_vocab_size}; "
+                "give the tokenizer that the model was trained with"
             )
 
     @property
@@ -216,44 +206,45 @@ class QuestionTokenizer:
 
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""RULER's repeated sentences (NVIDIA, github.com/NVIDIA/RULER, Apache-2.0)."""
+"""Sentences that RULER repeats around needles."""
 _CONTEXT = "{{context}}"
-"""Stands for the context while a chat template is rendered."""
+"""Placeholder of the context while a chat template is rendered."""
 
 
-def open_tokenizer(config: RunConfig, section: AnswersConfig) -> QuestionTokenizer:
-    """The recipe's tokenizer for questions about the corpus of `section`. Raises DataError without one, and for a
+def open_tokenizer(options: AnswersConfig, setting: EvaluationSetting) -> QuestionTokenizer:
+    """The model's tokenizer, for questions about the corpus of `options`. Raises DataError without one, and for a
     damaged corpus."""
-    prefix = corpus_of(config, section)
+    prefix = corpus_of(options, setting)
     info = (IndexedDataset(prefix).info if prefix is not None else None) or {}
-    return QuestionTokenizer(config, info, section.chat)
+    return QuestionTokenizer(setting.tokenizer, setting.model.vocab_size, info, options.chat)
 
 
-def corpus_of(config: RunConfig, section: AnswersConfig) -> str | None:
-    """Prefix of the corpus that natural text comes from; None where the recipe names none."""
-    first = config.data.validation[0].path if config.data.validation else None
-    return section.corpus or first
+def corpus_of(options: AnswersConfig, setting: EvaluationSetting) -> str | None:
+    """Prefix of the corpus that natural text comes from; None if neither `options` nor the run name one."""
+    first = setting.validation[0].path if setting.validation else None
+    return options.corpus or first
 
 
 class NaturalText:
     """Text of a tokenised corpus: consecutive documents, from a random one on, without the tokens at their ends.
 
+    key: YAML key that names the corpus, for messages
+
     Raises DataError when the corpus is damaged, or was made with another tokenizer.
     """
 
-    def __init__(self, config: RunConfig, prefix: str, tokenizer: QuestionTokenizer, key: str) -> None:
+    def __init__(self, prefix: str, tokenizer: QuestionTokenizer, key: str) -> None:
         self.prefix = prefix
         self._key = key
         self._tokenizer = tokenizer
         self._marks = np.array(sorted(tokenizer.marks), dtype=np.int64)
-        self._vocab_size = config.model.vocab_size
         self._corpus = IndexedDataset(prefix)
-        self._corpus.check_vocabulary(self._vocab_size)
+        self._corpus.check_vocabulary(tokenizer.model_vocab_size)
         made_with = (self._corpus.info or {}).get("tokenizer_sha256")
-        if made_with is not None and made_with not in tokenizer_hashes(str(config.data.tokenizer)):
+        if made_with is not None and made_with not in tokenizer_hashes(tokenizer.path):
             raise DataError(
-                f"{key}: the corpus {prefix} was made with another tokenizer than data.tokenizer "
-                f"{config.data.tokenizer}; give a corpus of the same tokenizer"
+                f"{key}: the corpus {prefix} was made with another tokenizer than data.tokenizer {tokenizer.path}; "
+                "give a corpus of the same tokenizer"
             )
 
     def tokens(self, count: int, rng: random.Random) -> list[int]:
@@ -272,13 +263,24 @@ class NaturalText:
                 f"{self._key}: the corpus {self.prefix} has {len(found)} tokens of text, fewer than the {count} of a "
                 "haystack; give a longer corpus, or shorter lengths"
             )
-        if found and not 0 <= min(found) <= max(found) < self._vocab_size:
+        if found and not 0 <= min(found) <= max(found) < self._tokenizer.model_vocab_size:
             raise DataError(f"{self._key}: the corpus {self.prefix} has token ids outside model.vocab_size")
         return found[:count]
 
     def words(self, count: int, rng: random.Random) -> list[str]:
         """The words of `count` tokens of text. Raises DataError when the corpus has fewer."""
         return re.split(r"\s+", self._tokenizer.decode(self.tokens(count, rng)).strip())
+
+
+def natural_text(
+    options: AnswersConfig, setting: EvaluationSetting, tokenizer: QuestionTokenizer, key: str
+) -> NaturalText | None:
+    """Text of the corpus of `options`, whose section is `key`; None if there is no corpus. Raises DataError as
+    `NaturalText`."""
+    prefix = corpus_of(options, setting)
+    if prefix is None:
+        return None
+    return NaturalText(prefix, tokenizer, f"{key}.corpus" if options.corpus else "data.validation")
 
 
 def noise_tokens(tokenizer: TextTokenizer, count: int) -> list[int]:
@@ -288,16 +290,19 @@ def noise_tokens(tokenizer: TextTokenizer, count: int) -> list[int]:
 
 
 class Conversation:
-    """The text around a context, as it is or as a chat template renders it.
+    """The text around a context: as it is, or as a chat template renders it.
 
-    `key` is that of the section which asks. Raises DataError when `chat` is asked for and the folder of data.tokenizer
-    has no template.
+    tokenizer: path of data.tokenizer, in whose folder the template is
+    chat: True to use the template
+    key: that of the section which asks, for messages
+
+    Raises DataError when `chat` is set and there is no template.
     """
 
-    def __init__(self, config: RunConfig, chat: bool, key: str) -> None:
+    def __init__(self, tokenizer: str, chat: bool, key: str) -> None:
         self._key = f"{key}.chat"
-        tokenizer = Path(str(config.data.tokenizer))
-        folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+        path = Path(tokenizer)
+        folder = path if path.is_dir() else path.parent
         try:
             self._template = load_chat_template(str(folder)) if chat else None
         except DataError as error:
@@ -307,7 +312,8 @@ class Conversation:
             ) from error
 
     def around(self, before: str, after: str, answer: str) -> tuple[str, str]:
-        """What precedes the context and what follows it; `answer` is how the answer begins."""
+        """Text before and after the context. The texts `before` and `after` it are the user's, and `answer` is the
+        beginning of the answer. Raises DataError for a template that does not repeat a message."""
         if self._template is None:
             return before, f"{after} {answer}"
         try:

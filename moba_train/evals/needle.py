@@ -1,4 +1,4 @@
-"""Needle in a haystack: is a sentence found in a long text, wherever it is?"""
+"""Needle in a haystack: share of sentences that a model finds in a long text, by their depth in it."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +8,6 @@ from typing import Any
 from moba_train.attention.layout import TokenRange
 from moba_train.config.base import format_count
 from moba_train.config.evaluation import HiddenNeedles, NeedleConfig
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage
 from moba_train.errors import DataError
 from moba_train.evals.answers import (
     Question,
@@ -19,28 +17,27 @@ from moba_train.evals.answers import (
     predicted_answers,
     share,
 )
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.evals.haystack import (
     Conversation,
-    NaturalText,
     corpus_of,
     draw_keys,
     draw_values,
     length_problems,
+    natural_text,
     needle_frame,
     needle_parts,
     noise_tokens,
     open_tokenizer,
     separated,
     stage_lengths,
-    trained_length,
 )
 
 GENERATED = 16
 """Tokens that are generated for each needle, at least: numbers have seven digits."""
 
 
-class Needle(Evaluation):
+class Needle(Evaluation[NeedleConfig]):
     """Share of the samples, over lengths and depths, in which every token of the answer is the most likely one."""
 
     name = "needle"
@@ -49,55 +46,48 @@ class Needle(Evaluation):
     numbers = frozenset({"needle"})
     numbers_against_full = frozenset({"needle_full"})
 
-    def __init__(self, config: RunConfig, stage: Stage) -> None:
-        wanted = self.options_in(config)
-        assert isinstance(wanted, NeedleConfig)
-        self.every = wanted.every or config.evaluation.every
-        self.compare_with_full = wanted.attention == "both"
-        self._wanted = wanted
-        self._trained = trained_length(config, stage)
-        self._texts = NeedleTexts(config, wanted, self.key)
-        self._lengths = stage_lengths(wanted, stage)
-        if wanted.lengths is None:
+    def __init__(self, options: NeedleConfig, setting: EvaluationSetting) -> None:
+        self.every = options.every or setting.every
+        self.compare_with_full = options.attention == "both"
+        self._options = options
+        self._trained_length = setting.trained_length
+        self._texts = NeedleTexts(options, setting, self.key)
+        self._lengths = stage_lengths(options, setting.stage)
+        if options.lengths is None:
             self._lengths = [length for length in self._lengths if self._texts.fits(length)]
         if not self._lengths:
-            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {stage.seq_len} and holds a needle"
+            seq_len = setting.stage.seq_len
+            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {seq_len} and holds a needle"
 
     @classmethod
-    def problems(cls, config: RunConfig) -> Iterator[str]:
-        """No tokenizer, no text, lengths that no stage has, or fewer keys than needles."""
-        wanted = cls.options_in(config)
-        if not isinstance(wanted, NeedleConfig):
-            return
-        yield from text_problems(config, wanted, cls.key)
-        if wanted.generate and config.parallel.tp > 1:
-            yield f"{cls.key}.generate: given true, which parallel.tp {config.parallel.tp} cannot do; set it to false"
+    def problems(cls, options: NeedleConfig, setting: EvaluationSetting) -> Iterator[str]:
+        """Problems of the texts, and generation with tensor parallelism."""
+        yield from text_problems(options, setting, cls.key)
+        if options.generate and setting.tp > 1:
+            yield f"{cls.key}.generate: given true, which parallel.tp {setting.tp} cannot do; set it to false"
 
     @classmethod
-    def pipeline_problem(cls, config: RunConfig) -> tuple[str, str] | None:
+    def pipeline_problem(cls, options: NeedleConfig) -> tuple[str, str] | None:
         """Generation."""
-        wanted = cls.options_in(config)
-        generates = isinstance(wanted, NeedleConfig) and wanted.generate
-        return (f"{cls.key}.generate: given true", "set it to false") if generates else None
+        return (f"{cls.key}.generate: given true", "set it to false") if options.generate else None
 
     @classmethod
-    def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
-        """No length of the recipe's that the stage has."""
-        wanted = cls.options_in(config)
-        if isinstance(wanted, NeedleConfig) and not stage_lengths(wanted, stage):
-            yield f"{cls.key}.lengths has none of at most seq_len {stage.seq_len}; add one, or set extrapolate: true"
+    def data_problems(cls, options: NeedleConfig, setting: EvaluationSetting) -> Iterator[str]:
+        """No given length that the stage has."""
+        if not stage_lengths(options, setting.stage):
+            seq_len = setting.stage.seq_len
+            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one, or set extrapolate: true"
 
     @classmethod
-    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
-        """Raises DataError for lengths that leave no room for the needles, and for too little text around them."""
-        needle = cls(config, stage)
+    def check_samples(cls, options: NeedleConfig, setting: EvaluationSetting) -> None:
+        """Raise DataError for lengths that leave no room for the needles, and for too little text around them."""
+        needle = cls(options, setting)
         for length in needle._lengths:
             needle._texts.check(length)
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`needle` with the own attention; `needle_full` with full attention on the same weights."""
-        wanted = self._wanted
-        trained = context.trained_length or self._trained
+        options = self._options
         questions = {length: self._texts.questions(length) for length in self._lengths}
         maps = {name: self._map(context, questions, name) for name in context.each_attention()}
         own = maps[context.own]
@@ -109,25 +99,25 @@ class Needle(Evaluation):
             message += f", {maps['full'].score:.3f} with full attention on the same weights"
         data = {
             "attention": context.own,
-            "trained_length": trained,
+            "trained_length": self._trained_length,
             "lengths": self._lengths,
-            "depths": wanted.depths,
-            "samples": wanted.samples,
-            "seed": wanted.seed,
-            "needles": wanted.needles,
-            "keys": wanted.keys or wanted.needles,
-            "haystack": wanted.haystack,
+            "depths": options.depths,
+            "samples": options.samples,
+            "seed": options.seed,
+            "needles": options.needles,
+            "keys": options.keys or options.needles,
+            "haystack": options.haystack,
             "tokens": sum(len(question.tokens) for found in questions.values() for question in found),
             "maps": {name: found.to_json() for name, found in maps.items()},
         }
-        where = f"{wanted.samples} samples per cell, seed {wanted.seed}, {wanted.haystack} haystack"
-        table = [line for name, found in maps.items() for line in found.table(name, self._lengths, wanted.depths)]
-        table.append(f"{where}; trained on {trained} tokens")
+        samples = f"{options.samples} samples per cell, seed {options.seed}, {options.haystack} haystack"
+        table = [line for name, found in maps.items() for line in found.table(name, self._lengths, options.depths)]
+        table.append(f"{samples}; trained on {self._trained_length} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 
     def _map(self, context: EvaluationContext, questions: Mapping[int, list[Question]], name: str) -> "NeedleMap":
-        """What the model finds with its present attention."""
-        found = NeedleMap([], [], [], [] if self._wanted.generate else None)
+        """Findings of the model with its present attention."""
+        found = NeedleMap([], [], [], [] if self._options.generate else None)
         for length, asked in questions.items():
             blocks = SelectedBlocks(context.model.config.layers, context.device)
             what = f"needle, {name}, {format_count(length, 1024)}"
@@ -142,9 +132,9 @@ class Needle(Evaluation):
         return found
 
     def _generated(self, context: EvaluationContext, questions: Sequence[Question], what: str) -> list[bool]:
-        """Whether each generated answer has every value."""
+        """For each question, True if the generated answer has every value."""
         tokenizer = self._texts.tokenizer
-        tokens = GENERATED * self._wanted.needles + max(q.places[-1] + 1 - q.prompt_length for q in questions)
+        tokens = GENERATED * self._options.needles + max(q.places[-1] + 1 - q.prompt_length for q in questions)
         answers = generated_answers(context, questions, tokens, tokenizer, f"{what}, generated")
         return [
             all(
@@ -156,46 +146,43 @@ class Needle(Evaluation):
 
     def _by_depth(self, values: Sequence[float]) -> list[float]:
         """Means over the samples of each depth."""
-        samples = self._wanted.samples
+        samples = self._options.samples
         return [sum(values[first : first + samples]) / samples for first in range(0, len(values), samples)]
 
 
-def text_problems(config: RunConfig, wanted: HiddenNeedles, key: str) -> Iterator[str]:
-    """No tokenizer, no text, lengths that no stage has, or fewer keys than needles; `key` is that of the section."""
-    yield from length_problems(config, wanted, key)
-    if wanted.haystack == "natural" and corpus_of(config, wanted) is None:
+def text_problems(options: HiddenNeedles, setting: EvaluationSetting, key: str) -> Iterator[str]:
+    """No tokenizer, no text, lengths that no stage has, or fewer keys than needles. `key` is that of the section."""
+    yield from length_problems(options, setting, key)
+    if options.haystack == "natural" and corpus_of(options, setting) is None:
         yield (
             f"{key}.haystack: given 'natural', but there is no text; set data.validation or {key}.corpus, "
             "or haystack: synthetic"
         )
-    if wanted.keys is not None and wanted.keys < wanted.needles:
-        yield f"{key}.keys: given {wanted.keys}; allowed: at least needles {wanted.needles}"
+    if options.keys is not None and options.keys < options.needles:
+        yield f"{key}.keys: given {options.keys}; allowed: at least needles {options.needles}"
 
 
 class NeedleTexts:
-    """Makes the questions of a recipe: pure functions of length, depth, number of the sample, and seed.
+    """Questions of an evaluation: pure functions of length, depth, number of the sample, and seed.
 
-    `key` is that of the section `wanted`. Raises DataError without a tokenizer, for a damaged corpus, and for lengths
+    `key` is that of the section `options`. Raises DataError without a tokenizer, for a damaged corpus, and for lengths
     that leave no room for the needles.
     """
 
-    def __init__(self, config: RunConfig, wanted: HiddenNeedles, key: str) -> None:
-        self.tokenizer = open_tokenizer(config, wanted)
-        self._wanted = wanted
+    def __init__(self, options: HiddenNeedles, setting: EvaluationSetting, key: str) -> None:
+        self.tokenizer = open_tokenizer(options, setting)
+        self._options = options
         self._key = key
-        self._conversation = Conversation(config, wanted.chat, key)
-        prefix = corpus_of(config, wanted)
-        self._natural: NaturalText | None = None
-        if wanted.haystack == "natural" and prefix is not None:
-            corpus_key = f"{key}.corpus" if wanted.corpus else "data.validation"
-            self._natural = NaturalText(config, prefix, self.tokenizer, corpus_key)
+        self._conversation = Conversation(self.tokenizer.path, options.chat, key)
+        natural = options.haystack == "natural"
+        self._natural = natural_text(options, setting, self.tokenizer, key) if natural else None
 
     def fits(self, length: int) -> bool:
-        """Whether a sample of `length` tokens has a haystack at least as long as its needles."""
+        """True if a sample of `length` tokens has a haystack at least as long as its needles."""
         return all(room >= needles for room, needles in (self._room(length, index) for index in self._samples))
 
     def check(self, length: int) -> None:
-        """Raises DataError where a sample of `length` tokens has no room for its needles, or the corpus too little
+        """Raise DataError when a sample of `length` tokens has no room for its needles, or the corpus has too little
         text for its haystack."""
         found = [self._room(length, index) for index in self._samples]
         room, needles = min(found, key=lambda pair: pair[0] - pair[1])
@@ -205,19 +192,19 @@ class NeedleTexts:
                 f"than the {needles} of what is hidden in it; allowed: at least {length - room + needles}"
             )
         if self._natural is not None:
-            self._natural.tokens(max(room for room, _ in found), random.Random(self._wanted.seed))
+            self._natural.tokens(max(room for room, _ in found), random.Random(self._options.seed))
 
     def questions(self, length: int) -> list[Question]:
-        """The samples of `length` tokens, those of the first depth first. Raises DataError as `check` does."""
+        """Samples of `length` tokens, those of the first depth first. Raises DataError as `check` does."""
         self.check(length)
-        return [self.question(length, depth, index) for depth in self._wanted.depths for index in self._samples]
+        return [self.question(length, depth, index) for depth in self._options.depths for index in self._samples]
 
     @property
     def _samples(self) -> range:
-        return range(self._wanted.samples)
+        return range(self._options.samples)
 
     def _room(self, length: int, index: int) -> tuple[int, int]:
-        """Tokens of sample `index` that its haystack has, and those of its needles."""
+        """Numbers of tokens of sample `index`: those of its haystack, and those of its needles."""
         parts = self._parts(length, index)
         needles = sum(len(needle.tokens) for needle in parts.needles)
         answer = sum(len(part) for part, _ in parts.answer)
@@ -227,7 +214,7 @@ class NeedleTexts:
         """Sample `index` of `length` tokens, with the first needle at `depth` %. Other depths have the same text."""
         parts = self._parts(length, index)
         room, _ = self._room(length, index)
-        rng = random.Random(f"haystack {self._wanted.seed} {length} {index}")
+        rng = random.Random(f"haystack {self._options.seed} {length} {index}")
         hay = noise_tokens(self.tokenizer, room) if self._natural is None else self._natural.tokens(room, rng)
         offsets = [round(depth / 100 * room), *(rng.randint(0, room) for _ in parts.needles[1:])]
         tokens = list(parts.head)
@@ -252,16 +239,16 @@ class NeedleTexts:
         return Question(tokens, prompt_length, answers, sources)
 
     def _parts(self, length: int, index: int) -> "_Parts":
-        """The tokens of sample `index` that are no hay: the same at every depth."""
-        wanted = self._wanted
-        rng = random.Random(f"needles {wanted.seed} {length} {index}")
-        count = wanted.keys or wanted.needles
+        """Tokens of sample `index` that are no hay, which are equal at every depth."""
+        options = self._options
+        rng = random.Random(f"needles {options.seed} {length} {index}")
+        count = options.keys or options.needles
         keys = draw_keys(count, rng)
         values = draw_values(count, "numbers", rng)
         needles = [self._needle(key, value) for key, value in zip(keys, values, strict=True)]
-        frame = needle_frame(keys[: wanted.needles], wanted.needles, "numbers")
+        frame = needle_frame(keys[: options.needles], options.needles, "numbers")
         before, after = self._conversation.around(*frame)
-        texts = separated(values[: wanted.needles])
+        texts = separated(values[: options.needles])
         tail, *answer = encode_segments(self.tokenizer, [after, *(text for text, _ in texts)])
         counted = [(part, counts) for part, (_, counts) in zip(answer, texts, strict=True)]
         return _Parts(self.tokenizer.begin(before), needles, tail, counted)
@@ -274,7 +261,7 @@ class NeedleTexts:
 
 @dataclass(frozen=True)
 class _HiddenNeedle:
-    """A needle's tokens, and which of them are the value."""
+    """A needle's tokens, and the range of them that is the value."""
 
     tokens: list[int]
     value: TokenRange
@@ -282,23 +269,23 @@ class _HiddenNeedle:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The tokens of a sample without its haystack."""
+    """Tokens of a sample without its haystack."""
 
     head: list[int]
     needles: list[_HiddenNeedle]
     tail: list[int]
     answer: list[tuple[list[int], bool]]
-    """The parts of the answer, and whether each is a value."""
+    """Parts of the answer, each with True if it is a value."""
 
 
 @dataclass(frozen=True)
 class NeedleMap:
-    """What was found with one attention; lists are by length first."""
+    """Findings with one attention; the first index of each list is the length."""
 
     passed: list[list[float]]
     """[lengths, depths]: share of samples with every token of the answer right."""
     answers: list[list[float]]
-    """[lengths, depths]: share of the needles, which differs where several are asked for."""
+    """[lengths, depths]: share of needles found, which differs from `passed` if several are asked for."""
     selected: list[list[float | None]]
     """[lengths, layers]: share of heads, at the queries of the answer's tokens, that have selected the block of the
     token to copy; None: the layer attends to every block."""

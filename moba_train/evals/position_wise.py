@@ -12,18 +12,24 @@ import torch.distributed as dist
 
 from moba_train.config.base import format_count
 from moba_train.config.evaluation import PositionWiseConfig
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import collate
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.data.samples import Sample
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, finite, never_stops
+from moba_train.evals.evaluation import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationResult,
+    EvaluationSetting,
+    finite,
+    never_stops,
+)
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import token_losses
 
 
-class PositionWise(Evaluation):
+class PositionWise(Evaluation[PositionWiseConfig]):
     """Loss by position in the context, in buckets; the last bucket's is the trailing loss. See docs/stages.md."""
 
     name = "position_wise"
@@ -31,58 +37,52 @@ class PositionWise(Evaluation):
     numbers = frozenset({"trailing_loss", "trailing_loss_error"})
     numbers_against_full = frozenset({"trailing_loss_full", "trailing_gap", "trailing_gap_error"})
 
-    def __init__(self, config: RunConfig, stage: Stage) -> None:
-        wanted = self.options_in(config)
-        assert isinstance(wanted, PositionWiseConfig)
-        self.every = wanted.every or config.evaluation.every
-        self.compare_with_full = wanted.attention == "both"
-        self._bucket = wanted.bucket
+    def __init__(self, options: PositionWiseConfig, setting: EvaluationSetting) -> None:
+        self.every = options.every or setting.every
+        self.compare_with_full = options.attention == "both"
+        self._bucket = options.bucket
+        seq_len = setting.stage.seq_len
         self._samples = LongDocumentSamples(
-            config.data.validation, stage.seq_len, wanted.sequences, config.seed, config.model.vocab_size
+            setting.validation, seq_len, options.sequences, setting.seed, setting.model.vocab_size
         )
         if not len(self._samples):
-            self.missing = f"data.validation has no document longer than the stage's {stage.seq_len} tokens"
+            self.missing = f"data.validation has no document longer than the stage's {seq_len} tokens"
 
     @classmethod
-    def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
-        """At least four buckets where the default's are longer."""
-        if cls.enabled(config):
-            return config
-        quarter = 1 << (max(stage.seq_len // 4, 1).bit_length() - 1)
-        return cls.with_section(config, {"bucket": min(math.gcd(2048, stage.seq_len), quarter)})
+    def default_options(cls, setting: EvaluationSetting) -> PositionWiseConfig:
+        """Buckets that divide the stage's length, at least four of them."""
+        seq_len = setting.stage.seq_len
+        quarter = 1 << (max(seq_len // 4, 1).bit_length() - 1)
+        return PositionWiseConfig(bucket=min(math.gcd(2048, seq_len), quarter))
 
     @classmethod
-    def problems(cls, config: RunConfig) -> Iterator[str]:
-        """No documents to evaluate on, or a bucket that does not divide a stage's length."""
-        wanted = cls.options_in(config)
-        if not isinstance(wanted, PositionWiseConfig):
-            return
-        if not config.data.validation:
+    def problems(cls, options: PositionWiseConfig, setting: EvaluationSetting) -> Iterator[str]:
+        """No documents to evaluate on, or a bucket that does not divide the stage's length."""
+        if not setting.validation:
             yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
-        for index, stage in enumerate(config.stages):
-            if stage.evaluate and stage.seq_len % wanted.bucket:
-                yield (
-                    f"{cls.key}.bucket: given {wanted.bucket}, which does not divide stages[{index}].seq_len "
-                    f"{stage.seq_len}"
-                )
+        stage = setting.stage
+        if stage.evaluate and stage.seq_len % options.bucket:
+            given = f"{cls.key}.bucket: given {options.bucket}"
+            yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
 
     @classmethod
-    def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
+    def data_problems(cls, options: PositionWiseConfig, setting: EvaluationSetting) -> Iterator[str]:
         """Fewer than two samples: a single one has no standard error."""
-        found = count_samples(config.data.validation, stage.seq_len)
+        seq_len = setting.stage.seq_len
+        found = count_samples(setting.validation, seq_len)
         if found < 2:
             yield (
-                f"data.validation has {found} samples of {stage.seq_len} tokens inside one document, at least 2 are "
-                "needed for the trailing loss; hold out longer documents"
+                f"data.validation has {found} samples of {seq_len} tokens inside one document, but the trailing loss "
+                "needs at least 2; hold out longer documents"
             )
 
     @classmethod
     def sequences_per_pass(cls, stage: Stage) -> int:
-        """One: losses are reported for each sequence."""
+        """One, because losses are reported for each sequence."""
         return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
-        """`trailing_loss` and, where full attention is tried too, `trailing_gap`, each with its standard error."""
+        """`trailing_loss` and, if full attention is also tried, `trailing_gap`, each with its standard error."""
         curves = {
             name: position_wise_loss(
                 context.model,
@@ -132,8 +132,8 @@ class PositionWiseLoss:
         return PositionWiseLoss(self.bucket, self.losses - other.losses)
 
     def to_json(self) -> dict[str, Any]:
-        """Means and standard errors, [buckets] each, and the trailing loss of each sequence, as JSON values: null where
-        there is none."""
+        """Means and standard errors, [buckets] each, and the trailing loss of each sequence, as JSON values. A number
+        that is not finite is null."""
         values = {
             "mean": self.mean.tolist(),
             "standard_error": self.standard_error.tolist(),
@@ -144,7 +144,7 @@ class PositionWiseLoss:
 
 
 class SamplesOfOneLength(Protocol):
-    """What `LongDocumentSamples` offers: samples that each lie inside one document."""
+    """Interface of `LongDocumentSamples`: samples that each lie inside one document."""
 
     @property
     def seq_len(self) -> int:
@@ -153,7 +153,7 @@ class SamplesOfOneLength(Protocol):
     def __len__(self) -> int: ...
 
     def sample(self, index: int) -> Sample:
-        """Sample `index`, a single document part."""
+        """Sample `index`, part of a single document."""
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ def position_wise_loss(
         batch = data_shard.shard_batch(collate([samples.sample(min(index, sequences - 1))])).to(device)
         losses_n = token_losses(model, batch)
         if index < sequences:
-            # Each position occurs at most once on a rank, so the order of the additions does not matter.
+            # Each position occurs at most once on a rank, so the result does not depend on the order of additions.
             loss_T = torch.zeros(samples.seq_len, dtype=torch.float64, device=device)
             loss_T[batch.positions[batch.loss_index]] = (losses_n * batch.loss_weight).double()
             sums[index] = loss_T.view(buckets, bucket).sum(1)

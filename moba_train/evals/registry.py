@@ -1,34 +1,47 @@
 """The evaluations that a recipe may ask for: entry points of the group `moba_train.evaluations`."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from moba_train import registry
+from moba_train.config.base import Section
+from moba_train.config.data import SourceConfig
+from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.explain import did_you_mean
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage
 from moba_train.errors import UserError
-from moba_train.evals.evaluation import Evaluation
+from moba_train.evals.evaluation import Evaluation, EvaluationSetting
 from moba_train.evals.validation_loss import ValidationLoss
 
-EVALUATIONS = cast(registry.Registry[type[Evaluation]], registry.EVALUATIONS)
+EVALUATIONS = cast(registry.Registry[type[Evaluation[Any]]], registry.EVALUATIONS)
 """By name, in the order in which they run."""
 
-
-def enabled_evaluations(config: RunConfig) -> list[type[Evaluation]]:
-    """The evaluations that the recipe asks for, in the order in which they run."""
-    # Held-out text asks for its loss; any other evaluation is asked for by its section. Others are not imported.
-    asked = (name for name in EVALUATIONS if name == ValidationLoss.name or config.evaluation.options_of(name))
-    return [EVALUATIONS[name] for name in asked if EVALUATIONS[name].enabled(config)]
+Asked = dict[type[Evaluation[Any]], Section | None]
+"""Evaluations with their options, in the order in which they run. The validation loss has no options."""
 
 
-def stage_evaluations(config: RunConfig, stage: Stage) -> list[Evaluation]:
-    """The evaluations that the recipe asks for in `stage`, with their data. Raises DataError for damaged corpora."""
-    return [evaluation(config, stage) for evaluation in enabled_evaluations(config)] if stage.evaluate else []
+def asked_evaluations(section: EvaluationConfig, validation: Sequence[SourceConfig]) -> Asked:
+    """Evaluations that a recipe with this `evaluation` section and these sources of held-out text asks for.
+
+    Held-out text asks for its loss; any other evaluation is asked for by its section. Others are not imported.
+    """
+    asked: Asked = {}
+    for name in EVALUATIONS:
+        options = section.options_of(name)
+        if options is not None or (name == ValidationLoss.name and validation):
+            asked[EVALUATIONS[name]] = options
+    return asked
 
 
-def evaluations_named(names: Sequence[str]) -> list[type[Evaluation]]:
-    """The evaluations of these names, each once, in the order given. Raises UserError for a name that none has."""
+def stage_evaluations(section: EvaluationConfig, setting: EvaluationSetting) -> list[Evaluation[Any]]:
+    """Evaluations that run in the stage of `setting`, with their data. Raises DataError for damaged corpora."""
+    if not setting.stage.evaluate:
+        return []
+    asked = asked_evaluations(section, setting.validation)
+    return [evaluation(options, setting) for evaluation, options in asked.items()]
+
+
+def evaluations_named(names: Sequence[str]) -> list[type[Evaluation[Any]]]:
+    """Evaluations of these names, each once, in the order given. Raises UserError for a name that none has."""
     for name in names:
         if name not in EVALUATIONS:
             hint = did_you_mean(name, [*EVALUATIONS])
@@ -36,7 +49,7 @@ def evaluations_named(names: Sequence[str]) -> list[type[Evaluation]]:
     return [EVALUATIONS[name] for name in dict.fromkeys(names)]
 
 
-def evaluation_of(number: str) -> type[Evaluation] | None:
-    """The evaluation that gives the number of this name; None: none does."""
+def evaluation_of(number: str) -> type[Evaluation[Any]] | None:
+    """The evaluation that gives the number of this name; None if none does. Imports all evaluations."""
     names = ((evaluation, evaluation.numbers | evaluation.numbers_against_full) for evaluation in EVALUATIONS.values())
     return next((evaluation for evaluation, given in names if number in given), None)

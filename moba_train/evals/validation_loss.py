@@ -10,39 +10,34 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import StageData
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, finite, never_stops
+from moba_train.evals.evaluation import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationResult,
+    EvaluationSetting,
+    finite,
+    never_stops,
+)
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import token_losses
 
 
-class ValidationLoss(Evaluation):
-    """Mean loss on `evaluation.sequences` samples of `data.validation`: the same ones for a given seed and length."""
+class ValidationLoss(Evaluation[None]):
+    """Mean loss on `evaluation.sequences` samples of `data.validation`, equal ones for equal seeds and lengths."""
 
     name = "validation_loss"
     key = "data.validation"
     numbers = frozenset({"eval_loss"})
 
-    def __init__(self, config: RunConfig, stage: Stage) -> None:
-        self.every = config.evaluation.every
-        sequences = config.evaluation.sequences
-        vocab_size = config.model.vocab_size
-        self._data = StageData(config.data.validation, stage.seq_len, sequences, config.seed, {}, vocab_size)
+    def __init__(self, options: None, setting: EvaluationSetting) -> None:
+        self.every = setting.every
+        self._data = StageData(
+            setting.validation, setting.stage.seq_len, setting.sequences, setting.seed, {}, setting.model.vocab_size
+        )
         self._data.check_loss()
-
-    @classmethod
-    def enabled(cls, config: RunConfig) -> bool:
-        """Where there is held-out text."""
-        return bool(config.data.validation)
-
-    @classmethod
-    def switched_on(cls, config: RunConfig, stage: Stage) -> RunConfig:
-        """The recipe as it is: held-out text has no default."""
-        return config
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`eval_loss` in nats per token."""
@@ -72,17 +67,17 @@ class SequenceLosses:
     sums: npt.NDArray[np.float64]
     """[sequences]: weighted sum over the tokens."""
     weights: npt.NDArray[np.float64]
-    """[sequences]: sum of the weights; 0 where no token carries loss."""
+    """[sequences]: sum of the weights; 0 if no token carries loss."""
 
     @property
     def mean(self) -> float:
-        """Mean over all tokens; NaN where none carries loss."""
+        """Mean over all tokens; NaN if none carries loss."""
         weight = float(self.weights.sum())
         return float(self.sums.sum()) / weight if weight else float("nan")
 
     @property
     def by_sequence(self) -> npt.NDArray[np.float64]:
-        """Mean over the tokens of each sequence, [sequences]; NaN where none carries loss."""
+        """Mean over the tokens of each sequence, [sequences]; NaN if none carries loss."""
         nothing = np.full_like(self.sums, np.nan)
         return np.divide(self.sums, self.weights, out=nothing, where=self.weights > 0)
 
@@ -96,10 +91,10 @@ def validation_loss(
     device: torch.device,
     between_batches: Callable[[], None] = never_stops,
 ) -> SequenceLosses:
-    """Losses of all sequences of `data`, equal on every rank and (up to rounding) for every layout.
+    """Losses of all sequences of `data`, equal on every rank and, up to rounding, for every layout.
 
-    Called on all ranks together: each makes the same number of passes, filled up with repetitions of the
-    last sequence, which do not count.
+    Called on all ranks together: each makes the same number of passes, filled up with repetitions of the last sequence,
+    which do not count.
     """
     per_pass = data_shard.dp_size * micro_batch_size
     rows = -(-data.sequences // per_pass) * per_pass  # the last ones do not count
@@ -122,7 +117,7 @@ def validation_loss(
 
 
 def _sequences(batch: Batch, seq_len: int, data_shard: DataShard) -> torch.Tensor:
-    """Number in the micro-batch of the sequence of each of this rank's loss tokens, int64 [n]."""
+    """Index in the micro-batch of the sequence that each of this rank's loss tokens belongs to, int64 [n]."""
     numbers = torch.arange(len(batch.tokens)) // seq_len
     # A label goes wherever its token goes.
     shard = data_shard.shard_batch(dataclasses.replace(batch, labels=numbers))

@@ -1,15 +1,15 @@
-"""The dump of a step at a spike, with what is needed to find its cause: `run_dir/spikes/step_00001234.json`.
+"""The dump of a step at a spike, with the facts to find its cause: `run_dir/spikes/step_00001234.json`.
 
     step, stage, tokens, message, level, action, loss, grad_norm, lr, spike_z_loss, spike_z_grad
     gradient_norms  of the whole step, before clipping: {layers: [{layer, kind, norm}], kinds: {full, moba, ...},
                     embedding, norm, output}
     attention       by layer, the statistics of all ranks together
     ranks           one entry for each rank, about the tokens that are its own:
-      loss            mean over its loss tokens by their weights, as the step itself found it; null without any
+      loss            mean over its loss tokens by their weights, as found in the step itself; null without any
       repeated_loss   mean loss in the forward pass that is made for the dump. The batch and the weights are those of
-                      the step: where the two differ by more than rounding, suspect the machine, not the data
-      loss_tokens     how many there are
-      attention       by layer, what its kind shows, by name (attention/statistics.py), as this rank saw it: under
+                      the step: if the two differ by more than rounding, suspect the machine, not the data
+      loss_tokens     their number
+      attention       by layer, statistics of its kind by name (attention/statistics.py), as seen by this rank: under
                       context parallelism for its own queries, with ulysses and hierarchical for those of all ranks or
                       of its node, with its own heads; {} for layers of other ranks of a pipeline
       micro_batches   [[{source, document, start, stop, loss, loss_tokens}]]: the document parts in order; loss
@@ -50,18 +50,18 @@ def dump_folder(run_dir: Path) -> Path:
 
 
 GATE = ("load_imbalance", "entropy", "first_block_share", "distance")
-"""The statistics of which the log has means."""
+"""Statistics of which the log has means."""
 
 
 class Dump(NamedTuple):
-    """What the dump of a step holds for the log."""
+    """Contents of a step's dump for the log."""
 
     ranks: list[dict[str, Any]]
-    """The entry of every rank."""
+    """Entry of every rank."""
     gate: dict[str, float]
     """`gate_load_imbalance` and so on (`GATE`): means over the selections of all layers and ranks."""
     path: Path | None = None
-    """Its file; None if it could not be written."""
+    """File of the dump; None if it could not be written."""
 
 
 def write_dump(
@@ -91,7 +91,7 @@ def write_dump(
 
 
 def _write(path: Path, dump: dict[str, Any]) -> bool:
-    """Write the file completely or not at all; whether it could be written."""
+    """Write the file completely or not at all. Returns True if it could be written."""
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(exist_ok=True)
@@ -117,7 +117,7 @@ def _gradient_norms(model: Transformer, kinds: Sequence[str]) -> dict[str, Any]:
 def _rank_entry(
     model: Transformer, data_shard: DataShard, batches: list[Batch], loss_sum: Tensor
 ) -> tuple[dict[str, Any], list[Statistics]]:
-    """This rank's entry in `ranks`, with a forward pass over its batches, and the statistics of each layer."""
+    """This rank's entry in `ranks`, from a forward pass over its batches, and the statistics of each layer."""
     engine = data_shard.engine or LOCAL_ENGINE
     repeated = 0.0
     micro_batches = []
@@ -142,8 +142,8 @@ def _rank_entry(
 
 
 def _part_losses(batch: Batch, data_shard: DataShard, losses_n: Tensor) -> list[dict[str, Any]]:
-    """The document parts of a micro-batch, with the mean of their `losses_n`, which are those of `loss_index`; without
-    any on a rank of a pipeline that does not compute them."""
+    """Document parts of a micro-batch, each with the mean of its `losses_n`, which are those of `loss_index`; without
+    losses on a rank of a pipeline that does not compute them."""
     tokens_T = torch.arange(batch.layout.total, device=losses_n.device)
     if (engine := data_shard.engine) is not None:
         tokens_T = engine.sequence(batch.layout.total).shard(tokens_T, engine.rank)

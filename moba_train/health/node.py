@@ -1,8 +1,8 @@
-"""Naming a bad GPU or a full disk: before the run starts, and while it runs.
+"""Bad GPUs and full disks, which are named before the run starts and while it runs.
 
-Before the run each rank reads the state of its own GPU, and a GPU that is known to be broken ends the run there. While
-the run goes on, a thread of each rank looks again once a minute. A problem is reported when it appears and whenever it
-has become twice as bad, not at every look. Reports of all ranks reach rank 0, which writes the logs, through the store.
+Before the run each rank reads the state of its GPU, and a GPU that is known to be broken ends the run there. While the
+run goes on, a thread of each rank checks again once a minute. A problem is reported when it appears and whenever it has
+become twice as bad, not at every check. Reports of all ranks reach rank 0, which writes the logs, through the store.
 """
 
 import logging
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moba_train.config.health import NodeConfig
 from moba_train.errors import BrokenNodeError
 from moba_train.health.gpu import Gpu, GpuState, find_gpu
-from moba_train.parallel.world import World
+from moba_train.parallel.world import World, gather_over_ranks
 
 FIRST_ANSWER_S = 60.0
 """Seconds that the start of a run waits for the state of a GPU: nvidia-smi may have to load the driver first."""
@@ -44,10 +44,10 @@ class Problem(NamedTuple):
     name: str
     """Equal for two reports of the same problem."""
     size: float
-    """How bad it is, relative to other reports of the same problem."""
+    """Severity, relative to other reports of the same problem."""
     text: str
     is_fault: bool = False
-    """Whether no run should start with it."""
+    """True if no run should start with it."""
 
 
 class Disk(NamedTuple):
@@ -57,11 +57,11 @@ class Disk(NamedTuple):
     needed: int
     """Bytes."""
     what: str = "one checkpoint"
-    """What needs them."""
+    """User of the space, for messages."""
 
 
 def disk_problem(disk: Disk) -> Problem | None:
-    """What is wrong with the disk of a folder, which need not exist yet, if it is too full or cannot be asked."""
+    """Problem of the disk of a folder, which need not exist yet: too full, or not readable. None without one."""
     folder = disk.folder.absolute()
     try:
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
@@ -74,13 +74,13 @@ def disk_problem(disk: Disk) -> Problem | None:
 
 
 def _size(count: int) -> str:
-    """Bytes in GiB, or in MiB where they are less than one GiB."""
+    """Bytes in GiB, or in MiB if they are less than one GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def gpu_problems(now: GpuState, before: GpuState) -> list[Problem]:
-    """What is wrong with a GPU; errors of NVLinks, which count from the last reset, only where they were not there
-    `before`."""
+    """Problems of a GPU in the state `now`. Errors of NVLinks, which count from the last reset, are problems only if
+    they are more than `before`."""
     if now.lost:
         return [Problem("lost", 1, f"the driver cannot reach it: {now.lost}", is_fault=True)]
     found = []
@@ -109,24 +109,23 @@ def gpu_problems(now: GpuState, before: GpuState) -> list[Problem]:
 
 
 def refuse_broken_gpus(config: NodeConfig, world: World) -> None:
-    """Raises BrokenNodeError, on all ranks, when any rank's GPU is known to be broken. Called on all ranks together.
+    """Raise BrokenNodeError, on all ranks, when any rank's GPU is known to be broken. Called on all ranks together.
 
-    Where a driver does not answer in time, that is only a warning: it may be slow rather than broken.
+    A driver that does not answer in time is only a warning, because it may be slow rather than broken.
     """
     if config.on_fault == "warn":
         return
     limit_s = min(FIRST_ANSWER_S, world.timeout.total_seconds() / 2)  # the other ranks wait for this one's answer
-    every: list[Any] = [None] * world.size
-    dist.all_gather_object(every, _within(limit_s, _own_faults, _uuid(world.device), _place(world)))
-    if faults := [fault for faults in every for fault in faults]:
+    own = _within(limit_s, _own_faults, _uuid(world.device), _place(world))
+    if faults := [fault for faults in gather_over_ranks(own) for fault in faults]:
         raise BrokenNodeError(
             "\n".join([*faults, "go on without this GPU, or set health.node.on_fault to warn to train on it as it is"])
         )
 
 
 class NodeWatch:
-    """Looks at this rank's GPU and, on the first rank of a node, at its folder for temporary files; rank 0 also looks
-    at `disks`, which all nodes share. `report` gets the text about a problem of any rank, on rank 0, in the watching
+    """Checks this rank's GPU and, on the first rank of a node, its folder for temporary files. Rank 0 also checks
+    `disks`, which all nodes share. `report` gets the text about a problem of any rank, on rank 0, in the watching
     thread. Nothing waits for that thread.
     """
 
@@ -158,7 +157,7 @@ class NodeWatch:
             try:
                 self._look()
             except Exception as error:  # the store is gone: the run ends
-                logger.info("%s: a look at the node failed: %r", self._place, error)
+                logger.info("%s: a check of the node failed: %r", self._place, error)
             self._closed.wait(self._interval_s)
 
     def _look(self) -> None:
@@ -195,14 +194,14 @@ class NodeWatch:
 
 
 class KnownProblems:
-    """Tells news from what has been reported."""
+    """Problems that have been reported, which separate news from repetitions."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, float]] = {}
 
     def news(self, problems: Iterable[Problem], now: float) -> list[Problem]:
-        """Those of the present `problems` that are new or at least twice as bad as when they were last reported; `now`:
-        seconds on any clock."""
+        """The present `problems` that are new or at least twice as bad as when they were last reported. `now`: seconds
+        on any clock."""
         self._known = {name: known for name, known in self._known.items() if now - known[1] < FORGOTTEN_S}
         news = []
         for problem in problems:
@@ -243,7 +242,7 @@ def _place(world: World) -> str:
 
 
 def _uuid(device: torch.device) -> str | None:
-    """The UUID of a CUDA device as the driver writes it, whatever CUDA_VISIBLE_DEVICES says; None on a CPU."""
+    """UUID of a CUDA device as the driver writes it, for any CUDA_VISIBLE_DEVICES; None on a CPU."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
 
 
@@ -256,7 +255,7 @@ def _own_faults(uuid: str | None, place: str) -> list[str]:
 
 
 def _within(seconds: float, ask: Callable[..., list[str]], *arguments: Any) -> list[str]:
-    """The answer of `ask`, asked in a thread; without one after `seconds`, or with an error, a warning and nothing."""
+    """Answer of `ask`, which runs in a thread; empty, with a warning, after an error or `seconds` without an answer."""
     answers: list[list[str]] = []
     errors: list[Exception] = []
 

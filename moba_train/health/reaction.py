@@ -1,16 +1,15 @@
-"""The reaction of a run to a spike: apply the step, skip it, roll back to a good checkpoint, or stop.
+"""Reactions of a run to a spike and to a step that is not finite.
 
-Skipping is the cheapest reaction: the gradients of a flagged step are dropped before they reach the weights. A rollback
-at the first flagged step would only compute the same weights again, so it is for what skipping cannot repair: weights
-that are damaged already.
-
-Telling a fault that repeats from one that does not.
+A run applies the step of a spike, skips it, rolls back to a good checkpoint, or stops. Skipping is the cheapest
+reaction: the gradients of a flagged step are dropped before they reach the weights. A rollback at the first flagged
+step would only compute the same weights again, so it is for damage that skipping cannot repair: in the weights
+themselves.
 
 A step whose loss or gradient norm is not finite runs again on the same batch before anything is concluded from it. The
 weights are the same, and nothing in a step is random. So a second run with finite values shows that the machine was
-wrong the first time: the fault is transient, and the ranks whose values were not finite are the place to look at. A
-second run that is not finite either shows that data, weights or program are the cause: the fault is reproducible.
-Megatron-LM's rerun state machine makes the same distinction.
+wrong the first time: the fault is transient, and the ranks whose values were not finite are suspect. A second run that
+is not finite either shows that data, weights or program are the cause: the fault is reproducible. Megatron-LM's rerun
+state machine makes the same distinction.
 """
 
 import math
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from moba_train.checkpoint.publish import Accept, is_good, saved_step
 from moba_train.config.health import SpikeConfig
 from moba_train.health.spike import SpikeReport
+from moba_train.parallel.world import gather_over_ranks
 
 BUDGET_STEPS = 1000
 """Steps over which skips and rollbacks are counted: a budget for the whole run would end every long run."""
@@ -36,7 +36,7 @@ Action = Literal["apply", "skip", "rollback", "stop"]
 
 @dataclass(frozen=True)
 class Reaction:
-    """What to do with a step, and the text about it for the log."""
+    """Decision about a step, and the text about it for the log."""
 
     action: Action
     message: str
@@ -47,7 +47,7 @@ def react(
 ) -> Reaction:
     """The reaction to the report of `step`, given the steps `skipped` so far and the `rollbacks` [[from, to], ...].
 
-    Depends only on numbers that are equal on all ranks, so that all ranks decide the same.
+    Depends only on numbers that are equal on all ranks, so that all ranks decide alike.
     """
     skips = sum(old > step - BUDGET_STEPS for old in skipped)
     returns = sum(old > step - BUDGET_STEPS for old, _ in rollbacks)
@@ -92,19 +92,19 @@ def good_before(step: int, flagged: Collection[int], rollbacks: Collection[list[
 
 
 MOST_NAMED = 8
-"""How many document parts an event names, and how many steps a message."""
+"""Largest number of document parts that an event names, and of steps that a message names."""
 
 MOST_LISTED = 3
-"""How many document parts a message names."""
+"""Largest number of document parts that a message names."""
 
 
 class RankEvidence(NamedTuple):
-    """What a rank knows about a step that went wrong."""
+    """Facts that a rank knows about a step that went wrong."""
 
     rank: int
     host: str
     loss: float
-    """Sum of its own weighted token losses, before they are added up over the ranks."""
+    """Sum of the rank's weighted token losses, before they are added up over the ranks."""
     not_finite: list[str]
     """Parameters whose gradient is not finite in the shard that the rank holds, in the order of the model."""
     parameters: int
@@ -116,56 +116,54 @@ class TransientFault(NamedTuple):
 
     message: str
     ranks: list[int]
-    """Ranks whose values were not finite; empty where only their sums were not."""
+    """Ranks whose values were not finite; empty if only their sums were not."""
     hosts: list[str]
     """Hosts of these ranks."""
 
 
 def gather_evidence(model: nn.Module, own_loss_sum: Tensor) -> list[RankEvidence]:
-    """The evidence of every rank, while the gradients of the faulty run are in place. Called on all ranks together.
+    """Evidence of every rank, taken while the gradients of the faulty run are in place. Called on all ranks together.
 
-    `own_loss_sum`: sum of this rank's weighted token losses, a scalar.
+    own_loss_sum: sum of this rank's weighted token losses, a scalar
     """
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients.values()]
     finite = torch.stack([local.isfinite().all() for local in locals_]).tolist() if locals_ else []
     not_finite = [name for name, fine in zip(gradients, finite, strict=True) if not fine]
     own = RankEvidence(dist.get_rank(), socket.gethostname(), own_loss_sum.item(), not_finite, len(gradients))
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return every
+    return gather_over_ranks(own)
 
 
 def transient_fault(
     first: Mapping[str, float], second: Mapping[str, float], evidence: Sequence[RankEvidence]
 ) -> TransientFault:
-    """Describe a step whose `first` run was not finite and whose `second` was: loss and gradient norm of each."""
+    """The fault of a step whose `first` run was not finite and whose `second` was: loss and gradient norm of each."""
     wrong_losses = [rank for rank in evidence if not math.isfinite(rank.loss)]
     wrong_gradients = [rank for rank in evidence if rank.not_finite]
     if wrong_losses:
-        where = f"The loss was not finite on {_named(wrong_losses)}"
+        place = f"The loss was not finite on {_named(wrong_losses)}"
         if len(wrong_losses) > 1:
-            where += "; ranks of one cp or tp group pass values on, so that one of them may have harmed the others"
+            place += "; ranks of one cp or tp group pass values on, so that one of them may have harmed the others"
     elif wrong_gradients:
         worst = max(wrong_gradients, key=lambda rank: len(rank.not_finite))
-        where = (
+        place = (
             "Every rank's own loss was finite, so the fault is in the backward pass or in communication; gradients "
             f"were not finite on {_named(wrong_gradients)}, on rank {worst.rank} those of {len(worst.not_finite)} of "
             f"{worst.parameters} parameters, the first of them {worst.not_finite[0]}"
         )
     else:
-        where = "Every rank's own loss and gradients were finite, so the fault is in the communication of their sums"
+        place = "Every rank's own loss and gradients were finite, so the fault is in the communication of their sums"
     message = (
         f"transient: {_values(first)}, but {_values(second)} when the step was run again on the same batch; the second "
-        f"run counts. {where}"
+        f"run counts. {place}"
     )
     blamed = wrong_losses or wrong_gradients
     return TransientFault(message, [rank.rank for rank in blamed], sorted({rank.host for rank in blamed}))
 
 
 def too_many_transient(faults: Sequence[tuple[int, list[str]]], step: int, most: int) -> str | None:
-    """Why a run with these transient `faults` (step, hosts) should end: more than `most` of them lie in the 1,000 steps
-    up to `step`. None if it should not."""
+    """Reason to end a run with these transient `faults` (step, hosts): more than `most` of them lie in the 1,000 steps
+    up to `step`. None if it should go on."""
     recent = [(old, hosts) for old, hosts in faults if old > step - BUDGET_STEPS]
     if len(recent) <= most:
         return None
@@ -177,11 +175,8 @@ def too_many_transient(faults: Sequence[tuple[int, list[str]]], step: int, most:
 
 
 def reproducible_fault(ranks: Iterable[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """Describe a step that was not finite twice, by the entries of all `ranks` in its dump (health/dump.py).
-
-    Returns the message, and the document parts whose loss is not finite or, if there are none, those of the batch; at
-    most 8 of them.
-    """
+    """Message about a step that was not finite twice, from the entries of all `ranks` in its dump (health/dump.py), and
+    up to 8 document parts: those whose loss is not finite or, if there are none, those of the batch."""
     broken: dict[str, bool] = {}
     for part in (part for rank in ranks for micro_batch in rank["micro_batches"] for part in micro_batch):
         name = "{source} document {document} tokens {start}:{stop}".format(**part)

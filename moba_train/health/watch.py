@@ -1,15 +1,13 @@
-"""Which rank is the slowest, and by how much.
+"""Slow ranks (`Stragglers`), which metrics compare, and ranks that stall (`Watch`), which are named while others wait.
 
-All ranks meet once a step, in a collective on the host. The time from one meeting to the next, the step's collectives
-included, shows slow data, disks and hosts; the time in attention, which holds no communication, shows slow GPUs and
-unequal work.
+Slow ranks: all ranks meet once a step, in a collective on the host. The time from one meeting to the next, the step's
+collectives included, shows slow data, disks and hosts. The time in attention, which holds no communication, shows slow
+GPUs and unequal work.
 
-Naming the rank that stalls, and what it was doing, while the others still wait for it.
-
-A thread of each rank publishes heartbeats: which phase the training thread is in, and for how long. When the phase
-takes much longer than it lately did, the thread adds the training thread's stack and writes the rank's flight record.
-The first rank that is alive reads the heartbeats of all ranks and names the rank that the others wait for: one whose
-heartbeat has stopped, else the one that is behind. The timeout of the collectives ends the run, see
+Stalls: a thread of each rank publishes heartbeats with the phase that the training thread is in, and the time in it.
+When the phase takes much longer than it lately did, the thread adds the training thread's stack and writes the rank's
+flight record. The first rank that is alive reads the heartbeats of all ranks and names the rank that the others wait
+for: one whose heartbeat has stopped, otherwise the one that is behind. The timeout of the collectives ends the run, see
 parallel/failures.py.
 """
 
@@ -82,7 +80,8 @@ class Stragglers:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Around the collective of each step in which the ranks wait for each other."""
+        """Measure the time between meetings. Encloses the collective of each step in which the ranks wait for each
+        other."""
         if self._met is not None:
             self._step_s = time.perf_counter() - self._met
         yield
@@ -90,7 +89,8 @@ class Stragglers:
 
     @contextmanager
     def attention(self, step: int, engine: OperatorEngine) -> Iterator[None]:
-        """Around the forward and backward passes of `step`, whose attention `engine` runs."""
+        """Measure the time in attention. Encloses the forward and backward passes of `step`, whose attention `engine`
+        runs."""
         if not self._due(step):
             yield
             return
@@ -101,7 +101,8 @@ class Stragglers:
         """Comparison of the ranks' times; empty unless one is due at `step`. Called on all ranks.
 
         `straggler_step` and `straggler_attention` are the longest time over the mean of all ranks, `straggler_*_rank`
-        the rank that took it, and `attention_s` the mean time in attention. The step's time is that of the step before.
+        is the rank that took it, and `attention_s` the mean time in attention, in seconds. The step's time is that of
+        the step before.
         """
         if not self._due(step) or self._timer is None:
             return {}
@@ -124,7 +125,7 @@ BEFORE_TIMEOUT = 0.8
 """Longest limit of a phase, as a share of the collectives' timeout: a stall is reported before it ends the run."""
 _BETWEEN = "between phases"
 _COMMUNICATION = (str(Path(dist.__file__).parent), comm.__file__)
-"""Where the innermost frame of a rank lies that waits in a collective."""
+"""Beginnings of the file names in which a rank that waits in a collective has its innermost frame."""
 _FRAMES = 12
 _MOST_NAMED = 8
 
@@ -145,8 +146,8 @@ class _Phase(NamedTuple):
 
 
 class PhaseTimes:
-    """How long each phase of the run may take: `factor` x the median of its last 64 times, not less than `least`, not
-    more than `most` seconds; `most` while it has completed fewer than 3 times."""
+    """Limits of the phases of a run: `factor` x the median of a phase's last 64 times, not less than `least`, not more
+    than `most` seconds; `most` while the phase has completed fewer than 3 times."""
 
     def __init__(self, least: float, factor: float, most: float) -> None:
         self._least = least
@@ -201,7 +202,7 @@ class Watch:
         """Inside, the training thread is in the phase `name`, after `step` complete steps; costs microseconds.
 
         Phases may be nested: at its end an inner phase gives way to the outer one. A phase that ends with an exception
-        stays the current one, because that is where the rank was.
+        stays the current one, because the rank was in it.
         """
         outer = self._now.name
         self._enter(name, step)
@@ -211,12 +212,12 @@ class Watch:
     def _enter(self, phase: str, step: int) -> None:
         last = self._now
         now = time.monotonic()
-        if last.name != _BETWEEN:  # its limit stays `most`: nothing is known of what happens there
+        if last.name != _BETWEEN:  # its limit stays `most`, because anything may happen there
             self._times.add(last.name, now - last.began)
         self._now = _Phase(last.entered + 1, phase, step, now, self._times.limit(phase))
 
     def forget(self) -> None:
-        """Forget how long phases took: from now on they take another time."""
+        """Forget the times of the phases, because from now on they take another time."""
         self._times.forget()
 
     def close(self) -> None:
@@ -244,7 +245,7 @@ class Watch:
             return
         self._name_who_stalls(phase, own)
         if age > phase.limit_s and self._recorded != phase.entered:
-            # Last: where it is the disk that hangs, this does too.
+            # Last, because it hangs if the disk is what hangs.
             self._recorded = phase.entered
             _write_flight_record(self._folder, self._rank, self._cuda)
 
@@ -261,7 +262,7 @@ class Watch:
             self._report(text)
 
     def _silent(self, rank: int, limit_s: float) -> bool:
-        """Whether no heartbeat of `rank` came for a quarter of the limit, since this rank first read it."""
+        """True if no heartbeat of `rank` came for a quarter of the limit, since this rank first read it."""
         heartbeat = Heartbeat.latest(self._store, rank)
         now = time.monotonic()
         count = heartbeat.count if heartbeat else 0
@@ -271,7 +272,7 @@ class Watch:
 
 
 def _behind(heartbeats: dict[int, Heartbeat | None], silent: list[int]) -> list[int]:
-    """The ranks that the others wait for: the silent ones, else those in the earliest phase if all of them are over
+    """Ranks that the others wait for: the silent ones; without any, those in the earliest phase if all of them are over
     their limit, and of several in the same phase those that do not wait in a collective."""
     if silent:
         return silent
@@ -315,7 +316,7 @@ def _describe(
 
 
 def _stack(thread: int) -> tuple[str, bool]:
-    """The innermost frames of a thread, and whether it waits in a collective."""
+    """Innermost frames of a thread, and True if it waits in a collective."""
     frame = sys._current_frames().get(thread)
     frames = traceback.extract_stack(frame) if frame else traceback.StackSummary()
     waits = bool(frames) and frames[-1].filename.startswith(_COMMUNICATION)
@@ -327,8 +328,8 @@ def _flight_record_files(folder: Path) -> str:
 
 
 def _write_flight_record(folder: Path, rank: int, cuda: bool) -> None:
-    """Write the last collectives of this rank: NCCL's on a GPU, since NCCL itself writes them only at its own timeout,
-    else gloo's."""
+    """Write the last collectives of this rank: NCCL's on a GPU, because NCCL itself writes them only at its own
+    timeout, otherwise gloo's."""
     path = Path(_flight_record_files(folder)[:-1] + str(rank))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Rotary embeddings of a Hugging Face `config.json` and of our `model.rope`.
+"""`config.json` of a Hugging Face model and our `model` section, rotary embeddings included.
 
-`config.json` of a Hugging Face model and our `model` section: Llama (SmolLM2 too), Qwen2 and Qwen3.
+Llama (also SmolLM2), Qwen2 and Qwen3.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from moba_train.model.rope import attention_factor
 
 _SECTIONS = ("rope_scaling", "rope_parameters")
 """Keys of config.json that hold the embedding. transformers 5 writes the second, and goes by the first if both are
-there."""
+given."""
 _TRAINED = "original_max_position_embeddings"
 _STRETCHED = {"factor": "factor", "original_seq_len": _TRAINED}
 _KEYS: dict[str, dict[str, str]] = {
@@ -70,7 +70,7 @@ def read_rope(config: dict[str, Any]) -> RopeConfig:
 
 
 def _check_fixed_values(section: str, own: dict[str, Any], rope: RopeConfig) -> None:
-    """Raises CheckpointError for keys that we have no counterpart of, unless they change nothing."""
+    """Raise CheckpointError for keys without a counterpart in our model, unless they change nothing."""
     allowed: dict[str, object] = {"partial_rotary_factor": 1.0}
     if rope.kind == "yarn" and rope.factor != 1:
         allowed |= {"mscale": None, "mscale_all_dim": None, "truncate": True}
@@ -86,7 +86,7 @@ def _check_fixed_values(section: str, own: dict[str, Any], rope: RopeConfig) -> 
 
 
 def hf_rope(rope: RopeConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a `config.json`; with yarn, transformers before 5 also goes by `hf_length`."""
+    """`rope_theta` and `rope_scaling` of a `config.json`. With yarn, transformers before 5 also goes by `hf_length`."""
     if rope.kind in ("none", "abf"):
         return {"rope_theta": rope.theta, "rope_scaling": None}
     rope_type = "linear" if rope.kind == "pi" else rope.kind
@@ -98,9 +98,9 @@ def hf_rope(rope: RopeConfig) -> dict[str, Any]:
 def hf_length(rope: RopeConfig, trained: int) -> int:
     """`max_position_embeddings` of a `config.json`, for a model whose last stage was `trained` tokens long.
 
-    For yarn the length that it extends the model to, if that is more: transformers 4 takes this number over
-    `original_max_position_embeddings` for the factor, and would rotate a model with a smaller one by other angles. One
-    that was trained on longer sequences than that it reads with a larger factor all the same.
+    With yarn it is the length that the model is extended to, if that is more: transformers 4 takes this number over
+    `original_max_position_embeddings` as the factor, and with a smaller number would rotate by other angles. A model
+    that was trained on longer sequences gets a larger factor from transformers 4 in any case.
     """
     if rope.kind != "yarn" or rope.original_seq_len is None:
         return trained
@@ -121,7 +121,7 @@ _SAME = {
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-"""Keys with equal values: ours, then the one of config.json."""
+"""Our keys, and those of config.json with equal values."""
 _REFUSED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -133,7 +133,7 @@ _REFUSED = {
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of config.json in `folder`. Raises CheckpointError unless it is that of a Hugging Face model."""
+    """Contents of config.json in `folder`. Raises CheckpointError unless it is that of a Hugging Face model."""
     path = folder / CONFIG
     if not path.exists():
         raise CheckpointError(f"{folder}: not a Hugging Face model: there is no {CONFIG}")
@@ -184,7 +184,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str) -> dict[str, Any]:
-    """The contents of `config.json` for `model` with `rope`, trained on sequences of `max_length` tokens.
+    """Contents of `config.json` for `model` with `rope`, trained on sequences of `max_length` tokens.
 
     Raises CheckpointError for a shape that no Hugging Face architecture has.
     """
@@ -211,9 +211,9 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
 
 
 def read_layers(folder: Path) -> dict[str, Any]:
-    """The `attention` section of a recipe: the layers of config.json's `moba` entry, else full attention.
+    """`attention` section of a recipe: the layers in config.json's entry `moba`, and full attention in others.
 
-    What most layers have is the section's default, so that a recipe that extends it can give them another kind.
+    The section's default is the attention of most layers, so that a recipe that extends it can give them another kind.
     """
     model = read_model_config(folder)
     moba = read_config(folder).get("moba") or {}

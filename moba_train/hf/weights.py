@@ -1,13 +1,9 @@
-"""Names that Hugging Face's Llama, Qwen2 and Qwen3 give to the parameters of `model.transformer.Transformer`.
+"""Weights of Hugging Face's Llama, Qwen2 and Qwen3: names, safetensors files, and loading them into a model.
 
-The tensors are equal: rotary embeddings pair the two halves of a head on both sides, so nothing is permuted.
-
-Tensors in a folder of safetensors files: read by name, complete or in part, and written file by file.
-
-A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which names the file of each
-tensor. A reader opens one file at a time and reads the bytes asked for; a writer holds the tensors of one file.
-
-Weights from a Hugging Face folder into a model that exists, sharded or not, a tensor at a time.
+The tensors are those of `model.transformer.Transformer` under other names: rotary embeddings pair the two halves of a
+head on both sides, so nothing is permuted. A folder holds `model.safetensors`, or several files and
+`model.safetensors.index.json`, which names the file of each tensor. A reader opens one file at a time and reads the
+bytes asked for; a writer holds the tensors of one file.
 """
 
 import json
@@ -27,8 +23,8 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
-from moba_train.model.build import kind_of_parameter
 from moba_train.model.part import is_whole
+from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.torch_private import local_shape_and_offset
 
@@ -61,7 +57,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class SafetensorsFolder:
-    """The tensors of `folder`, found by their names. Raises CheckpointError when the folder cannot be read."""
+    """Tensors of `folder` by their names. Raises CheckpointError when the folder cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -108,11 +104,11 @@ class SafetensorsFolder:
             raise self._unreadable(file, error) from error
 
     def _open_file(self, file: str) -> Any:
-        """The library's reader of `file`. Raises CheckpointError when it may not be read, OSError, SafetensorError."""
+        """The library's reader of `file`. Raises CheckpointError when it must not be read, OSError, SafetensorError."""
         try:
             with open_foreign(self.folder / file, None, self._roots) as stream:
-                # The library takes a path and maps the file at once; this one is the open file, whatever its name leads
-                # to by now.
+                # The library takes a path and maps the file at once. This path is the open file, even if its name now
+                # leads to another one.
                 return safe_open(f"/dev/fd/{stream.fileno()}", framework="pt")
         except ForeignFileError as error:
             raise CheckpointError(str(error)) from None
@@ -203,10 +199,10 @@ _ROWS = 4096
 def load_hf_weights(model: nn.Module, folder: Path) -> None:
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
-    Parameters of attention kinds, which no such model has, keep their values. Each rank reads the bytes of its own
-    shards only, one tensor after the other, without communication; of a tied model that comes with a copy of its
-    embedding, both in full first, to compare them.
-    Raises CheckpointError with every tensor that is missing, superfluous or of another shape.
+    Parameters of attention kinds, which no such model has, keep their values. Each rank reads the bytes of its shards
+    alone, one tensor after the other, without communication. If a tied model comes with a copy of its embedding, each
+    rank first reads both in full, to compare them. Raises CheckpointError with every tensor that is missing,
+    superfluous or of another shape.
     """
     state: dict[str, Any] = get_model_state_dict(model)
     parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
@@ -227,11 +223,11 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
 
 def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:
     """Compare names and shapes of all parameters (ours) with the headers of `files`, and the embedding of a tied model
-    with its copy, where `files` has one; raises CheckpointError."""
+    with its copy, if `files` has one. Raises CheckpointError when they differ."""
     wanted = {hf_name(name): shape for name, shape in shapes.items()}
     problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
     known = {*wanted}
-    if "output.weight" not in shapes and _OUTPUT in files.names:  # tied: it may come with a copy of its embedding
+    if "output.weight" not in shapes and _OUTPUT in files.names:  # tied, with a copy of its embedding
         known.add(_OUTPUT)
         # Software differs in which of two different ones it takes: transformers 5 the file's, 4 the embedding.
         if _EMBEDDING in files.names and not _equal(files, _OUTPUT, _EMBEDDING):
@@ -257,7 +253,7 @@ def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFo
 
 
 def _equal(files: SafetensorsFolder, one: str, other: str) -> bool:
-    """Whether two matrices are equal, a part of their rows at a time."""
+    """True if two matrices are equal; compares a part of their rows at a time."""
     if files.shape(one) != files.shape(other):
         return False
     parts = ([slice(first, first + _ROWS)] for first in range(0, files.shape(one)[0], _ROWS))

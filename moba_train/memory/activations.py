@@ -1,25 +1,25 @@
-"""What each layer of a stage keeps for its backward pass, and where: the recipe's policy, the same in plan and run."""
+"""Activations that each layer of a stage keeps for its backward pass, on the GPU or its host, by a recipe's policy."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError
-from moba_train.memory.devices import local_host_bytes
 from moba_train.memory.flops import kept_flops
-from moba_train.memory.memory import NO_TRANSPORT, MemoryEstimate, all_weights_stay, element_bytes, fixed_activations
+from moba_train.memory.memory import (
+    NO_TRANSPORT,
+    MemoryEstimate,
+    MemoryPolicy,
+    all_weights_stay,
+    checkpointing,
+    fixed_activations,
+)
 from moba_train.memory.moments import Memory
-from moba_train.memory.pipeline import checkpointing_policy
 from moba_train.parallel.activations import Kept, LayerActivations, describe_activations, sent_to_host
-from moba_train.parallel.context.costs import TransportMemory, most_memory
-from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.stage_strategy import stage_costs
-from moba_train.parallel.world import World, min_over_ranks
+from moba_train.parallel.context.costs import TransportMemory
+from moba_train.parallel.fsdp import ModelSetup
 
 FILLED = 0.85
 """Part of a GPU that `budget` fills: less than `USABLE`, because torch waits for the GPU in each step where it finds no
@@ -29,7 +29,7 @@ benchmarks/results/training-8b-16-layers-offload-h100-x2.json)."""
 
 @dataclass(frozen=True)
 class StageActivations:
-    """What the layers of a stage keep, and the memory that this is predicted to take."""
+    """Activations that the layers of a stage keep, and the memory that a step is predicted to take with them."""
 
     layers: tuple[LayerActivations, ...]
     rank_memory: tuple[Memory, ...]
@@ -44,27 +44,28 @@ class StageActivations:
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether nothing is recomputed and nothing waits on the host."""
+        """True if nothing is recomputed and nothing waits on the host."""
         return all(layer.kept is Kept.ALL and not layer.on_host for layer in self.layers)
 
     def describe(self) -> str:
-        """What is kept and the prediction, in one line."""
+        """Kept activations and predicted memory, in one line."""
         host = f" and {self.host_bytes / 2**30:.1f} GiB of its host" if self.host_bytes else ""
         predicted = f"{self.memory.total / 2**30:.1f} GiB of each GPU{host} (predicted)"
         return f"{describe_activations(self.layers)}: {predicted}"
 
 
 def stage_activations(
-    config: RunConfig,
+    setup: ModelSetup,
+    policy: MemoryPolicy,
     stage: Stage,
     sizes: MeshSizes,
     gpu_bytes: float | None,
     host_bytes: float | None,
     transport: TransportMemory = NO_TRANSPORT,
 ) -> StageActivations:
-    """What the layers keep in `stage`, by the recipe's policy.
+    """Activations that the layers keep in `stage`, by the policy.
 
-    gpu_bytes: memory of one GPU; None: not known, then `budget` keeps everything unless memory.gpu_gib is given
+    gpu_bytes: memory of one GPU; None: not known, then `budget` keeps everything unless the policy limits it
     host_bytes: host memory for the activations of one GPU, for the copy of a save, and for the optimizer's state where
         that is there; None: not known, as much as it takes
     transport: of context parallelism, in the layer that needs most
@@ -78,42 +79,25 @@ def stage_activations(
 
     Raises ConfigError where a policy that decides by itself what to keep needs more host memory than there is.
     """
-    if config.memory.host_gib is not None:
-        host_bytes = config.memory.host_gib * 2**30
+    estimate = MemoryEstimate(setup, policy, stage, sizes)
+    if policy.host_bytes is not None:
+        host_bytes = policy.host_bytes
     elif host_bytes is not None:
-        host_bytes = max(0.0, host_bytes - MemoryEstimate(config, stage, sizes).host_taken)
+        host_bytes = max(0.0, host_bytes - estimate.host_taken)
     limit = FILLED * gpu_bytes if gpu_bytes is not None else None
-    if config.memory.gpu_gib is not None:
-        limit = config.memory.gpu_gib * 2**30
-    choice = _Choice(config, stage, sizes, limit, host_bytes, transport)
-    everything = (LayerActivations(Kept.ALL, weights=all_weights_stay(config, sizes)),) * config.model.layers
-    if checkpointing_policy(config, sizes) != "budget":
-        layers = choice.offloaded(fixed_activations(config, sizes))
+    if policy.gpu_bytes is not None:
+        limit = policy.gpu_bytes
+    choice = _Choice(setup, policy, stage, sizes, estimate, limit, host_bytes, transport)
+    everything = (LayerActivations(Kept.ALL, weights=all_weights_stay(stage, sizes)),) * setup.shape.layers
+    if checkpointing(policy, stage, sizes) != "budget":
+        layers = choice.offloaded(fixed_activations(setup.shape.layers, policy, stage, sizes))
     elif choice.fits(everything):
         layers = everything
     else:
         layers = choice.most()
-    if config.parallel.reshard_after_forward == "budget" and sizes.pp == 1:
+    if stage.parallel.reshard_after_forward == "budget" and sizes.pp == 1:
         layers = choice.with_weights(layers)
     return choice.result(layers)
-
-
-def local_activations(
-    config: RunConfig, stage: Stage, sizes: MeshSizes, world: World, strategy: CPStrategy | None
-) -> StageActivations:
-    """`stage_activations` on the run's GPUs: the same on all ranks, which call it together. strategy: of context
-    parallelism."""
-    gpu_bytes = None
-    if world.device.type == "cuda":
-        gpu_bytes = min_over_ranks(torch.cuda.get_device_properties(world.device).total_memory)
-    host_bytes = None
-    if config.activation_offload:
-        host_bytes = min_over_ranks(local_host_bytes(world.ranks_per_node))
-    transport = NO_TRANSPORT
-    if strategy is not None:
-        costs = stage_costs(config, stage, strategy, element_bytes(config))
-        transport = most_memory(costs.values())
-    return stage_activations(config, stage, sizes, gpu_bytes, host_bytes, transport)
 
 
 @dataclass(frozen=True)
@@ -130,21 +114,24 @@ class _Choice:
 
     def __init__(
         self,
-        config: RunConfig,
+        setup: ModelSetup,
+        policy: MemoryPolicy,
         stage: Stage,
         sizes: MeshSizes,
+        estimate: MemoryEstimate,
         limit: float | None,
         host_bytes: float | None,
         transport: TransportMemory,
     ) -> None:
-        self._config = config
+        self._model = setup.shape
+        self._offload = policy.offload
         self._stage = stage
-        self._estimate = MemoryEstimate(config, stage, sizes)
+        self._estimate = estimate
         self._tokens = stage.micro_batch_size * stage.seq_len / (sizes.cp * sizes.tp)  # whose FLOPs a rank computes
         self._limit = limit
         self._host_bytes = host_bytes
         self._transport = transport
-        self._weights = all_weights_stay(config, sizes)
+        self._weights = all_weights_stay(stage, sizes)
 
     def result(self, layers: tuple[LayerActivations, ...]) -> StageActivations:
         memory = tuple(self._estimate.by_rank(layers, self._transport))
@@ -164,8 +151,8 @@ class _Choice:
         return last(bisect_left(counts, True, key=lambda count: not self.fits(last(count))))
 
     def offloaded(self, layers: tuple[LayerActivations, ...]) -> tuple[LayerActivations, ...]:
-        """What the layers keep on the host, if the recipe says so. Raises ConfigError."""
-        if not self._config.activation_offload:
+        """The layers with their activations on the host, if the recipe says so. Raises ConfigError."""
+        if not self._offload:
             return layers
         found = sent_to_host(layers)
         needed = self._estimate.host_bytes(found)
@@ -180,13 +167,13 @@ class _Choice:
         return found
 
     def most(self) -> tuple[LayerActivations, ...]:
-        """What `budget` keeps where the GPU does not hold everything."""
+        """Activations that `budget` keeps where the GPU does not hold everything."""
         steps = [*_dearest_first(self._to_attention()), *_dearest_first(self._beyond_attention())]
         taken = bisect_left(range(1, len(steps) + 1), True, key=lambda count: not self.fits(self._after(steps[:count])))
         return self._after(steps[:taken])
 
     def _after(self, steps: Sequence[_Step]) -> tuple[LayerActivations, ...]:
-        kept = [Kept.INPUT] * self._config.model.layers
+        kept = [Kept.INPUT] * self._model.layers
         for step in steps:
             kept[step.layer] = step.kept
         return self._placed(kept)
@@ -196,7 +183,7 @@ class _Choice:
         layers = []
         room = self._host_bytes if self._host_bytes is not None else float("inf")
         for index, level in enumerate(kept):
-            on_host = self._config.activation_offload and level <= Kept.ATTENTION and index < len(kept) - 1
+            on_host = self._offload and level <= Kept.ATTENTION and index < len(kept) - 1
             size = self._estimate.kept_bytes(index, level)
             on_host = on_host and size <= room
             room -= size if on_host else 0
@@ -204,15 +191,15 @@ class _Choice:
         return tuple(layers)
 
     def _to_attention(self) -> Iterator[_Step]:
-        for layer in range(self._config.model.layers):
+        for layer in range(self._model.layers):
             yield self._step(layer, Kept.INPUT, Kept.ATTENTION, on_host=False)
 
     def _beyond_attention(self) -> Iterator[_Step]:
         """Each layer's further steps, always to where the FLOPs spared for a byte are most."""
-        for layer in range(self._config.model.layers):
+        for layer in range(self._model.layers):
             kept = Kept.ATTENTION
             while kept < Kept.ALL:
-                on_host = self._config.activation_offload and kept is Kept.ATTENTION
+                on_host = self._offload and kept is Kept.ATTENTION
                 further = [self._step(layer, kept, level, on_host) for level in Kept if level > kept]
                 best = max(further, key=lambda step: step.flops_per_byte)
                 yield best
@@ -222,7 +209,7 @@ class _Choice:
         """on_host: what was kept before took no memory of the GPU."""
         added = self._estimate.kept_bytes(layer, after)
         added -= 0 if on_host else self._estimate.kept_bytes(layer, before)
-        flops = [kept_flops(self._config.model, self._stage, layer, kept) for kept in (before, after)]
+        flops = [kept_flops(self._model, self._stage, layer, kept) for kept in (before, after)]
         return _Step(layer, after, round((flops[1] - flops[0]) * self._tokens / max(added, 1), 3))
 
 

@@ -1,4 +1,6 @@
-"""GPUs by name: memory, its bandwidth, peak matrix rate and compute capability, from NVIDIA's data sheets.
+"""Devices of a run, and GPUs by name: memory, its bandwidth, peak matrix rate and compute capability.
+
+The numbers of the table are from NVIDIA's data sheets.
 
 The rates are dense bf16 with fp32 accumulation; data sheets that only give the rate with sparsity give twice as much.
 Data sheets call a GPU's GiB "GB": CUDA reports 139.8 GiB of an H200's 141 and 79.2 of an H100's 80.
@@ -12,8 +14,10 @@ Capability".
 
 import difflib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -88,11 +92,12 @@ def peak_or_default(gpu: Gpu | None) -> float:
     return gpu.tflops if gpu is not None and gpu.tflops is not None else _DEFAULT_TFLOPS
 
 
-def local_gpu() -> Gpu | None:
-    """This machine's first GPU, with the memory and the compute capability that CUDA reports; None without one."""
+def local_gpu(index: int = 0) -> Gpu | None:
+    """This machine's GPU with this index, or the last one, with the memory and the compute capability that CUDA
+    reports; None without GPUs."""
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(max(0, min(index, torch.cuda.device_count() - 1)))
     known = known_gpu(properties.name) or Gpu(properties.name, None, properties.total_memory)
     return replace(
         known,
@@ -108,9 +113,43 @@ Python and the corpora's pages need the rest."""
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def local_host_bytes(ranks_per_node: int) -> float:
-    """Bytes of `local_host_memory` that one rank may take for tensors of its GPU."""
-    return _HOST_SHARE * local_host_memory(ranks_per_node)
+@dataclass(frozen=True)
+class Device:
+    """Facts about the device of every rank on which decisions depend: those of the weakest rank."""
+
+    gpu: Gpu | None
+    """None: the run trains on CPUs."""
+    host_memory: float | None
+    """Bytes of the node's memory for each of its ranks; None: not known."""
+    is_here: bool = True
+    """True for this machine's own device: packages are looked for that it needs."""
+
+    @property
+    def type(self) -> Literal["cuda", "cpu"]:
+        """torch's name for the type of the device."""
+        return "cpu" if self.gpu is None else "cuda"
+
+    @property
+    def host_bytes(self) -> float | None:
+        """Bytes of host memory that a rank may take for tensors of its GPU; None: not known."""
+        return None if self.host_memory is None else _HOST_SHARE * self.host_memory
+
+
+def local_device(local_rank: int = 0, ranks_per_node: int = 1) -> Device:
+    """The device of a rank on this machine."""
+    return Device(local_gpu(local_rank), local_host_memory(ranks_per_node))
+
+
+def weakest(devices: Sequence[Device]) -> Device:
+    """The least of all facts about these devices, which are of one type."""
+    hosts = [device.host_memory for device in devices if device.host_memory is not None]
+    gpus = [device.gpu for device in devices if device.gpu is not None]
+    gpu = None
+    if gpus:
+        smallest = min(gpus, key=lambda one: one.memory)
+        capabilities = [one.capability for one in gpus if one.capability is not None]
+        gpu = replace(smallest, capability=min(capabilities, default=None))
+    return replace(devices[0], gpu=gpu, host_memory=min(hosts, default=None))
 
 
 def local_host_memory(ranks_per_node: int) -> float:

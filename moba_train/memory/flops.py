@@ -1,8 +1,4 @@
-"""The documents that a stage's sequences are packed from: attention costs what their lengths make it cost.
-
-Exact parameter counts of a model, from its shape and its attention kinds.
-
-Floating-point operations of training, forward and backward.
+"""Floating-point operations of training, forward and backward, and the documents whose lengths attention depends on.
 
 A multiply-add counts as two operations and the backward pass as twice the forward pass, so a weight costs 6 per token
 (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Recomputation is not counted, as in model FLOPs utilisation
@@ -15,16 +11,14 @@ Symbols: T tokens of a sequence, H query heads, d head width.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
-from moba_train.data.loader import training_data
-from moba_train.memory.once import once_a_recipe
-from moba_train.model.build import build_attention, kind_elements
+from moba_train.data.loader import DataSpec, training_data
+from moba_train.model.build import build_attention
+from moba_train.model.spec import attention_matrices, feed_forward_matrices
 from moba_train.parallel.activations import Kept, LayerActivations
 
 READ_TOKENS = 1 << 26
@@ -56,7 +50,7 @@ class Documents:
         return "documents of the corpora" if self.from_corpora else "one document per sequence: corpora not found"
 
 
-def stage_documents(config: RunConfig, stage: Stage) -> Documents:
+def stage_documents(data: DataSpec, stage: Stage) -> Documents:
     """Documents of the first sequences of `stage`, at most `READ_TOKENS` tokens or `READ_SEQUENCES`, at least one.
 
     The sequences are those that training makes of the stage's corpora, blended and packed alike, when the stage begins
@@ -69,90 +63,12 @@ def stage_documents(config: RunConfig, stage: Stage) -> Documents:
     if not all(file.is_file() for file in files):
         return Documents((stage.seq_len,), from_corpora=False)
     sequences = min(stage.steps * stage.batch_sequences, max(1, READ_TOKENS // stage.seq_len), READ_SEQUENCES)
-    data = training_data(config, stage, starts={})
+    samples = training_data(data, stage, starts={})
     return Documents(
-        tuple(length for index in range(sequences) for length in data.lengths(index)),
+        tuple(length for index in range(sequences) for length in samples.lengths(index)),
         from_corpora=True,
-        repeats=tuple(data.repeats(stage.batch_tokens)),
+        repeats=tuple(samples.repeats(stage.batch_tokens)),
     )
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Numbers of parameters by part; those of the blocks are summed over all layers."""
-
-    embedding: int
-    attention: int
-    feed_forward: int
-    norms: int
-    output: int
-    """Output projection; 0 when it is tied to the embedding."""
-    attention_kinds: int = 0
-    """Parameters that attention kinds add to the layers."""
-
-    @property
-    def total(self) -> int:
-        """All parameters, a tied embedding counted once."""
-        return self.without_embeddings + self.embedding + self.output
-
-    @property
-    def without_embeddings(self) -> int:
-        """All parameters but the embedding and the output projection."""
-        return self.attention + self.feed_forward + self.norms + self.attention_kinds
-
-
-def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterCounts:
-    """Parameters of the model, exact also with tied embeddings, `qkv_bias` and `qk_norm`.
-
-    attention_kinds: parameters that attention kinds add, over all layers.
-    """
-    vocabulary = model.vocab_size * model.hidden_size
-    biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
-    head_norms = 2 * model.head_width if model.qk_norm else 0
-    return ParameterCounts(
-        embedding=vocabulary,
-        attention=model.layers * (attention_matrices(model) + biases),
-        feed_forward=model.layers * feed_forward_matrices(model),
-        norms=model.layers * (2 * model.hidden_size + head_norms) + model.hidden_size,
-        output=0 if model.tie_embeddings else vocabulary,
-        attention_kinds=attention_kinds,
-    )
-
-
-@once_a_recipe
-def count_recipe_parameters(config: RunConfig) -> ParameterCounts:
-    """Parameters of the recipe's model, those of the attention kinds of all its stages included."""
-    return count_parameters(config.model, sum(parameters for parameters, _ in kind_elements(config)))
-
-
-class BlockCounts(NamedTuple):
-    """Numbers of parameters of one block, those of its attention kinds included."""
-
-    parameters: int
-    matrices: int
-    """Those in the weights of linear layers (`optim.spec.block_matrices`)."""
-
-
-@once_a_recipe
-def count_blocks(config: RunConfig) -> tuple[BlockCounts, ...]:
-    """Parameters of each block of the recipe's model, those of the attention kinds of all its stages included."""
-    model = config.model
-    last_norm = model.hidden_size
-    parameters = (count_parameters(model).without_embeddings - last_norm) // model.layers
-    matrices = attention_matrices(model) + feed_forward_matrices(model)
-    return tuple(
-        BlockCounts(parameters + of_kinds, matrices + in_linears) for of_kinds, in_linears in kind_elements(config)
-    )
-
-
-def attention_matrices(model: ModelConfig) -> int:
-    """Weights of one layer's query, key, value and output projections, without biases."""
-    return 2 * model.hidden_size * (model.heads + model.kv_heads) * model.head_width
-
-
-def feed_forward_matrices(model: ModelConfig) -> int:
-    """Weights of one layer's SwiGLU: gate, up and down projection."""
-    return 3 * model.hidden_size * model.intermediate_size
 
 
 def matmul_flops(model: ModelConfig) -> float:

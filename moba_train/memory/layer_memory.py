@@ -1,7 +1,4 @@
-"""Bytes of one Transformer block's activations, for each token.
-
-Bytes of a rank's layers for one micro-batch: what stays while other blocks work, and what a block at work takes.
-"""
+"""Bytes of a rank's layers for one micro-batch: what stays while other blocks work, and what a block at work takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +6,11 @@ from dataclasses import dataclass
 from moba_train.attention.kind import MicroBatch
 from moba_train.config.mesh import MeshSizes
 from moba_train.config.model import ModelConfig
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.memory.pipeline import RankWork
 from moba_train.model.build import build_attention
 from moba_train.parallel.activations import FEED_FORWARD_ROWS, Kept, LayerActivations
+from moba_train.parallel.fsdp import Computation
 
 
 @dataclass(frozen=True)
@@ -26,23 +23,23 @@ class BlockBytes:
     feed_forward: int
     """All tensors that the SwiGLU and its norm keep."""
     kept: dict[Kept, int]
-    """What stays while other blocks work."""
+    """Bytes that stay while other blocks work, by what the block keeps."""
     attention_gradients: int
     """Gradients of queries, keys, values and the attention's output."""
     feed_forward_gradients: int
     """Gradients inside the SwiGLU beyond the activations that they replace."""
 
 
-def input_bytes(config: RunConfig, width: int) -> int:
+def input_bytes(computation: Computation) -> int:
     """Bytes of each element of what a projection keeps of its input.
 
     Compiled, a layer in FP8 keeps the input in FP8 where forward and backward pass round it alike: with tensorwise
-    scaling. With a scale for each row the backward pass rounds the input anew, and a compiled block computes that again
-    from what it keeps anyway. Uncompiled, a layer keeps the input itself.
+    scaling. With a scale for each row the backward pass rounds the input once more, and a compiled block computes that
+    again from what it keeps anyway. Uncompiled, a layer keeps the input itself.
     """
-    precision = config.precision
-    if not config.compile or precision.linear != "fp8" or precision.implementation != "torchao":
-        return width
+    precision = computation.precision
+    if not computation.compiled or precision.linear != "fp8" or precision.implementation != "torchao":
+        return computation.width
     return 1 if precision.gathers_fp8 else 0
 
 
@@ -54,8 +51,8 @@ def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_w
     output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of the SwiGLU. A compiled block
     recomputes one of these four: 4.00 GiB less were measured on 16 layers (benchmarks/results/training-1b-h200.json).
     Inputs of projections take `input_width` bytes an element; that of the output projection, which attention keeps for
-    itself, `width`. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured; with a scale for each row 11.0
-    and 10.9 (benchmarks/results/training-8b-h200-x2.json).
+    itself, as many as the compute dtype has. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured; with a
+    scale for each row 11.0 and 10.9 (benchmarks/results/training-8b-h200-x2.json).
     """
     queries = model.heads * model.head_width
     keys = model.kv_heads * model.head_width
@@ -84,18 +81,18 @@ def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_w
 class LayerMemory:
     """The layers of a stage on one rank; results are bytes. Layers are numbered as in the whole model."""
 
-    def __init__(self, config: RunConfig, stage: Stage, sizes: MeshSizes, width: int) -> None:
-        """width: bytes of an element in the compute dtype."""
-        self._compiled = config.compile
+    def __init__(self, model: ModelConfig, computation: Computation, stage: Stage, sizes: MeshSizes) -> None:
+        width = computation.width
+        self._compiled = computation.compiled
         self._tp = sizes.tp
         self.tokens = -(-stage.micro_batch_size * stage.seq_len // sizes.cp)
         """Tokens of a micro-batch that the rank, or the tp group that it is in, works on."""
-        self.hidden = width * config.model.hidden_size * self.tokens // sizes.tp
+        self.hidden = width * model.hidden_size * self.tokens // sizes.tp
         """Bytes of the residual stream of one micro-batch on the rank."""
-        self._block = block_bytes(config.model, width, sizes.tp, config.compile, input_bytes(config, width))
-        kinds = build_attention(stage.attention, config.model.head_width)
+        self._block = block_bytes(model, width, sizes.tp, computation.compiled, input_bytes(computation))
+        kinds = build_attention(stage.attention, model.head_width)
         batch = MicroBatch(width, stage.seq_len, self.tokens, sizes.cp)
-        costs = [kind.costs(config.model).token_bytes(batch) for kind in kinds]
+        costs = [kind.costs(model).token_bytes(batch) for kind in kinds]
         self._saved = [cost.saved for cost in costs]
         self._workspace = [cost.workspace for cost in costs]
         # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
@@ -103,18 +100,18 @@ class LayerMemory:
         self._own = [cost.activations + others * (cost.gathered or 0) for cost in costs]
 
     def kept(self, layer: int, kept: Kept) -> int:
-        """What a layer keeps from its forward pass to its backward pass, wherever that is."""
+        """Bytes that a layer keeps from its forward pass to its backward pass, on the GPU or its host."""
         found = self._block.kept[kept] + (self._saved[layer] if kept >= Kept.ATTENTION else 0)
         return self._on_rank(found + (self._own[layer] if kept is Kept.ALL else 0))
 
     def sent(self, layer: int, activations: LayerActivations) -> int:
-        """What a layer sends to the host. Without torch.compile, what a recomputed block keeps besides its input is out
-        of the offload's sight."""
+        """Bytes that a layer sends to the host. Without torch.compile, the offload does not see what a recomputed block
+        keeps in addition to its input."""
         in_sight = activations.kept if self._compiled or activations.kept is Kept.ALL else Kept.INPUT
         return self.kept(layer, in_sight) if activations.on_host else 0
 
     def at_work(self, work: RankWork, layers: Sequence[LayerActivations], layer: int) -> tuple[int, int]:
-        """What is there of the block whose backward pass is computed: in its feed-forward, and in its attention.
+        """Bytes of the block whose backward pass is computed: in its feed-forward, and in its attention.
 
         A compiled block recomputes for its feed-forward what that needs; without torch.compile a block is recomputed
         as a whole before its backward pass.

@@ -7,41 +7,67 @@ the CUDA context (about 1 GiB), fragmentation and NCCL's buffers, for which `USA
 """
 
 from collections.abc import Sequence
-
-import torch
+from dataclasses import dataclass
+from typing import Literal
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.memory.layer_memory import LayerMemory
 from moba_train.memory.moments import Memory, RankMoments
-from moba_train.memory.pipeline import checkpointing_policy, rank_work
+from moba_train.memory.pipeline import rank_work
 from moba_train.memory.weights import rank_weights
 from moba_train.parallel.activations import Kept, LayerActivations, sent_to_host
 from moba_train.parallel.context.costs import TransportMemory
+from moba_train.parallel.fsdp import ModelSetup
 
 NO_TRANSPORT = TransportMemory()
 USABLE = 0.9
 """Fraction of a GPU's memory that a run can use; the CUDA context, NCCL and fragmentation take the rest."""
 
 
-def element_bytes(config: RunConfig) -> int:
-    """Bytes of one element in the compute dtype of the layers, on a GPU."""
-    return 4 if config.precision.compute == "fp32" else 2
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """Choices of a recipe that memory depends on, the same in all its stages."""
+
+    checkpointing: Literal["budget", "none", "selective", "full"]
+    """`activation_checkpointing`."""
+    offload: bool
+    """`activation_offload`."""
+    gpu_bytes: float | None
+    """Bytes of each GPU that `budget` fills; None: `FILLED` of its memory."""
+    host_bytes: float | None
+    """Bytes of host memory for each GPU's offloaded activations; None: what is left of the node's."""
+    optimizer: str
+    """Name of the optimizer."""
+    optimizer_on_host: bool
+    """True: the optimizer's state is in host memory."""
+    saves: bool
+    """True: checkpoints are saved, each from a copy of weights and optimizer state in host memory."""
 
 
 class MemoryEstimate:
     """The memory of the ranks in a stage, by what the layers keep."""
 
-    def __init__(self, config: RunConfig, stage: Stage, sizes: MeshSizes) -> None:
-        width = element_bytes(config)
-        works = [rank_work(config, stage, sizes, rank) for rank in range(sizes.pp)]
-        weights = [rank_weights(config, sizes, width, work) for work in works]
-        self._memory = LayerMemory(config, stage, sizes, width)
-        self._ranks = [
-            RankMoments(config, stage, sizes, work, of_rank, self._memory, width)
-            for work, of_rank in zip(works, weights, strict=True)
-        ]
+    def __init__(self, setup: ModelSetup, policy: MemoryPolicy, stage: Stage, sizes: MeshSizes) -> None:
+        model = setup.shape
+        computation = setup.computation
+        self._memory = LayerMemory(model, computation, stage, sizes)
+        self._ranks = []
+        for rank in range(sizes.pp):
+            work = rank_work(model, setup.parts, stage, sizes, rank)
+            weights = rank_weights(setup.spec, computation, stage.parallel, policy.optimizer, sizes, work)
+            moments = RankMoments(
+                model,
+                computation,
+                stage,
+                sizes,
+                work,
+                weights,
+                self._memory,
+                optimizer_on_host=policy.optimizer_on_host,
+                saves=policy.saves,
+            )
+            self._ranks.append(moments)
         self.host_taken = max(rank.host_taken for rank in self._ranks)
         """Bytes of host memory that the optimizer's state and the copy of a save take for each GPU."""
 
@@ -79,27 +105,31 @@ class MemoryEstimate:
         )
 
 
-def fixed_activations(config: RunConfig, sizes: MeshSizes) -> tuple[LayerActivations, ...]:
-    """What the layers keep on the GPU by a policy that knows no sizes; `budget` counts as `full`."""
-    kept = {"none": Kept.ALL, "selective": Kept.PRODUCTS}.get(checkpointing_policy(config, sizes), Kept.ATTENTION)
-    return (LayerActivations(kept, weights=all_weights_stay(config, sizes)),) * config.model.layers
+def checkpointing(policy: MemoryPolicy, stage: Stage, sizes: MeshSizes) -> str:
+    """The policy's `checkpointing`, but `none` for the `budget` of a zero-bubble pipeline, which cannot recompute."""
+    cannot = sizes.pp > 1 and stage.parallel.pp_schedule == "zero_bubble"
+    return "none" if cannot and policy.checkpointing == "budget" else policy.checkpointing
 
 
-def all_weights_stay(config: RunConfig, sizes: MeshSizes) -> bool:
-    """Whether the recipe keeps the gathered weights of all layers; a pipeline does so in any case."""
-    return config.parallel.reshard_after_forward is False and sizes.pp == 1
+def fixed_activations(
+    layers: int, policy: MemoryPolicy, stage: Stage, sizes: MeshSizes
+) -> tuple[LayerActivations, ...]:
+    """Activations that each of the `layers` keeps on the GPU by a policy that knows no sizes; `budget` counts as
+    `full`."""
+    kept = {"none": Kept.ALL, "selective": Kept.PRODUCTS}.get(checkpointing(policy, stage, sizes), Kept.ATTENTION)
+    return (LayerActivations(kept, weights=all_weights_stay(stage, sizes)),) * layers
 
 
-def memory_for_buffers(config: RunConfig, stage: Stage, sizes: MeshSizes, gpu_bytes: float) -> float:
+def all_weights_stay(stage: Stage, sizes: MeshSizes) -> bool:
+    """True if the recipe keeps the gathered weights of all layers; a pipeline does so in any case."""
+    return stage.parallel.reshard_after_forward is False and sizes.pp == 1
+
+
+def memory_for_buffers(
+    setup: ModelSetup, policy: MemoryPolicy, stage: Stage, sizes: MeshSizes, gpu_bytes: float
+) -> float:
     """Bytes of a GPU's memory that are left for the buffers of context parallelism in `stage`."""
-    layers = fixed_activations(config, sizes)
-    if config.activation_offload:
+    layers = fixed_activations(setup.shape.layers, policy, stage, sizes)
+    if policy.offload:
         layers = sent_to_host(layers)
-    return USABLE * gpu_bytes - MemoryEstimate(config, stage, sizes).peak(layers).total
-
-
-def buffer_memory(config: RunConfig, device: torch.device, stage: Stage, sizes: MeshSizes) -> float | None:
-    """`memory_for_buffers` of this rank's GPU; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    return memory_for_buffers(config, stage, sizes, torch.cuda.get_device_properties(device).total_memory)
+    return USABLE * gpu_bytes - MemoryEstimate(setup, policy, stage, sizes).peak(layers).total

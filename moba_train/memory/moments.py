@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.schema import RunConfig
+from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
 from moba_train.memory.layer_memory import LayerMemory
 from moba_train.memory.pipeline import RankWork
@@ -19,6 +19,7 @@ from moba_train.memory.weights import Weights
 from moba_train.model.loss import chunk_tokens, filled_rows
 from moba_train.parallel.activations import LayerActivations
 from moba_train.parallel.context.costs import TransportMemory
+from moba_train.parallel.fsdp import Computation
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Memory:
     """Bytes on each GPU by part, at the moment of a step that needs most."""
 
     moment: str
-    """What is computed then: the loss, or the backward pass of a part of the last or first block, or of the
+    """Name of what is computed then: the loss, or the backward pass of a part of the last or first block, or of the
     embedding."""
     parameters: int
     """fp32 master weights, sharded; those that are gathered in FP8 once more, in FP8; buffers of copy engines."""
@@ -62,13 +63,13 @@ MEMORY_PARTS = ("parameters", "optimizer", "gradients", "unsharded", "activation
 """Fields of `Memory` that are bytes on the GPU, in the order to print."""
 
 
-def bytes_per_logit(config: RunConfig, width: int) -> int:
-    """Bytes for each logit of a chunk at the loss's peak, `width` of an element in the compute dtype.
+def bytes_per_logit(computation: Computation) -> int:
+    """Bytes for each logit of a chunk at the loss's peak.
 
     Log-softmax, its gradient and that of the logits, float32 (benchmarks/loss_memory.py); compiled, the logits and
     their gradient in the compute dtype, to 1 % (benchmarks/results/loss-compare-h200.json).
     """
-    return 2 * width if config.compile else 12
+    return 2 * computation.width if computation.compiled else 12
 
 
 class _Gradients(NamedTuple):
@@ -121,40 +122,45 @@ class RankMoments:
 
     def __init__(
         self,
-        config: RunConfig,
+        model: ModelConfig,
+        computation: Computation,
         stage: Stage,
         sizes: MeshSizes,
         work: RankWork,
         weights: Weights,
         memory: LayerMemory,
-        width: int,
+        *,
+        optimizer_on_host: bool,
+        saves: bool,
     ) -> None:
-        """memory: of the rank's layers. width: bytes of an element in the compute dtype."""
-        self._config = config
+        """memory: of the rank's layers. optimizer_on_host: its state is in host memory. saves: the run saves
+        checkpoints, each from a copy in host memory."""
+        self._model = model
+        self._computation = computation
+        self._width = computation.width
+        self._zero_bubble = stage.parallel.pp_schedule == "zero_bubble"
         self._sizes = sizes
         self._work = work
         self._weights = weights
         self._memory = memory
-        self._width = width
         self._gradients = _gradients(stage, sizes, weights)
-        on_host = config.optim.implementation == "deepspeed_cpu"
-        host_optimizer = weights.optimizer if on_host else 0
-        host_copies = 4 * weights.shard + weights.optimizer if config.checkpoint.every is not None else 0
+        host_optimizer = weights.optimizer if optimizer_on_host else 0
+        host_copies = 4 * weights.shard + weights.optimizer if saves else 0
         self.host_taken = host_optimizer + host_copies
         """Bytes of host memory for each GPU, whatever the layers keep."""
         self._at = partial(
             Memory,
             parameters=4 * weights.shard + weights.cast + weights.buffers,
-            optimizer=0 if on_host else weights.optimizer,
+            optimizer=0 if optimizer_on_host else weights.optimizer,
             host_optimizer=host_optimizer,
             host_copies=host_copies,
         )
         self._buffers = work.received * memory.hidden
         # In the blocks: the gradients of the residual stream and the block's own weights, and of the output weight
         # where FSDP's outermost unit has it, which is reduced at the very end; and so are those of all blocks where
-        # they belong to it, too.
+        # they also belong to it.
         in_outer = weights.head if weights.outer == weights.ends else 0
-        self._passing = in_outer + memory.hidden + width * self._gradients.in_blocks
+        self._passing = in_outer + memory.hidden + self._width * self._gradients.in_blocks
 
     def every(self, layers: Sequence[LayerActivations], transport: TransportMemory) -> list[Memory]:
         """All of them. layers: what the layers of the whole model keep; transport: of context parallelism."""
@@ -181,7 +187,7 @@ class RankMoments:
 
     def _kept_by_loss(self) -> int:
         """Gradients of the loss of other micro-batches, which a backward pass in two parts keeps until the second."""
-        if not self._work.part.has_output or self._config.parallel.pp_schedule != "zero_bubble":
+        if not self._work.part.has_output or not self._zero_bubble:
             return 0
         return round((self._work.kept - 1) * (self._memory.hidden + self._weights.head))
 
@@ -197,11 +203,11 @@ class RankMoments:
 
     def _loss(self, all_kept: int, held: int) -> Memory:
         rows_here = self._memory.tokens // self._sizes.tp
-        complete = chunk_tokens(self._config.model.vocab_size)
+        complete = chunk_tokens(self._model.vocab_size)
         rows = min(complete, rows_here)
-        rows = filled_rows(rows) if self._config.compile else rows
-        logits = bytes_per_logit(self._config, self._width) * rows * self._config.model.vocab_size
-        chunk = logits + 2 * min(rows, rows_here) * self._width * self._config.model.hidden_size
+        rows = filled_rows(rows) if self._computation.compiled else rows
+        logits = bytes_per_logit(self._computation) * rows * self._model.vocab_size
+        chunk = logits + 2 * min(rows, rows_here) * self._width * self._model.hidden_size
         hidden, weight = self._memory.hidden, self._weights.head  # their gradients, whose sums over chunks are scaled
         last_chunk = chunk + hidden + (weight if rows_here > complete else 0)
         copied = self._weights.copied  # freed before the backward pass, which scales the sums

@@ -1,15 +1,12 @@
 """Sentences about memory that a plan needs and a machine lacks."""
 
+from collections.abc import Mapping
 from math import ceil
 
-import torch
-
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage
-from moba_train.memory.devices import Gpu, local_gpu
+from moba_train.memory.activations import StageActivations
+from moba_train.memory.devices import Gpu
 from moba_train.memory.memory import USABLE
 from moba_train.memory.moments import Memory
-from moba_train.memory.plan import Plan
 
 
 def usable_bytes(gpu: Gpu) -> float:
@@ -17,9 +14,9 @@ def usable_bytes(gpu: Gpu) -> float:
     return USABLE * gpu.memory
 
 
-def shortage(name: str, memory: Memory, gpu: Gpu) -> str | None:
-    """A phrase on the stage `name` if its memory does not fit `gpu`, else None."""
-    if memory.total <= usable_bytes(gpu):
+def shortage(name: str, memory: Memory, gpu: Gpu | None) -> str | None:
+    """A phrase on the stage `name` if its memory does not fit `gpu` (None: there is none, and no limit), else None."""
+    if gpu is None or memory.total <= usable_bytes(gpu):
         return None
     return (
         f"stage {name} needs about {format_gib(memory.total)} GiB on each GPU, but {format_gib(usable_bytes(gpu))} "
@@ -28,22 +25,16 @@ def shortage(name: str, memory: Memory, gpu: Gpu) -> str | None:
     )
 
 
-def local_shortage(stage: Stage, memory: Memory, device: torch.device) -> str | None:
-    """`shortage` of `stage`, which needs `memory`, on this machine's GPU; None on a CPU."""
-    gpu = local_gpu() if device.type == "cuda" else None
-    return shortage(stage.name, memory, gpu) if gpu else None
-
-
-def host_shortage(plan: Plan, available: float) -> str | None:
+def host_shortage(stages: Mapping[str, StageActivations], available: float) -> str | None:
     """A sentence on the stage that needs most memory of the host if that is more than the `available` bytes for each
-    GPU, else None."""
+    GPU, else None. stages: by name."""
     needs = {
-        item.stage.name: {
-            "the copy of a save": item.memory.host_copies,
-            "the optimizer's state": item.memory.host_optimizer,
-            "activations": item.activations.host_bytes,
+        name: {
+            "the copy of a save": found.memory.host_copies,
+            "the optimizer's state": found.memory.host_optimizer,
+            "activations": found.host_bytes,
         }
-        for item in plan.stages
+        for name, found in stages.items()
     }
     name, parts = max(needs.items(), key=lambda need: sum(need[1].values()))
     if sum(parts.values()) <= available:
@@ -56,16 +47,16 @@ def host_shortage(plan: Plan, available: float) -> str | None:
     )
 
 
-def over_budget(config: RunConfig, stage: Stage, memory: Memory) -> str | None:
-    """A sentence if `stage`, which needs `memory` whatever `budget` leaves out, exceeds memory.gpu_gib, else None."""
-    given = config.memory.gpu_gib
-    if given is None or memory.total <= given * 2**30:
+def over_budget(name: str, memory: Memory, gpu_bytes: float | None) -> str | None:
+    """A sentence if the stage `name`, which needs `memory` whatever `budget` leaves out, exceeds memory.gpu_gib, else
+    None. gpu_bytes: the key, in bytes; None: not given."""
+    if gpu_bytes is None or memory.total <= gpu_bytes:
         return None
     needed = ceil(10 * memory.total / 2**30) / 10
     return (
-        f"memory.gpu_gib: given {given:g}, but stage {stage.name} needs {needed:.1f} GiB on each GPU (predicted), "
-        f"whatever `budget` leaves out, and will take it; set it to {needed:.1f} or more, or to null (docs/memory.md "
-        "says what needs less)"
+        f"memory.gpu_gib: given {gpu_bytes / 2**30:g}, but stage {name} needs {needed:.1f} GiB on each GPU "
+        f"(predicted), whatever `budget` leaves out, and will take it; set it to {needed:.1f} or more, or to null "
+        "(docs/memory.md says what needs less)"
     )
 
 

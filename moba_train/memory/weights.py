@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.schema import RunConfig
-from moba_train.memory.flops import count_blocks, count_recipe_parameters
+from moba_train.config.parallel import ParallelConfig
+from moba_train.config.precision import PrecisionConfig
 from moba_train.memory.pipeline import RankWork
+from moba_train.model.spec import ModelSpec
 from moba_train.optim.registry import OPTIMIZERS
-from moba_train.parallel.fsdp import has_head_unit, is_one_unit
+from moba_train.parallel.fsdp import Computation, has_head_unit, is_one_unit
 from moba_train.parallel.transfers import GATHER_BUFFERS, REDUCTION_BUFFER
 
 
@@ -45,7 +46,7 @@ class Weights:
     loss. 0 where nothing is gathered, where copy engines have buffers for it, and in a pipeline, which gathers only
     once a step."""
     exchanged: bool
-    """Whether gradients are sent as they are and added up on arrival."""
+    """True: gradients are sent as they are and added up on arrival."""
     gradient_sent: int
     """Bytes of a gradient that is sent to its rank: in float32, or exchanged in the compute dtype."""
     gradient: int
@@ -53,7 +54,7 @@ class Weights:
     buffers: int
     """Bytes of the buffers that copy engines write into."""
     is_one_unit: bool
-    """Whether FSDP gathers and reduces all weights at once, not block by block."""
+    """True: FSDP gathers and reduces all weights at once, not block by block."""
     cast: int
     """Bytes of the rank's part of the blocks' weights in FP8, which stay for all gathers of a step."""
     optimizer: int
@@ -65,26 +66,35 @@ class Weights:
         return max(self.blocks.values())
 
 
-def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork) -> Weights:
-    """Weights of a rank with this work, `width` bytes an element in the compute dtype."""
-    counts = count_recipe_parameters(config)
-    inner, ends = _numbers(config, work)
+def rank_weights(
+    spec: ModelSpec,
+    computation: Computation,
+    parallel: ParallelConfig,
+    optimizer: str,
+    sizes: MeshSizes,
+    work: RankWork,
+) -> Weights:
+    """Weights of a rank with this work, and the state of the optimizer with this name."""
+    model = spec.config
+    counts = spec.counts
+    width = computation.width
+    inner, ends = _numbers(spec, work)
     total = -(-(inner + ends) // sizes.tp)
     ends //= sizes.tp
-    blocks = {layer: count_blocks(config)[layer].parameters // sizes.tp for layer in work.layers}
-    head = width * config.model.vocab_size * config.model.hidden_size if work.part.has_output else 0
+    blocks = {layer: spec.blocks[layer].parameters // sizes.tp for layer in work.layers}
+    head = width * model.vocab_size * model.hidden_size if work.part.has_output else 0
     one_unit = is_one_unit(counts.total, sizes)
-    head_unit = has_head_unit(config.model.tie_embeddings, sizes) and not one_unit
+    head_unit = has_head_unit(model.tie_embeddings, sizes) and not one_unit
     outer = ends - counts.output // sizes.tp if head_unit else ends
     gathered_ends = width * ends + (head if sizes.tp > 1 else 0)
     gathered_outer = width * outer if head_unit else gathered_ends
     all_stay = sizes.pp > 1 or one_unit
     by_size = sorted(blocks.values())
     at_once = sum(by_size if all_stay else by_size[-2:])
-    block_width = gathered_bytes(config, width)
+    block_width = gathered_bytes(computation.precision, width)
     held = 0 if all_stay else block_width
-    copy_engines = config.parallel.fsdp_copy_engines and sizes.shards > 1
-    exchanged = copy_engines or (config.parallel.gradient_transport == "all_to_all" and sizes.shards > 1)
+    copy_engines = parallel.fsdp_copy_engines and sizes.shards > 1
+    exchanged = copy_engines or (parallel.gradient_transport == "all_to_all" and sizes.shards > 1)
     sent = width if exchanged and sizes.pp == 1 else 4
     gradient = 2 * sent if exchanged and not copy_engines else sent  # what is sent, and what has arrived
     buffers = GATHER_BUFFERS * block_width * by_size[-1] + REDUCTION_BUFFER
@@ -107,29 +117,36 @@ def rank_weights(config: RunConfig, sizes: MeshSizes, width: int, work: RankWork
         gradient=gradient,
         buffers=buffers if copy_engines else 0,
         is_one_unit=one_unit,
-        cast=-(-sum(by_size) // sizes.shards) if config.precision.gathers_fp8 else 0,
-        optimizer=_optimizer_state(config, sizes, work),
+        cast=-(-sum(by_size) // sizes.shards) if computation.precision.gathers_fp8 else 0,
+        optimizer=_optimizer_state(spec, optimizer, sizes, work),
     )
 
 
-def _optimizer_state(config: RunConfig, sizes: MeshSizes, work: RankWork) -> int:
+def _optimizer_state(spec: ModelSpec, optimizer: str, sizes: MeshSizes, work: RankWork) -> int:
     ranks = sizes.shards * sizes.tp
-    matrices = sum(count_blocks(config)[layer].matrices for layer in work.layers)
-    others = sum(_numbers(config, work)) - matrices
-    return OPTIMIZERS[config.optim.kind].state_bytes(-(-matrices // ranks), -(-others // ranks))
+    matrices = sum(spec.blocks[layer].matrices for layer in work.layers)
+    others = sum(_numbers(spec, work)) - matrices
+    return OPTIMIZERS[optimizer].state_bytes(-(-matrices // ranks), -(-others // ranks))
 
 
-def _numbers(config: RunConfig, work: RankWork) -> tuple[int, int]:
+def _numbers(spec: ModelSpec, work: RankWork) -> tuple[int, int]:
     """Parameters of a pipeline rank's blocks and last norm, and of its ends."""
-    counts = count_recipe_parameters(config)
+    counts = spec.counts
     part = work.part
     ends = (counts.embedding if part.has_embedding else 0) + (counts.output if part.has_output else 0)
     if part.has_output and not part.has_embedding and not counts.output:
         ends = counts.embedding  # its copy, tied
-    blocks = sum(count_blocks(config)[layer].parameters for layer in work.layers)
-    return blocks + (config.model.hidden_size if part.has_output else 0), ends
+    blocks = sum(spec.blocks[layer].parameters for layer in work.layers)
+    return blocks + (spec.config.hidden_size if part.has_output else 0), ends
 
 
-def gathered_bytes(config: RunConfig, width: int) -> int:
-    """Bytes of one gathered weight of a block; the few that FP8 leaves out, norms among them, are not told apart."""
-    return 1 if config.precision.gathers_fp8 else width
+def gathered_bytes(precision: PrecisionConfig, width: int) -> int:
+    """Bytes of one gathered weight of a block, `width` of one in the compute dtype; the few weights that FP8 leaves
+    out, norms among them, count as the others."""
+    return 1 if precision.gathers_fp8 else width
+
+
+def checkpoint_bytes(spec: ModelSpec, optimizer: str) -> int:
+    """Bytes of one checkpoint of all ranks: float32 weights and the state of the optimizer with this name."""
+    numbers = spec.counts.total
+    return 4 * numbers + OPTIMIZERS[optimizer].state_bytes(spec.matrices, numbers - spec.matrices)

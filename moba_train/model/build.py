@@ -1,13 +1,10 @@
-"""A recipe's model: its attention kinds layer by layer, and initial weights that do not depend on the world size.
-
-Watching the attention of a model's layers.
-"""
+"""Model of a run: attention kinds layer by layer, initial weights that do not depend on the world size, observers."""
 
 import copy
 import functools
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,82 +16,17 @@ from moba_train.attention.kind import AttentionKind
 from moba_train.attention.observer import Observer
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
-from moba_train.config.base import Section
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import kinds_by_layer
+from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.torch_private import local_shape_and_offset
 
-Shapes = Mapping[str, torch.Size]
-"""Shapes of parameters by name."""
 
-
-def build_model(config: RunConfig) -> Transformer:
-    """The recipe's model on torch's current device, its weights undefined.
+def build_model(spec: ModelSpec) -> Transformer:
+    """The model on torch's current device, its weights undefined.
 
     It has the parameters of every attention kind that any stage uses; a stage only sets which kinds compute.
     """
-    return Transformer(config.model, kind_parameters(config))
-
-
-def kind_parameters(config: RunConfig) -> list[dict[str, nn.Module]]:
-    """For each layer, the parameter modules of the attention kinds that have any, by the kind's name."""
-    return [
-        {name: module for name, options in kinds.items() if (module := _parameters(name, options, config, layer))}
-        for layer, kinds in enumerate(kinds_by_layer(config))
-    ]
-
-
-def _parameters(kind: str, options: Section, config: RunConfig, layer: int) -> nn.Module | None:
-    return KINDS[kind].parameters(options, config.model, layer)
-
-
-def kind_shapes(config: RunConfig) -> dict[tuple[int, str], Shapes]:
-    """Shapes of the parameters that attention kinds add to the model, by layer and kind and by their name there."""
-    with torch.device("meta"):
-        layers = kind_parameters(config)
-    return {
-        (layer, kind): {name: parameter.shape for name, parameter in module.named_parameters()}
-        for layer, kinds in enumerate(layers)
-        for kind, module in kinds.items()
-    }
-
-
-def different_shapes(one: Shapes, other: Shapes) -> tuple[Shapes, Shapes]:
-    """Those shapes of each that the other one has not."""
-    return (
-        {name: shape for name, shape in one.items() if other.get(name) != shape},
-        {name: shape for name, shape in other.items() if one.get(name) != shape},
-    )
-
-
-def describe_shapes(shapes: Shapes) -> str:
-    """Names and shapes of parameters, for messages."""
-    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"
-
-
-def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """How many parameters of which attention kinds, for messages: `1,024 parameters of 'nsa' and 96 of 'seer'`."""
-    (first, number), *others = sorted(sizes.items())
-    return " and ".join([f"{number:,} parameters of {first!r}", *(f"{more:,} of {kind!r}" for kind, more in others)])
-
-
-def kind_prefix(layer: int, kind: str) -> str:
-    """What the names of the parameters begin with that an attention kind has in a layer."""
-    return f"blocks.{layer}.attention.{kind}."
-
-
-def kind_elements(config: RunConfig) -> list[tuple[int, int]]:
-    """Elements of the parameters that attention kinds add to each layer, and of those the weights of linear layers."""
-    with torch.device("meta"):
-        layers = [nn.ModuleList(kinds.values()) for kinds in kind_parameters(config)]
-    return [
-        (
-            sum(parameter.numel() for parameter in layer.parameters()),
-            sum(module.weight.numel() for module in layer.modules() if isinstance(module, nn.Linear)),
-        )
-        for layer in layers
-    ]
+    return Transformer(spec.config, kind_parameters(spec.config, spec.kinds))
 
 
 def build_attention(layers: Iterable[LayerAttention], head_dim: int) -> list[AttentionKind]:
@@ -145,13 +77,6 @@ def _kind_values(like: Tensor, name: str, seed: int) -> Tensor | None:
         inside = name.partition(f".{kind}.")[2]
         return KINDS[kind].initial_values(inside, like.shape, _generator(like, name, seed))
     return None
-
-
-def kind_of_parameter(name: str) -> str:
-    """The attention kind that the parameter `blocks.LAYER.attention.KIND.*` belongs to; empty for all others."""
-    parts = name.split(".")
-    inside = parts[0] == "blocks" and len(parts) > 4 and parts[2] == "attention"
-    return parts[3] if inside and parts[3] in KINDS else ""
 
 
 def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:

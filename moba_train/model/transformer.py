@@ -5,7 +5,7 @@ Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -138,7 +138,7 @@ class Transformer(nn.Module):
         """The attention of each block here with the value of its layer, from those of all layers of the whole model."""
         by_number = dict(zip(range(self.config.layers), by_layer, strict=True))
         for number, block in self.blocks.named_children():
-            yield block.attention, by_number[int(number)]
+            yield cast(Block, block).attention, by_number[int(number)]
 
 
 class OutputProjection(nn.Linear):

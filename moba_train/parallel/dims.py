@@ -22,7 +22,7 @@ _MESH = {"pp": ("pp",), "dp_replicate": ("dp_replicate",), SHARD: ("dp_shard", "
 
 
 def coordinates(sizes: MeshSizes, rank: int) -> MeshSizes:
-    """Where `rank` is along each dimension of the layout, counted from 0."""
+    """Place of `rank` along each dimension of the layout, counted from 0."""
     found = []
     for size in reversed(sizes):
         rank, coordinate = divmod(rank, size)
@@ -41,7 +41,7 @@ def rank_groups(sizes: MeshSizes, *dimensions: str) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class StageDims:
-    """This rank's coordinates and groups in one training stage."""
+    """This rank's coordinates and groups in one stage."""
 
     sizes: MeshSizes
     rank: int
@@ -50,18 +50,18 @@ class StageDims:
 
     @property
     def computes_loss(self) -> bool:
-        """Whether this rank has the last layers of its pipeline."""
+        """True if this rank has the last layers of its pipeline."""
         return coordinates(self.sizes, self.rank).pp == self.sizes.pp - 1
 
     @property
     def dp_rank(self) -> int:
-        """Which of the sequences that are read at the same time this rank reads, out of `sizes.dp`."""
+        """Number, out of `sizes.dp`, of the sequences read at the same time that this rank reads."""
         own = coordinates(self.sizes, self.rank)
         return own.dp_replicate * self.sizes.dp_shard + own.dp_shard
 
     @property
     def tp_rank(self) -> int:
-        """Which part of every layer is this rank's, out of `sizes.tp`."""
+        """Number, out of `sizes.tp`, of this rank's part of every layer."""
         return coordinates(self.sizes, self.rank).tp
 
 
@@ -78,9 +78,9 @@ class ParallelDims:
         self.sizes = sizes
         self.world = world
         self.mesh = self._build_mesh()
-        stages = rank_groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
-        self.stage_group = self._new_group(stages) if len(stages) > 1 else _default_group()
-        """All ranks that hold shards of this rank's layers: one pipeline stage."""
+        parts = rank_groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
+        self.layers_group = self._new_group(parts) if len(parts) > 1 else _default_group()
+        """All ranks that hold shards of this rank's layers; without pipeline parallelism, all ranks."""
         self._cp_groups: dict[int, dist.ProcessGroup] = {}
 
     @property
@@ -105,7 +105,7 @@ class ParallelDims:
         """The layout of a stage with these sizes, which differ from the run's in dp_shard and cp at most. Called on all
         ranks together."""
         given, own = ((s.pp, s.dp_replicate, s.shards, s.tp) for s in (sizes, self.sizes))
-        assert given == own, "validation.recipe lets no other sizes through"
+        assert given == own, "resolve/checks.py lets no other sizes through"
         if sizes.cp > 1 and sizes.cp not in self._cp_groups:
             # Never the default group, so that transfers of attention do not queue behind those of weights.
             self._cp_groups[sizes.cp] = self._new_group(rank_groups(sizes, "cp"))

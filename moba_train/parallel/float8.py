@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moba_train.config.precision import PrecisionConfig
-from moba_train.config.schema import RunConfig
-from moba_train.model.build import build_model, kind_of_parameter
+from moba_train.model.build import build_model
+from moba_train.model.spec import ModelSpec, kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import unwrapped
 from moba_train.parallel import float8_nvidia
@@ -32,7 +32,7 @@ _MULTIPLE = 16
 
 
 def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
-    """Why `precision.linear: fp8` cannot run on `device` ("cuda", "cpu"; None: not known); empty when it can."""
+    """Reason why `precision.linear: fp8` cannot run on `device` ("cuda", "cpu"; None: not known); empty if it can."""
     if device is None:
         return ""
     by_torchao = precision.implementation == "torchao"
@@ -51,23 +51,23 @@ def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
 
 
 def gpu_problem(precision: PrecisionConfig, name: str, capability: tuple[int, int]) -> str:
-    """Why `precision.linear: fp8` cannot run on a GPU of this name and compute capability, on whichever machine; empty
-    when it can."""
+    """Reason why `precision.linear: fp8` cannot run on a GPU of this name and compute capability, on any machine; empty
+    if it can."""
     if capability >= _LEAST_CAPABILITY or precision.fp8.emulate:
         return ""
     given, least = (".".join(map(str, numbers)) for numbers in (capability, _LEAST_CAPABILITY))
     return f"{name} has compute capability {given}, at least {least} needed"
 
 
-def exclude_problems(config: RunConfig) -> Iterator[str]:
-    """Patterns in `precision.fp8.exclude` that match no layer. The recipe's model must be sound."""
-    exclude = config.precision.fp8.exclude
-    if config.precision.linear != "fp8" or not exclude:
+def exclude_problems(spec: ModelSpec, precision: PrecisionConfig) -> Iterator[str]:
+    """Patterns in `precision.fp8.exclude` that match no layer of the model."""
+    exclude = precision.fp8.exclude
+    if precision.linear != "fp8" or not exclude:
         return
     with torch.device("meta"):
-        names = float8_layers(build_model(config))
+        names = float8_layers(build_model(spec))
     inside = ", ".join(dict.fromkeys(name.split(".", 2)[2] for name in names))
-    allowed = f"names or patterns of blocks.N.LAYER, N from 0 to {config.model.layers - 1}, LAYER one of {inside}"
+    allowed = f"names or patterns of blocks.N.LAYER, N from 0 to {spec.config.layers - 1}, LAYER one of {inside}"
     for place, pattern in enumerate(exclude):
         if not any(fnmatchcase(name, pattern) for name in names):
             yield (
@@ -76,11 +76,10 @@ def exclude_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
-def describe_layers(config: RunConfig) -> str:
-    """How many linear layers of the blocks compute in FP8, and how, for the beginning of a run."""
-    precision = config.precision
+def describe_layers(spec: ModelSpec, precision: PrecisionConfig) -> str:
+    """Number of linear layers of the blocks that compute in FP8, and their scaling, for the beginning of a run."""
     with torch.device("meta"):
-        model = build_model(config)
+        model = build_model(spec)
     count = f"{len(float8_layers(model, precision.fp8.exclude))} of {len(_block_linears(model))}"
     emulated = ", emulated" if precision.fp8.emulate else ""
     return f"{count} linear layers of the blocks, by {precision.implementation}, {precision.fp8.scaling}{emulated}"

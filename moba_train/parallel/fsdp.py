@@ -1,21 +1,25 @@
-"""RMS norms by NVIDIA apex's fused kernel, in the place of torch's.
+"""The model of a run on this rank, sharded by FSDP2: float32 master weights in shards, gathered in the compute dtype;
+gradients are reduced in float32.
 
-FSDP2: float32 master weights in shards, gathered in the compute dtype; gradients are reduced in float32.
+RMS norms may be computed by NVIDIA apex's fused kernel instead of torch's.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.schema import RunConfig
+from moba_train.config.model import ModelConfig
+from moba_train.config.parallel import ParallelConfig
+from moba_train.config.precision import PrecisionConfig
 from moba_train.environment import import_problem
 from moba_train.model.block import Block
-from moba_train.model.build import build_model, initialize_weights, kind_parameters
+from moba_train.model.build import build_model, initialize_weights
 from moba_train.model.loss import CompiledChunkLoss
+from moba_train.model.spec import ModelSpec, kind_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import wrap_blocks
 from moba_train.parallel.dims import SHARD, ParallelDims
@@ -32,8 +36,42 @@ from moba_train.parallel.transfers import (
 from moba_train.torch_private import dynamo_config
 
 
+@dataclass(frozen=True)
+class Computation:
+    """The way in which the layers compute, in all stages of a run."""
+
+    dtype: torch.dtype
+    """Of matrix products and activations; weights, gradients and optimizer state are float32."""
+    precision: PrecisionConfig
+    """Of linear layers, which may multiply in FP8."""
+    norms: Literal["torch", "apex"]
+    """Implementation of RMS norms."""
+    compiled: bool
+    """True: by torch.compile, block by block."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of one element in `dtype`."""
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """The model of a run, the division of its layers over a pipeline, and the way in which it computes."""
+
+    spec: ModelSpec
+    parts: tuple[int, ...]
+    """Number of layers in each part of the model; a single part without pipeline parallelism."""
+    computation: Computation
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The shape of the Transformer."""
+        return self.spec.config
+
+
 def norm_problem(implementation: str, device: str | None) -> str:
-    """Why `norm_implementation` cannot run on `device` ("cuda", "cpu"; None: not known); empty when it can."""
+    """Reason why `norm_implementation` cannot run on `device` ("cuda", "cpu"; None: not known); empty if it can."""
     if implementation == "torch" or device is None:
         return ""
     if device != "cuda":
@@ -64,41 +102,43 @@ def use_apex_norms(model: nn.Module) -> None:
 
 
 COMPILED_FORMS = 64
-"""How often torch may compile the blocks' code in one stage: for each attention kind and sequence length, with
-gradients and without. Beyond its own limit, 8, it runs the code uncompiled, with only a warning."""
+"""Limit of the number of times that torch compiles the blocks' code in one stage: for each attention kind and sequence
+length, with gradients and without. Beyond its own limit, 8, it runs the code uncompiled, with only a warning."""
 
 ONE_UNIT_PARAMETERS = 100_000_000
-"""Up to so many parameters, a model on one rank is one unit of FSDP. Where there is nothing to overlap, units of one
+"""Most parameters of a model on one rank that is one unit of FSDP. Where there is nothing to overlap, units of one
 block each only bound what is gathered at once, 0.4 GB of bf16 weights and gradients here. They cost host time: 17 % of
 a step of a tiny model of 6 layers."""
 
 
 def is_one_unit(parameters: int, sizes: MeshSizes) -> bool:
-    """Whether FSDP gathers a model of so many parameters, and reduces its gradients, at once and not block by block."""
+    """True if FSDP gathers a model with this number of parameters, and reduces its gradients, at once instead of block
+    by block."""
     return sizes.ranks == 1 and parameters <= ONE_UNIT_PARAMETERS
 
 
 def has_head_unit(tied: bool, sizes: MeshSizes) -> bool:
-    """Whether the last norm and the output projection are a unit of FSDP of a model that is not one unit itself; with
+    """True if the last norm and the output projection are a unit of FSDP of a model that is not one unit itself; with
     tied embeddings the projection belongs to the embedding."""
     return not tied and sizes.pp == 1
 
 
-def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    """The dtype of the layers' computation: `precision.compute`, where auto is bf16 on a GPU and float32 on a CPU."""
-    compute = config.precision.compute
+def compute_dtype(precision: PrecisionConfig, device: str | None) -> torch.dtype:
+    """The dtype of the layers' computation: `precision.compute`, where auto is bf16 on a GPU and float32 on a CPU.
+
+    device: "cuda" or "cpu"; None: not known, taken for a GPU.
+    """
+    compute = precision.compute
     if compute == "auto":
-        compute = "bf16" if device.type == "cuda" else "fp32"
+        compute = "fp32" if device == "cpu" else "bf16"
     return torch.bfloat16 if compute == "bf16" else torch.float32
 
 
-def sharded_model(
-    config: RunConfig, dims: ParallelDims, layers: Sequence[int] = (), copy_engines: bool = False
-) -> Transformer:
-    """The recipe's model with its initial weights, sharded over the ranks of `dims`.
+def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDims, seed: int) -> Transformer:
+    """The model with its initial weights, which `seed` determines, sharded over the ranks of `dims`.
 
-    layers: with pipeline parallelism, the number of layers in each part of the model (memory/pipeline.py).
-    copy_engines: on GPUs, FSDP's transfers by them, among ranks of one node.
+    Of `parallel` it reads how weights and gradients travel, and the schedule of a pipeline; the sizes are those of
+    `dims`.
 
     Each block is a unit of FSDP, and so are the last norm and the output projection together; a small model on one rank
     is one unit (`is_one_unit`).
@@ -109,37 +149,48 @@ def sharded_model(
     Gradients are summed over ranks, never averaged, because the loss is already divided by the global number of loss
     tokens.
     """
+    computation = setup.computation
+    device = dims.world.device
+    compiled = computation.compiled
     with torch.device("meta"):
-        model = build_model(config) if dims.sizes.pp == 1 else _pipeline_model(config, dims, layers)
-    if config.compile:
+        model = build_model(setup.spec) if dims.sizes.pp == 1 else _pipeline_model(setup, parallel, dims)
+    if compiled:
         limits = dynamo_config()
         limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
-        if dims.world.device.type == "cuda":  # a CPU's short runs would take longer to compile it than they gain
+        if device.type == "cuda":  # a CPU's short runs would take longer to compile it than they gain
             model.chunk_loss = CompiledChunkLoss()
-    if config.precision.linear == "fp8":
-        convert_linears(model, config.precision)
-        if config.compile:
-            compile_for_float8(config.precision)
-    if config.norm_implementation == "apex":
+    if computation.precision.linear == "fp8":
+        convert_linears(model, computation.precision)
+        if compiled:
+            compile_for_float8(computation.precision)
+    if computation.norms == "apex":
         use_apex_norms(model)
-    wrap_blocks(model, config.compile)
+    wrap_blocks(model, compiled)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)
-        if config.parallel.tp_overlap:
+        if parallel.tp_overlap:
             overlap_transfers(dims.tp_mesh)
+    _shard(model, computation, parallel, dims)
+    model.to_empty(device=device)
+    initialize_weights(model, seed)
+    return model
+
+
+def _shard(model: Transformer, computation: Computation, parallel: ParallelConfig, dims: ParallelDims) -> None:
+    """Make the units of FSDP, in place, with the transfers that `parallel` asks for."""
     # Inputs are not cast, so that cos and sin stay float32 when the layers compute in bf16.
-    device = dims.world.device
-    dtype = compute_dtype(config, device)
+    dtype = computation.dtype
+    on_gpu = dims.world.device.type == "cuda"
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     units = _units(model, dims.sizes)
     gather: CopyEngineGather | None = None
     reduce_scatter: ExchangedGradients | None = None
     if dims.sizes.shards > 1:
         gradients = torch.float32 if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
-        if copy_engines and device.type == "cuda":
-            gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients, config.compile)
-        elif config.parallel.gradient_transport == "all_to_all":
-            compiled = config.compile and device.type == "cuda"
+        if parallel.fsdp_copy_engines and on_gpu:
+            gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients, computation.compiled)
+        elif parallel.gradient_transport == "all_to_all":
+            compiled = computation.compiled and on_gpu
             reduce_scatter = AllToAllReduceScatter(dims.mesh.get_group(SHARD), gradients, compiled)
     for modules in units:
         fully_shard(modules, mesh=dims.weight_mesh, mp_policy=policy)
@@ -153,13 +204,10 @@ def sharded_model(
             unit.set_custom_all_gather(gather)
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)
-    model.to_empty(device=device)
-    initialize_weights(model, config.seed)
-    return model
 
 
 def _units(model: Transformer, sizes: MeshSizes) -> list[list[nn.Module]]:
-    """What FSDP gathers and reduces together, the whole model last, which has what no other unit has.
+    """Modules that FSDP gathers and reduces together, the whole model last, which has what no other unit has.
 
     The last norm and the output projection are a unit, so that its transfers are hidden behind the blocks. A pipeline
     has none: its weights and gradients stay for the whole step.
@@ -183,9 +231,9 @@ def _copy_engine_transfers(
     return CopyEngineGather(group, device, size, timeout), reduction
 
 
-def _pipeline_model(config: RunConfig, dims: ParallelDims, layers: Sequence[int]) -> PipelineModel:
-    """This rank's part of the model, whose parts have these numbers of layers."""
-    dtype = compute_dtype(config, dims.world.device)
-    parts = tuple(model_parts(layers))
-    place = PipelinePlace(dims.pipeline_group, parts, config.parallel.pp_schedule, dtype, dims.sizes.tp)
-    return PipelineModel(config.model, kind_parameters(config), place)
+def _pipeline_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDims) -> PipelineModel:
+    """This rank's parts of the model."""
+    parts = tuple(model_parts(setup.parts))
+    dtype = setup.computation.dtype
+    place = PipelinePlace(dims.pipeline_group, parts, parallel.pp_schedule, dtype, dims.sizes.tp)
+    return PipelineModel(setup.shape, kind_parameters(setup.shape, setup.spec.kinds), place)

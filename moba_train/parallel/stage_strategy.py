@@ -1,11 +1,11 @@
-"""The context-parallel strategy of a training stage, derived from the recipe without any process group."""
+"""The context-parallel strategy of a stage, derived from the model and the stage without any process group."""
 
 import math
 
 from moba_train.attention.kind import MicroBatch
 from moba_train.attention.protocol import AttentionFacts, LocalAttention
 from moba_train.config.attention import LayerAttention
-from moba_train.config.schema import RunConfig
+from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
 from moba_train.parallel.context.costs import TransportCost, gather_cost
@@ -13,10 +13,9 @@ from moba_train.parallel.context.policy import choose_strategy, predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 
 
-def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 2) -> AttentionShape:
+def stage_attention_shape(model: ModelConfig, stage: Stage, element_bytes: int = 2) -> AttentionShape:
     """The shape of one layer's attention to one micro-batch, on one rank of a tensor-parallel group."""
-    model = config.model
-    attentions = _attentions(config, stage)
+    attentions = _attentions(model, stage)
     facts = AttentionFacts(
         couples_heads=any(attention.facts.couples_heads for attention in attentions),
         work_grows=any(attention.facts.work_grows for attention in attentions),
@@ -34,14 +33,14 @@ def stage_attention_shape(config: RunConfig, stage: Stage, element_bytes: int = 
 
 
 def stage_costs(
-    config: RunConfig, stage: Stage, strategy: CPStrategy, element_bytes: int = 2
+    model: ModelConfig, stage: Stage, strategy: CPStrategy, element_bytes: int = 2
 ) -> dict[LayerAttention, TransportCost]:
     """The cost of context parallelism for a layer with each of the stage's attentions."""
-    shape = stage_attention_shape(config, stage, element_bytes)
+    shape = stage_attention_shape(model, stage, element_bytes)
     costs = {}
-    for layer, kind in zip(stage.attention, build_attention(stage.attention, config.model.head_width), strict=True):
+    for layer, kind in zip(stage.attention, build_attention(stage.attention, model.head_width), strict=True):
         batch = MicroBatch(element_bytes, stage.seq_len, shape.tokens // strategy.ranks, strategy.ranks)
-        gathered = kind.costs(config.model).token_bytes(batch).gathered
+        gathered = kind.costs(model).token_bytes(batch).gathered
         costs[layer] = (
             predict_cost(strategy, shape)
             if gathered is None
@@ -51,7 +50,7 @@ def stage_costs(
 
 
 def stage_strategy(
-    config: RunConfig, stage: Stage, ranks_per_node: int, element_bytes: int = 2, memory_bytes: float | None = None
+    model: ModelConfig, stage: Stage, ranks_per_node: int, element_bytes: int = 2, memory_bytes: float | None = None
 ) -> tuple[CPStrategy, str]:
     """The strategy of a stage with `parallel.cp` > 1, and the reason as lines to print.
 
@@ -64,7 +63,7 @@ def stage_strategy(
     return choose_strategy(
         parallel.cp_transport,
         parallel.cp_layout,
-        stage_attention_shape(config, stage, element_bytes),
+        stage_attention_shape(model, stage, element_bytes),
         ranks=parallel.cp,
         # The longest runs of consecutive ranks that stay in a node.
         node_size=math.gcd(parallel.cp, same_heads_per_node),
@@ -74,7 +73,7 @@ def stage_strategy(
     )
 
 
-def _attentions(config: RunConfig, stage: Stage) -> tuple[LocalAttention, ...]:
+def _attentions(model: ModelConfig, stage: Stage) -> tuple[LocalAttention, ...]:
     """The local attentions of all layers, those that layers share once."""
-    kinds = build_attention(stage.attention, config.model.head_width)
+    kinds = build_attention(stage.attention, model.head_width)
     return tuple(dict.fromkeys(attention for kind in kinds for attention in kind.attentions))

@@ -1,4 +1,4 @@
-"""What cannot work about the attention of a recipe's layers; each kind is asked for its own problems."""
+"""Problems of the attention of a recipe's layers; each kind is asked for its own."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -8,22 +8,31 @@ import torch
 from moba_train.attention.kind import StageContext
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import AttentionConfig, LayerAttention, merge_attention, resolve_layers
-from moba_train.config.schema import RunConfig
+from moba_train.config.model import ModelConfig
+from moba_train.config.parallel import ParallelConfig
+from moba_train.config.schema import StageConfig
 from moba_train.config.stages import merge_parallel
 from moba_train.errors import ConfigError, named_layers
-from moba_train.model.build import describe_shapes
+from moba_train.model.spec import describe_shapes
 
 _THESE_LAYERS = "in these layers"
 """Stands for the layers in a kind's problem until all layers with that problem are known."""
 
 
 def attention_problems(
-    config: RunConfig, device: str | None = None, allow_idle: bool = False, training: bool = True
+    model: ModelConfig,
+    recipe: AttentionConfig,
+    stages: Sequence[StageConfig],
+    parallel: ParallelConfig,
+    device: str | None,
+    deterministic: bool = False,
+    allow_idle: bool = False,
+    training: bool = True,
 ) -> Iterator[str]:
-    """Unknown kinds, layers and options of the recipe and its stages, and what the kinds cannot do on `device`;
-    with `allow_idle` not those options that no layer reads, without `training` not what stands in its way only."""
+    """Unknown kinds, layers and options of `recipe` and of the stages' own attention, and limits of the kinds on
+    `device`; with `allow_idle` without options that no layer reads, without `training` only what evaluation needs."""
     try:
-        resolve_layers(config.attention, config.model.layers)
+        resolve_layers(recipe, model.layers)
         recipe_problems: list[str] = []
     except ConfigError as error:
         recipe_problems = error.problems
@@ -31,24 +40,35 @@ def attention_problems(
     used: dict[int, set[str]] = defaultdict(set)
     all_resolved = not recipe_problems
     shapes: dict[tuple[str, int], tuple[str, dict[str, torch.Size]]] = {}
-    for index, stage in enumerate(config.stages):
-        merged = merge_attention(config.attention, stage.attention)
+    for index, stage in enumerate(stages):
+        merged = merge_attention(recipe, stage.attention)
         try:
-            layers = resolve_layers(merged, config.model.layers)
+            layers = resolve_layers(merged, model.layers)
         except ConfigError as error:
             all_resolved = False
             inherited = set(recipe_problems)
             yield from (f"stages[{index}].attention.{text}" for text in error.problems if text not in inherited)
         else:
-            yield from _kind_problems(config, layers, index, device, training)
-            yield from _parameter_problems(config, layers, index, shapes)
+            merged_parallel = merge_parallel(parallel, stage.parallel)
+            context = StageContext(
+                model,
+                stage.seq_len,
+                merged_parallel.cp,
+                merged_parallel.tp,
+                deterministic,
+                device,
+                _THESE_LAYERS,
+                training,
+            )
+            yield from _kind_problems(context, layers, index)
+            yield from _parameter_problems(model, parallel.tp, stage.name, layers, index, shapes)
             for layer, attention in enumerate(layers):
                 used[layer].add(attention.kind)
             if stage.attention is not None and not allow_idle:
                 own = {layer: {attention.kind} for layer, attention in enumerate(layers)}
                 yield from _unused_options(stage.attention, own, f"stages[{index}].attention", "in this stage")
     if all_resolved and not allow_idle:
-        yield from _unused_options(config.attention, used, "attention", "in all stages")
+        yield from _unused_options(recipe, used, "attention", "in all stages")
 
 
 def _unused_options(given: AttentionConfig, used: Mapping[int, Set[str]], path: str, where: str) -> Iterator[str]:
@@ -67,26 +87,12 @@ def _unused_options(given: AttentionConfig, used: Mapping[int, Set[str]], path: 
                 )
 
 
-def _kind_problems(
-    config: RunConfig, layers: Sequence[LayerAttention], index: int, device: str | None, training: bool
-) -> Iterator[str]:
-    stage = config.stages[index]
-    parallel = merge_parallel(config.parallel, stage.parallel)
+def _kind_problems(context: StageContext, layers: Sequence[LayerAttention], index: int) -> Iterator[str]:
     groups: dict[LayerAttention, list[int]] = {}
     for layer, attention in enumerate(layers):
         groups.setdefault(attention, []).append(layer)
     layers_of: dict[str, list[int]] = {}
     for attention, ids in groups.items():
-        context = StageContext(
-            config.model,
-            stage.seq_len,
-            parallel.cp,
-            parallel.tp,
-            config.deterministic,
-            device,
-            _THESE_LAYERS,
-            training,
-        )
         for problem in KINDS[attention.kind].problems(attention.options, context):
             section = "" if problem.startswith("parallel.") else f"attention.{attention.kind}."
             layers_of.setdefault(f"stages[{index}].{section}{problem}", []).extend(ids)
@@ -95,22 +101,24 @@ def _kind_problems(
 
 
 def _parameter_problems(
-    config: RunConfig,
+    model: ModelConfig,
+    tp: int,
+    name: str,
     layers: Sequence[LayerAttention],
     index: int,
     shapes: dict[tuple[str, int], tuple[str, dict[str, torch.Size]]],
 ) -> Iterator[str]:
     """Parameters of a kind that would have another shape than in an earlier stage, or that tensor parallelism cannot
-    cut. `shapes`: by kind and layer, the stage that used it first and the shapes there; extended here."""
-    stage = config.stages[index]
+    cut. name: of the stage. `shapes`: by kind and layer, the stage that used it first and the shapes there; extended
+    here."""
     reported: set[str] = set()
     for layer, attention in enumerate(layers):
         with torch.device("meta"):
-            module = KINDS[attention.kind].parameters(attention.options, config.model, layer)
+            module = KINDS[attention.kind].parameters(attention.options, model, layer)
         if attention.kind in reported:
             continue
         here = {name: parameter.shape for name, parameter in module.named_parameters()} if module else {}
-        first, before = shapes.setdefault((attention.kind, layer), (stage.name, here))
+        first, before = shapes.setdefault((attention.kind, layer), (name, here))
         if here != before:
             reported.add(attention.kind)
             yield (
@@ -118,9 +126,9 @@ def _parameter_problems(
                 f"but in stage {first!r} they are {describe_shapes(before)}; the options that shape them must be the "
                 "same in all stages"
             )
-        elif here and config.parallel.tp > 1:
+        elif here and tp > 1:
             reported.add(attention.kind)
             yield (
-                f"parallel.tp: given {config.parallel.tp}, but kind {attention.kind!r} in stage {stage.name!r} has "
+                f"parallel.tp: given {tp}, but kind {attention.kind!r} in stage {name!r} has "
                 "parameters of its own, which tensor parallelism does not cut; set tp: 1"
             )

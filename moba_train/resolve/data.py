@@ -1,24 +1,25 @@
-"""What cannot work about the corpora and the tokenizer that a recipe names."""
+"""Problems of the corpora and the tokenizer that a recipe names."""
 
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from moba_train.config.data import SourceConfig
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.blend import length_buckets
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
+from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.resolve.evaluations import exit_data_problems, sample_problems
 
 
-def length_problems(config: RunConfig) -> Iterator[str]:
+def length_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator[str]:
     """Ranges of document lengths that hold nothing."""
-    for key, source in recipe_sources(config):
+    for key, source in recipe_sources(data, stages):
         low, high = source.min_length or 0, source.below_length or math.inf
         if low >= high:
             yield f"{key}.below_length: given {high}; allowed: above min_length {low}"
@@ -27,30 +28,32 @@ def length_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
 
 
-def file_problems(config: RunConfig, resolvable: bool = True) -> Iterator[str]:
+def file_problems(config: RunConfig, settings: Sequence[EvaluationSetting]) -> Iterator[str]:
     """Corpora and tokenizer that are missing, damaged or do not fit, relative to the working directory.
 
-    resolvable: no other check has found a problem, so that the stages can be resolved and their exits judged, too.
+    settings: of the evaluations of each stage, whose files are also judged; none if there are other problems
     """
-    corpora = list(_corpus_problems(config))
+    data = config.data
+    corpora = list(_corpus_problems(data, config.stages, config.model.vocab_size, config.loss_norm))
     yield from corpora
-    tokenizer = config.data.tokenizer
+    tokenizer = data.tokenizer
     if tokenizer is not None and not Path(tokenizer).exists():
         yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
     elif tokenizer is not None:
         yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
-    yield from tokenizer_problems(config)
-    if resolvable and not corpora:
-        stages = resolve_stages(config)
-        yield from exit_data_problems(config, stages)
-        yield from sample_problems(config, stages)
+    yield from tokenizer_problems(data, config.stages)
+    if not corpora:
+        yield from exit_data_problems(config.evaluation, settings)
+        yield from sample_problems(config.evaluation, settings)
 
 
-def _corpus_problems(config: RunConfig) -> Iterator[str]:
+def _corpus_problems(
+    data: DataConfig, stages: Sequence[StageConfig], vocab_size: int, loss_norm: Literal["token", "sequence"]
+) -> Iterator[str]:
     """Problems of the corpora of all stages: a later stage's are found before the first one begins."""
     opened: dict[str, IndexedDataset] = {}
     weights: dict[str, LossWeights] = {}
-    for key, source in recipe_sources(config):
+    for key, source in recipe_sources(data, stages):
         missing = [f"{source.path}{end}" for end in (".bin", ".idx") if not Path(f"{source.path}{end}").is_file()]
         if missing:
             yield f"{key}.path: given {source.path!r}; no file {' and '.join(missing)} (from {Path.cwd()})"
@@ -60,13 +63,13 @@ def _corpus_problems(config: RunConfig) -> Iterator[str]:
                 if not corpus.tokens:
                     yield f"{key}.path: the corpus {source.path} has no tokens; give another one"
                     continue
-                corpus.check_vocabulary(config.model.vocab_size)
-                weights[source.path] = LossWeights(corpus, config.loss_norm)
+                corpus.check_vocabulary(vocab_size)
+                weights[source.path] = LossWeights(corpus, loss_norm)
                 opened[source.path] = corpus
             except DataError as error:
                 yield f"{key}.path: {error}"
-    for key, sources in _blends(config).items():
-        used = key != "data.train" or not all(stage.train for stage in config.stages)
+    for key, sources in _blends(data, stages).items():
+        used = key != "data.train" or not all(stage.train for stage in stages)
         if used and sources and all(source.path in opened for source in sources):
             try:
                 buckets = length_buckets(sources, opened.__getitem__)
@@ -77,20 +80,20 @@ def _corpus_problems(config: RunConfig) -> Iterator[str]:
                 yield f"{key}: no token carries loss; make the loss masks of the corpora again, or name other corpora"
 
 
-def check_one_tokenizer(config: RunConfig) -> None:
+def check_one_tokenizer(data: DataConfig, stages: Sequence[StageConfig]) -> None:
     """Raises ConfigError when corpora that are on disk were made with other tokenizers than the recipe's."""
-    if problems := list(tokenizer_problems(config)):
+    if problems := list(tokenizer_problems(data, stages)):
         raise ConfigError(problems)
 
 
-def tokenizer_problems(config: RunConfig) -> Iterator[str]:
+def tokenizer_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator[str]:
     """Corpora on disk that were made with another tokenizer than `data.tokenizer` or, without one, than the first
     corpus: the same token ids stand for other text there."""
     reference, digests = "", list[str]()
-    tokenizer = config.data.tokenizer
+    tokenizer = data.tokenizer
     if tokenizer is not None and tokenizer_file(tokenizer).is_file():
         reference, digests = f"data.tokenizer is {tokenizer}", tokenizer_hashes(tokenizer)
-    for key, path, name, digest in recorded_tokenizers(recipe_sources(config)):
+    for key, path, name, digest in recorded_tokenizers(recipe_sources(data, stages)):
         if not digests:
             reference, digests = f"the corpus {path} with {name}", [digest]
         elif digest not in digests:
@@ -98,7 +101,7 @@ def tokenizer_problems(config: RunConfig) -> Iterator[str]:
 
 
 def tokenizer_mismatch(key: str, path: str, name: str, digest: str, reference: tuple[str, str]) -> str:
-    """The problem of a corpus that the tokenizer `name` made, and not the `reference`: what it is, and its SHA-256."""
+    """Problem of a corpus that the tokenizer `name` made, and not the `reference`, a name and a SHA-256."""
     return (
         f"{key}.path: the corpus {path} was made with the tokenizer {name} (SHA-256 {digest[:12]}...), but "
         f"{reference[0]} (SHA-256 {reference[1][:12]}...), so that the same token ids are other text; make "
@@ -131,16 +134,13 @@ def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
         yield f"model.vocab_size: given {vocab_size}; data.tokenizer ({path}) has {known} tokens, so at least {known}"
 
 
-def _blends(config: RunConfig) -> dict[str, Sequence[SourceConfig]]:
+def _blends(data: DataConfig, stages: Sequence[StageConfig]) -> dict[str, Sequence[SourceConfig]]:
     """Every list of sources of the recipe, by its key."""
-    blends: dict[str, Sequence[SourceConfig]] = {
-        "data.train": config.data.train,
-        "data.validation": config.data.validation,
-    }
-    return blends | {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(config.stages)}
+    blends: dict[str, Sequence[SourceConfig]] = {"data.train": data.train, "data.validation": data.validation}
+    return blends | {f"stages[{index}].train": stage.train or [] for index, stage in enumerate(stages)}
 
 
-def recipe_sources(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
+def recipe_sources(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[str, SourceConfig]]:
     """Every source of the recipe, with its key."""
-    for key, sources in _blends(config).items():
+    for key, sources in _blends(data, stages).items():
         yield from ((f"{key}[{index}]", source) for index, source in enumerate(sources))

@@ -5,97 +5,125 @@ The only file of this folder that asks evaluations.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
-from moba_train.config.attention import merge_attention, resolve_layers
+from moba_train.config.base import Section
+from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.explain import did_you_mean
-from moba_train.config.schema import RunConfig, StageConfig, UntilConfig
-from moba_train.config.stages import Stage
+from moba_train.config.optim import ScheduleConfig
+from moba_train.config.schema import StageConfig, UntilConfig
 from moba_train.data.indexed import corpus_file
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationSetting, name_of
-from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, evaluation_of
+from moba_train.evals.registry import EVALUATIONS, asked_evaluations, evaluation_of
 from moba_train.optim.spec import stage_learning_rate
+from moba_train.resolve.run import ResolvedRun
 
 
-def evaluation_settings(config: RunConfig, stages: Sequence[Stage]) -> tuple[EvaluationSetting, ...]:
-    """The setting of evaluations in each of the stages, which are all stages of the recipe or the first ones."""
-    lengths = [stage.seq_len for stage in stages]
-    recipe_attention = resolve_layers(config.attention, config.model.layers)
+def evaluation_settings(run: ResolvedRun) -> tuple[EvaluationSetting, ...]:
+    """Settings of the evaluations in each stage of the run."""
+    lengths = [stage.seq_len for stage in run.stages]
     return tuple(
         EvaluationSetting(
             stage=stage,
-            model=config.model,
-            seed=config.seed,
-            validation=tuple(config.data.validation),
-            tokenizer=config.data.tokenizer,
-            every=config.evaluation.every,
-            sequences=config.evaluation.sequences,
+            model=run.setup.shape,
+            seed=run.seed,
+            validation=tuple(run.data.validation),
+            tokenizer=run.data.tokenizer,
+            every=run.evaluation.every,
+            sequences=run.evaluation.sequences,
             trained_length=max(lengths[: stage.index + 1]),
             longest_length=max(lengths),
-            recipe_attention=recipe_attention,
-            tp=config.parallel.tp,
-            pp=config.parallel.pp,
+            tp=run.parallel.tp,
+            pp=run.parallel.pp,
         )
-        for stage in stages
+        for stage in run.stages
     )
 
 
-def evaluation_problems(config: RunConfig) -> Iterator[str]:
-    """Problems of each evaluation that the recipe asks for, named by their keys."""
-    for evaluation in enabled_evaluations(config):
-        yield from evaluation.problems(config)
+def evaluation_problems(section: EvaluationConfig, settings: Sequence[EvaluationSetting]) -> Iterator[str]:
+    """Problems of the evaluations that the recipe asks for, in any stage, each named by its key."""
+    asked = asked_evaluations(section, settings[0].validation)
+    yield from dict.fromkeys(
+        problem
+        for evaluation, options in asked.items()
+        for setting in settings
+        for problem in evaluation.problems(options, setting)
+    )
 
 
-def pipeline_evaluation_problems(config: RunConfig) -> Iterator[str]:
-    """Evaluations that a pipeline cannot run while it trains. `parallel.pp` is above 1."""
+def pipeline_evaluation_problems(
+    section: EvaluationConfig, validation: Sequence[SourceConfig], pp: int
+) -> Iterator[str]:
+    """Evaluations that a pipeline of `pp` ranks, more than one, cannot run while it trains."""
     later = "which a pipeline cannot do; `moba-train eval` can, on the checkpoints"
-    for evaluation in enabled_evaluations(config):
-        if (problem := evaluation.pipeline_problem(config)) is not None:
-            yield f"{problem[0]} with parallel.pp {config.parallel.pp}, {later}; {problem[1]}"
+    for evaluation, options in asked_evaluations(section, validation).items():
+        if (problem := evaluation.pipeline_problem(options)) is not None:
+            yield f"{problem[0]} with parallel.pp {pp}, {later}; {problem[1]}"
 
 
-def evaluated_sequences(config: RunConfig, stage: Stage) -> Mapping[str, int]:
-    """Sequences of one forward pass of a rank, by the key of each evaluation that runs in `stage`."""
-    asked = enabled_evaluations(config) if stage.evaluate else ()
+def evaluated_sequences(section: EvaluationConfig, setting: EvaluationSetting) -> Mapping[str, int]:
+    """Sequences of one forward pass of a rank, by the key of each evaluation that runs in the stage of `setting`."""
+    stage = setting.stage
+    asked = asked_evaluations(section, setting.validation) if stage.evaluate else ()
     return {evaluation.key: evaluation.sequences_per_pass(stage) for evaluation in asked}
 
 
-def sample_problems(config: RunConfig, stages: Sequence[Stage]) -> Iterator[str]:
+def sample_problems(section: EvaluationConfig, settings: Sequence[EvaluationSetting]) -> Iterator[str]:
     """Samples of evaluations that cannot be made, in any stage: at its first evaluation they would end the run."""
-    for evaluation in enabled_evaluations(config):
-        for stage in stages:
-            try:
-                if stage.evaluate:
-                    evaluation.check_samples(config, stage)
-            except DataError as error:
-                yield f"{error} (stage {stage.name!r})"
-                break
+    evaluated = [setting for setting in settings if setting.stage.evaluate]
+    for setting in evaluated[:1]:
+        for evaluation, options in asked_evaluations(section, setting.validation).items():
+            yield from _first_sample_problem(evaluation, options, evaluated)
 
 
-def evaluation_warnings(config: RunConfig, stages: Sequence[Stage]) -> Iterator[str]:
+def _first_sample_problem(
+    evaluation: type[Evaluation[Any]], options: Section | None, settings: Sequence[EvaluationSetting]
+) -> Iterator[str]:
+    for setting in settings:
+        try:
+            evaluation.check_samples(options, setting)
+        except DataError as error:
+            yield f"{error} (stage {setting.stage.name!r})"
+            return
+
+
+def evaluation_warnings(section: EvaluationConfig, settings: Sequence[EvaluationSetting]) -> Iterator[str]:
     """Evaluations that are configured but never run in training. No error: `moba-train eval` runs them afterwards."""
-    enabled = enabled_evaluations(config)
-    asked = ", ".join(evaluation.key for evaluation in enabled)
-    if asked and not any(stage.evaluate for stage in stages):
+    validation = settings[0].validation
+    asked = asked_evaluations(section, validation)
+    evaluated = [setting for setting in settings if setting.stage.evaluate]
+    if asked and not evaluated:
         yield (
-            f"{asked}: given, but no stage evaluates, as stages[i].evaluate is false in all of them: the run has no "
-            "evaluation; set it to true in a stage, or use `moba-train eval` afterwards"
+            f"{', '.join(evaluation.key for evaluation in asked)}: given, but no stage evaluates, as "
+            "stages[i].evaluate is false in all of them: the run has no evaluation; set it to true in a stage, or use "
+            "`moba-train eval` afterwards"
         )
-    if not asked and config.evaluation != EvaluationConfig():
+    if not asked and section != EvaluationConfig():
         yield "evaluation: given, but there is nothing to evaluate on; set data.validation, or remove the section"
-    if not all(corpus_file(source.path, "idx").is_file() for source in config.data.validation):
+    if not all(corpus_file(source.path, "idx").is_file() for source in validation):
         return  # `plan --no-data`: the corpora need not exist yet
-    for evaluation in enabled:
-        for stage in stages:
+    for evaluation, options in asked.items():
+        for setting in evaluated:
             with suppress(DataError):  # of a damaged corpus, which is reported elsewhere
-                if stage.evaluate and (lacking := [*evaluation.data_problems(config, stage)]):
-                    yield f"{evaluation.key}: in stage {stage.name!r}, {'; '.join(lacking)}"
+                if lacking := [*evaluation.data_problems(options, setting)]:
+                    yield f"{evaluation.key}: in stage {setting.stage.name!r}, {'; '.join(lacking)}"
 
 
-def exit_problems(config: RunConfig, stages: Sequence[Stage]) -> Iterator[str]:
-    """Each problem of the stages' `until`, named by its key. The recipe's attention and schedules must be sound."""
-    for index, stage in enumerate(config.stages):
+def exit_problems(
+    section: EvaluationConfig,
+    settings: Sequence[EvaluationSetting],
+    stages: Sequence[StageConfig],
+    schedule: ScheduleConfig,
+) -> Iterator[str]:
+    """Problems of the stages' `until`, each named by its key. The recipe's attention and schedules must be sound.
+
+    stages: of the recipe, one for each setting
+    schedule: of the run
+    """
+    resolved = [setting.stage for setting in settings]
+    for index, stage in enumerate(stages):
         until = stage.until
         if until is None:
             continue
@@ -106,31 +134,37 @@ def exit_problems(config: RunConfig, stages: Sequence[Stage]) -> Iterator[str]:
         if not stage.evaluate:
             yield f"{path}: needs the stage's evaluations; given evaluate: false, allowed: true"
             continue
-        yield from _metric_problems(config, stage, until, path)
+        yield from _metric_problems(section, settings[index], until, path)
         if until.max_tokens <= stage.tokens:
             yield f"{path}.max_tokens: given {until.max_tokens}; allowed: more than the stage's tokens {stage.tokens}"
         recovered = until.trailing_loss_recovered
-        before = config.stages[index - 1] if index > 0 else None
+        before = stages[index - 1] if index > 0 else None
         comparable = before is not None and before.evaluate and before.seq_len == stage.seq_len
         if recovered is not None and recovered.reference == "before" and not comparable:
             yield (
                 f"{path}.trailing_loss_recovered.reference: given 'before', but no stage before {stage.name!r} is "
                 f"evaluated with its seq_len {stage.seq_len}; insert one, or set reference: full"
             )
-        yield from _rate_problems(config, stages, index, path)
+        planned_end = resolved[index].first_token + resolved[index].planned_tokens
+        if stage_learning_rate(resolved, index, schedule, planned_end) == 0:
+            yield (
+                f"{path}: beyond its tokens the stage would go on with the learning rate at their end, which is 0; set "
+                "min_lr_ratio of its schedule, or kind: constant"
+            )
 
 
-def exit_data_problems(config: RunConfig, stages: Sequence[Stage]) -> Iterator[str]:
+def exit_data_problems(section: EvaluationConfig, settings: Sequence[EvaluationSetting]) -> Iterator[str]:
     """Stages whose criterion could never be judged, because the corpora do not give its numbers."""
-    for stage in stages:
+    for setting in settings:
+        stage = setting.stage
         if stage.until is None:
             continue
-        wanted = dict.fromkeys(map(evaluation_of, stage.until.metrics))
-        for evaluation in wanted:
-            if evaluation is None or not evaluation.enabled(config):
+        asked = asked_evaluations(section, setting.validation)
+        for evaluation in dict.fromkeys(map(evaluation_of, stage.until.metrics)):
+            if evaluation not in asked:
                 continue
             try:
-                for problem in evaluation.data_problems(config, stage):
+                for problem in evaluation.data_problems(asked[evaluation], setting):
                     yield f"stages[{stage.index}].until: {problem}"
             except DataError as error:
                 yield f"data.validation: {error}"
@@ -151,10 +185,13 @@ def _form_problem(until: UntilConfig) -> str:
     return ""
 
 
-def _metric_problems(config: RunConfig, stage: StageConfig, until: UntilConfig, path: str) -> Iterator[str]:
+def _metric_problems(
+    section: EvaluationConfig, setting: EvaluationSetting, until: UntilConfig, path: str
+) -> Iterator[str]:
     """Numbers that no evaluation gives, or none in this stage."""
-    layers = resolve_layers(merge_attention(config.attention, stage.attention), config.model.layers)
-    missing: dict[type[Evaluation], str] = {}
+    stage = setting.stage
+    asked = asked_evaluations(section, setting.validation)
+    missing: dict[type[Evaluation[Any]], str] = {}
     for metric in until.metrics:
         evaluation = evaluation_of(metric)
         if evaluation is None:
@@ -164,10 +201,10 @@ def _metric_problems(config: RunConfig, stage: StageConfig, until: UntilConfig, 
             hint = did_you_mean(metric, known)
             yield f"{path}.metric: given {metric!r}, which no evaluation gives{hint}; allowed: {', '.join(known)}"
             continue
-        if not evaluation.enabled(config):
+        if evaluation not in asked:
             missing.setdefault(evaluation, metric)
-        if metric in evaluation.numbers_against_full and name_of(layers) == "full":
-            nothing = f"but stage {stage.name!r} has no other than full layers, so there is nothing to"
+        if metric in evaluation.numbers_against_full and name_of(stage.attention) == "full":
+            nothing = f"but all layers of stage {stage.name!r} have full attention, so there is nothing to"
             if until.trailing_loss_recovered is not None:
                 yield (
                     f"{path}.trailing_loss_recovered.reference: given 'full', {nothing} recover; set attention, or "
@@ -177,12 +214,3 @@ def _metric_problems(config: RunConfig, stage: StageConfig, until: UntilConfig, 
                 yield f"{path}.metric: given {metric!r}, {nothing} compare with full attention; set attention"
     for evaluation, metric in missing.items():
         yield f"{path}: {metric} is not evaluated; set {evaluation.key}"
-
-
-def _rate_problems(config: RunConfig, stages: Sequence[Stage], index: int, path: str) -> Iterator[str]:
-    stage = stages[index]
-    if stage_learning_rate(stages, index, config.optim.schedule, stage.first_token + stage.planned_tokens) == 0:
-        yield (
-            f"{path}: beyond its tokens the stage would go on with the learning rate at their end, which is 0; set "
-            "min_lr_ratio of its schedule, or kind: constant"
-        )

@@ -1,27 +1,24 @@
-"""Checks of pipeline parallelism: layers, micro-batches, and what its schedules and ranks cannot do.
+"""Checks of pipeline parallelism (layers, micro-batches, schedules) and of tensor parallelism (sizes to divide)."""
 
-Checks of tensor parallelism: sizes that `parallel.tp` must divide, and what `parallel.tp_overlap` needs.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
 from typing import get_args
 
 from moba_train.config.mesh import MeshSizes, allowed_divisors
-from moba_train.config.parallel import CPLayout
+from moba_train.config.model import ModelConfig
+from moba_train.config.parallel import CPLayout, ParallelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.pipeline.model import number_of_parts
-from moba_train.resolve.evaluations import evaluated_sequences, pipeline_evaluation_problems
 
 
 def pipeline_problems(config: RunConfig) -> Iterator[str]:
-    """What does not fit `parallel.pp` whatever the number of ranks: layers, schedule and evaluations."""
+    """Layers and schedules that do not fit `parallel.pp` on any number of ranks."""
     parallel = config.parallel
     if parallel.pp == 1:
         return
-    yield from _layer_problems(config)
+    yield from _layer_problems(parallel, config.model.layers)
     if parallel.pp_schedule == "zero_bubble":
         given = "parallel.pp_schedule: given 'zero_bubble', which computes the gradients of weights on their own, but"
         allowed = "cannot be divided so; set it to 1f1b or interleaved_1f1b"
@@ -41,12 +38,9 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
             f"activation_offload: given true with parallel.pp {parallel.pp}, whose ranks keep activations of several "
             "micro-batches on the GPU; set it to false"
         )
-    yield from pipeline_evaluation_problems(config)
 
 
-def _layer_problems(config: RunConfig) -> Iterator[str]:
-    parallel = config.parallel
-    layers = config.model.layers
+def _layer_problems(parallel: ParallelConfig, layers: int) -> Iterator[str]:
     parts = number_of_parts(parallel)
     interleaved = parallel.pp_schedule == "interleaved_1f1b"
     if parallel.pp_layers == "auto":
@@ -63,24 +57,24 @@ def _layer_problems(config: RunConfig) -> Iterator[str]:
         yield f"{given}, {sum(parallel.pp_layers)} layers in all; model.layers is {layers}"
 
 
-def micro_batch_problems(config: RunConfig, stage: Stage, mesh: MeshSizes) -> Iterator[str]:
+def micro_batch_problems(stage: Stage, mesh: MeshSizes) -> Iterator[str]:
     """Too few micro-batches for a pipeline's schedule in `stage` on a mesh, or a number that it cannot divide."""
     pp = mesh.pp
     count, rest = divmod(stage.batch_sequences, stage.micro_batch_size * mesh.dp)
     if pp == 1 or rest:
         return
-    key = "batch_tokens" if config.stages[stage.index].batch_tokens is None else f"stages[{stage.index}].batch_tokens"
+    schedule = stage.parallel.pp_schedule
     unit = stage.seq_len * stage.micro_batch_size * mesh.dp
     given = (
-        f"{key}: given {stage.batch_tokens}, which makes {count} micro-batches on each rank in stage {stage.name!r}; "
-        f"parallel.pp {pp} needs"
+        f"{stage.key('batch_tokens')}: given {stage.batch_tokens}, which makes {count} micro-batches on each rank in "
+        f"stage {stage.name!r}; parallel.pp {pp} needs"
     )
     if count < pp:
         yield f"{given} at least {pp}: {pp * unit} tokens, or a smaller micro_batch_size"
-    elif config.parallel.pp_schedule != "1f1b" and count % (rounds := count // pp):
+    elif schedule != "1f1b" and count % (rounds := count // pp):
         lower, upper = count // pp * pp, -(-count // pp) * pp
         yield (
-            f"{given} with {config.parallel.pp_schedule} a multiple of {rounds}, the rounds of {pp}; nearest: "
+            f"{given} with {schedule} a multiple of {rounds}, the rounds of {pp}; nearest: "
             f"{lower * unit} or {upper * unit} tokens"
         )
 
@@ -88,13 +82,15 @@ def micro_batch_problems(config: RunConfig, stage: Stage, mesh: MeshSizes) -> It
 _DIVIDED = ("heads", "kv_heads", "intermediate_size", "vocab_size")
 
 
-def tensor_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[str]:
+def tensor_problems(
+    model: ModelConfig, parallel: ParallelConfig, compiled: bool, ranks_per_node: int | None
+) -> Iterator[str]:
     """Sizes of the model, and ranks of a node, that `parallel.tp` does not divide, and an overlap that cannot be."""
-    tp = config.parallel.tp
-    if config.parallel.tp_overlap and (tp == 1 or not config.compile):
+    tp = parallel.tp
+    if parallel.tp_overlap and (tp == 1 or not compiled):
         missing = "parallel.tp is 1" if tp == 1 else "compile is false"
         yield f"parallel.tp_overlap: given true, but {missing}; it needs parallel.tp above 1 and compile: true"
-    sizes = {key: getattr(config.model, key) for key in _DIVIDED}
+    sizes = {key: getattr(model, key) for key in _DIVIDED}
     uneven = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]
     if uneven:
         allowed = allowed_divisors(gcd(*sizes.values()))
@@ -107,14 +103,19 @@ def tensor_problems(config: RunConfig, ranks_per_node: int | None) -> Iterator[s
         )
 
 
-def row_problems(config: RunConfig) -> Iterator[str]:
-    """Stages whose rows (tokens on a rank) `parallel.tp` does not divide, in training or evaluation, as problems."""
-    tp = config.parallel.tp
-    for stage in resolve_stages(config) if tp > 1 else ():
+def row_problems(stages: Sequence[Stage], evaluated: Sequence[Mapping[str, int]]) -> Iterator[str]:
+    """Stages whose rows (tokens on a rank) `parallel.tp` does not divide, in training or evaluation, as problems.
+
+    evaluated: for each stage, sequences of one forward pass of each of its evaluations, by the evaluation's key
+    """
+    for stage, evaluations in zip(stages, evaluated, strict=True):
+        tp = stage.parallel.tp
+        if tp == 1:
+            continue
         cp = stage.parallel.cp
         layout = stage.parallel.cp_layout
         passes = {f"seq_len {stage.seq_len} x micro_batch_size {stage.micro_batch_size}": stage.micro_batch_size}
-        for key, sequences in evaluated_sequences(config, stage).items():
+        for key, sequences in evaluations.items():
             passes[f"seq_len {stage.seq_len} ({key})"] = sequences
         for text, sequences in passes.items():
             tokens = stage.seq_len * sequences

@@ -1,42 +1,112 @@
-"""What a checkpoint's own recipe may make us read: a checkpoint may come from elsewhere, the files here are ours.
-
-Where the files lie that a checkpoint's own recipe names, whatever folder a command is started from.
+"""A checkpoint with its own recipe, checked before anything acts on it: it may come from elsewhere, the files here are
+ours.
 
 A recipe names its tokenizer and corpora relative to the folder in which the run was started. They are looked for in the
-working folder, then there (the run folder's path shows it where the recipe's `run_dir` is a relative one), and then in
-the run folder.
-
-A checkpoint's own recipe, checked before anything acts on it: a checkpoint may come from elsewhere.
+working folder, then there (the run folder's path shows it if the recipe's `run_dir` is a relative one), and then in the
+run folder.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from moba_train.checkpoint.manifest import check_sizes
-from moba_train.checkpoint.publish import find_checkpoint
-from moba_train.checkpoint.recipe import SavedRun, run_folder, saved_recipe, saved_stage, trained_tokenizer
-from moba_train.config.data import SourceConfig
+import torch
+
+from moba_train.checkpoint.manifest import check_sizes, read_meta
+from moba_train.checkpoint.publish import find_checkpoint, saved_step
+from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, trained_tokenizer
+from moba_train.checkpoint.state import load_model
+from moba_train.config.data import DataConfig, SourceConfig
+from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.load import shadowed_overrides, with_overrides
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.tokenizer import TOKENIZER_CONFIG, tokenizer_file, tokenizer_hash
 from moba_train.errors import CheckpointError, ConfigError, DataError, ForeignFileError
 from moba_train.foreign_files import check_below, open_foreign, working_roots
-from moba_train.memory.flops import count_parameters
-from moba_train.resolve.recipe import validate
+from moba_train.model.build import build_attention, build_model
+from moba_train.model.spec import ModelSpec, kind_prefix
+from moba_train.model.transformer import Transformer
+from moba_train.resolve.recipe import resolve
+from moba_train.resolve.run import resolve_unchecked
 
 
-def check_paths(config: RunConfig, checkpoint: Path, roots: Sequence[Path] | None = None) -> None:
-    """Raises CheckpointError when the recipe of `checkpoint` names a tokenizer or validation corpus whose files, links
-    followed, are not regular files below one of `roots`: by default the working folder, and those in
+class SavedRun(NamedTuple):
+    """A checkpoint with the recipe that it is used with, and the stage that it was saved in.
+
+    `open_checkpoint` makes one that is safe to use.
+    """
+
+    path: Path
+    config: RunConfig
+    """The recipe that the checkpoint was saved with, or one with options laid over it."""
+    spec: ModelSpec
+    """The model of the recipe."""
+    stage: Stage
+
+    def with_recipe(self, config: RunConfig) -> "SavedRun":
+        """The checkpoint with another recipe, which has been checked, and with its stage of the same number."""
+        run = resolve_unchecked(config)
+        return SavedRun(self.path, config, run.setup.spec, run.stages[self.stage.index])
+
+
+class Training(NamedTuple):
+    """Training that the weights of a checkpoint have been through."""
+
+    step: int
+    """Optimizer steps; 0 for an imported model."""
+    tokens: int | None
+    """Training tokens of these steps; None for an imported model."""
+    seq_len: int
+    """Longest sequences of the stages so far, in tokens."""
+
+
+def saved_training(checkpoint: Path) -> Training:
+    """Training that the weights of `checkpoint` have been through, by its recipe and progress. Raises CheckpointError
+    as `saved_stage`."""
+    run = resolve_unchecked(saved_recipe(checkpoint))
+    meta = read_meta(checkpoint)
+    index = saved_stage(checkpoint, run.stages).index
+    exited = meta["progress"].get("exited_steps")
+    stages = run.after_exit(exited if isinstance(exited, dict) else {}).stages[: index + 1]
+    step = saved_step(meta) or 0
+    return Training(step, stages[-1].tokens_after(step) if step else None, max(stage.seq_len for stage in stages))
+
+
+def overridden_kinds(saved: SavedRun) -> list[str]:
+    """Beginnings of the names of parameters that the checkpoint has of attention kinds that the recipe no longer uses,
+    since overrides were laid over it."""
+    before = resolve_unchecked(saved_recipe(saved.path)).setup.spec.kind_shapes
+    return [kind_prefix(layer, kind) for layer, kind in before.keys() - saved.spec.kind_shapes.keys()]
+
+
+def load_trained(saved: SavedRun, device: torch.device, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of a checkpoint on `device` in `dtype`, with the attention and RoPE of the stage that saved it.
+
+    Raises CheckpointError when the checkpoint is damaged.
+    """
+    with torch.device("meta"):
+        model = build_model(saved.spec)
+    model.to_empty(device=device)
+    load_model(model, saved.path, optional=overridden_kinds(saved))
+    model.set_attention(build_attention(saved.stage.attention, saved.spec.config.head_width))
+    model.set_rope(saved.stage.rope)
+    return model.to(dtype).eval()
+
+
+def check_paths(
+    data: DataConfig, evaluation: EvaluationConfig, checkpoint: Path, roots: Sequence[Path] | None = None
+) -> None:
+    """Raises CheckpointError when these sections of the recipe of `checkpoint` name a tokenizer or validation corpus
+    whose files, links followed, are not regular files below one of `roots`: by default the working folder, and those in
     $MOBA_TRAIN_DATA_ROOTS.
     """
     roots = working_roots() if roots is None else roots
-    for key, given, file in _files(config):
+    for key, given, file in _files(data, evaluation):
         try:
             check_below(file, roots)
             with contextlib.suppress(OSError):  # a file that is missing is reported by its reader
@@ -45,22 +115,22 @@ def check_paths(config: RunConfig, checkpoint: Path, roots: Sequence[Path] | Non
             raise CheckpointError(f"checkpoint {checkpoint}: its recipe reads {key} {given!r}: {error}") from None
 
 
-def evaluation_corpora(config: RunConfig) -> dict[str, str]:
+def evaluation_corpora(data: DataConfig, evaluation: EvaluationConfig) -> dict[str, str]:
     """The corpora that evaluation reads, by the keys that name them."""
-    named = {f"evaluation.{name}.corpus": section.corpus for name, section in config.evaluation.asking().items()}
+    named = {f"evaluation.{name}.corpus": section.corpus for name, section in evaluation.asking().items()}
     return {
-        **{f"data.validation[{index}].path": source.path for index, source in enumerate(config.data.validation)},
+        **{f"data.validation[{index}].path": source.path for index, source in enumerate(data.validation)},
         **{key: path for key, path in named.items() if path is not None},
     }
 
 
-def _files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
+def _files(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[tuple[str, str, Path]]:
     """(key, value, file) of every file that evaluation and generation open."""
-    if config.data.tokenizer is not None:
-        file = tokenizer_file(config.data.tokenizer)
-        yield "data.tokenizer", config.data.tokenizer, file
-        yield "data.tokenizer", config.data.tokenizer, file.parent / TOKENIZER_CONFIG
-    for key, path in evaluation_corpora(config).items():
+    if data.tokenizer is not None:
+        file = tokenizer_file(data.tokenizer)
+        yield "data.tokenizer", data.tokenizer, file
+        yield "data.tokenizer", data.tokenizer, file.parent / TOKENIZER_CONFIG
+    for key, path in evaluation_corpora(data, evaluation).items():
         for prefix in (path, mask_prefix(path)):
             for suffix in ("idx", "bin", "json"):
                 yield key, path, corpus_file(prefix, suffix)
@@ -104,9 +174,9 @@ class SavedPaths:
                 f"{'; '.join(looked)}; give --tokenizer FILE"
             )
 
-    def check_corpora(self, config: RunConfig) -> None:
-        """Raises DataError, naming all places that were looked at, when a validation corpus of `config` is in none."""
-        for index, source in enumerate(config.data.validation):
+    def check_corpora(self, validation: Sequence[SourceConfig]) -> None:
+        """Raises DataError, naming all places that were looked at, when one of these validation corpora is in none."""
+        for index, source in enumerate(validation):
             if self._corpus(source.path) is None:
                 looked = "; ".join(str(corpus_file(path, "idx")) for path in self._places(source.path))
                 raise DataError(
@@ -115,7 +185,7 @@ class SavedPaths:
                 )
 
     def _tokenizer(self) -> tuple[str | None, list[str]]:
-        """The recipe's tokenizer, None where it was not found, and what was looked at in vain."""
+        """The recipe's tokenizer, None where it was not found, and the places that were looked at in vain."""
         given = self._config.data.tokenizer
         trained = trained_tokenizer(self._checkpoint)
         looked: list[str] = []
@@ -142,7 +212,7 @@ class SavedPaths:
         return next((str(path) for path in self._places(given) if corpus_file(path, "idx").is_file()), None)
 
     def _places(self, given: str) -> Iterator[Path]:
-        """Where `given` may be; its name alone counts in the run folder, where an imported model has its tokenizer."""
+        """Places of `given`; its name alone counts in the run folder, where an imported model has its tokenizer."""
         places = [Path(given) if folder == Path.cwd() else folder / given for folder in self._folders]
         yield from dict.fromkeys([*places, self._folders[-1] / Path(given).name])
 
@@ -165,7 +235,7 @@ def open_checkpoint(path: Path) -> SavedRun:
     cannot hold, or names files that it must not read (`check_paths`).
     """
     saved = read_checkpoint(path)
-    check_paths(saved.config, saved.path)
+    check_paths(saved.config.data, saved.config.evaluation, saved.path)
     return saved
 
 
@@ -181,17 +251,16 @@ def open_for_generation(
     saved = read_checkpoint(path)
     if overrides:
         config = with_overrides(saved.config, overrides)
-        if problems := shadowed_overrides(config, overrides, [saved.stage.index]):
+        if problems := shadowed_overrides(config.stages, overrides, [saved.stage.index]):
             raise ConfigError(problems)
-        validate(config.model_copy(update={"init_from": None}), allow_idle=True, training=False)
-        saved = saved._replace(config=config, stage=resolve_stages(config)[saved.stage.index])
+        resolve(config.model_copy(update={"init_from": None}), allow_idle=True, training=False)
+        saved = saved.with_recipe(config)
     paths = SavedPaths(saved.config, saved.path)
     if tokenizer is None:
         paths.check_tokenizer()
     config = paths.located()
     unread = config.data.model_copy(update={"validation": []} | ({"tokenizer": None} if tokenizer else {}))
-    without = {"data": unread, "evaluation": config.evaluation.with_corpora(lambda path: None)}
-    check_paths(config.model_copy(update=without), saved.path, paths.roots)
+    check_paths(unread, config.evaluation.with_corpora(lambda path: None), saved.path, paths.roots)
     return saved._replace(config=config), paths.roots
 
 
@@ -199,15 +268,15 @@ def read_checkpoint(path: Path) -> SavedRun:
     """`open_checkpoint`, without a look at the files that the recipe names."""
     checkpoint = find_checkpoint(path)
     config = saved_recipe(checkpoint)
-    # Where the first weights came from no longer matters, and what changes nothing did no harm in training.
-    validate(config.model_copy(update={"init_from": None}), allow_idle=True)
-    _check_size(config, checkpoint)
-    return SavedRun(checkpoint, config, saved_stage(checkpoint, config))
+    # Where the first weights came from no longer matters, and options that change nothing did no harm in training.
+    run = resolve(config.model_copy(update={"init_from": None}), allow_idle=True)
+    _check_size(run.setup.spec, checkpoint)
+    return SavedRun(checkpoint, config, run.setup.spec, saved_stage(checkpoint, run.stages))
 
 
-def _check_size(config: RunConfig, checkpoint: Path) -> None:
+def _check_size(spec: ModelSpec, checkpoint: Path) -> None:
     """Raises CheckpointError when the files are too small for the recipe's model, before memory for it is taken."""
-    parameters = count_parameters(config.model).total
+    parameters = spec.counts.total - spec.counts.attention_kinds
     size = sum(entry["size"] for entry in check_sizes(checkpoint).values())
     if size < 4 * parameters:  # checkpoints hold float32
         raise CheckpointError(

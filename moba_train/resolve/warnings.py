@@ -1,23 +1,28 @@
-"""What a recipe can do but its author has hardly meant, in words; refused is only what cannot work."""
+"""Warnings about a recipe: what works, but its author has hardly meant. Only what cannot work is refused."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Literal
 
 from moba_train.config.base import format_count
 from moba_train.config.data import SourceConfig
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.config.model import ModelConfig
+from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
 from moba_train.data.samples import StageData
 from moba_train.data.sidecar import read_sidecar
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
 from moba_train.errors import DataError, UserError, named_layers
-from moba_train.hf.initial_weights import initial_tokenizers, left_out_kinds
-from moba_train.memory.flops import count_recipe_parameters
-from moba_train.model.build import Shapes
-from moba_train.resolve.data import recipe_sources, recorded_tokenizers
-from moba_train.resolve.evaluations import evaluation_warnings
+from moba_train.model.spec import ModelSpec, Shapes
+from moba_train.resolve.data import recorded_tokenizers
+from moba_train.resolve.evaluations import evaluation_settings, evaluation_warnings
+from moba_train.resolve.initial_weights import initial_tokenizers, left_out_kinds, unread_folder
+from moba_train.resolve.run import ResolvedRun
+
+NamedSources = Sequence[tuple[str, SourceConfig]]
+"""Sources of a recipe, with their keys."""
 
 ROW_MULTIPLE = 128
 """Rows of the embedding are a multiple of this in most models, because matrix products are faster then."""
@@ -27,42 +32,45 @@ SPARE_SHARE = 0.1
 """And as a share of the tokenizer's: published models reserve a few percent for later tokens."""
 
 
-def print_recipe_warnings(config: RunConfig) -> None:
+def print_recipe_warnings(run: ResolvedRun) -> None:
     """Print `recipe_warnings`, a line each, as `moba-train plan` does and a run that starts."""
-    for warning in recipe_warnings(config):
+    for warning in recipe_warnings(run):
         print(f"warning: {warning}", flush=True)
 
 
-def recipe_warnings(config: RunConfig) -> list[str]:
-    """Sentences about a validated recipe, each with the keys to change; none where nothing is conspicuous."""
+def recipe_warnings(run: ResolvedRun) -> list[str]:
+    """Sentences about a run, each with the keys to change; none if nothing is conspicuous."""
+    spec = run.setup.spec
+    sources = run.named_sources()
+    initial = unread_folder(run.init_from, run.folders.checkpoints)
     return [
-        *_batch_warnings(config),
-        *evaluation_warnings(config, resolve_stages(config)),
-        *_trained_on_warnings(config),
-        *_short_validation_warnings(config),
-        *_vocabulary_warnings(config),
-        *_checkpointing_warnings(config),
-        *_initial_weight_warnings(config),
-        *_initial_tokenizer_warnings(config),
+        *_batch_warnings(run.stages),
+        *evaluation_warnings(run.evaluation, evaluation_settings(run)),
+        *_trained_on_warnings(sources, run.data.validation),
+        *_short_validation_warnings(run.data.validation, run.stages, run.evaluation.sequences, run.seed, spec.config),
+        *_vocabulary_warnings(spec, _known_tokens(sources, run.data.tokenizer), run.init_from is not None),
+        *_checkpointing_warnings(spec.config, run.memory.checkpointing),
+        *(_initial_weight_warnings(spec, initial) if initial else ()),
+        *(_initial_tokenizer_warnings(sources, initial) if initial else ()),
     ]
 
 
-def _batch_warnings(config: RunConfig) -> Iterator[str]:
-    """Warns of a batch that is larger than its stage: the stage then trains on one whole batch."""
-    for stage, given in zip(resolve_stages(config), config.stages, strict=True):
-        if stage.batch_tokens > given.tokens:
-            key = "batch_tokens" if given.batch_tokens is None else f"stages[{stage.index}].batch_tokens"
+def _batch_warnings(stages: Sequence[Stage]) -> Iterator[str]:
+    """Batches that are larger than their stage, which then trains on one whole batch."""
+    for stage in stages:
+        if stage.batch_tokens > stage.tokens:
             yield (
-                f"{key}: given {stage.batch_tokens:,}, more than the {given.tokens:,} tokens of stage {stage.name!r}: "
-                f"its one step trains on {stage.batch_tokens:,}; lower it, or raise stages[{stage.index}].tokens"
+                f"{stage.key('batch_tokens')}: given {stage.batch_tokens:,}, more than the {stage.tokens:,} tokens of "
+                f"stage {stage.name!r}: its one step trains on {stage.batch_tokens:,}; lower it, or raise "
+                f"stages[{stage.index}].tokens"
             )
 
 
-def _trained_on_warnings(config: RunConfig) -> Iterator[str]:
-    """Validation corpora of which documents are trained on, too."""
-    sources = [(key, source) for key, source in recipe_sources(config) if not key.startswith("data.validation")]
-    for index, held_out in enumerate(config.data.validation):
-        same = [key for key, source in sources if source.path == held_out.path and _share_lengths(source, held_out)]
+def _trained_on_warnings(sources: NamedSources, validation: Sequence[SourceConfig]) -> Iterator[str]:
+    """Validation corpora whose documents are also trained on."""
+    trained = [(key, source) for key, source in sources if not key.startswith("data.validation")]
+    for index, held_out in enumerate(validation):
+        same = [key for key, source in trained if source.path == held_out.path and _share_lengths(source, held_out)]
         if same:
             yield (
                 f"data.validation[{index}]: the corpus {held_out.path} is trained on as well ({same[0]}), so that its "
@@ -70,12 +78,13 @@ def _trained_on_warnings(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _short_validation_warnings(config: RunConfig) -> Iterator[str]:
-    """Validation corpora with less text than is evaluated, in the first stage for which that is so."""
-    sequences, sources = config.evaluation.sequences, config.data.validation
-    for stage in resolve_stages(config) if sources else ():
+def _short_validation_warnings(
+    sources: Sequence[SourceConfig], stages: Sequence[Stage], sequences: int, seed: int, model: ModelConfig
+) -> Iterator[str]:
+    """Validation corpora with less text than is evaluated, in the first stage that needs more."""
+    for stage in stages if sources else ():
         with suppress(DataError):  # of a corpus that is damaged, or need not exist yet
-            data = StageData(sources, stage.seq_len, sequences, config.seed, {}, config.model.vocab_size)
+            data = StageData(sources, stage.seq_len, sequences, seed, {}, model.vocab_size)
             if stage.evaluate and (short := data.read_again()):
                 name, tokens, taken = short[0]
                 yield (
@@ -87,33 +96,35 @@ def _short_validation_warnings(config: RunConfig) -> Iterator[str]:
 
 
 def _share_lengths(one: SourceConfig, other: SourceConfig) -> bool:
-    """Whether documents of one length belong to both."""
+    """True if documents of one length belong to both."""
     least = max(one.min_length or 0, other.min_length or 0)
     return least < min(one.below_length or math.inf, other.below_length or math.inf)
 
 
-def _vocabulary_warnings(config: RunConfig) -> Iterator[str]:
-    """A vocabulary much larger than the tokenizer's, as of a model file that was made for another tokenizer."""
-    model = config.model
-    known = _known_tokens(config)
+def _vocabulary_warnings(spec: ModelSpec, known: int | None, from_elsewhere: bool) -> Iterator[str]:
+    """A vocabulary much larger than the tokenizer's, such as that of a model file made for another tokenizer.
+
+    known: size of the tokenizer; None: not known. from_elsewhere: the recipe has `init_from`
+    """
+    model = spec.config
     if known is None or (rows := model.vocab_size - known) <= max(SPARE_ROWS, SPARE_SHARE * known):
         return
     parts = "embedding" if model.tie_embeddings else "embedding and output projection"
     cost = format_count(rows * model.hidden_size * (1 if model.tie_embeddings else 2))
-    total = format_count(count_recipe_parameters(config).total)
     fits = -(-known // ROW_MULTIPLE) * ROW_MULTIPLE
     change = f"set it to {fits}, a multiple of {ROW_MULTIPLE}"
-    if config.init_from is not None:
+    if from_elsewhere:
         change = "it is that of init_from, whose tokenizer may be another one"
     yield (
         f"model.vocab_size: given {model.vocab_size}, but the tokenizer has {known} tokens: rows that no token uses "
-        f"take {cost} of {total} parameters ({parts}); {change}"
+        f"take {cost} of {format_count(spec.counts.total)} parameters ({parts}); {change}"
     )
 
 
-def _checkpointing_warnings(config: RunConfig) -> Iterator[str]:
+def _checkpointing_warnings(
+    model: ModelConfig, policy: Literal["budget", "none", "selective", "full"]
+) -> Iterator[str]:
     """Sizes by which activation checkpointing confuses a block's matrix products (parallel/activations.py)."""
-    policy, model = config.activation_checkpointing, config.model
     widths = {
         "hidden_size": model.hidden_size,
         "heads x head_dim": model.heads * model.head_width,
@@ -123,50 +134,50 @@ def _checkpointing_warnings(config: RunConfig) -> Iterator[str]:
     if same and policy in ("selective", "budget"):
         yield (
             f"model.intermediate_size: given {model.intermediate_size}, as large as {' and '.join(same)}: activation "
-            "checkpointing tells matrix products apart by the sizes of their weights, so that it keeps other results "
+            "checkpointing distinguishes matrix products by the sizes of their weights, so that it keeps other results "
             f"and recomputes more products than planned with activation_checkpointing: {policy}; set it to none or "
             "full, or choose another intermediate_size; no result of training changes"
         )
 
 
-def _initial_weight_warnings(config: RunConfig) -> Iterator[str]:
-    """Parameters of attention kinds that `init_from` has and the recipe does not."""
+def _initial_weight_warnings(spec: ModelSpec, folder: Path) -> Iterator[str]:
+    """Parameters of attention kinds that the model in `folder`, `init_from`, has and the recipe does not."""
     left_out: dict[tuple[int, str], Shapes] = {}
     with suppress(UserError):  # `plan --no-data`: it need not exist yet
-        left_out = left_out_kinds(config)
+        left_out = left_out_kinds(spec, folder)
     for kind in sorted({kind for _, kind in left_out}):
         layers = sorted(layer for layer, other in left_out if other == kind)
         numbers = sum(math.prod(shape) for layer in layers for shape in left_out[layer, kind].values())
         yield (
-            f"init_from: {config.init_from} has {format_count(numbers)} parameters of attention kind {kind!r} in "
+            f"init_from: {folder} has {format_count(numbers)} parameters of attention kind {kind!r} in "
             f"{named_layers(layers)}, which no stage of this recipe uses there: they "
             "are left out; use the kind in a stage to keep them"
         )
 
 
-def _initial_tokenizer_warnings(config: RunConfig) -> Iterator[str]:
-    """Corpora whose tokenizer is not that of `init_from`. No error: one tokenizer may be written in several ways."""
+def _initial_tokenizer_warnings(sources: Iterable[tuple[str, SourceConfig]], folder: Path) -> Iterator[str]:
+    """Corpora whose tokenizer is not that of `folder`, `init_from`. No error: one tokenizer may be written in several
+    ways."""
     with suppress(UserError, OSError):  # `plan --no-data`: neither need exist yet
-        trained = initial_tokenizers(config)
-        corpora = [*recorded_tokenizers(recipe_sources(config))] if trained else []
+        trained = initial_tokenizers(folder)
+        corpora = [*recorded_tokenizers(sources)] if trained else []
         if other := [(key, path, name) for key, path, name, digest in corpora if digest not in trained]:
             key, path, name = other[0]
             yield (
-                f"init_from: {config.init_from} was trained with another tokenizer than {name}, which made the corpus "
+                f"init_from: {folder} was trained with another tokenizer than {name}, which made the corpus "
                 f"{path} ({key}): where the same token ids are other text, its weights are worth nothing; make the "
                 "corpora with its tokenizer, unless both are the same one in two forms"
             )
 
 
-def _known_tokens(config: RunConfig) -> int | None:
-    """Size of the tokenizer that made the corpora, as their sidecars record it, else of `data.tokenizer`; None where
-    neither is there to be read."""
+def _known_tokens(sources: NamedSources, tokenizer: str | None) -> int | None:
+    """Size of the tokenizer that made the corpora, as their sidecars record it, else of `tokenizer`; None where neither
+    can be read."""
     with suppress(DataError):
-        sidecars = [read_sidecar(corpus_file(source.path, "json")) or {} for _, source in recipe_sources(config)]
+        sidecars = [read_sidecar(corpus_file(source.path, "json")) or {} for _, source in sources]
         if all(sizes := [info.get("vocab_size", 0) for info in sidecars]):
             return int(max(sizes))
     with suppress(DataError):
-        tokenizer = config.data.tokenizer
         if tokenizer is not None and tokenizer_file(tokenizer).is_file():
             return load_text_tokenizer(tokenizer).vocab_size
     return None

@@ -1,37 +1,41 @@
-"""The exit criterion of a stage (`until` in its recipe): whether the evaluations' numbers allow it to end.
-
-The evaluations that run while a stage trains.
-
-The evaluations of a run as its trainer sees them: when they run, what stops them, whether they end the stage.
-"""
+"""Evaluations of a run while it trains: when they run, what stops them, and the exit criterion that they decide."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moba_train.checkpoint.retention import Numbers
-from moba_train.config.schema import RunConfig, UntilConfig
+from moba_train.config.data import SourceConfig
+from moba_train.config.evaluation import EvaluationConfig
+from moba_train.config.schema import UntilConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import CheckpointError
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationStoppedError, name_of, with_full
-from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, stage_evaluations
+from moba_train.evals.evaluation import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationSetting,
+    EvaluationStoppedError,
+    name_of,
+    with_full,
+)
+from moba_train.evals.registry import EVALUATIONS, asked_evaluations, stage_evaluations
 from moba_train.health.watch import Watch
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import World, any_rank, broadcast
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.progress import Progress
-from moba_train.run.stop import StopRequest, StopTime
+from moba_train.run.stop import RunStop
 from moba_train.telemetry.jsonl import read_since
 from moba_train.telemetry.telemetry import Telemetry
 
 
 class Verdict(NamedTuple):
-    """Whether a criterion is met, and the comparison in words."""
+    """Verdict on a criterion, and the comparison in words."""
 
     met: bool
     message: str
@@ -101,14 +105,20 @@ class StageEvaluations:
     Constructed and called on all ranks together.
     """
 
-    def __init__(self, config: RunConfig, context: EvaluationContext, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        section: EvaluationConfig,
+        setting: EvaluationSetting,
+        context: EvaluationContext,
+        telemetry: Telemetry,
+    ) -> None:
         """`context`: without attentions, each evaluation gets its own. Raises DataError for damaged corpora."""
-        self._stage = context.stage
+        self._stage = setting.stage
         self._telemetry = telemetry
-        self._evaluations: list[tuple[Evaluation, EvaluationContext]] = []
+        self._evaluations: list[tuple[Evaluation[Any], EvaluationContext]] = []
         layers = self._stage.attention
         needed = set(self._stage.until.metrics) if self._stage.until else set()
-        for evaluation in stage_evaluations(config, self._stage):
+        for evaluation in stage_evaluations(section, setting):
             with_both = evaluation.compare_with_full or not needed.isdisjoint(evaluation.numbers_against_full)
             attentions = with_full(layers) if with_both else {name_of(layers): layers}
             self._evaluations.append((evaluation, dataclasses.replace(context, attentions=attentions)))
@@ -116,7 +126,7 @@ class StageEvaluations:
         self._numbers: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
-        """Whether `run_due` has anything to do after `step`."""
+        """True if `run_due` has anything to do after `step`."""
         return any(evaluation.due(step, self._stage) for evaluation, _ in self._evaluations)
 
     def run_at_start(self, tokens: int, metrics: Path) -> None:
@@ -140,7 +150,7 @@ class StageEvaluations:
         """`run_due` of those that were not due after `step`: the stage has turned out to end there."""
         return self._run(step, tokens, lambda evaluation: not evaluation.due(step, self._stage))
 
-    def _run(self, step: int, tokens: int, wanted: Callable[[Evaluation], bool]) -> dict[str, float]:
+    def _run(self, step: int, tokens: int, wanted: Callable[[Evaluation[Any]], bool]) -> dict[str, float]:
         numbers: dict[str, float] = {}
         for evaluation, context in self._evaluations:
             if evaluation.missing:
@@ -186,43 +196,58 @@ class RunEvaluations:
 
     def __init__(
         self,
-        config: RunConfig,
+        section: EvaluationConfig,
+        metrics: Path,
         world: World,
         *,
         progress: Progress,
         checkpoints: RunCheckpoints,
         telemetry: Telemetry,
         watch: Watch,
-        stop: StopRequest,
-        stop_time: StopTime,
+        stop: RunStop,
         is_recorded: Callable[..., bool],
+        known_numbers: Numbers | None = None,
     ) -> None:
-        """`is_recorded(type, stage, **fields)`: whether an earlier start recorded such an event at the step from which
-        the run resumed."""
-        self._config = config
+        """Evaluations of a run.
+
+        section: `evaluation` of the recipe
+        metrics: file of the run's records
+        is_recorded: `is_recorded(type, stage, **fields)` is True if an earlier start recorded such an event at the step
+            from which the run resumed
+        known_numbers: those of the evaluations that are due at the checkpoint from which the run resumes; None if they
+            must be run
+        """
+        self._section = section
+        self._metrics = metrics
         self._world = world
         self._progress = progress
         self._checkpoints = checkpoints
         self._telemetry = telemetry
         self._watch = watch
         self._stop = stop
-        self._stop_time = stop_time
         self._is_recorded = is_recorded
+        self._known_numbers = known_numbers
 
-    def begin_stage(self, stage: Stage, model: Transformer, data_shard: DataShard) -> None:
-        """Prepare the evaluations and the exit criterion of a stage that begins or goes on.
+    def begin_stage(self, setting: EvaluationSetting, model: Transformer, data_shard: DataShard) -> None:
+        """Prepare the evaluations and the exit criterion of the stage of `setting`, which begins or goes on.
 
         Raises DataError for damaged corpora, and CheckpointError when the criterion refers to a number that the stage
         before has not evaluated.
         """
+        stage = setting.stage
         self._stage = stage
         self._exit = StageExit(stage, self._progress.trailing_loss_before)
         context = EvaluationContext(model, stage, data_shard, self._world.device, between_batches=self._between_batches)
-        self._evaluations = StageEvaluations(self._config, context, self._telemetry)
+        self._evaluations = StageEvaluations(self._section, setting, context, self._telemetry)
 
     def due(self, step: int) -> bool:
-        """Whether any evaluation is due after `step`."""
+        """True if any evaluation is due after `step`."""
         return self._evaluations.due(step)
+
+    @property
+    def are_complete(self) -> bool:
+        """True if no evaluation need run after the current step."""
+        return not self._progress.evaluation_due or self._known_numbers is not None
 
     def numbers_at(self, step: int) -> dict[str, float]:
         """The numbers found after `step`; empty unless it is the last step that was evaluated."""
@@ -232,10 +257,10 @@ class RunEvaluations:
         """Run all evaluations before the stage's first step, at which `tokens` are consumed."""
         self._batch_began = time.perf_counter()
         with self._watch.phase("evaluation", self._progress.step):
-            self._evaluations.run_at_start(tokens, Path(self._config.run_dir) / "metrics.jsonl")
+            self._evaluations.run_at_start(tokens, self._metrics)
 
     def run_due(self, tokens: int) -> bool:
-        """Run the evaluations that are due after the current step; whether they end the stage.
+        """Run the evaluations that are due after the current step. Returns True if they end the stage.
 
         The checkpoint of the step was saved before, and says that they are due. So a run that resumes from it runs them
         first, unless it finds the numbers that the run before found there: `Evaluated`.
@@ -243,17 +268,17 @@ class RunEvaluations:
         progress = self._progress
         if not progress.evaluation_due:
             return False
-        numbers = self._checkpoints.resumed_numbers
-        self._checkpoints.resumed_numbers = None
+        numbers = self._known_numbers
+        self._known_numbers = None
         if numbers is None:
             numbers = self._evaluate(tokens)
         exits = self._judge_exit(numbers, tokens)
-        progress.evaluation_due = False
+        progress.end_evaluation(self._stage if exits else None)
         self._checkpoints.evaluated(progress.step, numbers)
         return exits
 
     def _evaluate(self, tokens: int) -> dict[str, float]:
-        """Run what is due after the current step, and where that ends the stage all other evaluations, too. Returns the
+        """Run what is due after the current step, and where that ends the stage also all other evaluations. Returns the
         numbers found, by name."""
         step = self._progress.step
         self._batch_began = time.perf_counter()
@@ -265,17 +290,15 @@ class RunEvaluations:
         return numbers
 
     def _judge_exit(self, numbers: dict[str, float], tokens: int) -> bool:
-        """Whether the stage ends here because the evaluations' numbers meet its exit criterion. Reports it, unless an
+        """True if the stage ends here because the evaluations' numbers meet its exit criterion. Reports it, unless an
         earlier start has done so here, with the same criterion."""
         progress = self._progress
-        progress.trailing_loss = numbers.get("trailing_loss", progress.trailing_loss)
+        progress.evaluated(numbers.get("trailing_loss"))
         verdict = self._exit.judge(progress.step, numbers)
         if verdict is None:
             return False
         if not self._is_recorded(STAGE_EXIT, self._stage, step=progress.step, message=verdict.message):
             self._telemetry.event(progress.step, tokens, STAGE_EXIT, verdict.message)
-        if verdict.met:
-            progress.exited_steps[self._stage.name] = progress.step - self._stage.first_step
         return verdict.met
 
     def _between_batches(self) -> None:
@@ -283,13 +306,28 @@ class RunEvaluations:
         if self._world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # else all batches are in the GPU's queue before a signal comes
         now = time.perf_counter()
-        self._stop_time.batch_took(now - self._batch_began)
+        self._stop.time.batch_took(now - self._batch_began)
         self._batch_began = now
-        if any_rank(self._stop.requested or self._checkpoints.wants_to_stop):
+        if any_rank(self._stop.request.requested or self._checkpoints.wants_to_stop):
             raise EvaluationStoppedError
 
 
-def has_all_numbers(config: RunConfig, stage: Stage, numbers: Numbers | None) -> bool:
-    """Whether `numbers` hold those of every evaluation that is due at the end of `stage`."""
-    asked = enabled_evaluations(config) if stage.evaluate else []
-    return all(evaluation.numbers <= (numbers or {}).keys() for evaluation in asked)
+def known_numbers(
+    section: EvaluationConfig,
+    validation: Sequence[SourceConfig],
+    stage: Stage,
+    progress: Progress,
+    numbers: Numbers | None,
+) -> Numbers | None:
+    """Numbers of the evaluations that are due after the current step, the checkpoint from which the run resumes; None
+    if they must be run.
+
+    numbers: those that the run before found there. If `stage` ends here now, and did not by the recipe of the
+    checkpoint, further evaluations are due, which is recorded in `progress`.
+    """
+    if not progress.ends_here_now(stage):
+        return numbers
+    progress.expect_evaluation()
+    asked = asked_evaluations(section, validation) if stage.evaluate else ()
+    complete = all(evaluation.numbers <= (numbers or {}).keys() for evaluation in asked)
+    return numbers if complete else None

@@ -1,22 +1,25 @@
-"""The change of the loss at the boundary between two stages.
+"""Progress of a run: everything that a checkpoint stores in addition to tensors, and the recipes that can go on from
+it.
 
-Progress of a run: everything that a checkpoint stores besides tensors, and whether a recipe can go on from it.
+Only the methods of `Progress` change it: each says what has happened in the run.
 """
 
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
+from moba_train.config.data import DataConfig
 from moba_train.config.explain import format_path, given
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.model import ModelConfig
+from moba_train.config.stages import Stage
 from moba_train.data.sidecar import Fingerprint
 from moba_train.errors import CheckpointError
+from moba_train.resolve.run import ResolvedRun
 
 STEPS = 10
 """Optimizer steps that are averaged on each side of a boundary."""
@@ -78,8 +81,8 @@ class Progress:
     """Tokens that were consumed before the current stage began, by stream (`StageData.stream_names`)."""
     run_id: str = ""
     """wandb's id, kept across restarts."""
-    fingerprints: dict[str, Fingerprint | str] = field(default_factory=dict)
-    """Fingerprint of every corpus read so far, by path; strings were saved by earlier versions."""
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
+    """Fingerprint of every corpus read so far, by path."""
     exited_steps: dict[str, int] = field(default_factory=dict)
     """Steps that the stages took whose exit criterion was met, by the stage's name."""
     trailing_loss: float | None = None
@@ -106,9 +109,68 @@ class Progress:
     tokenizer: str = ""
     """SHA-256 of the tokenizer (the function `tokenizer_hash`), as of the last checkpoint."""
 
+    def begin_stage(self, index: int, starts: dict[str, int]) -> None:
+        """Enter the stage with this index, the next one. starts: see the field of this name."""
+        self.boundary.begin_stage()
+        self.stage = index
+        self.starts = starts
+        self.trailing_loss_before = self.trailing_loss
+        self.steps_without_loss = 0
+
+    def note_data(self, kinds: list[tuple[int, str]], fingerprints: Mapping[str, Fingerprint]) -> None:
+        """Record the attention kinds that the current stage trains, and the corpora that it reads, by path."""
+        self.trained_kinds = kinds
+        self.fingerprints |= fingerprints
+
+    def count_step(self, *, has_loss: bool, evaluation_due: bool) -> None:
+        """Count one more step, in which a token carries loss or none does."""
+        self.step += 1
+        self.evaluation_due = evaluation_due
+        self.steps_without_loss = 0 if has_loss else self.steps_without_loss + 1
+
+    def leave_out(self) -> None:
+        """Record that the current step was flagged and left out of the weights."""
+        self.skipped.append(self.step)
+
+    def roll_back(self, saved: "Progress") -> None:
+        """Record that the run goes on after the current step with the weights of `saved`."""
+        if saved.stage == self.stage:
+            self.boundary.recent = saved.boundary.recent  # a comparison that was reported stays made
+        self.skipped = [old for old in self.skipped if old <= saved.step]
+        self.rollbacks.append([self.step, saved.step])
+
+    def note_transient_fault(self, hosts: list[str]) -> None:
+        """Record that the values of the current step were finite only when it was run again."""
+        self.transient_faults.append((self.step, hosts))
+
+    def expect_evaluation(self) -> None:
+        """Record that evaluations are due after the current step."""
+        self.evaluation_due = True
+
+    def evaluated(self, trailing_loss: float | None) -> None:
+        """Record the trailing loss that the evaluations after the current step found; None: they found none."""
+        if trailing_loss is not None:
+            self.trailing_loss = trailing_loss
+
+    def end_evaluation(self, exited: Stage | None) -> None:
+        """Record that the evaluations after the current step are complete. exited: the current stage if they end it."""
+        if exited is not None:
+            self.exited_steps[exited.name] = self.step - exited.first_step
+        self.evaluation_due = False
+
+    def prepare_save(
+        self, stage: Stage, data_plan: dict[str, Any], tokenizer: str, spike_detector: dict[str, Any]
+    ) -> None:
+        """Record the present values of the fields that hold as of a checkpoint. stage: the current one."""
+        self.stage_end = stage.end_step
+        self.stage_planned_end = stage.planned_end_step
+        self.data_plan = data_plan
+        self.tokenizer = tokenizer
+        self.spike_detector = spike_detector
+
     def ends_here_now(self, stage: Stage) -> bool:
-        """Whether the current stage ends, or may end by its criterion, at `step` by the present recipe, and did not by
-        that of the checkpoint: what is due at the end of a stage has not been evaluated then."""
+        """True if the current stage ends, or may end by its criterion, at `step` by the present recipe, and did not by
+        that of the checkpoint: evaluations that are due at the end of a stage have not run then."""
         ends = (stage.end_step, self.stage_end), (stage.planned_end_step, self.stage_planned_end)
         return any(self.step == now and before not in (0, now) for now, before in ends)
 
@@ -143,7 +205,7 @@ class Progress:
 
 
 def describe_finished(progress: Progress, stages: Sequence[Stage], run_dir: Path) -> str:
-    """What to tell about a run of which no step is left, and how to go on with it."""
+    """Message about a run of which no step is left, and about the ways to go on with it."""
     last = stages[-1]
     key = f"stages.{last.index}.{'until.max_tokens' if last.until else 'tokens'}"
     longer = f"give the last stage more tokens ({key}, {last.end_token - last.first_token:,} now) or "
@@ -156,17 +218,17 @@ def describe_finished(progress: Progress, stages: Sequence[Stage], run_dir: Path
     )
 
 
-def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
-    """What must stay the same for a resumed run to see the same tokens in the same order, as JSON values.
+def data_plan(model: ModelConfig, data: DataConfig, seed: int, stages: Sequence[Stage]) -> dict[str, Any]:
+    """Values that must stay the same for a resumed run to see the same tokens in the same order, as JSON values.
 
-    It ends with the current stage: later stages may change, and the current one may become longer or shorter (which
-    reshuffles the samples of its last group, see data/packers.py).
+    stages: up to the current one; later stages may change, and the current one may become longer or shorter (which
+        reshuffles the samples of its last group, see data/packers.py)
     """
     return {
-        "seed": config.seed,
-        "packing": config.data.packing,
-        "model": config.model.model_dump(mode="json", exclude={"rope"}),
-        "data": {"validation": [source.model_dump(mode="json") for source in config.data.validation]},
+        "seed": seed,
+        "packing": data.packing,
+        "model": model.model_dump(mode="json", exclude={"rope"}),
+        "data": {"validation": [source.model_dump(mode="json") for source in data.validation]},
         "stages": [
             {
                 "name": stage.name,
@@ -175,29 +237,30 @@ def data_plan(config: RunConfig, progress: Progress) -> dict[str, Any]:
                 "first_step": stage.first_step,
                 "train": [source.model_dump(mode="json") for source in stage.sources],
             }
-            for stage in resolve_stages(config, progress.exited_steps)[: progress.stage + 1]
+            for stage in stages
         ],
     }
 
 
-def check_tokenizer(tokenizer: str, progress: Progress, config: RunConfig, where: str) -> None:
-    """Raises CheckpointError when the recipe's tokenizer, whose hash is given, is another than at the save.
+def check_tokenizer(tokenizer: str, path: str | None, progress: Progress, where: str) -> None:
+    """Raises CheckpointError when the recipe's tokenizer, whose hash and `path` are given, is another than at the save.
 
-    A recipe may gain or lose its tokenizer, and earlier versions did not save the hash.
+    A recipe may gain or lose its tokenizer.
     """
     if tokenizer and progress.tokenizer and tokenizer != progress.tokenizer:
         raise CheckpointError(
-            f"cannot resume from {where}: data.tokenizer ({config.data.tokenizer}) is another one than when it "
-            f"was saved, whose SHA-256 was {progress.tokenizer}; restore it, or set run_dir to a new folder"
+            f"cannot resume from {where}: data.tokenizer ({path}) is another one than when it was saved, whose SHA-256 "
+            f"was {progress.tokenizer}; restore it, or set run_dir to a new folder"
         )
 
 
-def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
+def check_resumable(run: ResolvedRun, progress: Progress, where: str) -> None:
     """Raises CheckpointError, naming the key, when the recipe cannot go on from `progress`, saved at `where`.
 
-    Corpora may have moved: what they hold is compared when they are opened, see run/resumable.py.
+    Corpora may have moved: their contents are compared when they are opened, see run/resumable.py.
     """
-    now = data_plan(config, progress)
+    stages = run.after_exit(progress.exited_steps).stages
+    now = data_plan(run.setup.shape, run.data, run.seed, stages[: progress.stage + 1])
     by_content = "data" in progress.data_plan
     if not by_content:  # earlier versions saved neither the validation corpora nor what a corpus holds
         del now["data"]
@@ -207,10 +270,10 @@ def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
         if key == "data.validation" and not (before and after):
             continue  # evaluation was switched on or off
         raise CheckpointError(
-            f"cannot resume from {where}: {_what_was(key, config)} {given(before)} when it was saved and is "
+            f"cannot resume from {where}: {_what_was(key, stages)} {given(before)} when it was saved and is "
             f"{given(after)} now; restore it, or set run_dir to a new folder to start afresh"
         )
-    stage = resolve_stages(config, progress.exited_steps)[progress.stage]
+    stage = stages[progress.stage]
     if progress.step > stage.end_step:
         key = f"stages[{stage.index}].{'until.max_tokens' if stage.until else 'tokens'}"
         raise CheckpointError(
@@ -219,8 +282,8 @@ def check_resumable(config: RunConfig, progress: Progress, where: str) -> None:
         )
 
 
-def _what_was(key: str, config: RunConfig) -> str:
-    """`KEY was`, for a key of `data_plan`: that of the recipe which determines the value."""
+def _what_was(key: str, stages: Sequence[Stage]) -> str:
+    """`KEY was`, for a key of `data_plan`: the recipe's key that determines the value."""
     if key == "packing":
         return "data.packing was"
     if (found := re.fullmatch(r"stages\[(\d+)\]\.(\w+)(.*)", key)) is None:
@@ -230,9 +293,8 @@ def _what_was(key: str, config: RunConfig) -> str:
     if name == "first_step":
         before = "stages[0]" if index == 1 else f"stages[0] to stages[{index - 1}]"
         return f"the number of steps before stages[{index}] (tokens and batch_tokens of {before}) was"
-    inherited = {"batch_tokens": "batch_tokens", "train": "data.train"}
-    if name in inherited and getattr(config.stages[index], name) is None:
-        return f"{inherited[name]}{rest} (or {key}) was"
+    if name in ("batch_tokens", "train") and name not in stages[index].own_keys:
+        return f"{stages[index].key(name)}{rest} (or {key}) was"
     return f"{key} was"
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from moba_train.config.explain import given
 from moba_train.config.load import dump_config, parse_config, parse_yaml
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError, LaunchError
 from moba_train.optim.spec import stage_learning_rate
+from moba_train.resolve.run import ResolvedRun, resolve_unchecked
 from moba_train.run.progress import Progress
 from moba_train.telemetry.jsonl import write_atomically
 
@@ -22,14 +21,14 @@ Changes = dict[str, list[Any]]
 """[old value, new value] of each changed key, as JSON values; None where a key is not given."""
 
 
-def recipe_changes(before: str, config: RunConfig) -> Changes:
-    """The keys in which `config` differs from the recipe `before`, which `dump_config` of any version wrote.
+def recipe_changes(before: str, recipe: str) -> Changes:
+    """The keys in which `recipe`, which `dump_config` wrote, differs from `before`, which that of any version wrote.
 
     A key that `before` does not know, because its version was older, counts with its default.
     """
     with contextlib.suppress(ConfigError):  # a recipe that this version cannot read is compared as it is written
         before = dump_config(parse_config(before, "the recipe before"))
-    return {key: [old, new] for key, old, new in _differences(_values(before), _values(dump_config(config)), "")}
+    return {key: [old, new] for key, old, new in _differences(_values(before), _values(recipe), "")}
 
 
 def describe_changes(changes: Changes) -> str:
@@ -38,27 +37,28 @@ def describe_changes(changes: Changes) -> str:
     return ", ".join(shown + [f"and {len(changes) - MOST_SHOWN} more"] * (len(changes) > MOST_SHOWN))
 
 
-def rate_jump(before: str, config: RunConfig, progress: Progress) -> str | None:
-    """What to tell where a run goes on from `progress` with a learning rate that differs by more than a fifth from the
-    one that the recipe `before` would have gone on with, or had at its end, although both have the same rates and
+def rate_jump(before: str, run: ResolvedRun, progress: Progress) -> str | None:
+    """Warning where a run goes on from `progress` with a learning rate that differs by more than a fifth from the one
+    that the recipe `before` would have gone on with, or had at its end, although both have the same rates and
     schedules: those span other tokens now.
 
     None where it does not, and where a stage begins a schedule of its own.
     """
     try:
-        old = parse_config(before, "the recipe before")
+        old = resolve_unchecked(parse_config(before, "the recipe before")).after_exit(progress.exited_steps)
     except ConfigError:
         return None
-    stages = resolve_stages(config, progress.exited_steps)
+    stages = run.after_exit(progress.exited_steps).stages
     ended = progress.step == stages[progress.stage].end_step
     next_one = progress.stage + ended
-    if next_one == len(stages) or _rates(old, progress.stage) != _rates(config, progress.stage):
+    if next_one == len(stages) or _rates(old, progress.stage) != _rates(run, progress.stage):
         return None
     stage = stages[next_one]
     if ended and stage.schedule is not None:
         return None
-    was, now = _rate(old, progress, progress.stage, step=0), _rate(config, progress, next_one, step=1)
-    goes_on = next_one < len(old.stages) and _had_steps(old, progress, next_one)
+    was = _rate(old, progress, progress.stage, step=0)
+    now = _rate(run, progress, next_one, step=1)
+    goes_on = next_one < len(old.stages) and progress.step < old.stages[next_one].end_step
     wanted = _rate(old, progress, next_one, step=1) if goes_on else was
     if wanted == 0 or 0.8 <= now / wanted <= 1.2:
         return None
@@ -70,33 +70,26 @@ def rate_jump(before: str, config: RunConfig, progress: Progress) -> str | None:
     )
 
 
-def _had_steps(before: RunConfig, progress: Progress, index: int) -> bool:
-    """Whether stage `index` of the recipe `before` has a step after that of `progress`."""
-    return progress.step < resolve_stages(before, progress.exited_steps)[index].end_step
+def _rates(run: ResolvedRun, last: int) -> list[Any]:
+    """Learning rate and schedule of the recipe, and those of its stages up to `last`."""
+    return [(run.optim.lr, run.optim.schedule), *((stage.lr, stage.schedule) for stage in run.stages[: last + 1])]
 
 
-def _rates(config: RunConfig, last: int) -> list[Any]:
-    """Learning rate and schedule of the recipe, and those that its stages up to `last` set themselves."""
-    own = [(stage.lr, stage.schedule) for stage in config.stages[: last + 1]]
-    return [(config.optim.lr, config.optim.schedule), *own]
-
-
-def _rate(config: RunConfig, progress: Progress, index: int, step: int) -> float:
+def _rate(run: ResolvedRun, progress: Progress, index: int, step: int) -> float:
     """Learning rate of the last step (`step` 0) or the next one (1), which belongs to stage `index`."""
-    stages = resolve_stages(config, progress.exited_steps)
+    stages = run.after_exit(progress.exited_steps).stages
     tokens = stages[progress.stage].tokens_after(progress.step) + step * stages[index].batch_tokens
-    return stage_learning_rate(stages, index, config.optim.schedule, tokens)
+    return stage_learning_rate(stages, index, run.optim.schedule, tokens)
 
 
-def write_recipe(run_dir: Path, config: RunConfig, step: int) -> str | None:
-    """Write `config.yaml`, for a run that goes on after `step`.
+def write_recipe(run_dir: Path, text: str, step: int) -> str | None:
+    """Write the recipe `text` into `config.yaml`, for a run that goes on after `step`.
 
     A different one that is there is first copied to `config.step_00000123.yaml`, the recipe that was in use up to that
     step, or -2, -3, ... if there is such a file already: none is ever overwritten. Returns the text of that recipe.
     Raises LaunchError when a file cannot be read or written.
     """
     path = run_dir / "config.yaml"
-    text = dump_config(config)
     try:
         before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
         if before != text:

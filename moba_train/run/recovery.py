@@ -1,6 +1,7 @@
-"""Acts on a spike: dumps the step, and skips it, rolls the run back to a good checkpoint, or ends the run. Records
-faults of the machine, and ends the run where there are too many."""
+"""Judgement of steps and reactions to spikes: dump the step, and skip it, roll the run back to a good checkpoint, or
+end the run. Faults of the machine are recorded, and end the run where there are too many."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -11,8 +12,8 @@ from torch.optim import Optimizer
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept, is_good, latest_checkpoint, saved_step
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.health import SpikeConfig
+from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch
 from moba_train.errors import CheckpointError, ReproducibleFaultError, SuspectNodeError, TrainingError
 from moba_train.health.dump import write_dump
@@ -27,9 +28,18 @@ from moba_train.health.reaction import (
 from moba_train.health.spike import SpikeDetector, SpikeReport
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
+from moba_train.resolve.run import ResolvedRun
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.progress import Progress
 from moba_train.telemetry.telemetry import Telemetry
+
+
+def make_detector(config: SpikeConfig, progress: Progress) -> SpikeDetector:
+    """The spike detector of a run that goes on from `progress`."""
+    detector = SpikeDetector(config.window, config.warn_sigma)
+    if progress.step:
+        detector.load_state_dict(progress.spike_detector)
+    return detector
 
 
 class Recovery:
@@ -37,7 +47,7 @@ class Recovery:
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         *,
         model: Transformer,
         optimizer: Optimizer,
@@ -46,7 +56,7 @@ class Recovery:
         progress: Progress,
         telemetry: Telemetry,
     ) -> None:
-        self._config = config
+        self._run = run
         self._model = model
         self._optimizer = optimizer
         self._detector = detector
@@ -56,10 +66,28 @@ class Recovery:
         self._applied = (progress.step, progress.step)
         """The last two steps that were applied, or the one that the run resumed from."""
 
+    def judge(self, numbers: Mapping[str, float]) -> SpikeReport:
+        """Judge the current step by its `loss` and its `grad_norm`."""
+        return self._detector.observe(self._progress.step, numbers["loss"], numbers["grad_norm"])
+
+    def begin_stage(self) -> None:
+        """Judge the steps that follow by themselves: a stage that begins may have another loss."""
+        self._detector.rebaseline()
+
+    @property
+    def detector_state(self) -> dict[str, Any]:
+        """State of the spike detector, for a checkpoint."""
+        return self._detector.state_dict()
+
+    @property
+    def is_calm(self) -> bool:
+        """True if the current step, and those that a checkpoint of it depends on, were not flagged."""
+        return self._detector.is_calm(self._progress.step)
+
     def applied(self, step: int, tokens: int) -> None:
         """Call this when `step` has been judged and is applied; `tokens` are consumed after it."""
         self._applied = (self._applied[1], step)
-        for saved in self._checkpoints.trust_again():
+        for saved in self._checkpoints.trust.trust_again():
             text = f"the checkpoint of step {saved} is used again: the fault was not in it, as this step is finite"
             self._telemetry.event(step, tokens, "warning", text)
 
@@ -68,8 +96,8 @@ class Recovery:
         SuspectNodeError when this happens too often."""
         progress = self._progress
         step = progress.step
-        progress.transient_faults.append((step, fault.hosts))
-        ends = too_many_transient(progress.transient_faults, step, self._config.health.rerun.max_transient)
+        progress.note_transient_fault(fault.hosts)
+        ends = too_many_transient(progress.transient_faults, step, self._run.health.rerun.max_transient)
         text = "; ".join(filter(None, (fault.message, ends)))
         tokens = stage.tokens_after(step)
         self._telemetry.event(step, tokens, "fault", text, fault="transient", ranks=fault.ranks, hosts=fault.hosts)
@@ -81,7 +109,7 @@ class Recovery:
     def _named(self, last: tuple[int, Path] | None) -> str:
         """Says which checkpoint the run has, by its step and folder."""
         if last is None:
-            return f"there is no checkpoint yet (checkpoint.every is {self._config.checkpoint.every})"
+            return f"there is no checkpoint yet (checkpoint.every is {self._run.checkpoint.every})"
         step, folder = last
         return f"the last checkpoint is step {step} in {folder}"
 
@@ -102,9 +130,9 @@ class Recovery:
         """
         progress = self._progress
         step = progress.step
-        run_dir = Path(self._config.run_dir)
+        run_dir = self._run.folders.run
         tokens = stage.tokens_after(step)
-        reaction = react(self._config.health.spike, report, step, progress.skipped, progress.rollbacks)
+        reaction = react(self._run.health.spike, report, step, progress.skipped, progress.rollbacks)
         text = "; ".join(filter(None, (report.message, reaction.message)))
         fault = show = ""
         facts: dict[str, Any] = {"level": report.level, "action": reaction.action}
@@ -141,31 +169,32 @@ class Recovery:
                 raise end(self._account(stage, text, fault, doubt, show, fatal=report.level == "fatal"))
             self._carry_out(reaction.action, stage, end)
         except TrainingError as error:
-            if report.level == "fatal" and self._checkpoints.restarts is not None:
-                self._checkpoints.restarts.end(" ".join(str(error).split()), fatal=True)
+            if report.level == "fatal":
+                self._checkpoints.trust.end(error, fatal=True)
             raise
         return reaction.action
 
     def _account(self, stage: Stage, text: str, fault: str, doubt: str, show: str, fatal: bool) -> str:
         """Message of a run that ends at the current step: what happened, what is kept, and what to try."""
         checkpoints = self._checkpoints
-        config = self._config
+        run = self._run
         last = checkpoints.last_finite()
         if last is not None:
             kept = f"{self._named(last)}; {self._goes_on(last[0], doubt, fatal)}{self._from_before()}"
         else:
-            kept = f"metrics and dumps in {config.run_dir}; {self._named(last)}, so the same command begins anew"
+            kept = f"metrics and dumps in {run.folders.run}; {self._named(last)}, so the same command begins anew"
         if self._applied[1]:
-            given = config.stages[stage.index]
-            rate = "optim.lr" if given.lr is None else f"stages[{stage.index}].lr"
-            schedule = "optim.schedule" if given.schedule is None else f"stages[{stage.index}].schedule"
-            warm_up = (stage.schedule or config.optim.schedule).warmup_tokens
-            advice = f"a lower {rate} ({stage.lr:g} now), a longer {schedule}.warmup_tokens ({warm_up} now)"
-            if config.health.spike.reaction == "log":
+            warm_up = (stage.schedule or run.optim.schedule).warmup_tokens
+            advice = (
+                f"a lower {stage.key('lr')} ({stage.lr:g} now), a longer {stage.key('schedule')}.warmup_tokens "
+                f"({warm_up} now)"
+            )
+            if run.health.spike.reaction == "log":
                 advice += ", or health.spike.reaction: skip_step, which leaves such steps out"
         else:
-            weights = f"other weights than init_from ({config.init_from})" if config.init_from else "model.init_std"
-            initial = f"{weights} ({config.model.init_std:g} now)" if config.init_from is None else weights
+            initial = f"model.init_std ({run.setup.shape.init_std:g} now)"
+            if run.init_from is not None:
+                initial = f"other weights than init_from ({run.init_from})"
             advice = (
                 f"{initial}, other corpora, or precision.compute: fp32; no step was applied yet, so it is not optim.lr"
             )
@@ -181,7 +210,7 @@ class Recovery:
         """What the next start does with the checkpoint of step `last`, the last one that is finite."""
         if doubt and last == self._checkpoints.saved_step:
             return doubt
-        if fatal and last == self._checkpoints.resumed_step and self._config.checkpoint.every is not None:
+        if fatal and last == self._checkpoints.begun.step and self._run.checkpoint.every is not None:
             return (
                 "this start resumed from it and has saved no newer one to go on from, so that the same command passes "
                 "over it and takes an older one, if there is one"
@@ -192,7 +221,7 @@ class Recovery:
         """Which checkpoint a rollback would take where the same command goes on from a later one, as the end of a
         sentence. Called when no save is running."""
         progress = self._progress
-        if self._config.health.spike.reaction != "rollback":
+        if self._run.health.spike.reaction != "rollback":
             return ""
         folder = self._checkpoints.folder
         good = good_before(progress.step, {*progress.skipped, progress.step}, progress.rollbacks)
@@ -217,7 +246,7 @@ class Recovery:
         """
         checkpoints = self._checkpoints
         before_last, last = self._applied
-        decisive = before_last if self._config.health.spike.reaction == "skip_step" else last
+        decisive = before_last if self._run.health.spike.reaction == "skip_step" else last
         if decisive <= checkpoints.saved_step and checkpoints.doubt(report.message):
             return (
                 f"the checkpoint of step {checkpoints.saved_step} is passed over from now on, and older ones are used"
@@ -228,7 +257,7 @@ class Recovery:
         """Do what was decided; an error that ends the run is an `end`."""
         match action:
             case "skip":
-                self._progress.skipped.append(self._progress.step)
+                self._progress.leave_out()
             case "rollback":
                 self._roll_back(stage, end)
 
@@ -238,7 +267,7 @@ class Recovery:
         With rollbacks, these are the checkpoints that a rollback could use whatever happens in the next step, and so
         not the one that is being saved.
         """
-        if self._config.health.spike.reaction != "rollback":
+        if self._run.health.spike.reaction != "rollback":
             return is_good
         progress = self._progress
         return good_before(progress.step, {*progress.skipped}, [*progress.rollbacks])
@@ -257,21 +286,18 @@ class Recovery:
             raise end(
                 f"step {step} of stage {stage.name}: health.spike.reaction is rollback, but there is no checkpoint "
                 "from before the spike to go back to; the step was not applied. Lower checkpoint.every "
-                f"({self._config.checkpoint.every}), or start again. {error}"
+                f"({self._run.checkpoint.every}), or start again. {error}"
             ) from error
         self._optimizer.zero_grad()
-        saved = self._checkpoints.load(path)
+        saved, note = self._checkpoints.load(path)
         self._detector.load_state_dict(saved.spike_detector)
-        if saved.stage == stage.index:
-            progress.boundary.recent = saved.boundary.recent  # a comparison that was reported stays made
-        else:
+        if saved.stage != stage.index:
             self._detector.rebaseline()
-        progress.skipped = [old for old in progress.skipped if old <= saved.step]
-        progress.rollbacks.append([step, saved.step])
-        saved_stage = resolve_stages(self._config, progress.exited_steps)[saved.stage]
+        progress.roll_back(saved)
+        saved_stage = self._run.after_exit(progress.exited_steps).stages[saved.stage]
         text = (
             f"back to the weights of step {saved.step}; the {step - saved.step} steps since then are undone, and the "
             f"{tokens - saved_stage.tokens_after(saved.step)} tokens of their batches will not be seen again. The data "
-            f"goes on at step {step + 1}{self._checkpoints.begun_anew}"
+            f"goes on at step {step + 1}{note}"
         )
         self._telemetry.event(step, tokens, "rollback", text, step_from=step, step_to=saved.step)

@@ -1,12 +1,11 @@
-"""Checkpoints that a run has had and that are not found: whether it may begin at step 0, or go on from an older one.
-
-Starts of a run that bring it no further: which checkpoint the next one takes, and when to give up.
+"""Checkpoints that a start of a run may go on from, and starts that bring a run no further.
 
 `restarts.json` in the run folder lists the starts since the run last made progress, which is when a start finds a
 checkpoint newer than the ones that all of them began with. A start that ends in order, finished or stopped as asked,
 does not count. One that was killed counts, but says nothing about the checkpoint. One that ended because loss or
 gradient norm were not finite does: when it brought no newer checkpoint, the next start takes an older one. Starts of a
-recipe that saves nothing (`checkpoint.every: null`) are not listed.
+recipe that saves nothing (`checkpoint.every: null`) are not listed. A run that has had checkpoints which are not found
+does not begin at step 0.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import LATEST, Accept, saved_step
 from moba_train.checkpoint.retention import MARKS, Marks, read_small_file, replace_small_file
-from moba_train.errors import CheckpointError
+from moba_train.errors import CheckpointError, TrainingError
 from moba_train.parallel.world import broadcast
 from moba_train.telemetry.jsonl import read_backward
 
@@ -105,9 +104,9 @@ class Start:
     from_step: int
     """Step of the checkpoint that it took; 0: none."""
     ended: str = ""
-    """How it ended, empty as long as that is not known: it runs, or was killed."""
+    """Its end in words; empty as long as that is not known: it runs, or was killed."""
     fatal: bool = False
-    """Whether it ended because loss or gradient norm were not finite."""
+    """True: it ended because loss or gradient norm were not finite."""
 
 
 class Restarts:
@@ -121,8 +120,8 @@ class Restarts:
         self._begun = False
 
     def blames(self, step: int) -> str | None:
-        """Why the checkpoint of `step` must not be taken again: the start before took it, too, ended with values that
-        are not finite, and left nothing newer. None where that is not so."""
+        """Reason why the checkpoint of `step` must not be taken again: the start before also took it, ended with values
+        that are not finite, and left nothing newer. None where that is not so."""
         last = self._starts[-1] if self._starts else None
         return last.ended if last is not None and last.fatal and last.from_step == step else None
 
@@ -161,7 +160,7 @@ class Restarts:
         replace_small_file(self._path, {"starts": [asdict(start) for start in self._starts[-_MOST:]]})
 
     def _account(self, most: int) -> str:
-        """What happened, and what to do."""
+        """Message: the starts, and the ways to go on."""
         lines = [
             f"  - {start.time}, from {f'step {start.from_step}' if start.from_step else 'the beginning'}: "
             + (start.ended or "ended without a message (killed, out of memory, or its node was lost)")
@@ -206,6 +205,92 @@ def choose_checkpoint(
         return path
     mark(meta, f"a start from it left nothing newer: {reason}")
     return _newest(find, marks)
+
+
+class Trust:
+    """The checkpoints that a run may go on from, by what its starts and its steps have shown.
+
+    The same on all ranks, which call every method together; files are rank 0's.
+    """
+
+    def __init__(self, run_dir: Path, checkpoints: Path, is_main: bool) -> None:
+        """checkpoints: the run's own folder of them, which holds the marks."""
+        self._folder = checkpoints
+        self._restarts = Restarts(run_dir) if is_main else None
+        self._marks = Marks([])
+        self._doubted: list[tuple[int, str]] = []
+        """Step and save id of the marked checkpoints that the present weights go on from."""
+
+    def begin(self, find: Callable[[Accept], Path | None], most: int | None) -> Path | None:
+        """Begin a start: the checkpoint that it takes, None when there is none. find: see `choose_checkpoint`.
+
+        Raises TrainingError where more than `most` starts in a row have made no progress; None: starts are not counted.
+        """
+        self._marks = broadcast(Marks.read(self._folder) if self._restarts is not None else Marks([]))
+        path = choose_checkpoint(find, self._marks, self._blames, self._mark)
+        problem = None
+        if self._restarts is not None and most is not None:
+            step = (saved_step(read_meta(path)) or 0) if path is not None else 0
+            problem = self._restarts.begin(step, self._marks.steps, most)
+        if problem := broadcast(problem):
+            raise TrainingError(problem)
+        return path
+
+    def end(self, error: BaseException | None, fatal: bool = False) -> None:
+        """End the start: in order, or by an error, whose first report counts. fatal: values were not finite."""
+        if self._restarts is None:
+            return
+        if error is None:
+            self._restarts.end_in_order()
+        else:
+            how = " ".join(str(error).split()) if fatal else f"{type(error).__name__}: {error}"
+            self._restarts.end(how, fatal)
+
+    def reason(self, meta: dict[str, Any]) -> str | None:
+        """Reason why the checkpoint with this meta is passed over; None if it is not."""
+        return self._marks.reason(meta)
+
+    def accept(self, also: Accept) -> Accept:
+        """Accepts checkpoints that are not passed over and that `also` accepts."""
+        return self._marks.accept(also)
+
+    def loaded(self) -> None:
+        """Note that other weights were loaded: steps of these say nothing about checkpoints in doubt, which stay so."""
+        self._doubted.clear()
+
+    def doubt(self, step: int, save_id: str, reason: str) -> bool:
+        """Pass over a checkpoint from now on, until `trust_again`; False if it is passed over already."""
+        if not self._marks.add(step, save_id, reason):
+            return False
+        self._doubted.append((step, save_id))
+        self._write()
+        return True
+
+    def trust_again(self) -> list[int]:
+        """Take back every `doubt` since the last `loaded`: a step was applied to these weights, and its values were
+        finite. Returns the steps of the checkpoints."""
+        steps = [step for step, _ in self._doubted]
+        for step, save_id in self._doubted:
+            self._marks.remove(step, save_id)
+        self._doubted.clear()
+        if steps:
+            self._write()
+        return steps
+
+    def _blames(self, step: int) -> str | None:
+        return broadcast(self._restarts.blames(step) if self._restarts is not None else None)
+
+    def _mark(self, meta: dict[str, Any], reason: str) -> None:
+        step = saved_step(meta)
+        if step is None:
+            return
+        if self._marks.add(step, meta.get("save_id", ""), reason) and self._restarts is not None:
+            self._write()
+            logger.warning("The checkpoint of step %d is passed over from now on: %s", step, reason)
+
+    def _write(self) -> None:
+        if self._restarts is not None:
+            self._marks.write(self._folder)
 
 
 def _newest(find: Callable[[Accept], Path | None], marks: Marks) -> Path | None:

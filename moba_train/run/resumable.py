@@ -1,87 +1,83 @@
-"""Whether a run can go on from the tensors of a checkpoint with a recipe that has changed since it was saved.
+"""Checks of a run that goes on from a checkpoint with a recipe that has changed since.
 
 Weights of the model itself cannot change, as `progress.check_resumable` sees to. Parameters of attention kinds can,
 until a stage has begun that uses their kind in their layer: nothing has trained them. From then on they stay, however
-often the recipe changes.
-
-Whether a run that resumes reads the corpora that it was trained and evaluated on, wherever they are stored now.
+often the recipe changes. Corpora must be those that the run was trained and evaluated on, in whatever folder they are
+now.
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from math import prod
 from typing import Any
 
 from moba_train.config.data import SourceConfig
 from moba_train.config.explain import given
 from moba_train.config.load import parse_config
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages, used_kinds
+from moba_train.config.stages import Stage, used_kinds
 from moba_train.data.loader import validation_fingerprints
 from moba_train.data.samples import StageData
 from moba_train.data.sidecar import Fingerprint
 from moba_train.errors import CheckpointError, ConfigError, DataError, named_layers
-from moba_train.model.build import describe_shapes, different_shapes, kind_prefix, kind_shapes
+from moba_train.model.spec import ModelSpec, describe_shapes, different_shapes, kind_prefix
+from moba_train.resolve.run import ResolvedRun, resolve_unchecked
 from moba_train.run.progress import Progress, check_resumable, check_tokenizer
 
 
-def resumed_progress(config: RunConfig, meta: Mapping[str, Any], tokenizer: str, where: str) -> Progress:
+def resumed_progress(run: ResolvedRun, meta: Mapping[str, Any], tokenizer: str, where: str) -> Progress:
     """The progress in the meta of the checkpoint `where`, from which the recipe goes on.
 
     tokenizer  its hash; empty: not compared
 
     Raises CheckpointError, naming the key, when the recipe cannot go on from there.
     """
-    progress = Progress.from_meta(meta.get("progress"), len(config.stages))
-    check_resumable(config, progress, where)
-    check_tokenizer(tokenizer, progress, config, where)
-    then = recipe_then(meta)
-    progress.trained_kinds = trained_kinds(config, then, progress)
+    progress = Progress.from_meta(meta.get("progress"), len(run.stages))
+    check_resumable(run, progress, where)
+    check_tokenizer(tokenizer, run.data.tokenizer, progress, where)
+    then = run_then(meta)
+    progress.note_data(trained_kinds(progress, *((run, then) if then is not None else (run,))), {})
     if then is not None:
-        check_tensors(config, then, progress, where)
+        check_tensors(run, then, progress, where)
     return progress
 
 
-def recipe_then(meta: Mapping[str, Any]) -> RunConfig | None:
-    """The recipe in the meta of a checkpoint; None where there is none that this version can read."""
+def run_then(meta: Mapping[str, Any]) -> ResolvedRun | None:
+    """The run of the recipe in the meta of a checkpoint; None where there is none that this version can read."""
     text = meta.get("config")
     with contextlib.suppress(ConfigError):
         if isinstance(text, str):
-            config = parse_config(text, "the checkpoint's recipe")
-            resolve_stages(config)
-            return config
+            return resolve_unchecked(parse_config(text, "the checkpoint's recipe"))
     return None
 
 
-def trained_kinds(config: RunConfig, then: RunConfig | None, progress: Progress) -> list[tuple[int, str]]:
-    """Layer and name of the attention kinds with parameters that stages up to the current one use, by this recipe, by
-    the recipe `then`, or by an earlier one, as `progress` has noted."""
-    recipes = [recipe for recipe in (config, then) if recipe is not None]
-    used = (used_kinds(recipe, progress.stage) & kind_shapes(recipe).keys() for recipe in recipes)
-    return sorted({*progress.trained_kinds, *chain.from_iterable(used)})
+def trained_kinds(progress: Progress, *runs: ResolvedRun) -> list[tuple[int, str]]:
+    """Layer and name of the attention kinds with parameters that stages up to the current one use, by the recipes of
+    these runs, or by an earlier one, as `progress` has noted."""
+    found = {*progress.trained_kinds}
+    for run in runs:
+        found |= used_kinds(run.stages[: progress.stage + 1]) & run.setup.spec.kind_shapes.keys()
+    return sorted(found)
 
 
-def check_tensors(config: RunConfig, then: RunConfig, progress: Progress, where: str) -> None:
+def check_tensors(run: ResolvedRun, then: ResolvedRun, progress: Progress, where: str) -> None:
     """Raises CheckpointError, naming the key, when the recipe cannot go on with the optimizer state, or with the
-    trained parameters of attention kinds, of the checkpoint `where`, saved at `progress` with the recipe `then`."""
-    anew = f"To begin with these weights all the same, set run_dir to a new folder and init_from: {where}"
-    if then.optim.kind != config.optim.kind:
+    trained parameters of attention kinds, of the checkpoint `where`, saved at `progress` with the recipe of `then`."""
+    again = f"To begin with these weights all the same, set run_dir to a new folder and init_from: {where}"
+    if then.optim.kind != run.optim.kind:
         raise CheckpointError(
             f"cannot resume from {where}: optim.kind was {given(then.optim.kind)} when it was saved and is "
-            f"{given(config.optim.kind)} now, which keeps another state for each parameter; restore it. {anew}, with a "
+            f"{given(run.optim.kind)} now, which keeps another state for each parameter; restore it. {again}, with a "
             "fresh state"
         )
-    before = kind_shapes(then)
-    now = kind_shapes(config)
+    before = then.setup.spec.kind_shapes
+    now = run.setup.spec.kind_shapes
     changed: dict[tuple[str, str, str], list[int]] = {}
     for layer, kind in progress.trained_kinds:
         there, here = different_shapes(before.get((layer, kind), {}), now.get((layer, kind), {}))
         if there or here:
             changed.setdefault((kind, describe_shapes(there), describe_shapes(here)), []).append(layer)
     for (kind, there_text, here_text), layers in changed.items():
-        index = _first_stage_with(kind, layers[0], then, config)
+        stages = (*then.stages, *run.stages)
+        index = min(stage.index for stage in stages if stage.kinds[layers[0]] == kind)
         reason = "stages that have begun keep their kinds with parameters"
         remedy = "restore the attention, or add a stage with another one"
         if index > progress.stage:
@@ -90,55 +86,38 @@ def check_tensors(config: RunConfig, then: RunConfig, progress: Progress, where:
         raise CheckpointError(
             f"cannot resume from {where}: stages[{index}].attention: parameters of kind {kind!r} in "
             f"{named_layers(layers)} were {there_text} when it was saved and are {here_text} now; {reason}: {remedy}. "
-            f"{anew}"
+            f"{again}"
         )
 
 
-def _first_stage_with(kind: str, layer: int, *recipes: RunConfig) -> int:
-    """Index of the first stage that uses a kind in a layer, in any of the recipes, of which one has such a stage."""
-    return min(
-        index for recipe in recipes for index, stage in enumerate(resolve_stages(recipe)) if stage.kinds[layer] == kind
-    )
-
-
-def unused_parameters(config: RunConfig, then: RunConfig | None, progress: Progress) -> list[str]:
-    """What the names of parameters begin with that attention kinds have in either recipe and that are not trained: the
+def unused_parameters(spec: ModelSpec, then: ModelSpec | None, progress: Progress) -> list[str]:
+    """Beginnings of the names of parameters that attention kinds have in either model and that are not trained: the
     checkpoint may lack them, have more of them or have them in another shape."""
-    known = set(kind_shapes(config))
+    known = set(spec.kind_shapes)
     if then is not None:
-        known |= set(kind_shapes(then))
+        known |= set(then.kind_shapes)
     return [kind_prefix(layer, kind) for layer, kind in sorted(known - {*progress.trained_kinds})]
 
 
-def new_parameters(config: RunConfig, then: RunConfig) -> dict[str, int]:
-    """Number of parameters by attention kind that a checkpoint saved with the recipe `then` lacks, or has in another
-    shape, and that so begin anew."""
-    before = kind_shapes(then)
-    sizes: Counter[str] = Counter()
-    for (layer, kind), shapes in kind_shapes(config).items():
-        _, new = different_shapes(before.get((layer, kind), {}), shapes)
-        sizes[kind] += sum(prod(shape) for shape in new.values())
-    return {kind: size for kind, size in sizes.items() if size}
-
-
-def check_corpora(config: RunConfig, stage: Stage, data: StageData, progress: Progress) -> None:
-    """Compare the corpora of `stage` (opened as `data`) and of evaluation with those that `progress` has seen, and
-    record their fingerprints there.
+def check_corpora(
+    stage: Stage, data: StageData, validation: Sequence[SourceConfig], progress: Progress
+) -> dict[str, Fingerprint]:
+    """Compare the corpora of `stage` (opened as `data`) and of evaluation with those that `progress` has seen. Returns
+    their fingerprints, by path.
 
     A source that was saved is compared with the one at the same place of the same list then, whatever their paths: a
     corpus may have moved. Any other source is compared with the corpus that its path named before, if it did.
 
-    Raises DataError, naming the key, both paths and what differs.
+    Raises DataError, naming the key, both paths and the difference.
     """
     saved_stages = progress.data_plan.get("stages", [])
     saved_train = saved_stages[stage.index]["train"] if stage.index < len(saved_stages) else []
     saved_validation = progress.data_plan.get("data", {}).get("validation") or []
-    train_key = f"stages[{stage.index}].train" if config.stages[stage.index].train else "data.train"
-    validation = validation_fingerprints(config)
+    found = validation_fingerprints(validation)
     seen = progress.fingerprints
-    _compare(train_key, saved_train, stage.sources, data.fingerprints, seen)
-    _compare("data.validation", saved_validation, config.data.validation, validation, seen)
-    seen |= data.fingerprints | validation
+    _compare(stage.key("train"), saved_train, stage.sources, data.fingerprints, seen)
+    _compare("data.validation", saved_validation, validation, found, seen)
+    return data.fingerprints | found
 
 
 def _compare(
@@ -146,7 +125,7 @@ def _compare(
     saved: Sequence[dict[str, Any]],
     sources: Sequence[SourceConfig],
     found: Mapping[str, Fingerprint],
-    seen: Mapping[str, Fingerprint | str],
+    seen: Mapping[str, Fingerprint],
 ) -> None:
     """saved: the sources of this list in the checkpoint, [] if it has none; found, seen: fingerprints by path, now and
     then."""

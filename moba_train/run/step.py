@@ -54,18 +54,6 @@ def throughput(model: ModelConfig, stage: Stage, world: World, step_s: float, st
     return metrics
 
 
-@dataclass(frozen=True)
-class StepData:
-    """The micro-batches of one optimizer step on this rank."""
-
-    batches: list[Batch]
-    began: float
-    """`time.perf_counter()` at the beginning of the step: where the step before was measured, so that its logging and
-    what the GPU still had to do count; after anything else, as a save, when the rank began to wait for the data."""
-    waited_s: float
-    """Seconds until they were there."""
-
-
 class StepLosses:
     """Mean losses of one optimizer step, over the token weights of all ranks: the sum of its micro-batches' parts."""
 

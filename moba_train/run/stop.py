@@ -354,3 +354,17 @@ class StopTime:
     def _tell(self) -> None:
         self._request.takes_s = self.seconds
         allow_to_stop(self.limit_s)
+
+
+class RunStop:
+    """The end of a run before its last step: asked for by a signal or `--stop-at-step`, and the time that it takes."""
+
+    def __init__(self, request: StopRequest, at_step: int | None, timeout_s: float) -> None:
+        """at_step: steps of the whole run after which it stops; None: only when asked. timeout_s: of collectives."""
+        self.request = request
+        self.time = StopTime(request, timeout_s)
+        self._at_step = at_step
+
+    def is_due(self, step: int) -> bool:
+        """True if the run is to stop after `step` steps, as far as this rank knows."""
+        return self.request.requested or (self._at_step is not None and step >= self._at_step)

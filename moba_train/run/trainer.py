@@ -1,134 +1,106 @@
-"""The one training loop: stages of steps, each step a few micro-batches, with evaluation and checkpoints between."""
+"""The one training loop: stages of steps; each step is a forward and a backward pass, a judgement and an update, and
+after it come a checkpoint and evaluations."""
 
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from moba_train.attention.engine import LOCAL_ENGINE
-from moba_train.config.mesh import mesh_sizes
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
+from moba_train.data.batch import Batch
 from moba_train.data.loader import Prefetcher, training_data
 from moba_train.data.samples import StageData
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationStoppedError
-from moba_train.health.node import Disk, NodeWatch, refuse_broken_gpus
+from moba_train.health.node import refuse_broken_gpus
 from moba_train.health.reaction import gather_evidence, transient_fault
-from moba_train.health.spike import SpikeDetector
-from moba_train.health.watch import Stragglers, Watch, stalls_folder
-from moba_train.memory.activations import local_activations
-from moba_train.memory.memory import buffer_memory
-from moba_train.memory.pipeline import pipeline_layers
-from moba_train.memory.shortage import local_shortage, over_budget
-from moba_train.model.build import build_attention
-from moba_train.optim.gradients import Gradients
-from moba_train.optim.registry import build_optimizer, set_learning_rate
-from moba_train.optim.spec import set_trainable, stage_learning_rate
-from moba_train.parallel.activations import set_activations
-from moba_train.parallel.data_shard import ContextEngines, DataShard
-from moba_train.parallel.dims import ParallelDims
-from moba_train.parallel.forward import accumulate_gradients
-from moba_train.parallel.fsdp import sharded_model
+from moba_train.optim.spec import stage_learning_rate
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.world import World, any_rank
-from moba_train.run.checkpoints import RunCheckpoints, checkpoint_bytes
-from moba_train.run.evaluations import RunEvaluations, has_all_numbers
-from moba_train.run.recovery import Recovery
+from moba_train.resolve.evaluations import evaluation_settings
+from moba_train.resolve.run import ResolvedRun
+from moba_train.run.checkpoints import RunCheckpoints
+from moba_train.run.evaluations import RunEvaluations, known_numbers
+from moba_train.run.learner import Learner
+from moba_train.run.monitors import Monitors, StepClock
+from moba_train.run.recovery import Recovery, make_detector
 from moba_train.run.reports import RunReports
 from moba_train.run.resumable import check_corpora, trained_kinds
-from moba_train.run.step import StepCounts, StepData, StepLosses, StepResult, batch_flops, throughput
-from moba_train.run.stop import StoppedBeforeTrainingError, StopRequest, StopTime
+from moba_train.run.step import StepCounts, StepLosses, StepResult, batch_flops, throughput
+from moba_train.run.stop import RunStop, StoppedBeforeTrainingError, StopRequest
+
+
+class RunStoppedError(Exception):
+    """The run was asked to stop. Not an error of anyone's: it saves and ends in order."""
 
 
 class Trainer:
-    """Takes one model through the stages of a validated recipe, from the newest checkpoint in the run folder if any."""
+    """Carries out a resolved run, from the newest checkpoint in its folder if there is any.
 
-    data_shard: DataShard
-    """This rank's part of the current stage's data, and the engine of its attention."""
-    next_starts: dict[str, int]
-    """Tokens of each corpus that were consumed when the stage before ended."""
+    `train` reads from top to bottom: stages (`_train_stages`), one of them (`_train_stage`), one step (`_step`), its
+    update (`_update`).
+    """
 
     def __init__(
         self,
-        config: RunConfig,
+        run: ResolvedRun,
         world: World,
         run_lock: RunLock,
         stop_at_step: int | None = None,
         from_scratch: bool = False,
         stop: StopRequest | None = None,
     ) -> None:
-        """`stop_at_step`: save and leave once this number of optimizer steps is done (over all stages);
-        `from_scratch`: begin at step 0 where no checkpoint is found, even if the run has had one; `stop`: save and
-        leave before the next step, as soon as it is requested on any rank."""
-        self.config = config
+        """stop_at_step: save and leave once this number of optimizer steps is done (over all stages)
+        from_scratch: begin at step 0 if no checkpoint is found, even if the run has had one
+        stop: save and leave before the next step, as soon as it is requested on any rank
+        """
+        request = stop or StopRequest()
+        request.saves = run.memory.saves
         self.world = world
-        self.run_dir = Path(config.run_dir)
-        self.stop_at_step = stop_at_step
-        self.stop = stop or StopRequest()
-        self.stop.saves = config.checkpoint.every is not None
-        self.stop_time = StopTime(self.stop, world.timeout.total_seconds())
-        self._measured_at: float | None = None
-        """When the last step was measured, where the next one begins; None after anything that is not part of one: the
-        beginning of a stage, a save, an evaluation, a batch without loss."""
-
-        refuse_broken_gpus(config.health.node, world)
-        torch.manual_seed(config.seed + world.rank)
-        dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
-        self.model = sharded_model(config, dims, pipeline_layers(config), config.parallel.fsdp_copy_engines)
-        self.optimizer = build_optimizer(self.model, config.optim, world.device, dims.stage_group)
-        self.context_engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
-        if any_rank(self.stop.requested):
+        self.stop = RunStop(request, stop_at_step, world.timeout.total_seconds())
+        self.clock = StepClock()
+        refuse_broken_gpus(run.health.node, world)
+        torch.manual_seed(run.seed + world.rank)
+        self.learner = Learner(run, world)
+        if any_rank(request.requested):
             raise StoppedBeforeTrainingError
-        self.checkpoints = RunCheckpoints(config, self.model, self.optimizer, world, run_lock.check)
-        self.progress = self.checkpoints.start(from_scratch)
-        self.stages = resolve_stages(config, self.progress.exited_steps)
-        if self.progress.ends_here_now(self.stage):
-            self.progress.evaluation_due = True
-            if not has_all_numbers(config, self.stage, self.checkpoints.resumed_numbers):
-                self.checkpoints.resumed_numbers = None
-        health = config.health
-        self.spikes = SpikeDetector(health.spike.window, health.spike.warn_sigma)
-        if self.progress.step:
-            self.spikes.load_state_dict(self.progress.spike_detector)
-
-        self.reports = RunReports(
-            config, world, self.progress, self.checkpoints, self.stages, tokens=lambda: self.tokens
-        )
-        self.telemetry = self.reports.telemetry
-        self.watch = Watch(health.watch, world, stalls_folder(self.run_dir), self.telemetry.stalled)
-        folders = [config.run_dir, *([config.checkpoint.fallback_dir] if config.checkpoint.fallback_dir else [])]
-        disks = [Disk(Path(folder), checkpoint_bytes(config)) for folder in folders]
-        self.node_watch = NodeWatch(health.node, world, disks, self.reports.node)
+        self.checkpoints = RunCheckpoints(run, self.learner.model, self.learner.optimizer, world, run_lock.check)
+        start = self.checkpoints.start(from_scratch)
+        self.progress = start.progress
+        self.resolved = run.after_exit(self.progress.exited_steps)
+        evaluation = run.evaluation
+        numbers = known_numbers(evaluation, run.data.validation, self.stage, self.progress, start.numbers)
+        again = self.progress.evaluation_due and numbers is None
+        self.reports = RunReports(self.resolved, world, self.progress, start, lambda: self.tokens, again)
+        telemetry = self.reports.telemetry
+        self.monitors = Monitors(run, world, telemetry.stalled, self.reports.node)
         self.evaluations = RunEvaluations(
-            config,
+            evaluation,
+            run.folders.run / "metrics.jsonl",
             world,
             progress=self.progress,
             checkpoints=self.checkpoints,
-            telemetry=self.telemetry,
-            watch=self.watch,
+            telemetry=telemetry,
+            watch=self.monitors.watch,
             stop=self.stop,
-            stop_time=self.stop_time,
             is_recorded=self.reports.is_recorded,
+            known_numbers=numbers,
         )
-        self.stragglers = Stragglers(health.watch.compare_every * config.telemetry.log_every, world.device)
         self.recovery = Recovery(
-            config,
-            model=self.model,
-            optimizer=self.optimizer,
-            detector=self.spikes,
+            run,
+            model=self.learner.model,
+            optimizer=self.learner.optimizer,
+            detector=make_detector(run.health.spike, self.progress),
             checkpoints=self.checkpoints,
             progress=self.progress,
-            telemetry=self.telemetry,
+            telemetry=telemetry,
         )
 
     @property
     def stage(self) -> Stage:
         """The current stage."""
-        return self.stages[self.progress.stage]
+        return self.resolved.stages[self.progress.stage]
 
     @property
     def tokens(self) -> int:
@@ -137,280 +109,234 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether no step and no evaluation is left; false where the last stage has trained nothing, an error."""
-        last = self.stages[-1]
+        """True if no step and no evaluation is left; False if the last stage has trained nothing, an error."""
+        last = self.resolved.stages[-1]
         done = self.progress.stage == last.index and self.progress.step >= last.end_step
-        evaluated = not self.progress.evaluation_due or self.checkpoints.resumed_numbers is not None
-        return done and evaluated and self.progress.steps_without_loss < last.steps
+        return done and self.evaluations.are_complete and self.progress.steps_without_loss < last.steps
 
-    def run(self) -> bool:
+    def train(self) -> bool:
         """Train until the last stage ends (True) or until a stop is asked for (False); saved either way."""
-        self.stop.training = True
+        self.stop.request.training = True
         with ExitStack() as stack:
-            for part in (self.telemetry, self.watch, self.node_watch):
-                stack.enter_context(closing(part))
-            stack.callback(self._report_last_save)  # after an error it ends, with what it found, as the stack unwinds
+            stack.enter_context(closing(self.reports.telemetry))
+            stack.enter_context(closing(self.monitors))
+            stack.callback(self._report_saves)  # after an error the last save ends as the stack unwinds
             stack.enter_context(self.checkpoints)
             try:
                 finished = self.finished or self._train_stages()
                 self._save()
-                with self.watch.phase("last checkpoint", self.progress.step):
-                    self.checkpoints.finish(self.telemetry, self.progress.step, self.tokens, self.recovery.protect())
+                with self.monitors.watch.phase("last checkpoint", self.progress.step):
+                    self.checkpoints.wait_for_last()
+                    self._report_saves()
+                    self.checkpoints.finish(self.recovery.protect())
             except BaseException as error:
                 error.add_note(f"in step {self.progress.step} of stage {self.stage.name}")
                 raise
         return finished
 
-    def _report_last_save(self) -> None:
-        self.checkpoints.report(self.telemetry, self.progress.step, self.tokens)
-
     def _train_stages(self) -> bool:
-        """Train through the stages that are left; False when stopped before their end."""
-        finished = all(self._train_stage(index) for index in range(self.progress.stage, len(self.stages)))
-        self.reports.boundary(self.stage, self.progress.boundary.compare() if finished else None)
-        return finished
-
-    def _train_stage(self, index: int) -> bool:
-        """Train through the rest of a stage; False when stopped before its end."""
-        stage = self.stages[index]
-        data = self._begin(stage)
+        """Train through the stages that are left; False if stopped before the end of the last one."""
+        starts = self.progress.starts
         try:
-            if self.config.evaluation.at_start and self.progress.step == stage.first_step:
-                self.evaluations.run_at_start(self.tokens)
-            exits = self._evaluate()  # what is due at the checkpoint that the run resumes from
-            if not exits and not self._train_steps(stage, data):
-                return False
+            for index in range(self.progress.stage, len(self.resolved.stages)):
+                starts = self._train_stage(self.resolved.stages[index], starts)
         except EvaluationStoppedError:
             text = f"the evaluations after step {self.progress.step} are not completed: a run that resumes runs them"
             self.reports.event("stop", text)
             return False
-
-        if self.progress.steps_without_loss >= self.stage.steps:
-            raise DataError(
-                f"stage {stage.name}: no token of its {self.stage.steps} batches carried loss, so nothing was trained; "
-                "make the loss masks of its corpora again, or name other corpora"
-            )
-        self.next_starts = data.starts_after(self.stage.steps * stage.batch_sequences)
+        except RunStoppedError:
+            return False
+        self.reports.boundary(self.stage, self.progress.boundary.compare())
         return True
 
-    def _train_steps(self, stage: Stage, data: StageData) -> bool:
-        """Train until the stage ends; False when stopped before its end. A step's checkpoint comes before its
-        evaluations, so that they never delay a save. Raises EvaluationStoppedError when stopped in one."""
-        load = partial(self.data_shard.batches, data, stage)
-        with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as steps:
-            for step_data in self._wait_for_each(steps):
-                if not self._step(stage, step_data):
-                    return False
-                self.stop_time.step_took(time.perf_counter() - step_data.began)
+    def _train_stage(self, stage: Stage, starts: dict[str, int]) -> dict[str, int]:
+        """Train through the rest of a stage, whose corpora begin at `starts` (see `Progress.starts`); those of the next
+        stage. A step's checkpoint comes before its evaluations, so that they never delay a save.
+
+        Raises RunStoppedError or EvaluationStoppedError when stopped before the end.
+        """
+        self.monitors.watch.forget()
+        with self.monitors.watch.phase("beginning of a stage", self.progress.step):
+            data = self._enter(stage, starts)
+        if self.resolved.evaluation.at_start and self.progress.step == stage.first_step:
+            self.evaluations.run_at_start(self.tokens)
+        exits = self._evaluate()  # what is due at the checkpoint that the run resumes from
+        load = partial(self.learner.data_shard.batches, data, stage)
+        with Prefetcher(load, self.progress.step, stage.end_step, self.world.device) as prefetcher:
+            while not exits and self.progress.step < stage.end_step:
+                with self.clock.waiting_for_data(), self.monitors.watch.phase("waiting for data", self.progress.step):
+                    batches = next(prefetcher)
+                self._step(stage, batches)
+                self.stop.time.step_took(self.clock.elapsed_s)
                 if self._is_saved(self.progress.step):
                     self._save()
                 exits = self._evaluate()
-                self._report_last_save()
-                self.reports.stop_time(self.stop_time, self.checkpoints.last_save_s)
-                if exits:
-                    break
-        return True
+                self._report_saves()
+                self.reports.stop_time(self.stop.time, self.checkpoints.last_save_s)
 
-    def _evaluate(self) -> bool:
-        """Run the evaluations that are due after the current step; whether they end the stage."""
-        if self.progress.evaluation_due:
-            self._measured_at = None
-        exits = self.evaluations.run_due(self.tokens)
-        if exits:  # later stages begin earlier than planned
-            self.stages = resolve_stages(self.config, self.progress.exited_steps)
-        return exits
+        steps = self.stage.steps  # fewer than those of `stage` if its criterion has ended it
+        if self.progress.steps_without_loss >= steps:
+            raise DataError(
+                f"stage {stage.name}: no token of its {steps} batches carried loss, so nothing was trained; "
+                "make the loss masks of its corpora again, or name other corpora"
+            )
+        return data.starts_after(steps * stage.batch_sequences)
 
-    def _wait_for_each(self, steps: Prefetcher) -> Iterator[StepData]:
-        """The data of each step, as soon as it is there."""
-        while True:
-            asked = time.perf_counter()
-            with self.watch.phase("waiting for data", self.progress.step):
-                batches = next(steps, None)
-            if batches is None:
-                return
-            began = asked if self._measured_at is None else self._measured_at
-            yield StepData(batches, began, time.perf_counter() - asked)
-
-    def _step(self, stage: Stage, data: StepData) -> bool:
-        """One optimizer step; False, with nothing done, when any rank is asked to stop."""
-        steps_before = self.progress.step
-        with self.watch.phase("forward and backward", steps_before):
-            flops = batch_flops(self.config.model, stage, data.batches)
-            readers = self.world.size // self.data_shard.dp_size
-            stop = self._wants_to_stop()
-            counts = StepCounts.from_rank(data.batches, stop, flops, readers, self.data_shard.computes_loss)
-            with self.stragglers.meeting():
-                counts = counts.summed_over_ranks()
-            if counts.stops:
-                return False
-            self.progress.step += 1
-            self.progress.evaluation_due = self.evaluations.due(self.progress.step)
-            if counts.loss_weight == 0:
-                self._measured_at = None
-                self.progress.steps_without_loss += 1
-                self.reports.event("warning", "no token of this batch carries loss: step skipped")
-                return True
-            self.progress.steps_without_loss = 0
-            losses = self._forward_and_backward(data, counts)
-        with self.watch.phase("update", steps_before):
-            self._update(stage, data, counts, losses)
-        return True
-
-    def _forward_and_backward(self, data: StepData, counts: StepCounts) -> StepLosses:
-        """Accumulate the gradients of the micro-batches; this rank's part of the step's losses."""
-        losses = StepLosses(self.world.device)
-        with self.stragglers.attention(self.progress.step, self.data_shard.engine or LOCAL_ENGINE):
-            for part in accumulate_gradients(self.model, data.batches, counts.loss_weight):
-                losses.add(part)
-        return losses
-
-    def _update(self, stage: Stage, data: StepData, counts: StepCounts, losses: StepLosses) -> None:
-        """Judge the step by its loss and gradient norm, apply it unless they are a spike, and log it."""
-        step = self.progress.step
-        result, gradients = self._result(stage, counts, losses)
-        if not result.is_finite:
-            del gradients  # the second run has its own
-            result, gradients = self._run_again(stage, data, counts, result)
-        metrics = dict(result.numbers)
-        metrics["lr"] = stage_learning_rate(self.stages, stage.index, self.config.optim.schedule, self.tokens)
-
-        report = self.spikes.observe(step, metrics["loss"], metrics["grad_norm"])
-        metrics |= {"spike_z_loss": report.z_loss, "spike_z_grad": report.z_grad}
-        action = "apply"
-        if report.level != "ok":
-            del gradients  # a rollback frees them before it loads weights
-            with self.watch.phase("spike", step - 1):
-                action = self.recovery.act_on(
-                    report,
-                    stage,
-                    data_shard=self.data_shard,
-                    batches=data.batches,
-                    loss_sum=result.own_loss_sum,
-                    metrics=metrics,
-                )
-            gradients = Gradients(self.model)  # none are left after a rollback
-        if action == "apply":
-            self.reports.boundary(stage, self.progress.boundary.observe(metrics["loss"]))
-            gradients.clip(self.config.optim.clip_norm, metrics["grad_norm"])
-            set_learning_rate(self.optimizer, metrics["lr"])
-            self.checkpoints.before_update()
-            self.optimizer.step()
-            self.recovery.applied(step, self.tokens)
-        del gradients
-        self.optimizer.zero_grad()
-        if action == "rollback":
-            self._save()  # a run that resumes now must not go on from a checkpoint of the spike
-
-        self._measured_at = time.perf_counter()
-        if self._is_logged(step):
-            step_s = self._measured_at - data.began
-            metrics |= {"step_s": step_s, "data_s": data.waited_s, **counts.metrics(stage.batch_tokens)}
-            metrics |= result.further
-            metrics |= throughput(self.config.model, stage, self.world, step_s, counts.flops)
-            metrics |= self.stragglers.metrics(step)
-            self.telemetry.log(step, self.tokens, metrics)
-
-    def _result(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> tuple[StepResult, Gradients]:
-        """Loss and gradient norms of the step over all ranks; `losses`: this rank's part, which is summed in place."""
-        own_loss_sum = losses.loss * counts.loss_weight
-        losses.all_reduce()
-        gradients = Gradients(self.model)
-        by_kind = gradients.norms_by_kind(stage.kinds) if self._is_logged(self.progress.step) else {}
-        return StepResult.read(losses, own_loss_sum, gradients.norm(), by_kind), gradients
-
-    def _run_again(
-        self, stage: Stage, data: StepData, counts: StepCounts, first: StepResult
-    ) -> tuple[StepResult, Gradients]:
-        """The result of a second run of the step on the same batch with the same weights; called where the `first` is
-        not finite. A second one that is finite is what an undisturbed step would have given."""
-        with self.watch.phase("rerun", self.progress.step - 1):
-            evidence = gather_evidence(self.model, first.own_loss_sum)
-            self.optimizer.zero_grad()
-            second, gradients = self._result(stage, counts, self._forward_and_backward(data, counts))
-        if second.is_finite:
-            self.recovery.record_transient(transient_fault(first.numbers, second.numbers, evidence), stage)
-        return second, gradients
-
-    def _is_saved(self, step: int) -> bool:
-        """Whether a checkpoint of `step` is due, as it always is after the last step of the run."""
-        every = self.config.checkpoint.every
-        return every is not None and (step % every == 0 or step == self.stages[-1].end_step)
-
-    def _is_logged(self, step: int) -> bool:
-        """Whether the metrics of `step` are recorded. Those of a stage's last step are, except where its criterion ends
-        it after its `tokens` are consumed and before its `max_tokens` are."""
-        ends = {end for stage in self.stages for end in (stage.planned_end_step, stage.end_step)}
-        return step % self.config.telemetry.log_every == 0 or step in ends
-
-    def _begin(self, stage: Stage) -> StageData:
-        """Switch to `stage`, at its beginning or where the run was stopped. Returns its data."""
-        self.watch.forget()
-        with self.watch.phase("beginning of a stage", self.progress.step):
-            return self._enter(stage)
-
-    def _enter(self, stage: Stage) -> StageData:
-        """Give the model the stage's attention, engine and RoPE, and open its data and evaluations."""
-        config = self.config
+    def _enter(self, stage: Stage, starts: dict[str, int]) -> StageData:
+        """Switch to a stage, at its beginning or where the run was stopped. Returns its data."""
+        run = self.resolved
         progress = self.progress
-        self._measured_at = None
+        self.clock.interrupt()
         begins = stage.index > progress.stage or progress.step == 0
         if stage.index > progress.stage:
             self.reports.boundary(self.stage, progress.boundary.compare())
-            progress.boundary.begin_stage()
-            progress.stage = stage.index
-            progress.starts = self.next_starts
-            progress.trailing_loss_before = progress.trailing_loss
-            progress.steps_without_loss = 0
-            self.spikes.rebaseline()
-        progress.trained_kinds = trained_kinds(config, None, progress)
-        if config.compile:
-            torch.compiler.reset()  # lengths that differ between stages would become variables, in slower code
-        self.model.set_attention(build_attention(stage.attention, config.model.head_width))
-        self.model.set_rope(stage.rope)
-        set_trainable(self.model, stage.trainable)
-        sizes = mesh_sizes(stage.parallel, self.world.size)
-        self.data_shard, choice = self.context_engines.data_shard(stage, sizes)
-        self.model.set_engines([self.data_shard.engine or LOCAL_ENGINE] * config.model.layers)
-        strategy = self.data_shard.engine.strategy if self.data_shard.engine else None
-        activations = local_activations(config, stage, sizes, self.world, strategy)
-        set_activations(self.model, activations.layers, self.world.device)
-        data = training_data(config, stage, progress.starts)
-        check_corpora(config, stage, data, progress)
-        self.evaluations.begin_stage(stage, self.model, self.data_shard)
-        self.telemetry.stage = stage.name
-        self.stop_time.begin_stage()
+            progress.begin_stage(stage.index, starts)
+            self.recovery.begin_stage()
+        layout = run.layouts[stage.index]
+        self.learner.enter(stage, layout)
+        data = training_data(run.samples, stage, progress.starts)
+        corpora = check_corpora(stage, data, run.data.validation, progress)
+        progress.note_data(trained_kinds(progress, run), corpora)
+        setting = evaluation_settings(run)[stage.index]
+        self.evaluations.begin_stage(setting, self.learner.model, self.learner.data_shard)
+        self.reports.telemetry.stage = stage.name
+        self.stop.time.begin_stage()
         if begins:
-            self.reports.stage(stage, self.stages[-1].end_step)
-        if choice:
-            self.reports.event("parallel", choice)
-        self.reports.activations(activations)
-        if shortage := local_shortage(stage, activations.memory, self.world.device):
-            self.reports.event("warning", f"{shortage}; `moba-train plan` names changes that fit")
-        if excess := over_budget(config, stage, activations.memory):
-            self.reports.event("warning", excess)
+            self.reports.stage(stage, run.stages[-1].end_step)
+        self.reports.layout(stage, layout)
         for repeated in data.repeats(stage.batch_tokens):
             self.reports.event("warning", repeated)
         return data
 
+    def _step(self, stage: Stage, batches: list[Batch]) -> None:
+        """One optimizer step. Raises RunStoppedError, with nothing done, when any rank is asked to stop."""
+        before = self.progress.step
+        losses: StepLosses | None = None
+        with self.monitors.watch.phase("forward and backward", before):
+            counts = self._counts(stage, batches)
+            if not counts.stops:
+                has_loss = counts.loss_weight > 0
+                self.progress.count_step(has_loss=has_loss, evaluation_due=self.evaluations.due(before + 1))
+                if has_loss:
+                    losses = self._forward_and_backward(batches, counts)
+        if counts.stops:
+            raise RunStoppedError
+        if losses is None:
+            self.clock.interrupt()
+            self.reports.event("warning", "no token of this batch carries loss: step skipped")
+            return
+        with self.monitors.watch.phase("update", before):
+            self._update(stage, batches, counts, losses)
+
+    def _counts(self, stage: Stage, batches: list[Batch]) -> StepCounts:
+        """Counts of the step over all ranks, the ranks that are asked to stop among them."""
+        shard = self.learner.data_shard
+        stop = self.stop.is_due(self.progress.step) or self.checkpoints.wants_to_stop
+        flops = batch_flops(self.resolved.setup.shape, stage, batches)
+        counts = StepCounts.from_rank(batches, stop, flops, self.world.size // shard.dp_size, shard.computes_loss)
+        with self.monitors.stragglers.meeting():
+            return counts.summed_over_ranks()
+
+    def _forward_and_backward(self, batches: list[Batch], counts: StepCounts) -> StepLosses:
+        """Accumulate the gradients of the micro-batches. Returns this rank's part of the step's losses."""
+        with self.monitors.stragglers.attention(self.progress.step, self.learner.engine):
+            return self.learner.accumulate(batches, counts.loss_weight)
+
+    def _update(self, stage: Stage, batches: list[Batch], counts: StepCounts, losses: StepLosses) -> None:
+        """Judge the step by its loss and gradient norm, apply it unless they are a spike, and log it."""
+        step = self.progress.step
+        result = self._measure(stage, counts, losses)
+        if not result.is_finite:
+            result = self._run_again(stage, batches, counts, result)
+        metrics = dict(result.numbers)
+        schedule = self.resolved.optim.schedule
+        metrics["lr"] = stage_learning_rate(self.resolved.stages, stage.index, schedule, self.tokens)
+
+        report = self.recovery.judge(metrics)
+        metrics |= {"spike_z_loss": report.z_loss, "spike_z_grad": report.z_grad}
+        action = "apply"
+        if report.level != "ok":
+            self.learner.release_gradients()
+            with self.monitors.watch.phase("spike", step - 1):
+                action = self.recovery.act_on(
+                    report,
+                    stage,
+                    data_shard=self.learner.data_shard,
+                    batches=batches,
+                    loss_sum=result.own_loss_sum,
+                    metrics=metrics,
+                )
+        if action == "apply":
+            self.reports.boundary(stage, self.progress.boundary.observe(metrics["loss"]))
+            self.checkpoints.before_update()
+            self.learner.update(metrics["lr"], metrics["grad_norm"])
+            self.recovery.applied(step, self.tokens)
+        self.learner.discard_gradients()
+        if action == "rollback":
+            self._save()  # a run that resumes now must not go on from a checkpoint of the spike
+
+        step_s = self.clock.measure()
+        if self._is_logged(step):
+            metrics |= {"step_s": step_s, "data_s": self.clock.waited_s, **counts.metrics(stage.batch_tokens)}
+            metrics |= result.further
+            metrics |= throughput(self.resolved.setup.shape, stage, self.world, step_s, counts.flops)
+            metrics |= self.monitors.stragglers.metrics(step)
+            self.reports.telemetry.log(step, self.tokens, metrics)
+
+    def _measure(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> StepResult:
+        """Loss and gradient norms of the step over all ranks; those by attention kind if the step is logged."""
+        kinds = stage.kinds if self._is_logged(self.progress.step) else ()
+        return self.learner.measure(losses, counts.loss_weight, kinds)
+
+    def _run_again(self, stage: Stage, batches: list[Batch], counts: StepCounts, first: StepResult) -> StepResult:
+        """The result of a second run of the step on the same batch with the same weights; called where the `first` is
+        not finite. A second one that is finite is what an undisturbed step would have given."""
+        with self.monitors.watch.phase("rerun", self.progress.step - 1):
+            self.learner.release_gradients()
+            evidence = gather_evidence(self.learner.model, first.own_loss_sum)
+            self.learner.discard_gradients()
+            second = self._measure(stage, counts, self._forward_and_backward(batches, counts))
+        if second.is_finite:
+            self.recovery.record_transient(transient_fault(first.numbers, second.numbers, evidence), stage)
+        return second
+
+    def _evaluate(self) -> bool:
+        """Run the evaluations that are due after the current step. Returns True if they end the stage."""
+        if self.progress.evaluation_due:
+            self.clock.interrupt()
+        exits = self.evaluations.run_due(self.tokens)
+        if exits:  # later stages begin earlier than planned
+            self.resolved = self.resolved.after_exit(self.progress.exited_steps)
+        return exits
+
+    def _is_saved(self, step: int) -> bool:
+        """True if a checkpoint of `step` is due, as it always is after the last step of the run."""
+        every = self.resolved.checkpoint.every
+        return every is not None and (step % every == 0 or step == self.resolved.stages[-1].end_step)
+
+    def _is_logged(self, step: int) -> bool:
+        """True if the metrics of `step` are recorded. Those of a stage's last step are, except where its criterion ends
+        it after its `tokens` are consumed and before its `max_tokens` are."""
+        ends = {end for stage in self.resolved.stages for end in (stage.planned_end_step, stage.end_step)}
+        return step % self.resolved.telemetry.log_every == 0 or step in ends
+
     def _save(self) -> None:
         """Begin to save a checkpoint of the current step, unless there is one or the recipe wants none."""
         step = self.progress.step
-        if step == self.checkpoints.saved_step or self.config.checkpoint.every is None:
+        if step == self.checkpoints.saved_step or not self.resolved.memory.saves:
             return
-        self._measured_at = None
-        with self.watch.phase("checkpoint", step):
+        self.clock.interrupt()
+        with self.monitors.watch.phase("checkpoint", step):
             began = time.perf_counter()
-            self.progress.spike_detector = self.spikes.state_dict()
-            self.progress.stage_end = self.stage.end_step
-            self.progress.stage_planned_end = self.stage.planned_end_step
-            facts: dict[str, object] = {"stage": self.stage.name, "good": self.spikes.is_calm(step)}
+            facts: dict[str, object] = {"good": self.recovery.is_calm}
             if (eval_loss := self.evaluations.numbers_at(step).get("eval_loss")) is not None:
                 facts["eval_loss"] = eval_loss
-            waited = self.checkpoints.save(self.progress, facts, self.recovery.protect())
+            state = self.recovery.detector_state
+            waited = self.checkpoints.save(self.progress, self.stage, state, facts, self.recovery.protect())
             stall = time.perf_counter() - began
-            late = f", {waited:.1f} s late: the one before was still being written" if waited > 1 else ""
-            self.reports.event("checkpoint", f"saving the checkpoint of step {step}{late}", checkpoint_stall_s=stall)
+        late = f", {waited:.1f} s late: the one before was still being written" if waited > 1 else ""
+        self.reports.event("checkpoint", f"saving the checkpoint of step {step}{late}", checkpoint_stall_s=stall)
 
-    def _wants_to_stop(self) -> bool:
-        due = self.stop_at_step is not None and self.progress.step >= self.stop_at_step
-        return self.stop.requested or due or self.checkpoints.wants_to_stop
+    def _report_saves(self) -> None:
+        """Report how saves have ended; also after an error, as the run ends."""
+        self.reports.saves(self.checkpoints.checkpointer)

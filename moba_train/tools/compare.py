@@ -16,6 +16,7 @@ from moba_train.checkpoint.publish import find_checkpoint
 from moba_train.checkpoint.recipe import saved_recipe
 from moba_train.errors import UserError
 from moba_train.model.build import build_model
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_sound_records
 from moba_train.tools.report.history import number
 
@@ -110,9 +111,9 @@ def _equal(x: float | None, y: float | None, tolerance: float) -> bool:
 
 
 def _in_model_order(names: set[str], path: Path) -> list[str]:
-    config = saved_recipe(path)
+    spec = resolve_unchecked(saved_recipe(path)).setup.spec
     with torch.device("meta"):
-        parameters = list(build_model(config).state_dict())
+        parameters = list(build_model(spec).state_dict())
     place = {parameter: index for index, parameter in enumerate(parameters)}
 
     def key(name: str) -> tuple[int, bool, str]:

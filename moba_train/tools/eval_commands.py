@@ -1,19 +1,16 @@
-"""`moba-train eval`, `lm-eval`, `profile-spans` and `generate`: what uses a trained model.
+"""`moba-train eval`, `lm-eval`, `profile-spans` and `generate`: the commands that use a trained model.
 
 cli.py makes commands of these functions.
 """
 
 import itertools
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from moba_train.tools.cli_options import Checkpoint, Overrides, check_output_folder, parse_length
-
-Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class EvaluatedAttention(StrEnum):
@@ -31,19 +28,6 @@ class DecodeAttention(StrEnum):
     own = "own"
 
 
-def _attention_parser(choices: type[Choice], option: str) -> Callable[[str], Choice]:
-    """A parser of `option` that accepts `choices` and tells the new name of a former value."""
-
-    def parse(text: str) -> Choice:
-        if text == "moba":
-            raise typer.BadParameter(f"'moba' is called own now: {option} own")
-        if text not in list(choices):
-            raise typer.BadParameter(f"given {text!r}; allowed: {', '.join(choices)}")
-        return choices(text)
-
-    return parse
-
-
 EvaluatedModel = Annotated[
     Path,
     typer.Argument(
@@ -53,18 +37,16 @@ EvaluatedModel = Annotated[
 AttentionOption = Annotated[
     EvaluatedAttention,
     typer.Option(
-        parser=_attention_parser(EvaluatedAttention, "--attention"),
-        metavar="own|full|both",
-        help="own: the stage's attention or, where all its layers are full, the recipe's; full: full in all layers",
+        help="own: the stage's attention or, if all its layers are full, the recipe's; full: full in all layers",
     ),
 ]
 TokenizerOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="default: the recipe's, looked for as docs/evaluation.md says")
+    Path | None, typer.Option(metavar="FILE", help="default: the recipe's; docs/evaluation.md lists the places")
 ]
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:
-    """The lengths in `text`, separated by commas; none where it is not given."""
+    """Lengths in `text`, separated by commas; none if it is not given."""
     return tuple(parse_length(length.strip()) for length in text.split(",")) if text else ()
 
 
@@ -73,11 +55,14 @@ def evaluate(
     overrides: Overrides = None,
     tasks: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help="evaluations, also such as the recipe does not have; default: its own"),
+        typer.Option(
+            metavar="NAME,...",
+            help="evaluations to run, also those that the recipe does not have; default: the recipe's",
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+        typer.Option(metavar="CORPUS", help="tokenised corpus instead of data.validation; may be given several times"),
     ] = None,
     seq_len: Annotated[
         int | None,
@@ -94,12 +79,14 @@ def evaluate(
             help="loss by position, averaged over this number of tokens, e.g. 2K; default: the recipe's",
         ),
     ] = None,
-    sequences: Annotated[int | None, typer.Option(min=2, help="loss by position: samples of long documents")] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=2, help="loss by position: number of samples of long documents")
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     cp: Annotated[int | None, typer.Option(min=1, help="context-parallel ranks; default: the stage's")] = None,
-    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json, with charts")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder for another evaluation.json, with charts")] = None,
 ) -> None:
-    """Evaluate on held-out text and by other tasks, with own and full attention on the same weights.
+    """Evaluate on held-out text and other tasks, with own and full attention on the same weights.
 
     Results go to RUN/evaluations/."""
     import os
@@ -110,8 +97,8 @@ def evaluate(
         from moba_train.tools.launch.torchrun import torchrun_command
 
         os.execv(sys.executable, [*torchrun_command(gpus), "-m", "moba_train.tools.cli", *sys.argv[1:]])
-    from moba_train.tools.evaluate import EvaluationOptions, evaluate_checkpoint
-    from moba_train.tools.evaluated_recipe import open_for_evaluation
+    from moba_train.tools.evaluate import evaluate_checkpoint
+    from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 
     by_position = {"bucket": bucket, "sequences": sequences}
     shortcuts = [f"evaluation.position_wise.{key}={value}" for key, value in by_position.items() if value is not None]
@@ -135,8 +122,6 @@ def lm_eval(
     decode: Annotated[
         DecodeAttention,
         typer.Option(
-            parser=_attention_parser(DecodeAttention, "--decode"),
-            metavar="full|own",
             help="attention of generated tokens: full, or each layer's own; prompts are read as --attention says",
         ),
     ] = DecodeAttention.full,
@@ -156,7 +141,7 @@ def lm_eval(
         typer.Option(
             parser=parse_length,
             metavar="TOKENS",
-            help="longest text that is read, e.g. 32K; what is longer loses its beginning; default: the stage's length",
+            help="longest text that is read, e.g. 32K; longer ones lose their beginning; default: the stage's length",
         ),
     ] = None,
     lengths: Annotated[
@@ -168,7 +153,7 @@ def lm_eval(
         bool, typer.Option("--apply-chat-template", help="put questions into the tokenizer's chat template")
     ] = False,
     tokenizer: TokenizerOption = None,
-    output: Annotated[Path | None, typer.Option(help="another folder for evaluation.json")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder for another evaluation.json")] = None,
 ) -> None:
     """Run tasks of the package lm-eval on one device, with own or full attention on the same weights.
 
@@ -219,7 +204,7 @@ def profile_spans(
     ] = 0.5,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="CORPUS", help="tokenised corpus in place of data.validation; may be given several times"),
+        typer.Option(metavar="CORPUS", help="tokenised corpus instead of data.validation; may be given several times"),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="documents of each length")] = 8,
     block_size: Annotated[
@@ -238,8 +223,7 @@ def profile_spans(
     """Choose a span for each attention head (kind moa) by what masking its attention would cost, on one device.
 
     Writes a piece of a recipe."""
-    from moba_train.tools.evaluate import EvaluationOptions
-    from moba_train.tools.evaluated_recipe import open_for_evaluation
+    from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
     from moba_train.tools.profile_spans import ProfileOptions
     from moba_train.tools.profile_spans import profile_spans as profile
 
@@ -271,8 +255,6 @@ def generate(
     decode: Annotated[
         DecodeAttention,
         typer.Option(
-            parser=_attention_parser(DecodeAttention, "--decode"),
-            metavar="full|own",
             help="attention of new tokens: full, or each layer's own attention kind",
         ),
     ] = DecodeAttention.full,
@@ -280,17 +262,15 @@ def generate(
     """Continue a prompt. The prompt is read with each layer's own attention."""
     import torch
 
-    from moba_train.checkpoint.recipe import saved_training
-    from moba_train.checkpoint.state import load_trained
     from moba_train.data.corpus_marks import corpus_marks
     from moba_train.data.tokenizer import ChatTokenizer, ends_of_text, has_chat_template, load_text_tokenizer
-    from moba_train.resolve.saved_recipe import open_for_generation
+    from moba_train.resolve.saved_recipe import load_trained, open_for_generation, saved_training
     from moba_train.tools.generate import generate_text, read_prompt
 
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give either --prompt TEXT or --prompt-file FILE")
     if prompt == "":
-        raise typer.BadParameter("--prompt: given an empty text; allowed: one token at least")
+        raise typer.BadParameter("--prompt: given an empty text; allowed: at least one token")
     try:
         (prompt or "").encode()
     except UnicodeEncodeError as error:
@@ -301,7 +281,7 @@ def generate(
     tokenizer_path = tokenizer or str(saved.config.data.tokenizer)
     tokenizer_roots = None if tokenizer else roots
     known = load_text_tokenizer(tokenizer_path, tokenizer_roots)
-    marks = corpus_marks(saved.config, roots)
+    marks = corpus_marks(saved.config.data, saved.config.stages, roots)
     if marks.spelt_out(has_chat_template(tokenizer_path, tokenizer_roots)):
         known = ChatTokenizer(known)
     given = prompt if prompt_file is None else read_prompt(prompt_file)
@@ -321,7 +301,7 @@ def generate(
         trained_length=saved_training(saved.path).seq_len,
         say=lambda line: typer.echo(line, err=True),
     )
-    first = next(text, "")  # whatever is refused is refused here, before anything is printed
+    first = next(text, "")  # bad input is refused here, before anything is printed
     for addition in itertools.chain([prompt or "", first], text):
         typer.echo(addition, nl=False)
     typer.echo()

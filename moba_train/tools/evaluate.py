@@ -1,12 +1,6 @@
-"""What `moba-train eval` is asked for.
+"""`moba-train eval`: evaluate a checkpoint outside training, on any number of ranks, and write the results as JSON.
 
-Progress of an evaluation in a terminal.
-
-The results of `moba-train eval` as JSON, beside the checkpoint. docs/evaluation.md describes the file.
-
-A model to evaluate on one device, from a checkpoint or a Hugging Face folder.
-
-`moba-train eval`: evaluate a checkpoint outside training, on any number of ranks.
+The results lie in the run's folder, in `RUN/evaluations/`; docs/evaluation.md describes the file.
 """
 
 import dataclasses
@@ -16,17 +10,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from moba_train.checkpoint.recipe import SavedRun, Training, overridden_kinds, run_folder, saved_training
-from moba_train.checkpoint.state import load_model, load_trained
+from moba_train.checkpoint.recipe import run_folder
+from moba_train.checkpoint.state import load_model
+from moba_train.config.attention import resolve_layers
+from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.mesh import MeshSizes, allowed_divisors
 from moba_train.config.parallel import ParallelConfig
 from moba_train.config.stages import Stage
@@ -35,60 +29,32 @@ from moba_train.evals.evaluation import (
     Evaluation,
     EvaluationContext,
     EvaluationResult,
+    EvaluationSetting,
     Layers,
     finite,
     untracked,
     variants,
 )
-from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, evaluations_named
-from moba_train.hf.initial_weights import is_hf_folder
+from moba_train.evals.registry import EVALUATIONS, asked_evaluations, evaluations_named
 from moba_train.hf.weights import load_hf_weights
-from moba_train.memory.activations import local_activations
-from moba_train.memory.memory import buffer_memory
+from moba_train.memory.devices import local_device, weakest
 from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import set_activations
 from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.world import World, joined_world
+from moba_train.parallel.world import World, gather_over_ranks, joined_world
+from moba_train.resolve.initial_weights import is_hf_folder
+from moba_train.resolve.run import resolve_unchecked, setup_on, stage_layout
+from moba_train.resolve.saved_recipe import SavedRun, Training, load_trained, overridden_kinds, saved_training
 from moba_train.tools.convert.hf import imported_recipe
+from moba_train.tools.evaluated_recipe import EvaluationOptions, evaluated_setting
 from moba_train.tools.report.sink import plotly_is_installed
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """What to evaluate; None leaves it to the recipe."""
-
-    attention: Literal["full", "own", "both"] = "both"
-    tasks: tuple[str, ...] | None = None
-    """Names of evaluations, whether the recipe has them or not; None: those that it has."""
-    overrides: tuple[str, ...] = ()
-    """`key.path=value`, laid over the checkpoint's recipe."""
-    data: tuple[str, ...] = ()
-    """Corpora in place of `data.validation`."""
-    seq_len: int | None = None
-    """Tokens of a sequence, in place of the stage's."""
-    cp: int | None = None
-    """Ranks that share a sequence; None: as many as in the checkpoint's stage, or one rank for each sequence where that
-    does not divide the ranks."""
-    output: Path | None = None
-    """Folder for `evaluation.json` and `evaluation.html`; the result is written beside the checkpoint in any case."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The options that bear on the numbers, as JSON values."""
-        return {
-            "attention": self.attention,
-            "tasks": list(self.tasks) if self.tasks is not None else None,
-            "data": list(self.data) or None,
-            "seq_len": self.seq_len,
-            "cp": self.cp,
-            "overrides": list(self.overrides),
-        }
-
-
 def tracked(items: Sequence[int], what: str) -> Iterable[int]:
-    """The items, with a bar on stderr that goes when they are done; no bar where stderr is not a terminal."""
+    """The items, with a bar on stderr that disappears when they are done; without one if stderr is no terminal."""
     disabled = not sys.stderr.isatty()
     return track(items, what, console=Console(stderr=True), transient=True, disable=disabled)
 
@@ -98,31 +64,20 @@ FOLDER = "evaluations"
 """Folder of a run with the results of its checkpoints."""
 
 
-def result_json(
-    saved: SavedRun,
-    training: Training,
-    options: EvaluationOptions,
-    context: EvaluationContext,
-    results: Mapping[str, EvaluationResult],
-) -> dict[str, Any]:
-    """Everything that was measured by `moba-train eval`, and what it was measured on."""
-    return measured_json(saved, training, options.to_json(), context.stage, context.own, context.attentions, results)
-
-
 def measured_json(
     saved: SavedRun,
     training: Training,
     options: Mapping[str, Any],
-    stage: Stage,
     own: str,
     attentions: Mapping[str, Layers],
     results: Mapping[str, EvaluationResult],
 ) -> dict[str, Any]:
-    """Everything that was measured, by evaluation, and what it was measured on.
+    """Everything that was measured, by evaluation, and the model that it was measured on, as JSON values.
 
-    options  of the command, as JSON values
-    own      name of the attention that numbers are about
+    options: of the command, as JSON values
+    own: name of the attention that numbers are about
     """
+    stage = saved.stage
     content = {
         "format": FORMAT,
         "time": time.time(),
@@ -147,8 +102,8 @@ def measured_json(
 
 
 def write_result(content: dict[str, Any], checkpoint: Path) -> Path:
-    """Write `RUN/evaluations/step_<step>-<seq_len>.json`, with a number at the end where there is such a file. Returns
-    its path. Raises OSError when the folder cannot be written to."""
+    """Write `RUN/evaluations/step_<step>-<seq_len>.json`, with a number at the end if there is such a file. Returns its
+    path. Raises OSError when the folder cannot be written to."""
     folder = run_folder(checkpoint) / FOLDER
     folder.mkdir(exist_ok=True)
     stem = f"step_{content['step']:08d}-{content['seq_len']}"
@@ -156,8 +111,8 @@ def write_result(content: dict[str, Any], checkpoint: Path) -> Path:
 
 
 def write_output(content: dict[str, Any], folder: Path) -> Path:
-    """Write `evaluation.json` into `folder`; one that is there is kept as `evaluation-1.json`, or the next number.
-    Returns its path."""
+    """Write `evaluation.json` into `folder`, and return its path. A file of that name is kept as `evaluation-1.json`,
+    or with the next number."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "evaluation.json"
     if path.exists():
@@ -188,7 +143,7 @@ def load_on_this_machine(saved: SavedRun) -> Transformer:
     if not is_hf_folder(saved.path):
         return load_trained(saved, device, dtype)
     with torch.device("meta"):
-        model = build_model(saved.config)
+        model = build_model(saved.spec)
     model.to_empty(device=device)
     load_hf_weights(model, saved.path)
     model.set_rope(saved.stage.rope)
@@ -200,17 +155,19 @@ logger = logging.getLogger(__name__)
 
 def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Callable[[str], object]) -> None:
     """Run the evaluations that the recipe or the options ask for, with each attention on the same weights, and write
-    their results beside the checkpoint.
+    their results into the run's folder.
 
-    saved  the recipe with the options laid over it (tools/evaluated_recipe.py)
-    echo   gets the lines to print, on the first rank
+    saved: the recipe with the options laid over it (tools/evaluated_recipe.py)
+    echo: gets the lines to print, on the first rank
 
-    Under torchrun all its ranks work together, and the numbers are those of one up to rounding. Raises UserError for
-    data or options that do not fit.
+    Under torchrun all its ranks work together, and the numbers are those of one rank up to rounding. Raises UserError
+    for data or options that do not fit.
     """
     training = training_of(saved)
-    attentions = variants(saved.config, saved.stage, options.attention)
-    evaluations = _evaluations(saved, options)
+    setting = evaluated_setting(saved.config, saved.stage.index)
+    setting = dataclasses.replace(setting, trained_length=training.seq_len)
+    attentions = variants(saved.stage.attention, recipe_layers(saved), options.attention)
+    evaluations = _evaluations(saved.config.evaluation, setting, options.tasks)
     with joined_world() as world:
         if world.is_main and saved.stage.seq_len > training.seq_len:
             logger.warning(
@@ -219,7 +176,7 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 saved.stage.seq_len,
                 training.seq_len,
             )
-        context = dataclasses.replace(_context(saved, options.cp, attentions, world), trained_length=training.seq_len)
+        context = _context(saved, options.cp, attentions, world)
         results = {}
         for evaluation in evaluations:
             results[evaluation.name] = evaluation.run(context)
@@ -227,7 +184,8 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 for line in results[evaluation.name].table:
                     echo(line)
         if world.is_main:
-            content = result_json(saved, training, options, context, results) | {"ranks": world.size}
+            content = measured_json(saved, training, options.to_json(), context.own, attentions, results)
+            content |= {"ranks": world.size}
             write_results(content, saved.path, options.output, echo)
             if options.output is not None and plotly_is_installed():
                 from moba_train.tools.report.page import write_evaluation  # plotly takes a second to import
@@ -235,55 +193,67 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 echo(f"charts: {write_evaluation(content, options.output)}")
 
 
+def recipe_layers(saved: SavedRun) -> Layers:
+    """Attention of every layer by the recipe's own `attention`, over which a stage may lay another one."""
+    return resolve_layers(saved.config.attention, saved.config.model.layers)
+
+
 def training_of(saved: SavedRun) -> Training:
-    """What the weights have been through; a Hugging Face model, sequences of the length in its config.json."""
+    """Training that the weights have been through. A Hugging Face model counts as trained on sequences of the length in
+    its config.json."""
     if is_hf_folder(saved.path):
         return Training(0, None, imported_recipe(saved.path, saved.path).stages[0].seq_len)
     return saved_training(saved.path)
 
 
-def _evaluations(saved: SavedRun, options: EvaluationOptions) -> list[Evaluation]:
-    """The evaluations to run, with their data. Raises DataError where there are none, or one lacks data."""
-    config = saved.config
-    wanted = enabled_evaluations(config) if options.tasks is None else evaluations_named(options.tasks)
+def _evaluations(
+    section: EvaluationConfig, setting: EvaluationSetting, tasks: Sequence[str] | None
+) -> list[Evaluation[Any]]:
+    """Evaluations to run, with their data; `tasks` by name, None: those that the recipe asks for. Raises UserError when
+    there are none, or one lacks data."""
+    asked = asked_evaluations(section, setting.validation)
+    wanted = list(asked) if tasks is None else evaluations_named(tasks)
     if not wanted:
         keys = " or ".join(evaluation.key for evaluation in EVALUATIONS.values())
-        raise DataError(f"{saved.path}: its recipe has nothing to evaluate; give --data or --tasks, or set {keys}")
+        raise DataError(f"the checkpoint's recipe has nothing to evaluate; give --data or --tasks, or set {keys}")
     for evaluation in wanted:
-        if not evaluation.enabled(config):
+        if evaluation not in asked:
             raise DataError(f"--tasks {evaluation.name}: needs {evaluation.key}; give --data CORPUS, or override it")
-    evaluations = [evaluation(config, saved.stage) for evaluation in wanted]
+    evaluations = [evaluation(asked[evaluation], setting) for evaluation in wanted]
     for ready in evaluations:
         if ready.missing:
-            raise DataError(f"{saved.path}: {ready.missing}")
+            raise DataError(ready.missing)
     return evaluations
 
 
 def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], world: World) -> EvaluationContext:
     """The checkpoint's model with the engines of its stage, on this rank."""
-    config = saved.config
-    stage, sizes = _laid_out(saved.stage, cp, world.size)
-    dims = ParallelDims(sizes, world)
-    model = sharded_model(config, dims)
+    run = resolve_unchecked(saved.config)
+    stage, mesh = _laid_out(saved.stage, cp, world.size)
+    dims = ParallelDims(mesh, world)
+    device = weakest(gather_over_ranks(local_device(world.device.index or 0, world.ranks_per_node)))
+    layers = run.setup.shape.layers
+    setup = dataclasses.replace(setup_on(run.setup, device), parts=(layers,))
+    # Copy engines need buffers, and gain nothing where nothing is trained.
+    parallel = run.parallel.model_copy(update={"fsdp_copy_engines": False})
+    model = sharded_model(setup, parallel, dims, run.seed)
     if is_hf_folder(saved.path):
         load_hf_weights(model, saved.path)
     else:
         load_model(model, saved.path, optional=overridden_kinds(saved))
     model.set_rope(stage.rope)
-    engines = ContextEngines(config, dims, partial(buffer_memory, config, world.device))
-    data_shard, _ = engines.data_shard(stage, sizes)
-    strategy = None
+    layout = stage_layout(setup, run.memory, stage, mesh, world.ranks_per_node, device)
+    data_shard = ContextEngines(dims).data_shard(mesh, layout.strategy)
     if data_shard.engine is not None:
-        model.set_engines([data_shard.engine] * config.model.layers)
-        strategy = data_shard.engine.strategy
-    set_activations(model, local_activations(config, stage, sizes, world, strategy).layers, world.device)
+        model.set_engines([data_shard.engine] * layers)
+    set_activations(model, layout.activations.layers, world.device)
     track = tracked if world.is_main else untracked
     return EvaluationContext(model, stage, data_shard, world.device, attentions, track=track)
 
 
 def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSizes]:
-    """The stage with its sequences over `cp` ranks, and the mesh: without tensor and pipeline parallelism, which change
-    no number."""
+    """The stage with its sequences over `cp` ranks, and the mesh, without tensor and pipeline parallelism, which change
+    no number. Raises UserError for a `cp` that does not divide the ranks."""
     if cp is None:
         cp = stage.parallel.cp if ranks % stage.parallel.cp == 0 else 1
     if ranks % cp:
@@ -296,7 +266,8 @@ def _laid_out(stage: Stage, cp: int | None, ranks: int) -> tuple[Stage, MeshSize
 
 
 def write_results(content: dict[str, Any], path: Path, output: Path | None, echo: Callable[[str], object]) -> None:
-    """Write the results beside the checkpoint `path`, and into `output`; models of other programs get no files."""
+    """Write the results into the folder of the checkpoint's run, and into `output`. Models of other programs get no
+    files."""
     if output is not None:
         echo(f"results: {write_output(content, output)}")
     if is_hf_folder(path):
@@ -306,4 +277,4 @@ def write_results(content: dict[str, Any], path: Path, output: Path | None, echo
     try:
         echo(f"results: {write_result(content, path)}")
     except OSError as error:  # the run may be another user's
-        logger.warning("The results are not written beside the checkpoint: %s; give --output FOLDER", error)
+        logger.warning("The results cannot be written into the run's folder: %s; give --output FOLDER", error)

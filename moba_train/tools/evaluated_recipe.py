@@ -1,32 +1,67 @@
-"""A checkpoint as `moba-train eval` is asked to evaluate it: its recipe with the options laid over it, checked."""
+"""Recipe of a checkpoint as `moba-train eval` is asked to evaluate it: the options are laid over it, and checked."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from moba_train.checkpoint.recipe import SavedRun, trained_tokenizer
-from moba_train.config.data import SourceConfig
+from moba_train.checkpoint.recipe import trained_tokenizer
+from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.load import shadowed_overrides, with_overrides
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
-from moba_train.evals.registry import EVALUATIONS, enabled_evaluations, evaluations_named
+from moba_train.evals.evaluation import EvaluationSetting
+from moba_train.evals.registry import EVALUATIONS, asked_evaluations, evaluations_named
 from moba_train.foreign_files import folder_roots
-from moba_train.hf.initial_weights import is_hf_folder
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import recorded_tokenizers, tokenizer_mismatch
-from moba_train.resolve.recipe import validate
-from moba_train.resolve.saved_recipe import SavedPaths, check_paths, evaluation_corpora, read_checkpoint
+from moba_train.resolve.evaluations import evaluation_settings
+from moba_train.resolve.initial_weights import is_hf_folder
+from moba_train.resolve.recipe import resolve
+from moba_train.resolve.run import resolve_unchecked
+from moba_train.resolve.saved_recipe import SavedPaths, SavedRun, check_paths, evaluation_corpora, read_checkpoint
 from moba_train.tools.convert.hf import imported_recipe
-from moba_train.tools.evaluate import EvaluationOptions
 from moba_train.tools.lm_eval.options import LmEvalOptions
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Options of `moba-train eval`; None leaves a choice to the recipe."""
+
+    attention: Literal["full", "own", "both"] = "both"
+    tasks: tuple[str, ...] | None = None
+    """Names of evaluations, whether the recipe has them or not; None: those that it has."""
+    overrides: tuple[str, ...] = ()
+    """`key.path=value`, laid over the checkpoint's recipe."""
+    data: tuple[str, ...] = ()
+    """Corpora instead of `data.validation`."""
+    seq_len: int | None = None
+    """Tokens of a sequence, instead of the stage's."""
+    cp: int | None = None
+    """Ranks that share a sequence; None: as many as in the checkpoint's stage, or one if that number does not divide
+    the ranks."""
+    output: Path | None = None
+    """Folder for `evaluation.json` and `evaluation.html`; the result is written into the run's folder in any case."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that bear on the numbers, as JSON values."""
+        return {
+            "attention": self.attention,
+            "tasks": list(self.tasks) if self.tasks is not None else None,
+            "data": list(self.data) or None,
+            "seq_len": self.seq_len,
+            "cp": self.cp,
+            "overrides": list(self.overrides),
+        }
 
 
 def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
     """The checkpoint `path`, the newest valid one of the run folder `path`, or the Hugging Face model `path`, with the
-    recipe and the stage to evaluate it with.
+    recipe and the stage to evaluate it in.
 
     Paths in the recipe are found from any folder (`SavedPaths`); those in the options are the user's own. Raises
     UserError as `open_checkpoint`, and for options that cannot work.
@@ -40,17 +75,18 @@ def open_for_evaluation(path: Path, options: EvaluationOptions) -> SavedRun:
         paths = SavedPaths(saved.config, saved.path)
         saved = saved._replace(config=paths.located())
         config = changed(saved, options)
-        own = _without(config, {*_paths(config)} - {*_paths(saved.config)} | {*options.data})
-        check_paths(own, saved.path, paths.roots)
-        paths.check_corpora(own)
+        named = {*_paths(config.data, config.evaluation)} - {*_paths(saved.config.data, saved.config.evaluation)}
+        own = _without(config, named | {*options.data})
+        check_paths(own.data, own.evaluation, saved.path, paths.roots)
+        paths.check_corpora(own.data.validation)
         trained = [digest] if (digest := trained_tokenizer(saved.path)) else []
-    check_tokenizer(config, trained)
-    return saved._replace(config=config, stage=resolve_stages(config)[saved.stage.index])
+    check_tokenizer(config.data, trained)
+    return saved.with_recipe(config)
 
 
 def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list[Path]]:
-    """`open_for_evaluation` for a command that reads no corpus but needs the tokenizer, and the folders below which
-    the tokenizer's files may lie.
+    """The model as from `open_for_evaluation`, for a command that reads no corpus but needs the tokenizer; and the
+    folders below which the tokenizer's files may lie.
 
     Raises UserError as `open_for_evaluation`, and when there is no tokenizer.
     """
@@ -73,30 +109,41 @@ def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list
         roots = [*roots, *folder_roots(tokenizer_file(config.data.tokenizer).parent)]
     elif paths is not None:
         paths.check_tokenizer()
-        check_paths(_without(config, {*evaluation_corpora(config).values()}), located.path, roots)
-    return located._replace(config=config, stage=resolve_stages(config)[located.stage.index]), roots
+        own = _without(config, {*evaluation_corpora(config.data, config.evaluation).values()})
+        check_paths(own.data, own.evaluation, located.path, roots)
+    return located.with_recipe(config), roots
 
 
 def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:
     """The recipe of `saved` with the options laid over it. Raises UserError for options that do not fit."""
-    stage = saved.stage
+    index = saved.stage.index
     config = saved.config
     if options.seq_len is not None:
-        config = _with_length(config, stage, options.seq_len)
-        stage = resolve_stages(config)[stage.index]
+        config = _with_length(config, saved.stage, options.seq_len)
     tasks = evaluations_named(options.tasks or ())
-    for evaluation in EVALUATIONS.values():
-        overridden = any(override.startswith(f"{evaluation.key}.") for override in options.overrides)
-        if overridden or evaluation in tasks:
-            config = evaluation.switched_on(config, stage)
+    setting = evaluated_setting(config, index)
+    defaults: dict[str, Any] = {}
+    for name, evaluation in EVALUATIONS.items():
+        wanted = evaluation in tasks or any(override.startswith(f"{evaluation.key}.") for override in options.overrides)
+        if wanted and evaluation.Options is not None and config.evaluation.options_of(name) is None:
+            defaults[name] = evaluation.default_options(setting)
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=defaults)})
     config = with_overrides(config, options.overrides)
-    if problems := shadowed_overrides(config, options.overrides, [stage.index]):
+    if problems := shadowed_overrides(config.stages, options.overrides, [index]):
         raise ConfigError(problems)
     if options.data:
         corpora = [SourceConfig(path=path) for path in options.data]
         config = config.model_copy(update={"data": config.data.model_copy(update={"validation": corpora})})
-    _check(config, stage.index, options.tasks)
+    _check(config, index, options.tasks)
     return config
+
+
+def evaluated_setting(config: RunConfig, index: int) -> EvaluationSetting:
+    """Setting of the stage `index` alone, without its exit criterion, and without tensor and pipeline parallelism,
+    which `moba-train eval` does not use. Raises ConfigError as `resolve_unchecked`."""
+    setting = evaluation_settings(resolve_unchecked(config))[index]
+    stage = replace(setting.stage, evaluate=True, until=None)
+    return replace(setting, stage=stage, longest_length=stage.seq_len, tp=1, pp=1)
 
 
 def _with_length(config: RunConfig, stage: Stage, seq_len: int) -> RunConfig:
@@ -115,25 +162,41 @@ def _with_length(config: RunConfig, stage: Stage, seq_len: int) -> RunConfig:
 
 
 def _check(config: RunConfig, index: int, tasks: Iterable[str] | None) -> None:
-    """Raises ConfigError where the stage cannot be evaluated so: other stages count for the model's parameters only,
-    the exit criterion and the learning rate's schedule, which may span all stages, not at all."""
-    if problems := list(attention_problems(config, allow_idle=True, training=False)):
+    """Raise ConfigError when the stage cannot be evaluated with this recipe. Other stages count for the model's
+    parameters alone; the exit criterion and the learning rate's schedule, which may span all stages, do not count."""
+    attention = attention_problems(
+        config.model,
+        config.attention,
+        config.stages,
+        config.parallel,
+        None,
+        config.deterministic,
+        allow_idle=True,
+        training=False,
+    )
+    if problems := list(attention):
         raise ConfigError(problems)
     stage = config.stages[index].model_copy(update={"until": None, "schedule": None, "evaluate": True})
     optim = config.optim.model_copy(update={"schedule": ScheduleConfig()})
     ignored = {"optim": optim, "init_from": None, "evaluation": EvaluationConfig()}
-    alone = config.model_copy(update={"stages": [stage], **ignored})
-    validate(alone, allow_idle=True, training=False)
-    asked = enabled_evaluations(config) if tasks is None else evaluations_named([*tasks])
-    this = alone.model_copy(update={"evaluation": config.evaluation})
-    if problems := [problem for evaluation in asked for problem in evaluation.problems(this)]:
-        raise ConfigError([problem.replace("stages[0]", f"stages[{index}]") for problem in problems])
+    resolve(config.model_copy(update={"stages": [stage], **ignored}), allow_idle=True, training=False)
+    asked = asked_evaluations(config.evaluation, config.data.validation)
+    named = None if tasks is None else evaluations_named([*tasks])
+    setting = evaluated_setting(config, index)
+    problems = [
+        problem
+        for evaluation, options in asked.items()
+        if named is None or evaluation in named
+        for problem in evaluation.problems(options, setting)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
-def _paths(config: RunConfig) -> Iterator[str]:
-    """The paths that evaluation reads."""
-    yield from evaluation_corpora(config).values()
-    yield from [config.data.tokenizer] if config.data.tokenizer is not None else []
+def _paths(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
+    """Paths that evaluation reads."""
+    yield from evaluation_corpora(data, evaluation).values()
+    yield from [data.tokenizer] if data.tokenizer is not None else []
 
 
 def _without(config: RunConfig, named: set[str]) -> RunConfig:
@@ -148,17 +211,19 @@ def _without(config: RunConfig, named: set[str]) -> RunConfig:
 
 
 def _hugging_face(folder: Path) -> SavedRun:
-    """The model in `folder`, which the user named, with the recipe that an import writes."""
+    """The model in `folder`, which the user named, with the recipe that an import would write."""
     config = imported_recipe(folder, folder)
-    validate(config.model_copy(update={"init_from": None}), allow_idle=True)
-    (stage,) = resolve_stages(config)
-    return SavedRun(folder, config, stage)
+    run = resolve(config.model_copy(update={"init_from": None}), allow_idle=True)
+    (stage,) = run.stages
+    return SavedRun(folder, config, run.setup.spec, stage)
 
 
-def check_tokenizer(config: RunConfig, trained: Sequence[str]) -> None:
-    """Raises DataError when a validation corpus was made with another tokenizer than the model was trained with, one of
-    `trained`, or without these the recipe's."""
-    given = config.data.tokenizer
+def check_tokenizer(data: DataConfig, trained: Sequence[str]) -> None:
+    """Raise DataError when a validation corpus was made with another tokenizer than the model was trained with.
+
+    trained: SHA-256 of that tokenizer in its forms; none if it is not known, so that it is `data.tokenizer`
+    """
+    given = data.tokenizer
     file = tokenizer_file(given) if given is not None else None
     reference = "the model was trained with another one"
     if not trained:
@@ -166,7 +231,7 @@ def check_tokenizer(config: RunConfig, trained: Sequence[str]) -> None:
             return
         reference = f"data.tokenizer is {given}"
         trained = tokenizer_hashes(file)
-    sources = ((f"data.validation[{index}]", source) for index, source in enumerate(config.data.validation))
+    sources = ((f"data.validation[{index}]", source) for index, source in enumerate(data.validation))
     for key, path, name, digest in recorded_tokenizers(sources):
         if digest not in trained:
             raise DataError(tokenizer_mismatch(key, path, name, digest, (reference, trained[0])))

@@ -1,7 +1,4 @@
-"""The prompt of `moba-train generate`: where it comes from, and how far it has been read by the model.
-
-Generation from text to text: tokenizer, generation, detokenizer.
-"""
+"""Generation from text to text, for `moba-train generate`: prompt, tokenizer, generation, detokenizer."""
 
 import sys
 import time
@@ -18,7 +15,7 @@ from moba_train.inference.generate import generate
 from moba_train.model.transformer import Transformer
 
 REPORT_EVERY = 5.0
-"""Seconds between lines about a prompt that is being read; a shorter reading says nothing."""
+"""Seconds between lines about a prompt that is being read; nothing is printed about a shorter reading."""
 
 
 def read_prompt(file: Path) -> str:
@@ -36,7 +33,8 @@ def read_prompt(file: Path) -> str:
 
 
 class PrefillProgress:
-    """Says how much of a prompt of this many `tokens` the model has read, and how fast: `generate`'s `on_prefill`."""
+    """Prints the share of a prompt of `tokens` tokens that the model has read, and the rate: `generate`'s
+    `on_prefill`."""
 
     def __init__(self, tokens: int, say: Callable[[str], object]) -> None:
         self._tokens = tokens
@@ -45,7 +43,7 @@ class PrefillProgress:
         self._read = 0
 
     def __call__(self, tokens: int) -> None:
-        """Count these further tokens; they may still be computed on the GPU."""
+        """Count these further tokens, which the GPU may still be computing."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._read += tokens
@@ -60,7 +58,8 @@ class PrefillProgress:
 
 
 CONTEXT = 32
-"""Tokens that are decoded for a new one, itself included, once the prompt's end is known: few beside 1M."""
+"""Tokens that are decoded for a new one, itself included, once the end of the prompt is known: the whole prompt may
+have 1M."""
 
 
 def generate_text(
@@ -80,10 +79,11 @@ def generate_text(
 ) -> Iterator[str]:
     """Yield the text that continues the prompt as its tokens are sampled.
 
-    marks: how the documents of training began and ended; a prompt begins like them, an answer ends like them
-    stop_tokens: what ends an answer besides, and besides the tokenizer's `eos_id`
-    trained_length: longest sequences of training, in tokens; None: not known
-    say: hears how far the prompt is read, and before it a warning where prompt and answer may be longer than those
+    marks: tokens at the ends of the documents of training; a prompt begins and an answer ends like them
+    stop_tokens: further tokens that end an answer, in addition to the tokenizer's `eos_id`
+    trained_length: longest sequences of training, in tokens; None if not known
+    say: gets lines about the progress of reading the prompt, and before that a warning if prompt and answer may be
+        longer than `trained_length`
 
     The other arguments are those of `generate`. Raises UserError for values out of range.
     """
@@ -119,17 +119,17 @@ def generate_text(
 
 
 def _added_text(tokenizer: TextTokenizer, prompt: Sequence[int], answer: Iterable[int]) -> Iterator[str]:
-    """Yield what the tokens of `answer` add to the text of `prompt`, each character as soon as it is complete."""
+    """Yield the text that the tokens of `answer` add to that of `prompt`, each character as soon as it is complete."""
     tail = list(prompt)
     shown = tokenizer.decode(tail)
     for token in answer:
-        # Decoded with what is before it: a token alone may be part of a character, or lose its leading space.
+        # Decoded with the tokens before it: a token alone may be part of a character, or lose its leading space.
         tail.append(token)
         text = tokenizer.decode(tail)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             continue
         yield text[len(shown) :]
-        # Behind a cut within a character, a tokenizer.json with byte fallback decodes no character up to the next token
+        # After a cut within a character, a tokenizer.json with byte fallback decodes no character up to the next token
         # that is not a byte. A later cut may be between two characters.
         shown = tokenizer.decode(tail[1 - CONTEXT :])
         if text.endswith(shown):

@@ -1,19 +1,12 @@
-"""What masking would cost: the first-order change of the loss if attention from one token to another were masked.
+"""`moba-train profile-spans`: a span for each attention head of a trained model, by the cost of masking the rest.
 
-With A the probabilities of a row and g = dL/dA = dout . v, masking key j scales the others by 1 / (1 - A_j). So the
-loss changes by E_j = A_j / (1 - A_j) (sum_n A_n g_n - g_j), and by -A_j g_j where j is the row's only key (Fu et al.
-2024, arXiv:2406.14909).
+The cost is the first-order change of the loss if attention from one token to another were masked. With A the
+probabilities of a row and g = dL/dA = dout . v, masking key j scales the others by 1 / (1 - A_j). So the loss changes
+by E_j = A_j / (1 - A_j) (sum_n A_n g_n - g_j), and by -A_j g_j if j is the row's only key (Fu et al. 2024,
+arXiv:2406.14909). Each head then gets one of several candidate spans, so that all together keep to a budget.
 
 Shape suffixes: T tokens of a document, t a chunk of its queries, s keys, H query heads, K key/value heads, G = H / K,
-D head width, N blocks of the document, C rules.
-
-Which span each head gets: candidates, what they would mask, and a choice that keeps to a budget.
-
-Shape suffixes: L lengths of documents, X heads of all layers, C candidates.
-
-`moba-train profile-spans`: a span for each attention head of a trained model, by what masking would cost.
-
-Shape suffixes: L lengths of documents, Y layers, H query heads, X heads of all layers, C candidates.
+D head width, N blocks of the document; L lengths of documents, Y layers, X heads of all layers, C candidates.
 """
 
 import json
@@ -32,7 +25,6 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
 from moba_train.attention.observer import AttentionCall, Observer
-from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import format_count
 from moba_train.data.batch import collate
@@ -42,6 +34,7 @@ from moba_train.mechanisms.moa.spans import SpanRule, Spans
 from moba_train.model.build import build_attention, observed_layers
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import training_loss
+from moba_train.resolve.saved_recipe import SavedRun
 from moba_train.telemetry.jsonl import write_atomically
 from moba_train.tools.evaluate import load_on_this_machine, tracked, training_of
 
@@ -50,9 +43,12 @@ from moba_train.tools.evaluate import load_on_this_machine, tracked, training_of
 def block_influence(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, dout_THD: Tensor, *, scale: float, block_size: int
 ) -> Tensor:
-    """[H, N, N]: influences of full attention in one document, summed over blocks of queries and of keys.
+    """Influences of full attention in one document, summed over blocks of queries and of keys, [H, N, N].
 
-    q and k rotated; dout: gradient of the loss with respect to attention's output. float32, or float64 for float64.
+    q_THD, k_TKD: rotated
+    dout_THD: gradient of the loss with respect to attention's output
+
+    The result is float32, or float64 for float64.
     """
     tokens, heads, _ = q_THD.shape
     dtype = accumulation_dtype(q_THD.dtype)
@@ -75,14 +71,14 @@ def block_influence(
 
 
 def _influence(probs_Hts: Tensor, grad_Hts: Tensor) -> Tensor:
-    """E of each key of each row, for rows of several keys."""
+    """E of each key of each row, [H, t, s], for rows of several keys."""
     mean_Ht1 = (probs_Hts * grad_Hts).sum(-1, keepdim=True)
     rest_Hts = (1 - probs_Hts).clamp_(min=torch.finfo(probs_Hts.dtype).eps)
     return probs_Hts / rest_Hts * (mean_Ht1 - grad_Hts)
 
 
 def _products(x_tHD: Tensor, y_sKD: Tensor) -> Tensor:
-    """[H, t, s]: products of query heads with the key/value head that they share."""
+    """Products of query heads with the key/value head that they share, [H, t, s]."""
     x_tKGD = x_tHD.unflatten(1, (y_sKD.shape[1], -1))
     return torch.einsum("tkgd,skd->kgts", x_tKGD, y_sKD).flatten(0, 1)
 
@@ -92,9 +88,9 @@ def _for_query_heads(x_KD: Tensor, heads: int) -> Tensor:
 
 
 def masked_influence(influence_HNN: Tensor, rules: Sequence[SpanRule], block_size: int) -> Tensor:
-    """float64 [H, C]: the sum of the influences that each rule would mask, if every head had it.
+    """Sum of the influences that each rule would mask, if every head had it, float64 [H, C].
 
-    `influence_HNN` in blocks of `block_size`, of which the rules' blocks are multiples.
+    influence_HNN: in blocks of `block_size` tokens, of which the rules' blocks are multiples
     """
     before_HNN = F.pad(influence_HNN.double().cumsum(-1), (1, 0))
     block_N = torch.arange(influence_HNN.shape[1], device=influence_HNN.device)
@@ -102,7 +98,7 @@ def masked_influence(influence_HNN: Tensor, rules: Sequence[SpanRule], block_siz
 
 
 def _masked(before_HNN: Tensor, rule: SpanRule, block_N: Tensor, block_size: int) -> Tensor:
-    """[H]: the influences between the sinks and the span, from their sums before each block."""
+    """Sum of the influences between the sinks and the span, [H], from the sums before each block."""
     if not rule.block_size:
         return before_HNN.new_zeros(before_HNN.shape[0])
     longer = rule.block_size // block_size
@@ -138,16 +134,16 @@ def candidate_rules(
 
 
 def densities(rules: Sequence[SpanRule], lengths: Sequence[int]) -> Tensor:
-    """float64 [L, C]: pairs of a query and a key that are attended to, as a share of full attention's."""
+    """Pairs of a query and a key that are attended to, as a share of full attention's, float64 [L, C]."""
     rows = [[rule.attended_pairs(torch.tensor([length])) * 2 / length**2 for rule in rules] for length in lengths]
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def choose_spans(masked_LXC: Tensor, density_LC: Tensor, budget: float) -> Tensor:
-    """int64 [X]: a candidate for each head, so that the mean density is within the budget at every length.
+    """Candidate of each head, int64 [X], so that the mean density is within the budget at every length.
 
     Each head takes the candidate with the lowest sum of masked influence (mean over the lengths) and a price times its
-    density; the price is the lowest that keeps to the budget (bisection). What is left of the budget then goes, head by
+    density; the price is the lowest that keeps to the budget (bisection). The rest of the budget then goes, head by
     head, to the changes that lower the influence most for their density. Raises UserError for a budget that the
     narrowest candidates exceed.
     """
@@ -199,12 +195,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What `moba-train profile-spans` is asked for."""
+    """Options of `moba-train profile-spans`."""
 
     output: Path
+    """New file for the piece of a recipe."""
     lengths: tuple[int, ...] = ()
     """Tokens of the documents; empty: a quarter, half and all of the stage's length."""
     budget: float = 0.5
+    """Share of full attention's pairs that the heads may attend to, at each length."""
     samples: int = 8
     """Documents of each length."""
     block_size: int = 64
@@ -216,8 +214,8 @@ class ProfileOptions:
 def profile_spans(saved: SavedRun, options: ProfileOptions, echo: Callable[[str], object]) -> None:
     """Measure, choose, print, and write a piece of a recipe.
 
-    saved  the recipe with the corpora to measure on as its validation data (tools/evaluated_recipe.py)
-    echo   gets the lines to print
+    saved: the recipe with the corpora to measure on as its validation data (tools/evaluated_recipe.py)
+    echo: gets the lines to print
 
     Raises UserError for options that cannot work, before the model is loaded.
     """
@@ -252,7 +250,7 @@ def profile_spans(saved: SavedRun, options: ProfileOptions, echo: Callable[[str]
 
 
 def _checked_lengths(saved: SavedRun, options: ProfileOptions) -> tuple[int, ...]:
-    """The lengths, ascending. Raises UserError for options out of range, and where there is nothing to measure on."""
+    """Lengths of documents, ascending. Raises UserError for options out of range, and without text to measure on."""
     if options.output.exists():
         raise UserError(f"--output: {options.output} exists and is not overwritten; give another file, or remove it")
     if not options.output.parent.is_dir():
@@ -281,8 +279,8 @@ def _checked_lengths(saved: SavedRun, options: ProfileOptions) -> tuple[int, ...
 def measure(
     model: Transformer, data: Sequence[LongDocumentSamples], rules: Sequence[SpanRule], block_size: int
 ) -> Tensor:
-    """float64 [L, Y, H, C] in nats per token: the change of the loss, to first order, if a head's attention were masked
-    as each rule says, in the mean over the samples of each length. All layers have full attention."""
+    """First-order change of the loss if a head's attention were masked by each rule, float64 [L, Y, H, C] in nats per
+    token: the mean over the samples of each length. All layers have full attention."""
     config = model.config
     full = LayerAttention("full", FullAttention.Options())
     model.set_attention(build_attention([full] * config.layers, config.head_width))
@@ -306,7 +304,7 @@ def measure(
 
 @contextmanager
 def _influences(model: Transformer, see: Callable[[int, Tensor], None], block_size: int) -> Iterator[None]:
-    """Inside, the backward pass calls `see` with each layer and the influences of its attention."""
+    """Let the backward pass, inside the block, call `see` with each layer and the influences of its attention."""
 
     observers = [_Influence(partial(see, layer), block_size) for layer in range(model.config.layers)]
     with observed_layers(model, LOCAL_ENGINE, observers):
@@ -339,7 +337,7 @@ def table(
     lengths: Sequence[int],
     budget: float,
 ) -> Iterator[str]:
-    """The chosen spans of each layer, and what they mask beside one span for all heads."""
+    """Yield lines with the chosen spans of each layer, and their influence compared with one span for all heads."""
     names = [format_count(length, 1024) for length in lengths]
     spans_C = torch.tensor([min(max(rule.alpha + rule.beta * lengths[-1], 0), lengths[-1]) for rule in rules])
     yield f"{'layer':<6}" + "".join(f"{'density ' + name:>14}" for name in names) + f"   spans at {names[-1]}, sorted"
@@ -366,7 +364,7 @@ def fragment(
     options: ProfileOptions,
     max_length: int,
 ) -> str:
-    """A piece of a recipe with the spans of every layer's heads."""
+    """Piece of a recipe with the spans of every layer's heads."""
     sizes = {"block_size": options.block_size, "sink_tokens": options.sink_tokens, "max_length": max_length}
     lines = [
         f"# Spans of kind moa for {source}: moba-train profile-spans, documents of",

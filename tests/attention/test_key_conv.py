@@ -1,15 +1,21 @@
 """`key_conv`, a short convolution over MoBA's keys: against loops in float64, on ranks, while decoding; off, nothing
 changes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from moba_train.attention.kind import MicroBatch
+from moba_train.attention.layout import packed_layout
+from moba_train.attention.moba.key_convolution import previous
 from moba_train.attention.registry import KINDS
 from moba_train.hf.config import layer_entry, layer_problem
+from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     MODEL,
@@ -22,6 +28,7 @@ from tests.attention.kind_checks import (
     results,
     run_layer,
 )
+from tests.thread_ranks import thread_transports
 
 LENGTHS = [12, 0, 1, 27]
 SMALL = {"block_size": 4, "topk": 3}
@@ -112,3 +119,40 @@ def test_the_plan_counts_its_parameters_and_operations():
     assert layer_problem(off, MODEL) == ""
     assert f"{weights} parameters" in layer_problem(on, MODEL)
     assert "key_conv" not in layer_entry(off)
+
+
+@st.composite
+def shared_sequences(draw):
+    """Also ranges shorter than the rows before them, so that a token comes before two ranges of a rank."""
+    ranks = draw(st.integers(1, 6))
+    lengths = draw(st.lists(st.integers(0, 20), min_size=1, max_size=3).filter(lambda found: sum(found) >= ranks))
+    return CPStrategy(ranks, "allgather", draw(st.sampled_from(["contiguous", "zigzag"])), ranks), lengths
+
+
+@given(shared_sequences(), st.integers(1, 12))
+@settings(max_examples=25)
+def test_previous_rows_arrive_from_their_ranks_and_gradients_return(shared, count):
+    strategy, lengths = shared
+    layout = packed_layout(lengths)
+    x_TD = torch.randn(sum(lengths), 2, dtype=torch.float64, requires_grad=True)
+    documents = x_TD.split(lengths)
+    padded = [torch.cat([document.new_zeros(count, 2), document]) for document in documents]
+    want_cTD = torch.stack(
+        [torch.cat([rows[count - 1 - back : len(rows) - 1 - back] for rows in padded]) for back in range(count)]
+    )
+    weight_cTD = torch.randn_like(want_cTD)
+    (want_grad_TD,) = torch.autograd.grad((want_cTD * weight_cTD).sum(), x_TD)
+
+    def rank(engine):
+        shard = engine.shard(layout)
+        tokens = shard.layout.q_tokens
+        own_nD = x_TD.detach()[tokens].requires_grad_()
+        found_cnD = previous(own_nD, "k", count, shard)
+        (grad_nD,) = torch.autograd.grad((found_cnD * weight_cTD[:, tokens]).sum(), own_nD)
+        return tokens, found_cnD.detach(), grad_nD
+
+    engines = [ContextParallel(strategy, transport) for transport in thread_transports(strategy)[0]]
+    with ThreadPoolExecutor(strategy.ranks) as pool:
+        for tokens, found_cnD, grad_nD in pool.map(rank, engines):
+            assert torch.equal(found_cnD, want_cTD[:, tokens])
+            torch.testing.assert_close(grad_nD, want_grad_TD[tokens])

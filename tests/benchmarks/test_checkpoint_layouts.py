@@ -11,7 +11,7 @@ import pytest
 from benchmarks import checkpoint_layouts
 from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
+from tests.resolved import stages_of
 
 OPTIONS = argparse.Namespace(model="tiny", layers=None, gpus=2, sequences=8, every=3, row_seconds=60.0)
 
@@ -94,6 +94,6 @@ def test_all_layouts_train_the_same_steps(tmp_path: Path) -> None:
         (tmp_path / "recipe.yaml").write_text(json.dumps(content))
         found.append(load_config(tmp_path / "recipe.yaml"))
     assert [config.batch_tokens for config in found] == [8 * 256] * 2
-    assert [resolve_stages(config)[0].steps for config in found] == [12, 12]
+    assert [stages_of(config)[0].steps for config in found] == [12, 12]
     assert [config.micro_batch_size for config in found] == [2, 1]
     assert {config.checkpoint.every for config in found} == {3}

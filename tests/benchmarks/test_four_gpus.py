@@ -15,8 +15,7 @@ from benchmarks import checkpoint_layouts
 from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
 from moba_train.memory.memory import USABLE
-from moba_train.memory.plan import make_plan
-from moba_train.resolve.recipe import validate
+from tests.resolved import check, plan_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,8 +117,8 @@ def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run, tmp_path):
             file = tmp_path / "recipe.yaml"
             file.write_text(json.dumps(content))
             config = load_config(file, list(row.overrides))
-            validate(config, world_size=GPUS, check_files=False, ranks_per_node=GPUS)
-            (stage,) = make_plan(config, GPUS, 989, 0.4, GPUS, 139.8 * 2**30).stages
+            check(config, ranks=GPUS, check_files=False, ranks_per_node=GPUS)
+            (stage,) = plan_of(config, GPUS, 989, 0.4, GPUS, 139.8 * 2**30).stages
             assert stage.memory.total / 2**30 < FITS, text
             checked += 1
     assert checked == 10 + 4 + 2 + 5

@@ -13,7 +13,7 @@ import yaml
 from benchmarks import checkpoint_stall, determinism
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
+from tests.resolved import stages_of
 
 OPTIONS = argparse.Namespace(
     model="tiny",
@@ -59,7 +59,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
 def test_programs_train_as_many_steps_as_asked(launched: list[RunConfig], tmp_path: Path) -> None:
     checkpoint_stall.train(tmp_path, OPTIONS)
     determinism.train(tmp_path / "one", True, OPTIONS)
-    assert [resolve_stages(config)[0].steps for config in launched] == [14, 7]
+    assert [stages_of(config)[0].steps for config in launched] == [14, 7]
     assert {config.batch_tokens for config in launched} == {2 * 3 * 2048}
     stall, deterministic = launched
     assert stall.checkpoint.every == 7

@@ -15,11 +15,10 @@ from benchmarks import torchtitan_peer, trainer_run, training, training_plot
 from benchmarks.trainer_run import model_shape, run_until
 from benchmarks.training_rows import Row, parse_row
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.memory.activations import FILLED
 from moba_train.memory.devices import Gpu
-from moba_train.resolve.recipe import validate
+from tests.resolved import check, stages_of
 
 BEGAN = datetime(2026, 11, 26, 15, 30).timestamp()
 
@@ -45,8 +44,8 @@ def test_a_row_is_a_valid_recipe_that_says_what_the_row_says(text: str, keys: di
     arguments = options(tmp_path)
     command = training._command(row, tmp_path, arguments)
     config = load_config(tmp_path / "recipe.yaml", list(row.overrides))
-    validate(config, 2)
-    (stage,) = resolve_stages(config)
+    check(config, 2)
+    (stage,) = stages_of(config)
     assert {key: getattr(config, key) for key in keys} == keys
     assert command[-len(row.overrides) :] == list(row.overrides) or not row.overrides
     assert (stage.seq_len, config.parallel.cp, config.parallel.tp) == (row.seq_len, row.cp, row.tp)
@@ -59,7 +58,7 @@ def test_attention_of_a_row(tmp_path: Path) -> None:
     assert row.label == "MoBA 1024/3, last 1 layers full"
     training._command(row, tmp_path, options(tmp_path))
     config = load_config(tmp_path / "recipe.yaml")
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     assert stage.kinds == ("moba", "full")
     assert stage.attention[0].options.model_dump()["block_size"] == 1024
     assert (config.precision.linear, config.precision.fp8.scaling, config.parallel.cp) == ("fp8", "rowwise", 2)

@@ -23,9 +23,9 @@ from moba_train.config.load import (
     packaged_recipes,
     parse_yaml,
 )
-from moba_train.config.stages import resolve_stages, used_kinds
+from moba_train.config.stages import timed, used_kinds
 from moba_train.errors import ConfigError
-from moba_train.resolve.recipe import validate
+from tests.resolved import check, stages_of
 
 ROOT = Path(__file__).parents[2]
 FUZZ = settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=150)
@@ -131,14 +131,14 @@ def test_null_takes_back_what_an_extended_recipe_overrides(write, recipe):
     write("base.yaml", "extends: recipe.yaml\nattention: {overrides: {0: {topk: 2}, 1: {topk: 3}, 2: {topk: 4}}}\n")
     path = write("top.yaml", "extends: base.yaml\nattention: {overrides: {0: null, 1: {kind: full, topk: null}}}\n")
     config = load_config(path)
-    validate(config)
-    first, second, third, _ = resolve_stages(config)[-1].attention
+    check(config)
+    first, second, third, _ = stages_of(config)[-1].attention
     assert first == LayerAttention("moba", config.attention.options_of("moba"))
     assert second.kind == "full"
     assert third.options.topk == 4
-    assert resolve_stages(load_config(path, ["attention.overrides.2=null"]))[-1].attention[2] == first
+    assert stages_of(load_config(path, ["attention.overrides.2=null"]))[-1].attention[2] == first
     with pytest.raises(ConfigError, match="topk: given 3, but layer 1 is 'full' in all stages"):
-        validate(load_config(path, ["attention.overrides.1.topk=3"]))
+        check(load_config(path, ["attention.overrides.1.topk=3"]))
 
 
 def test_extending_in_a_circle_names_the_chain(write):
@@ -369,40 +369,41 @@ def test_a_dumped_recipe_loads_back_to_the_same_run(load, write):
     config = load("name='1e5'", "run_dir='no'", "stages.1.train=[{path: c}]", "telemetry.wandb.tags=['2024-01-01']")
     again = load_config(write("dumped.yaml", dump_config(config)))
     assert again == config
-    assert resolve_stages(again) == resolve_stages(config)
+    assert stages_of(again) == stages_of(config)
     assert dump_config(again) == dump_config(config)
 
 
 def test_a_dumped_stage_still_follows_the_recipe(load, write):
     path = write("dumped.yaml", dump_config(load()))
-    layers = resolve_stages(load_config(path, ["attention.moba.block_size=256"]))[1].attention
+    layers = stages_of(load_config(path, ["attention.moba.block_size=256"]))[1].attention
     assert layers[0].options.block_size == 256
 
 
 def test_a_stage_counts_on_from_the_steps_and_tokens_of_those_before(load):
     """1M tokens are 15.3 batches of 64K."""
-    short, long = resolve_stages(load())
+    short, long = stages_of(load())
     assert (short.end_step, long.first_step, long.first_token) == (16, 16, 16 * 65536)
     assert long.tokens_after(19) == 19 * 65536
-    quick, after = resolve_stages(load(), {"short": 5})
+    quick, after = timed(stages_of(load()), {"short": 5})
     assert (quick.end_step, after.first_step, after.first_token) == (5, 5, 5 * 65536)
 
 
 def test_kinds_that_were_used_are_those_of_the_stages_so_far(load):
     full = {(layer, "full") for layer in range(4)}
-    assert used_kinds(load(), 0) == full
-    assert used_kinds(load(), 1) == full | {(layer, "moba") for layer in range(3)}
+    stages = stages_of(load())
+    assert used_kinds(stages[:1]) == full
+    assert used_kinds(stages) == full | {(layer, "moba") for layer in range(3)}
 
 
 def test_interpolating_in_a_stage_keeps_the_models_theta(load):
-    short, long = resolve_stages(load())
+    short, long = stages_of(load())
     assert (short.rope.theta, short.rope.kind) == (5e5, "none")
     assert (long.rope.theta, long.rope.kind, long.rope.factor) == (5e5, "pi", 4)
 
 
 def _assert_config_or_error(path: Path) -> None:
     with suppress(ConfigError):
-        validate(load_config(path), world_size=2, check_files=True)
+        check(load_config(path), ranks=2, check_files=True)
 
 
 @FUZZ

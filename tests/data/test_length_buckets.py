@@ -10,8 +10,8 @@ from moba_train.config.data import SourceConfig
 from moba_train.config.load import load_config
 from moba_train.data.samples import StageData
 from moba_train.errors import ConfigError, DataError
-from moba_train.resolve.recipe import validate
 from tests.data.corpora import MakeCorpus, numbered_documents
+from tests.resolved import check
 
 
 def stage(*sources: SourceConfig, sequences: int = 400) -> StageData:
@@ -76,4 +76,4 @@ def test_impossible_ranges_are_found_with_the_recipe(source: dict[str, object], 
     recipe["data"]["train"][0] |= source
     config = load_config(Path(__file__).parents[2] / "configs/recipes/quickstart.yaml")
     with pytest.raises(ConfigError, match=message):
-        validate(config.model_validate(recipe))
+        check(config.model_validate(recipe))

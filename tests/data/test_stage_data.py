@@ -29,7 +29,7 @@ def test_labels_follow_the_document_and_stop_at_its_end(make_corpus: MakeCorpus)
     """One document of 10 tokens, sample length 8: the second sample begins with its rest."""
     path = make_corpus("a", numbered_documents([10]))
     first = stage(path, sequences=1).sample(0)
-    second = stage(path, sequences=1, starts={path: 8}).sample(0)
+    second = stage(path, sequences=1, starts={stage(path).stream_names[0]: 8}).sample(0)
     assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert first.labels.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert first.loss_weight.tolist() == [1.0] * 8
@@ -215,8 +215,3 @@ def test_copies_are_read_independently_and_each_goes_on_where_it_was(make_corpus
     starts = stage(first, second, weights=(3, 1), sequences=4).starts_after(4)
     assert list(starts.values()) == [24, 8]
     assert stage(second, sequences=1, starts=starts).starts_after(1) == starts | {stage(first).stream_names[0]: 32}
-
-
-def test_positions_of_earlier_versions_are_found_by_path(make_corpus: MakeCorpus) -> None:
-    path = make_corpus("a", numbered_documents([200]))
-    assert stage(path, sequences=1, starts={path: 16}).sample(0).tokens.tolist() == list(range(17, 25))

@@ -8,12 +8,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from data_tools.blend import preview
 from data_tools.cli import app
+from data_tools.stats import preview
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import StageData
+from moba_train.resolve.run import resolve_unchecked
+from tests.resolved import stages_of
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 
@@ -45,14 +46,15 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_shares_repeats_and_padding_are_those_of_the_samples(recipe: Path, packing: str) -> None:
     config = load_config(recipe, [f"data.packing={packing}"])
-    one_a, one_b, two_b = preview(config)
+    run = resolve_unchecked(config)
+    one_a, one_b, two_b = preview(run.samples, run.stages)
     assert [(use.stage, Path(use.source).name) for use in (one_a, one_b, two_b)] == [
         ("one", "a"),
         ("one", "b"),
         ("two", "b"),
     ]
     assert (one_a.tokens, one_a.share, one_b.share, two_b.share) == (960, 0.75, 0.25, 1.0)
-    stage = resolve_stages(config)[0]
+    stage = stages_of(config)[0]
     data = StageData(stage.sources, 64, 20, config.seed, {}, config.model.vocab_size, packing)
     read: Counter[str] = Counter()
     for sample in map(data.sample, range(20)):

@@ -20,9 +20,9 @@ import sentencepiece
 from typer.testing import CliRunner
 
 from data_tools.cli import app
-from data_tools.corpus_documents import group_files
+from data_tools.corpus_files import group_files
 from data_tools.corpus_manifest import read_manifest
-from data_tools.verify import verify_corpus
+from data_tools.show import verify_corpus
 from moba_train.data.indexed import IndexedDataset
 from tests.data_tools.prose import prose
 

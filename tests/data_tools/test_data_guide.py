@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
 from moba_train.data.samples import StageData
-from moba_train.resolve.recipe import validate
 from tests.data_tools.prose import prose
 from tests.guide import ROOT, blocks, commands, run
+from tests.resolved import check, stages_of
 
 GUIDE = ROOT / "docs" / "data.md"
 
@@ -38,12 +37,12 @@ def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
         workers = ["--workers", "1"] if words[1] == "tokenize" else []
         run([word.replace("32000", "320") for word in words], *workers)
     assert (tmp_path / "web.skipped.txt").read_text().startswith("web.jsonl.gz:61: ")
-    assert (tmp_path / "lengths.png").stat().st_size > 1000
+    assert (tmp_path / "lengths.html").stat().st_size > 1000
 
     config = load_config(tmp_path / "recipe.yaml")
     assert config.model.vocab_size == 320, "not that of the guide's tokenizer"
-    validate(config, world_size=1, check_files=True)
-    for stage in resolve_stages(config):
+    check(config, ranks=1, check_files=True)
+    for stage in stages_of(config):
         data = StageData(stage.sources, stage.seq_len, 8, config.seed, {}, config.model.vocab_size, config.data.packing)
         samples = [data.sample(index) for index in range(8)]
         assert all(sum(sample.lengths) == stage.seq_len for sample in samples)

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_tools import decompress, documents
-from data_tools.documents import BadRecord, read_documents
-from data_tools.holdout import hash_fraction
+from data_tools import documents, input_files
+from data_tools.documents import BadRecord, Chunk, cut_shards, read_documents
 from data_tools.input_files import TEXT_GLOBS, LeftOut, describe_suffixes, find_files
-from data_tools.shards import Chunk, cut_shards
+from data_tools.outputs import hash_fraction
 from moba_train.errors import DataError, ForeignFileError
 
 
@@ -115,9 +114,9 @@ def test_text_that_is_not_utf8_is_read_with_replacements_if_wanted(folder: Path)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"text": 17}', "key 'text' holds a number where text is expected (--text-key): 17"),
-        ('{"text": null}', "key 'text' holds null where text is expected (--text-key): null"),
-        ('{"text": ["a"]}', "key 'text' holds a list where text is expected (--text-key): [\"a\"]"),
+        ('{"text": 17}', "key 'text' holds a number, but text is expected (--text-key): 17"),
+        ('{"text": null}', "key 'text' holds null, but text is expected (--text-key): null"),
+        ('{"text": ["a"]}', "key 'text' holds a list, but text is expected (--text-key): [\"a\"]"),
         ("{}", "no text under key 'text' (--text-key); found an empty object"),
     ],
 )
@@ -242,12 +241,12 @@ def test_a_record_of_any_length_is_a_bad_record_in_bounded_memory(folder: Path, 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "txt.gz"])
 def test_a_decompression_bomb_is_read_no_further(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many short records, and one line."""
-    monkeypatch.setattr(decompress, "EXPANDED_BYTES", LIMIT)
+    monkeypatch.setattr(input_files, "EXPANDED_BYTES", LIMIT)
     compress = gzip.compress if suffix.endswith("gz") else pytest.importorskip("zstandard").compress
     for content in (b'{"text": "a"}\n' * (1 << 18), b" " * (1 << 24)):
         bomb = read(folder / f"a.{suffix}", compress(content))[-1]
         assert isinstance(bomb, BadRecord)
-        most = max(LIMIT, decompress.EXPANDED_RATIO * (folder / f"a.{suffix}").stat().st_size)
+        most = max(LIMIT, input_files.EXPANDED_RATIO * (folder / f"a.{suffix}").stat().st_size)
         assert bomb.reason in (
             f"the file decompresses to more than {most:,} bytes; the rest of it is skipped",
             documents.too_long(LIMIT),  # seen before: one document
@@ -263,12 +262,12 @@ def test_the_rows_of_a_parquet_bomb_are_read_no_further(folder: Path, monkeypatc
     long = "x" * 90_000
     parquet.write_table(pyarrow.table({"text": [long, "y"]}), path, compression="zstd")
     assert read(path) == [long.encode(), b"y"]
-    monkeypatch.setattr(decompress, "EXPANDED_BYTES", 1 << 16)
-    monkeypatch.setattr(decompress, "EXPANDED_RATIO", 1)
+    monkeypatch.setattr(input_files, "EXPANDED_BYTES", 1 << 16)
+    monkeypatch.setattr(input_files, "EXPANDED_RATIO", 1)
     assert [str(record) for record in read(path)] == [
         f"{path}:1: the file decompresses to more than 65,536 bytes; the rest of it is skipped"
     ]
-    monkeypatch.setattr(decompress, "EXPANDED_BYTES", LIMIT)
+    monkeypatch.setattr(input_files, "EXPANDED_BYTES", LIMIT)
     parquet.write_table(pyarrow.table({"text": [long] * 500}), path, compression="zstd")
     *rows, bomb = read(path)
     assert rows == [long.encode()] * 11

@@ -12,8 +12,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_tools.encoders import load_encoder
-from data_tools.segments import SegmentedSentencepiece
+from data_tools.encoders import SegmentedSentencepiece, load_encoder
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
 from tests.data_tools.prose import TEXT, prose
@@ -73,7 +72,7 @@ def test_models_whose_segments_depend_on_each_other_are_left_to_sentencepiece(
 
 
 def test_the_cache_of_segments_is_bounded(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_tools.segments.CACHED_SEGMENTS", 3)
+    monkeypatch.setattr("data_tools.encoders.CACHED_SEGMENTS", 3)
     encoder = load_encoder(tokenizer)
     assert ids(encoder.encode([TEXT, TEXT])) == ids(encoder.reference([TEXT, TEXT]))
 

@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from data_tools.cli import app
-from data_tools.repeats import DISTANCES, repeat_shares
-from data_tools.stats import effective_sparsity, length_histogram
+from data_tools.stats import DISTANCES, effective_sparsity, length_histogram, repeat_shares
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 
 

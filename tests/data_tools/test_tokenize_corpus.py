@@ -16,11 +16,10 @@ import sentencepiece
 from typer.testing import CliRunner
 
 from data_tools.cli import app
-from data_tools.holdout import empty_split
+from data_tools.documents import cut_shards
 from data_tools.input_files import find_files
-from data_tools.parts import Part, TokenizeOptions, make_part
-from data_tools.shards import cut_shards
-from data_tools.tokenize_corpus import TokenizeResult, tokenize_corpus
+from data_tools.outputs import empty_split
+from data_tools.tokenize_corpus import Part, TokenizeOptions, TokenizeResult, make_part, tokenize_corpus
 from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError
 from tests.data_tools.prose import prose

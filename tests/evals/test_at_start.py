@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.run.evaluations import StageEvaluations
-from moba_train.run.trainer import Trainer
+from moba_train.run.stop import RunStop
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
 from moba_train.train import main
@@ -79,7 +79,7 @@ def test_a_run_that_is_stopped_there_repeats_nothing(
     """Before the first step, and killed at the boundary, between evaluation and checkpoint."""
     arguments = begun(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_wants_to_stop", lambda _: True)
+        patch.setattr(RunStop, "is_due", lambda *_: True)
         assert main(arguments) == 0
     with monkeypatch.context() as patch:
         run_at_start = StageEvaluations.run_at_start

@@ -1,6 +1,7 @@
 """What every evaluation promises, and that a new one is a class and a registry line: for training and for `eval`."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,18 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+import moba_train
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.base import Section
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals.evaluation import (
     Evaluation,
     EvaluationContext,
     EvaluationResult,
+    EvaluationSetting,
     EvaluationStoppedError,
     name_of,
     with_full,
@@ -40,6 +42,7 @@ from moba_train.tools.ruler.ruler import Ruler
 from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.train import main
 from tests.evals import questions
+from tests.resolved import stages_of
 
 RECIPE = """
 name: test
@@ -85,7 +88,7 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("evaluation", EVALUATIONS.values(), ids=EVALUATIONS)
-def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type[Evaluation]) -> None:
+def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type[Evaluation[Any]]) -> None:
     """The exit criterion is judged from the end of the stage's tokens on."""
     running = SimpleNamespace(every=5)
     stage = SimpleNamespace(planned_end_step=7, end_step=12)
@@ -96,17 +99,18 @@ def test_it_is_due_at_its_multiples_and_where_the_stage_may_end(evaluation: type
 @pytest.mark.parametrize("evaluation", EVALUATIONS.values(), ids=EVALUATIONS)
 @pytest.mark.parametrize("attentions", ["own", "both"])
 def test_an_evaluation_gives_what_it_declares(
-    recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation], attentions: str
+    recipe: Path, asking: RunConfig, world: World, evaluation: type[Evaluation[Any]], attentions: str
 ) -> None:
     config = asking if evaluation in (Needle, NeedleSignalEvaluation, Ruler) else load_config(recipe)
-    (stage,) = resolve_stages(config)
-    config = evaluation.switched_on(config, stage)
+    (stage,) = stages_of(config)
+    setting = questions.stage_setting(config)
+    options = config.evaluation.options_of(evaluation.name) or evaluation.default_options(setting)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     both = with_full(stage.attention)
     tried = both if attentions == "both" else {name_of(stage.attention): stage.attention}
     context = EvaluationContext(model, stage, DataShard(), world.device, tried)
-    result = evaluation(config, stage).run(context)
+    result = evaluation(options, setting).run(context)
     wanted = evaluation.numbers | (evaluation.numbers_against_full if attentions == "both" else set())
     assert result.numbers.keys() == wanted
     assert all(evaluation_of(name) is evaluation for name in wanted)
@@ -115,7 +119,7 @@ def test_an_evaluation_gives_what_it_declares(
     assert json.loads(json.dumps(result.data)) == result.data
     assert kinds_of(model) == [layer.kind for layer in stage.attention], "the model is left as the stage trains it"
     assert context.own == "moba"
-    again = evaluation(config, stage).run(context)
+    again = evaluation(options, setting).run(context)
     assert again.numbers == result.numbers
 
 
@@ -127,12 +131,12 @@ def test_a_criterion_gets_the_numbers_it_compares_and_no_other_step_has_them(rec
     """The recipe does not ask for full attention, which the criterion compares with."""
     until = "{trailing_loss_recovered: {tolerance: 0.1, reference: full}, max_tokens: 512}"
     config = load_config(recipe, ["evaluation.position_wise.attention=own", f"stages.0.until={until}"])
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     telemetry = SimpleNamespace(event=lambda *_, **__: None)
     context = EvaluationContext(model, stage, DataShard(), world.device)
-    evaluations = StageEvaluations(config, context, telemetry)  # type: ignore[arg-type]
+    evaluations = StageEvaluations(config.evaluation, questions.stage_setting(config), context, telemetry)  # type: ignore[arg-type]
     found = evaluations.run_due(2, 128)
     assert {"eval_loss", "trailing_loss", "trailing_loss_full"} <= found.keys()
     assert evaluations.numbers_at(2) == found
@@ -142,7 +146,7 @@ def test_a_criterion_gets_the_numbers_it_compares_and_no_other_step_has_them(rec
 def test_an_evaluation_that_is_stopped_leaves_the_model_as_the_stage_trains_it(recipe: Path, world: World) -> None:
     """Stopped while full attention is tried, the last one."""
     config = load_config(recipe, ["evaluation.position_wise.attention=both"])
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
     tried: list[list[str]] = []
@@ -155,7 +159,7 @@ def test_an_evaluation_that_is_stopped_leaves_the_model_as_the_stage_trains_it(r
     context = EvaluationContext(model, stage, DataShard(), world.device, between_batches=stop_at_full_attention)
     reported: list[str] = []
     telemetry = SimpleNamespace(event=lambda _step, _tokens, name, *_, **__: reported.append(name))
-    evaluations = StageEvaluations(config, context, telemetry)  # type: ignore[arg-type]
+    evaluations = StageEvaluations(config.evaluation, questions.stage_setting(config), context, telemetry)  # type: ignore[arg-type]
     with pytest.raises(EvaluationStoppedError):
         evaluations.run_due(2, 128)
     assert tried[-1] == ["full", "full"]
@@ -189,6 +193,15 @@ def test_no_two_evaluations_give_the_same_number_or_name() -> None:
     assert evaluation_of("loss") is None
 
 
+def test_no_evaluation_sees_the_recipe() -> None:
+    """Its signature says what it reads: its own options, and facts of the run."""
+    package = Path(moba_train.__file__).parent
+    folders = [package / "evals", package / "mechanisms" / "probes", package / "tools" / "ruler"]
+    files = [file for folder in folders for file in folder.glob("*.py")]
+    assert len(files) > 10
+    assert [file for file in files if re.search("RunConfig|ResolvedRun", file.read_text(encoding="utf-8"))] == []
+
+
 @pytest.fixture
 def countdown() -> Iterator[None]:
     """Registers `Countdown`."""
@@ -200,7 +213,7 @@ class CountdownOptions(Section):
     """No options."""
 
 
-class Countdown(Evaluation):
+class Countdown(Evaluation[CountdownOptions]):
     """Gives 3, 2, 1 at its evaluations, and the number of ranks."""
 
     name = "countdown"
@@ -208,7 +221,7 @@ class Countdown(Evaluation):
     numbers = frozenset({"left"})
     left = 3.0
 
-    def __init__(self, config: RunConfig, stage: Stage) -> None:
+    def __init__(self, options: CountdownOptions, setting: EvaluationSetting) -> None:
         self.every = 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:

@@ -15,7 +15,6 @@ from moba_train.attention.layout import TokenRange
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import Observer, observing
 from moba_train.config.load import dump_config
-from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import ConfigError, DataError
 from moba_train.evals import answers
@@ -26,19 +25,17 @@ from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
-from moba_train.resolve.recipe import validate
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
 from moba_train.train import main
-from tests.evals.questions import Reader, context, recipe
+from tests.evals.questions import Reader, built, context, recipe, recipe_texts
+from tests.resolved import check, stages_of
 
 LENGTH = 448
 
 
 def needle_texts(texts: Path, **needle: Any) -> NeedleTexts:
-    config = recipe(texts, LENGTH, {"needle": needle})
-    assert config.evaluation.needle is not None
-    return NeedleTexts(config, config.evaluation.needle, Needle.key)
+    return recipe_texts(recipe(texts, LENGTH, {"needle": needle}))
 
 
 @pytest.mark.parametrize("haystack", ["natural", "synthetic"])
@@ -106,7 +103,7 @@ def test_several_needles_are_asked_for_among_more(texts: Path) -> None:
 def test_a_model_that_reads_finds_all_needles_and_one_of_short_sight_only_the_last(texts: Path, alone: World) -> None:
     section = {"depths": [0, 50, 100], "samples": 3, "lengths": [256, LENGTH], "needles": 1, "generate": True}
     config = recipe(texts, LENGTH, {"needle": section})
-    evaluation = Needle(config, resolve_stages(config)[0])
+    evaluation = built(Needle, config)
     found = evaluation.run(context(config, Reader(config, sight=LENGTH)))
     assert found.numbers == {"needle": 1.0, "needle_full": 1.0}
     assert found.data["maps"]["moba"]["generated"] == [[1.0] * 3] * 2
@@ -121,7 +118,7 @@ def test_a_model_that_reads_finds_all_needles_and_one_of_short_sight_only_the_la
 
 def test_several_needles_are_found_by_a_model_that_reads(texts: Path, alone: World) -> None:
     config = recipe(texts, LENGTH, {"needle": {"depths": [0, 100], "samples": 2, "lengths": [LENGTH], "needles": 2}})
-    evaluation = Needle(config, resolve_stages(config)[0])
+    evaluation = built(Needle, config)
     assert evaluation.run(context(config, Reader(config, sight=LENGTH))).numbers["needle"] == 1.0
     half = evaluation.run(context(config, Reader(config, sight=30)))
     assert half.data["maps"]["moba"]["answers"] == [[0.0, 0.0]]
@@ -143,14 +140,14 @@ def test_an_untrained_model_finds_nothing_and_selected_blocks_are_those_of_the_g
     config = recipe(texts, LENGTH, {"needle": section})
     model = Transformer(config.model)
     initialize_weights(model, 0)
-    evaluation = Needle(config, resolve_stages(config)[0])
+    evaluation = built(Needle, config)
     result = evaluation.run(context(config, model))
     assert result.numbers == {"needle": 0.0, "needle_full": 0.0}
     selected = result.data["maps"]["moba"]["selected"]
     assert selected[0][2] is None, "the last layer is full"
     assert result.data["maps"]["full"]["selected"] == [[None] * 3]
 
-    model.set_attention(build_attention(resolve_stages(config)[0].attention, model.config.head_width))
+    model.set_attention(build_attention(stages_of(config)[0].attention, model.config.head_width))
     counts = [[0, 0], [0, 0]]
     for question in needle_texts(texts, **section).questions(LENGTH):
         batch = answer_batch(question, LENGTH)
@@ -171,7 +168,7 @@ def test_a_layer_that_selects_every_block_has_the_needle_in_all_heads(texts: Pat
     config = recipe(texts, LENGTH, {"needle": {"lengths": [LENGTH]}}, attention={"moba": options})
     model = Transformer(config.model)
     initialize_weights(model, 0)
-    result = Needle(config, resolve_stages(config)[0]).run(context(config, model))
+    result = built(Needle, config).run(context(config, model))
     assert result.data["maps"]["moba"]["selected"] == [[1.0] * 3]
     assert result.data["maps"]["moba"]["passed"] == result.data["maps"]["full"]["passed"]
 
@@ -232,8 +229,8 @@ def test_recipes_that_cannot_work_are_refused_by_key(
     texts: Path, section: dict[str, Any], keys: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        validate(recipe(texts, LENGTH, {"needle": section}, **keys))
-    validate(recipe(texts, LENGTH, {"needle": {"lengths": [640], "extrapolate": True}}))
+        check(recipe(texts, LENGTH, {"needle": section}, **keys))
+    check(recipe(texts, LENGTH, {"needle": {"lengths": [640], "extrapolate": True}}))
 
 
 def test_a_haystack_shorter_than_the_needle_or_than_its_corpus_is_refused(texts: Path) -> None:
@@ -263,14 +260,14 @@ def test_samples_that_cannot_be_made_are_refused_before_training(
 ) -> None:
     """They would end the run at the first evaluation of their stage."""
     with pytest.raises(ConfigError, match=problem):
-        validate(recipe(texts, seq_len, section), check_files=True)
+        check(recipe(texts, seq_len, section), check_files=True)
     unseen = {"name": "only", "seq_len": seq_len, "tokens": seq_len, "evaluate": False}
-    validate(recipe(texts, seq_len, section, stages=[unseen]), check_files=True)
+    check(recipe(texts, seq_len, section, stages=[unseen]), check_files=True)
 
 
 def test_a_stage_without_a_length_that_fits_says_what_is_missing(texts: Path) -> None:
     config = recipe(texts, 64, {"needle": {}})
-    assert "none is at most the stage's seq_len 64" in Needle(config, resolve_stages(config)[0]).missing
+    assert "none is at most the stage's seq_len 64" in built(Needle, config).missing
 
 
 def test_a_checkpoint_that_is_evaluated_at_another_length_keeps_its_trained_length(
@@ -322,7 +319,7 @@ def test_an_evaluation_leaves_no_hook_or_observer_behind(texts: Path, alone: Wor
     config = recipe(texts, LENGTH, {"needle": {"samples": 1, "depths": [0], "lengths": [LENGTH]}})
     model = Transformer(config.model)
     initialize_weights(model, 0)
-    Needle(config, resolve_stages(config)[0]).run(context(config, model))
+    built(Needle, config).run(context(config, model))
     assert not any(block._forward_pre_hooks for block in model.blocks)
     assert LOCAL_ENGINE.observers == ()
 
@@ -331,15 +328,14 @@ def test_a_question_goes_through_the_chat_template_beside_the_tokenizer(texts: P
     (tmp_path / "tok.model").write_bytes((texts / "tok.model").read_bytes())
     data = {"train": [{"path": str(texts / "corpus")}], "tokenizer": str(tmp_path / "tok.model")}
     config = recipe(texts, LENGTH, {"needle": {"chat": True, "haystack": "synthetic", "samples": 1}}, data=data)
-    assert config.evaluation.needle is not None
     with pytest.raises(
         DataError, match=r"^evaluation\.needle\.chat: given true, .* no chat_template\.jinja.*set false"
     ):
-        NeedleTexts(config, config.evaluation.needle, Needle.key)
+        recipe_texts(config)
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}<assistant>"
     settings = {"chat_template": template, "eos_token": "<end>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    made = NeedleTexts(config, config.evaluation.needle, Needle.key)
+    made = recipe_texts(config)
     question = made.questions(LENGTH)[0]
     text = made.tokenizer.decode(question.tokens)
     assert text.startswith("<user>A special magic number is hidden")

@@ -13,20 +13,22 @@ import torch.nn.functional as F
 from moba_train.attention.layout import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.data import SourceConfig
+from moba_train.config.evaluation import PositionWiseConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import CPLayout
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
 from moba_train.data.batch import Batch
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.errors import DataError
+from moba_train.evals.evaluation import EvaluationSetting
 from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, position_wise_loss, summarize
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.world import World, joined_world
+from tests.evals.questions import stage_setting
 
 SEQ_LEN, VOCAB = 16, 200
 LENGTHS = [16, 5, 17, 40, 0, 33, 15]
@@ -192,20 +194,18 @@ def test_data_parallel_ranks_take_each_sample_once(sources: list[SourceConfig], 
 
 @pytest.mark.parametrize(("seq_len", "bucket"), [(131072, 2048), (8192, 2048), (2048, 512), (96, 16), (16, 4)])
 def test_without_a_bucket_there_are_at_least_four(sources: list[SourceConfig], seq_len: int, bucket: int) -> None:
-    config, stage = recipe(sources, seq_len)
-    made = PositionWise.switched_on(config, stage).evaluation.position_wise
-    assert made is not None
-    assert made.bucket == bucket
+    assert PositionWise.default_options(setting(sources, seq_len)).bucket == bucket
 
 
 def test_two_samples_are_enough_for_an_error(sources: list[SourceConfig]) -> None:
     two, one = ([source.model_copy(update={"min_length": length}) for source in sources] for length in (40, 41))
-    assert list(PositionWise.data_problems(*recipe(two, SEQ_LEN))) == []
-    assert len(list(PositionWise.data_problems(*recipe(one, SEQ_LEN)))) == 1
-    assert len(list(PositionWise.data_problems(*recipe(sources, 33)))) == 1, "a single one"
+    options = PositionWiseConfig()
+    assert list(PositionWise.data_problems(options, setting(two, SEQ_LEN))) == []
+    assert len(list(PositionWise.data_problems(options, setting(one, SEQ_LEN)))) == 1
+    assert len(list(PositionWise.data_problems(options, setting(sources, 33)))) == 1, "a single one"
 
 
-def recipe(sources: list[SourceConfig], seq_len: int) -> tuple[RunConfig, Stage]:
+def setting(sources: list[SourceConfig], seq_len: int) -> EvaluationSetting:
     shape = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "layers": 1, "heads": 2, "kv_heads": 1}
     content = {
         "name": "a",
@@ -216,5 +216,4 @@ def recipe(sources: list[SourceConfig], seq_len: int) -> tuple[RunConfig, Stage]
         "batch_tokens": seq_len,
         "stages": [{"name": "only", "seq_len": seq_len, "tokens": seq_len}],
     }
-    config = RunConfig.model_validate(content)
-    return config, resolve_stages(config)[0]
+    return stage_setting(RunConfig.model_validate(content))

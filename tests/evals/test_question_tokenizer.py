@@ -19,9 +19,8 @@ from moba_train.data.tokenizer import load_tokenizer, tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.evals.answers import Question
 from moba_train.evals.haystack import NaturalText, QuestionTokenizer
-from moba_train.evals.needle import Needle, NeedleTexts
 from moba_train.tools.ruler.ruler import RulerTexts
-from tests.evals.questions import VOCAB, recipe
+from tests.evals.questions import VOCAB, recipe, recipe_texts, stage_setting
 
 LENGTH = 3072
 BOS, EOS = 1, 2
@@ -42,8 +41,7 @@ def with_sidecar(texts: Path, folder: Path, **info: Any) -> Path:
 
 
 def needles(config: RunConfig) -> list[Question]:
-    assert config.evaluation.needle is not None
-    return NeedleTexts(config, config.evaluation.needle, Needle.key).questions(LENGTH)
+    return recipe_texts(config).questions(LENGTH)
 
 
 @pytest.mark.parametrize("bos", [{}, {"bos_id": BOS}])
@@ -62,9 +60,7 @@ def test_needle_questions_begin_as_the_documents_of_the_corpus(
 
 def test_the_end_that_the_corpus_was_made_with_is_no_text_either(texts: Path, tmp_path: Path) -> None:
     """`--eos` may be another token than the tokenizer's."""
-    tokenizer = QuestionTokenizer(
-        recipe(with_sidecar(texts, tmp_path), LENGTH, {}), {"bos_id": 1, "eos_id": 5}, chat=False
-    )
+    tokenizer = QuestionTokenizer(str(texts / "tok.model"), VOCAB, {"bos_id": 1, "eos_id": 5}, chat=False)
     assert tokenizer.marks == {BOS, EOS, 5}
 
 
@@ -72,7 +68,7 @@ def test_the_end_that_the_corpus_was_made_with_is_no_text_either(texts: Path, tm
 def test_ruler_questions_begin_as_the_documents_of_the_corpus(texts: Path, tmp_path: Path, task: str) -> None:
     config = recipe(with_sidecar(texts, tmp_path, bos_id=BOS), LENGTH, {"ruler": {"tasks": [task], "samples": 2}})
     assert config.evaluation.ruler is not None
-    for prompt in RulerTexts(config, config.evaluation.ruler).questions(task, LENGTH):
+    for prompt in RulerTexts(config.evaluation.ruler, stage_setting(config)).questions(task, LENGTH):
         first, *rest = prompt.question.tokens
         assert first == BOS
         assert not {BOS, EOS} & {*rest}
@@ -81,15 +77,13 @@ def test_ruler_questions_begin_as_the_documents_of_the_corpus(texts: Path, tmp_p
 def test_a_corpus_of_the_tokenizer_s_other_form_may_be_asked_about(texts: Path, tmp_path: Path) -> None:
     """An export of a sentencepiece model has it as tokenizer.model, and the same as tokenizer.json."""
     folder = with_sidecar(texts, tmp_path, tokenizer_sha256=tokenizer_hash(texts / "tok.model"))
-    config = recipe(folder, LENGTH, {"needle": {}})
-    tokenizer = QuestionTokenizer(config, {}, chat=False)
+    tokenizer = QuestionTokenizer(str(folder / "tok.model"), VOCAB, {}, chat=False)
     (folder / "tokenizer.json").write_text("{}")
-    exported = config.data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
-    config = config.model_copy(update={"data": exported})
+    tokenizer.path = str(folder / "tokenizer.json")
     with pytest.raises(DataError, match=r"needle.corpus: the corpus .* was made with another tokenizer than data\.tok"):
-        NaturalText(config, str(folder / "corpus"), tokenizer, "needle.corpus")
+        NaturalText(str(folder / "corpus"), tokenizer, "needle.corpus")
     shutil.copy(texts / "tok.model", folder / "tokenizer.model")
-    assert len(NaturalText(config, str(folder / "corpus"), tokenizer, "").tokens(100, random.Random(0))) == 100
+    assert len(NaturalText(str(folder / "corpus"), tokenizer, "").tokens(100, random.Random(0))) == 100
 
 
 def test_a_chat_question_has_the_tokens_of_fine_tuning(texts: Path, tmp_path: Path) -> None:

@@ -11,20 +11,18 @@ import pytest
 import torch
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.stages import resolve_stages
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.evals.answers import predicted_answers
 from moba_train.evals.evaluation import EvaluationContext, with_full
-from moba_train.evals.needle import Needle, NeedleTexts
+from moba_train.evals.needle import Needle
 from moba_train.mechanisms.probes.gate_probe import GateProbe
 from moba_train.mechanisms.probes.needle_signal import NeedleSignalEvaluation
-from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
-from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import World, joined_world
 from moba_train.tools.ruler.ruler import Ruler
-from tests.evals.questions import recipe
+from tests.evals.questions import built, recipe, recipe_texts
 from tests.forked import forked
+from tests.resolved import shard_of, sharded_of, stages_of
 
 LENGTH = 403
 """Odd, so that samples are padded for the ranks."""
@@ -47,23 +45,23 @@ def evaluated(world: World, folder: Path, sizes: MeshSizes, parallel: dict[str, 
     probe = {"queries": 77, "sequences": 3, "by_head": by_head}
     sections = {"needle": needle, "ruler": ruler, "gate_probe": probe, "needle_signal": signal}
     config = recipe(folder, 1024, sections, parallel=parallel)
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     dims = ParallelDims(sizes, world)
-    model = sharded_model(config, dims)
+    model = sharded_of(config, dims)
     model.set_rope(stage.rope)
-    shard, _ = ContextEngines(config, dims, lambda *_: None).data_shard(stage, sizes)
+    shard = shard_of(config, stage, dims)
     if shard.engine is not None:
         model.set_engines([shard.engine] * config.model.layers)
     context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))
     assert config.evaluation.needle is not None
-    asked = NeedleTexts(config, config.evaluation.needle, Needle.key).questions(LENGTH)
+    asked = recipe_texts(config).questions(LENGTH)
     found: dict[str, Any] = {"tokens": {}}
     for name in context.each_attention():
         found["tokens"][name] = predicted_answers(context, asked, LENGTH, "test", None)
-    found["needle"] = Needle(config, stage).run(context).data
-    found["ruler"] = Ruler(config, stage).run(context).data
-    found["probe"] = GateProbe(config, stage).run(context).data | {"seconds": 0}
-    found["signal"] = NeedleSignalEvaluation(config, stage).run(context).data["rows"] if by_head else {}
+    found["needle"] = built(Needle, config).run(context).data
+    found["ruler"] = built(Ruler, config).run(context).data
+    found["probe"] = built(GateProbe, config).run(context).data | {"seconds": 0}
+    found["signal"] = built(NeedleSignalEvaluation, config).run(context).data["rows"] if by_head else {}
     return found
 
 

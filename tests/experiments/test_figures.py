@@ -24,11 +24,9 @@ from experiments.scaling import Scaling
 from experiments.trailing import BOTH, Trailing
 from experiments.trained_with import evaluated
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.memory.flops import count_recipe_parameters
-from moba_train.resolve.recipe import validate
 from tests.guide import ROOT, anchors, links
+from tests.resolved import check, spec_of, stages_of
 
 TRAINED = [figure for figure in FIGURES.values() if not figure.source]
 DAY = 1e15 * 86400
@@ -60,7 +58,7 @@ def test_every_arm_is_a_valid_recipe_of_its_own_name(
         recipe = complete_recipe(arm, corpus, Path("runs"), 1, saved=False)
         config = RunConfig.model_validate(recipe)
         if not arm.problem(sharing=1):
-            validate(config, 1, device="cpu" if quick else "cuda")
+            check(config, 1, device="cpu" if quick else "cuda")
         assert json.loads(json.dumps(arm.recipe)) == arm.recipe
 
 
@@ -86,7 +84,7 @@ def test_arms_that_share_a_gpu_take_longer_only_where_it_is_full() -> None:
 def test_a_model_that_is_not_compiled_takes_the_host_longer() -> None:
     base, *_ = FIGURES["third-cliff"].arms(0, quick=False)
     compiled = dataclasses.replace(base, recipe={**base.recipe, "compile": True})
-    steps = resolve_stages(estimate.config_of(base))[-1].end_step
+    steps = stages_of(estimate.config_of(base))[-1].end_step
     layers = steps * base.recipe["model"]["layers"]
     fixed = estimate.START_S + estimate.EVALUATION_S * len(base.evaluations)
     assert modelled_seconds(base) == pytest.approx(fixed + layers * estimate.UNCOMPILED_LAYER_STEP_S)
@@ -139,7 +137,7 @@ def test_sizes_are_those_of_the_trainer(corpus: Corpus) -> None:
     for arm in Scaling().arms(0, quick=False):
         recipe = complete_recipe(arm, corpus, Path("runs"), 1, saved=False)
         size = arm.name.rpartition("-")[2]
-        counted = count_recipe_parameters(RunConfig.model_validate(recipe)).without_embeddings
+        counted = spec_of(RunConfig.model_validate(recipe)).counts.without_embeddings
         assert parameters(size) == pytest.approx(counted, rel=2e-3)  # norms
         assert int(size[:-1]) == pytest.approx(counted / 1e6, rel=0.15)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moba_train.config.load import load_config
-from moba_train.memory.plan import make_plan
 from moba_train.model.build import build_model
+from tests.resolved import plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 
 FIRST, STEPS, LAST = 6, 30, 3
@@ -92,9 +92,9 @@ def test_both_stages_resume_bitwise(finished: Run, kind: str, run: Run) -> None:
 
 def test_the_plan_counts_the_gates_parameters_exactly(finished: Run) -> None:
     config = load_config(finished.run_dir / "config.yaml")
-    plan = make_plan(config, 1, 989, 0.4)
+    plan = plan_of(config, 1, 989, 0.4)
     with torch.device("meta"):
-        model = build_model(config)
+        model = build_model(spec_of(config))
     own = [p.numel() for name, p in model.named_parameters() if ".attention.seer." in name or ".attention.msa." in name]
     assert plan.parameters.attention_kinds == sum(own) > 0
     assert plan.parameters.total == sum(parameter.numel() for parameter in model.parameters())

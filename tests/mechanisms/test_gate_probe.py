@@ -16,7 +16,6 @@ from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.errors import ConfigError
 from moba_train.evals.evaluation import EvaluationContext, name_of
@@ -27,9 +26,10 @@ from moba_train.model.build import build_attention, build_model, initialize_weig
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
-from moba_train.resolve.recipe import validate
 from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main
+from tests.evals.questions import built
+from tests.resolved import check, spec_of, stages_of
 
 BLOCK, HEAD_DIM = 8, 16
 SCORED = {"margin", "gate_entropy"}
@@ -220,7 +220,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def test_it_probes_the_sparse_layers_and_leaves_the_model_as_it_was(config: RunConfig) -> None:
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     with joined_world() as world:
         model = Transformer(config.model).to(world.device)
         initialize_weights(model, 0)
@@ -228,7 +228,7 @@ def test_it_probes_the_sparse_layers_and_leaves_the_model_as_it_was(config: RunC
         engines = [block.attention.engine for block in model.blocks]
         own = {name_of(stage.attention): stage.attention}
         context = EvaluationContext(model, stage, DataShard(), world.device, own)
-        result = GateProbe(config, stage).run(context)
+        result = built(GateProbe, config).run(context)
     assert [layer["layer"] for layer in result.data["layers"]] == [0, 1]
     assert result.data["queries"] == 120
     assert 0 < result.numbers["mass_recall"] < 1
@@ -256,7 +256,7 @@ def test_problems_are_named(config: RunConfig) -> None:
         update={"evaluation": evaluation, "data": config.data.model_copy(update={"validation": []})}
     )
     with pytest.raises(ConfigError) as error:
-        validate(wrong, 1)
+        check(wrong, 1)
     assert "evaluation.gate_probe.layers: given 3, the model has layers 0 to 2" in str(error.value)
     assert "evaluation.gate_probe: needs sequences" in str(error.value)
 
@@ -268,12 +268,12 @@ def test_layers_whose_selection_is_not_seen_count_as_nothing_measured(config: Ru
             "attention": {"full_layers": "last:1"} | attention
         }
         changed = RunConfig.model_validate(given)
-        (stage,) = resolve_stages(changed)
+        (stage,) = stages_of(changed)
         with joined_world() as world:
-            model = build_model(changed)
+            model = build_model(spec_of(changed))
             initialize_weights(model, 0)
             own = {name_of(stage.attention): stage.attention}
-            result = GateProbe(changed, stage).run(EvaluationContext(model, stage, DataShard(), world.device, own))
+            result = built(GateProbe, changed).run(EvaluationContext(model, stage, DataShard(), world.device, own))
         assert result.numbers["mass_recall"] == pytest.approx(expected, nan_ok=True), attention
         assert ("nothing is measured" in result.message) == math.isnan(expected)
         assert result.table == [result.message], "no head of a table without rows"
@@ -281,5 +281,4 @@ def test_layers_whose_selection_is_not_seen_count_as_nothing_measured(config: Ru
 
 def test_a_stage_of_full_attention_says_how_another_one_is_probed(config: RunConfig) -> None:
     changed = config.model_copy(update={"attention": config.attention.model_copy(update={"default": "full"})})
-    (stage,) = resolve_stages(changed)
-    assert "such as stages.0.attention.default=moba" in GateProbe(changed, stage).missing
+    assert "such as stages.0.attention.default=moba" in built(GateProbe, changed).missing

@@ -18,7 +18,6 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.batch import Batch, collate
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
@@ -38,7 +37,8 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.data import file_problems
-from moba_train.resolve.recipe import validate
+from tests.evals.questions import built, stage_setting
+from tests.resolved import check, stages_of
 
 BLOCK, VOCAB = 8, 64
 KINDS = {
@@ -191,13 +191,13 @@ def load(folder: Path, masked: bool = True, **changes: Any) -> RunConfig:
 
 def test_numbers_are_shares_of_the_context_and_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     config = load(tmp_path)
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     with joined_world() as world:
         model = Transformer(config.model).to(world.device)
         initialize_weights(model, 0)
         model.embedding.weight.requires_grad_(False)  # a frozen embedding: the first layer's input needs no gradient
         generator = torch.get_rng_state()
-        evaluation = GradientReach(config, stage)
+        evaluation = built(GradientReach, config)
         context = EvaluationContext(model, stage, DataShard(), world.device, with_full(stage.attention))
         result = evaluation.run(context)
         norms = []
@@ -227,9 +227,8 @@ def test_without_a_mask_there_is_no_context_and_it_says_so(tmp_path: Path) -> No
     stages = [{"name": "only", "seq_len": 128, "tokens": 256, "until": until}]
     schedule = {"optim": {"schedule": {"kind": "constant"}}}
     config = load(tmp_path, masked=False, stages=stages, **schedule)
-    (stage,) = resolve_stages(config)
-    assert "no token without loss before one with loss" in GradientReach(config, stage).missing
-    (problem,) = file_problems(config)
+    assert "no token without loss before one with loss" in built(GradientReach, config).missing
+    (problem,) = file_problems(config, [stage_setting(config)])
     assert problem.startswith("stages[0].until: data.validation has no token without loss")
     assert "hold out documents with loss masks" in problem
 
@@ -238,4 +237,4 @@ def test_a_recipe_without_validation_data_is_refused(tmp_path: Path) -> None:
     config = load(tmp_path)
     config = config.model_copy(update={"data": config.data.model_copy(update={"validation": []})})
     with pytest.raises(ConfigError, match=r"evaluation\.gradient_reach: needs sequences to measure on; set data"):
-        validate(config, 1)
+        check(config, 1)

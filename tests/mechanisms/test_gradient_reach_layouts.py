@@ -11,17 +11,17 @@ import pytest
 
 from moba_train.config.load import load_config, with_overrides
 from moba_train.config.mesh import mesh_sizes
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals.evaluation import EvaluationContext, with_full
 from moba_train.mechanisms.probes.gradient_reach import GradientReach
 from moba_train.memory.memory import fixed_activations
 from moba_train.parallel.activations import set_activations
-from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
-from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import joined_world
+from moba_train.resolve.run import resolve_unchecked
+from tests.evals.questions import built
+from tests.resolved import shard_of, sharded_of, stages_of
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -54,16 +54,18 @@ def measured(recipe: str, overrides: list[str]) -> dict[str, Any]:
     """The result of an evaluation on the ranks of this process group."""
     with joined_world(timedelta(seconds=60)) as world:
         config = with_overrides(load_config(recipe), overrides)
-        (stage,) = resolve_stages(config)
+        (stage,) = stages_of(config)
         sizes = mesh_sizes(stage.parallel, world.size)
         dims = ParallelDims(sizes, world)
-        model = sharded_model(config, dims)
-        set_activations(model, fixed_activations(config, dims.sizes), world.device)
-        shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
+        model = sharded_of(config, dims)
+        run = resolve_unchecked(config)
+        activations = fixed_activations(config.model.layers, run.memory, stage, dims.sizes)
+        set_activations(model, activations, world.device)
+        shard = shard_of(config, stage, dims)
         if shard.engine is not None:
             model.set_engines([shard.engine] * config.model.layers)
         context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))
-        result = GradientReach(config, stage).run(context)
+        result = built(GradientReach, config).run(context)
         assert all(parameter.grad is None for parameter in model.parameters())
         return {"numbers": result.numbers, "data": result.data}
 

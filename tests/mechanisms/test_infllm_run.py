@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Kind
 from moba_train.memory.flops import layer_flops
-from moba_train.resolve.recipe import validate
 from moba_train.resolve.saved_recipe import open_checkpoint
 from moba_train.tools.convert.hf import export_to_hf
+from tests.resolved import check, stages_of
 from tests.run.tiny_run import Run, assert_same_tensors
 
 SIZES = {"block_size": 16, "topk": 3, "local_blocks": 1, "window": 8, "stride": 4, "dense_len": 32}
@@ -44,8 +43,8 @@ def test_a_run_resumes_bitwise_inside_the_sparse_stage(run: Run, tmp_path: Path)
 
 def test_the_plan_counts_its_flops(run: Run, tmp_path: Path) -> None:
     config = load_config(sparse(run, tmp_path / "plan").write_recipe())
-    validate(config)
-    layer = resolve_stages(config)[1].attention[0]
+    check(config)
+    layer = stages_of(config)[1].attention[0]
     kind = InfLLMV2Kind(layer.options, 8)
     pairs = kind.costs(config.model).pairs([100, 28])
     assert pairs < (100**2 + 28**2) / 2
@@ -55,4 +54,4 @@ def test_the_plan_counts_its_flops(run: Run, tmp_path: Path) -> None:
 def test_training_with_infllm_is_refused_with_the_way_to_use_it(run: Run) -> None:
     run.recipe["stages"][1]["attention"] = {"overrides": {0: {"kind": "infllm"}}}
     with pytest.raises(ConfigError, match=r"stages\[1\]\.attention\.infllm\.kind: given 'infllm' in layer 0.*RUN"):
-        validate(load_config(run.write_recipe()))
+        check(load_config(run.write_recipe()))

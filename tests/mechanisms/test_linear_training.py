@@ -11,9 +11,8 @@ from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError
 from moba_train.hf.config import layer_problem
-from moba_train.memory.plan import make_plan
 from moba_train.model.build import build_model
-from moba_train.resolve.recipe import validate
+from tests.resolved import check, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -68,9 +67,9 @@ def test_they_train_and_resume_bitwise(run: Run, alone: Run) -> None:
 
 def test_plans_count_their_parameters_exactly(run: Run) -> None:
     config = load_config(with_kinds(run, "kda", "lightning").write_recipe())
-    plan = make_plan(config, 1, 989, 0.4)
+    plan = plan_of(config, 1, 989, 0.4)
     with torch.device("meta"):
-        model = build_model(config)
+        model = build_model(spec_of(config))
     assert plan.parameters.attention_kinds == LIGHTNING + KDA
     assert plan.parameters.total == sum(parameter.numel() for parameter in model.parameters())
 
@@ -79,7 +78,7 @@ def test_plans_count_their_parameters_exactly(run: Run) -> None:
 def test_tensor_parallelism_is_refused_by_its_key(run: Run, kind: str) -> None:
     config = load_config(with_kinds(run, "full", kind, tp=2).write_recipe())
     with pytest.raises(ConfigError, match=rf"parallel\.tp: given 2, but kind '{kind}'"):
-        validate(config)
+        check(config)
 
 
 @pytest.mark.parametrize("kind", ["lightning", "kda"])

@@ -7,9 +7,8 @@ from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
-from moba_train.memory.plan import make_plan
-from moba_train.resolve.recipe import validate
 from moba_train.tools.cli import app
+from tests.resolved import check, plan_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -61,7 +60,7 @@ def test_it_resumes_bitwise(finished: Run, run: Run, ranks: Ranks) -> None:
 
 
 def test_its_plan_evaluation_and_export(finished: Run, tmp_path: Path) -> None:
-    plan = make_plan(load_config(finished.write_recipe()), 2, 989, 0.4)
+    plan = plan_of(load_config(finished.write_recipe()), 2, 989, 0.4)
     cross = 32 + 32 * (32 + 2 * 16) + 32 * 32
     assert plan.parameters.attention_kinds == 16 * 3 + cross
     tensors = checkpoint_tensors(finished.newest_checkpoint)
@@ -79,10 +78,10 @@ def test_what_a_stage_cannot_do_is_named(run: Run) -> None:
     run.recipe["parallel"] |= {"cp": 4, "cp_transport": "ring", "cp_ring_depth": 2}
     ring = r"parallel\.cp_transport: in stage 'long': 'ring' attends .* or use allgather, ulysses"
     with pytest.raises(ConfigError, match=ring):
-        validate(load_config(run.write_recipe()), world_size=4)
+        check(load_config(run.write_recipe()), ranks=4)
     run.recipe["parallel"] = {"tp": 2}
     with pytest.raises(ConfigError, match=r"parallel\.tp: given 2, but kind 'moba_v05'"):
-        validate(load_config(run.write_recipe()))
+        check(load_config(run.write_recipe()))
 
 
 @pytest.mark.parametrize("first", [0, 5])
@@ -92,4 +91,4 @@ def test_the_convolution_is_that_of_all_stages(run: Run, first: int) -> None:
     convolution = {"kind": "moba", "key_conv": first}
     run.recipe["stages"][0]["attention"] = {"full_layers": "none", "overrides": {0: convolution}}
     with pytest.raises(ConfigError, match=r"stages\[1\]\.attention\.moba: gives layer 0 parameters weight \[16, 3\]"):
-        validate(load_config(run.write_recipe()))
+        check(load_config(run.write_recipe()))

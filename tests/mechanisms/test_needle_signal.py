@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.needle_signal import main as program
-from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError
 from moba_train.evals.needle import Needle
 from moba_train.mechanisms.probes.needle_signal import (
@@ -26,8 +25,8 @@ from moba_train.mechanisms.probes.needle_signal import (
 from moba_train.model.build import build_model, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
-from moba_train.resolve.recipe import validate
-from tests.evals.questions import VOCAB, context, recipe
+from tests.evals.questions import VOCAB, built, context, recipe
+from tests.resolved import check, spec_of
 
 LENGTH = 448
 WIDTH, BLOCKS, HEADS, DRAWS = 64, 15, 16, 60
@@ -143,13 +142,12 @@ def test_misses_are_those_of_the_blocks_that_the_layers_select(
     hidden: dict[str, Any] = {"depths": [0, 50], "samples": 2, "lengths": [LENGTH]}
     signal = hidden | {"gates": [{"block_size": 16, "topk": 3}, {"block_size": 32, "topk": 5}]}
     config = recipe(texts, LENGTH, {"needle": hidden, "needle_signal": signal})
-    (stage,) = resolve_stages(config)
     model = Transformer(config.model)
     initialize_weights(model, 0)
     engines = [block.get_submodule("attention").engine for block in model.blocks]
-    result = NeedleSignalEvaluation(config, stage).run(context(config, model))
+    result = built(NeedleSignalEvaluation, config).run(context(config, model))
     assert [block.get_submodule("attention").engine for block in model.blocks] == engines
-    selected = Needle(config, stage).run(context(config, model)).data["maps"]["moba"]["selected"][0]
+    selected = built(Needle, config).run(context(config, model)).data["maps"]["moba"]["selected"][0]
     rows = result.data["rows"]["moba"][str(LENGTH)]
     assert len(rows) == 3 * 4 * 2, "layers, heads, gates"
     for layer in (0, 1):
@@ -177,16 +175,15 @@ def test_layers_that_give_their_blocks_are_looked_at_and_without_any_there_is_no
     section = {"depths": [50], "samples": 1, "lengths": [LENGTH], "gates": [{"block_size": 16, "topk": 3}]}
     nsa = {"compressed_block": 8, "stride": 8, "block_size": 16, "topk": 4, "window": 16, "backend": "reference"}
     config = recipe(texts, LENGTH, {"needle_signal": section}, attention={"default": kind, "nsa": nsa})
-    (stage,) = resolve_stages(config)
-    model = build_model(config)
+    model = build_model(spec_of(config))
     initialize_weights(model, 0)
-    result = NeedleSignalEvaluation(config, stage).run(context(config, model))
+    result = built(NeedleSignalEvaluation, config).run(context(config, model))
     own, full = (result.data["rows"][name][str(LENGTH)] for name in (kind, "full"))
     assert len(full) == 3 * 4
     if kind == "lightning":
         assert not own
         assert math.isnan(result.numbers["needle_missed"])
-        assert result.message.startswith("no query of any layer was seen")
+        assert result.message.startswith("no query was measured")
     else:
         assert [(row["layer"], row["head"]) for row in own] == [(row["layer"], row["head"]) for row in full]
         # The first layer has the same queries and keys whatever it attends to.
@@ -206,10 +203,9 @@ def test_layers_that_give_their_blocks_are_looked_at_on_a_gpu(kind: str, texts: 
         model=model_section | {"kv_heads": 2, "init_std": 0.1},
         attention={"default": kind, kind: {"block_size": 64, "topk": 4}},
     )
-    (stage,) = resolve_stages(config)
-    model = build_model(config)
+    model = build_model(spec_of(config))
     initialize_weights(model, 0)
-    result = NeedleSignalEvaluation(config, stage).run(context(config, model.to("cuda", torch.bfloat16)))
+    result = built(NeedleSignalEvaluation, config).run(context(config, model.to("cuda", torch.bfloat16)))
     own, full = (result.data["rows"][name][str(LENGTH)] for name in (kind, "full"))
     assert [(row["layer"], row["head"]) for row in own] == [(row["layer"], row["head"]) for row in full]
     assert len(own) == 2 * 4
@@ -220,9 +216,9 @@ def test_layers_that_give_their_blocks_are_looked_at_on_a_gpu(kind: str, texts: 
 def test_recipes_and_lengths_that_cannot_work_are_refused_by_key(texts: Path) -> None:
     section = {"needles": 3, "keys": 2}
     with pytest.raises(ConfigError) as error:
-        validate(recipe(texts, LENGTH, {"needle_signal": section}, parallel={"tp": 2}))
+        check(recipe(texts, LENGTH, {"needle_signal": section}, parallel={"tp": 2}))
     assert "evaluation.needle_signal: given with parallel.tp 2" in str(error.value)
     assert "evaluation.needle_signal.keys: given 2; allowed: at least needles 3" in str(error.value)
     config = recipe(texts, LENGTH, {"needle_signal": {}})
-    missing = NeedleSignalEvaluation(config, resolve_stages(config)[0]).missing
+    missing = built(NeedleSignalEvaluation, config).missing
     assert "evaluation.needle_signal.lengths: none is at most the stage's seq_len 448 and above 2048" in missing

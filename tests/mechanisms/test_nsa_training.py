@@ -8,10 +8,9 @@ from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
-from moba_train.memory.plan import make_plan
 from moba_train.model.build import build_model
-from moba_train.resolve.recipe import validate
 from moba_train.tools.cli import app
+from tests.resolved import check, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks, train_traced
 
@@ -56,14 +55,14 @@ def test_the_plan_counts_its_parameters_exactly(tmp_path: Path, corpora: Path) -
     hidden_size, heads, kv_heads, width = 32, 4, 2, 8
     compression = 4 * width + (4 * width * 5 + 5) + (5 * width + width)
     want = 2 * compression + hidden_size * 3 * heads + 4 * hidden_size * kv_heads * width
-    plan = make_plan(config, 1, 989, 0.4)
+    plan = plan_of(config, 1, 989, 0.4)
     assert plan.parameters.attention_kinds == want
     with torch.device("meta"):
-        assert plan.parameters.total == sum(x.numel() for x in build_model(config).parameters())
+        assert plan.parameters.total == sum(x.numel() for x in build_model(spec_of(config)).parameters())
 
 
 def test_tensor_parallelism_is_refused(tmp_path: Path, corpora: Path) -> None:
     run = nsa_run(tmp_path, corpora)
     run.recipe["parallel"] = {"tp": 2}
     with pytest.raises(ConfigError, match=r"parallel\.tp: given 2, but kind 'nsa'"):
-        validate(load_config(run.write_recipe()))
+        check(load_config(run.write_recipe()))

@@ -19,16 +19,16 @@ from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import ParallelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loader import step_batches, training_data
 from moba_train.memory import flops as documents
 from moba_train.memory.flops import dense_flops, layer_flops, matmul_flops, real_flops, repeated_flops
-from moba_train.memory.plan import StagePlan, make_plan
 from moba_train.parallel.activations import Kept
 from moba_train.parallel.world import World
+from moba_train.resolve.plan import StagePlan
 from moba_train.run.step import batch_flops, throughput
 from moba_train.tools.plan.render import print_plan
+from tests.resolved import plan_of, samples_of, stages_of
 
 LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
 LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=6)
@@ -115,7 +115,7 @@ def test_a_layer_repeats_a_forward_pass_less_what_it_keeps():
             "stages": [{"name": "only", "seq_len": 8192, "tokens": 8192}],
         }
     )
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     attention = 4 * 4096 * 8192 / 2
     projections = 2 * (2 * 4096**2 + 2 * 4096 * 1024)
     gate_and_up = 2 * 2 * 4096 * 14336
@@ -190,7 +190,7 @@ def packed_run(folder: Path, packing: str) -> RunConfig:
 
 
 def planned(config: RunConfig) -> StagePlan:
-    (stage,) = make_plan(config, 1, 989, 0.4).stages
+    (stage,) = plan_of(config, 1, 989, 0.4).stages
     return stage
 
 
@@ -217,8 +217,8 @@ def brute_force_flops(model: ModelConfig, document_of_token: list[int]) -> float
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_plan_and_throughput_agree_with_a_count_over_real_batches(tmp_path, packing):
     config = packed_run(tmp_path, packing)
-    (stage,) = resolve_stages(config)
-    data = training_data(config, stage, {})
+    (stage,) = stages_of(config)
+    data = training_data(samples_of(config), stage, {})
     batches = [batch for first in (0, 8) for batch in step_batches(data, first, 8, 2, dp_rank=0, dp_size=1)]
     counted = 0.0
     for batch in batches:
@@ -234,7 +234,7 @@ def test_plan_and_throughput_agree_with_a_count_over_real_batches(tmp_path, pack
 
 def test_utilisation_is_a_share_of_the_peak_of_all_gpus(tmp_path, monkeypatch):
     config = packed_run(tmp_path, "concat")
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 5 * 2**30)
@@ -261,7 +261,7 @@ def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path):
     by_sequences = planned(config)
     assert by_documents.documents.source == "documents of the corpora"
     assert by_sequences.documents.source == "one document per sequence: corpora not found"
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     assert by_sequences.real_flops == real_flops(config.model, stage.attention, [SEQ_LEN]) / SEQ_LEN
     assert by_documents.real_flops < by_sequences.real_flops
 
@@ -273,7 +273,7 @@ def test_a_plan_names_corpora_smaller_than_a_batch(tmp_path):
     with IndexedDatasetWriter(tmp_path / "one", np.int32) as writer:
         writer.add_document(np.arange(40))
     text = io.StringIO()
-    print_plan(make_plan(config, 1, 989, 0.4), Console(file=text, width=100))
+    print_plan(plan_of(config, 1, 989, 0.4), Console(file=text, width=100))
     warning = f"warning: stage only: corpus {tmp_path / 'one'} has 40 tokens, fewer than a batch ({8 * SEQ_LEN:,})"
     assert f"{warning}: the stage reads it about {5 * SEQ_LEN / 40:,.1f} times" in text.getvalue()
 
@@ -281,7 +281,7 @@ def test_a_plan_names_corpora_smaller_than_a_batch(tmp_path):
 def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path):
     config = packed_run(tmp_path, "concat")
     config = config.model_copy(update={"parallel": ParallelConfig(cp=2)})
-    (stage_plan,) = make_plan(config, 2, 989, 0.4).stages
+    (stage_plan,) = plan_of(config, 2, 989, 0.4).stages
     assert stage_plan.context is not None
     for layer, seconds in stage_plan.context.attention_seconds.items():
         flops = layer_flops(config.model, layer, stage_plan.documents.lengths)
@@ -290,10 +290,10 @@ def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path):
 
 def test_a_plan_reads_a_bounded_number_of_sequences_and_at_least_one(tmp_path, monkeypatch):
     config = packed_run(tmp_path, "concat")
-    (stage,) = resolve_stages(config)
-    data = training_data(config, stage, {})
+    (stage,) = stages_of(config)
+    data = training_data(samples_of(config), stage, {})
     for tokens, most, sequences in ((5 * SEQ_LEN + 1, 9, 5), (SEQ_LEN - 1, 9, 1), (9 * SEQ_LEN, 3, 3)):
         monkeypatch.setattr(documents, "READ_TOKENS", tokens)
         monkeypatch.setattr(documents, "READ_SEQUENCES", most)
         expected = [length for index in range(sequences) for length in data.sample(index).lengths]
-        assert documents.stage_documents(config, stage).lengths == tuple(expected)
+        assert documents.stage_documents(samples_of(config), stage).lengths == tuple(expected)

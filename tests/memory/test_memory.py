@@ -3,30 +3,27 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 
 from moba_train.attention.full.full_kind import FullCosts
-from moba_train.config.mesh import MeshSizes, mesh_sizes
+from moba_train.config.mesh import MeshSizes, WorldSize, mesh_sizes
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.memory import layer_memory, moments
 from moba_train.memory import memory as estimates
-from moba_train.memory.activations import FILLED, stage_activations
-from moba_train.memory.devices import H200, Gpu
-from moba_train.memory.flops import count_recipe_parameters
-from moba_train.memory.memory import MemoryEstimate
+from moba_train.memory.activations import FILLED
+from moba_train.memory.devices import H200, Device, Gpu
 from moba_train.memory.moments import MEMORY_PARTS, Memory
-from moba_train.memory.pipeline import rank_work
-from moba_train.memory.plan import StagePlan, make_plan
-from moba_train.memory.shortage import host_shortage, local_shortage
+from moba_train.memory.shortage import host_shortage, shortage
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
+from moba_train.parallel.context.costs import most_memory
 from moba_train.parallel.transfers import REDUCTION_BUFFER
+from moba_train.resolve.plan import StagePlan
+from moba_train.resolve.recipe import resolve
 from moba_train.run.summary import summarize
+from tests.resolved import estimate_of, kept_by, plan_of, setup_of, spec_of, stages_of, weights_of, work_of
 
 ROOT = Path(__file__).parents[2]
 FULL = {"default": "full"}
@@ -51,7 +48,7 @@ def config(model: str, seq_len: str, attention: dict, **changes) -> RunConfig:
 
 def planned(model: str, world_size: int, *arguments, **changes) -> StagePlan:
     """The plan of the only stage of `config`."""
-    return make_plan(config(model, *arguments, **changes), world_size, 989, 0.4).stages[0]
+    return plan_of(config(model, *arguments, **changes), world_size, 989, 0.4).stages[0]
 
 
 def memory(*arguments, **changes) -> Memory:
@@ -69,7 +66,7 @@ def logits_twice(monkeypatch):
 @pytest.fixture
 def before(monkeypatch, logits_twice):
     """These runs were measured before `compile: true` compiled the loss, and with feed-forwards of all rows at once."""
-    monkeypatch.setattr(moments, "bytes_per_logit", lambda _config, _width: 12)
+    monkeypatch.setattr(moments, "bytes_per_logit", lambda _: 12)
     monkeypatch.setattr(layer_memory, "FEED_FORWARD_ROWS", 1 << 30)
 
 
@@ -80,7 +77,7 @@ def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve():
     results = json.loads((ROOT / "benchmarks/results/loss-compare-h200.json").read_text())["results"]
     peaks = [results[name]["8192"]["peak_gib"] for name in ("ours", "ours, compiled chunk")]
     recipe = config("llama3-8b", "8K", FULL, compile=True, batch_tokens="16K")
-    saved = (12 - moments.bytes_per_logit(recipe, 2)) * 4096 * 128256
+    saved = (12 - moments.bytes_per_logit(setup_of(recipe).computation)) * 4096 * 128256
     assert saved / 2**30 == pytest.approx(peaks[0] - peaks[1], rel=0.02)
     assert compiled.total < plain.total
 
@@ -146,10 +143,10 @@ def test_the_estimate_is_what_an_8b_model_takes_whose_loss_computes_its_logits_o
 )
 def test_fsdp_holds_its_last_gather_in_the_loss_where_it_gathers_for_it(ranks, parallel, held):
     recipe = config("llama3-8b", "8K", FULL, batch_tokens="1M", parallel=parallel)
-    (stage,) = resolve_stages(recipe)
+    (stage,) = stages_of(recipe)
     sizes = mesh_sizes(stage.parallel, ranks)
-    work = rank_work(recipe, stage, sizes, sizes.pp - 1)
-    assert estimates.rank_weights(recipe, sizes, 2, work).copied == held
+    work = work_of(recipe, stage, sizes, sizes.pp - 1)
+    assert weights_of(recipe, sizes, work).copied == held
 
 
 @pytest.mark.parametrize(
@@ -201,18 +198,18 @@ def test_budget_keeps_the_weights_of_the_last_blocks_that_fit_beside_the_activat
         activation_checkpointing=policy,
         parallel={"reshard_after_forward": "budget"},
     )
-    (stage,) = resolve_stages(recipe)
+    (stage,) = stages_of(recipe)
     sizes = mesh_sizes(stage.parallel, 2)
-    estimate = MemoryEstimate(recipe, stage, sizes)
+    estimate = estimate_of(recipe, stage, sizes)
     everything = [LayerActivations(Kept.ALL)] * 32
     limit = estimate.reserved(everything) + 7.5 * 2 * LLAMA_8B_BLOCK
-    found = stage_activations(recipe, stage, sizes, limit / FILLED, None)
+    found = kept_by(recipe, stage, sizes, limit / FILLED, None)
     assert [layer.weights for layer in found.layers] == [False] * 25 + [True] * 7
     assert found.keeps_everything
     assert "layers 25-31: nothing recomputed, with gathered weights" in found.describe()
     assert estimate.peak(found.layers).total - estimate.peak(everything).total == 7 * 2 * LLAMA_8B_BLOCK
     for gpu_bytes, stay in ((None, True), (2**30, False)):
-        found = stage_activations(recipe, stage, sizes, gpu_bytes, None)
+        found = kept_by(recipe, stage, sizes, gpu_bytes, None)
         assert {layer.weights for layer in found.layers} == {stay}
 
 
@@ -270,14 +267,14 @@ def test_master_weights_gradients_and_adamw_are_sixteen_bytes_a_parameter_over_t
 def test_a_small_model_on_one_gpu_has_all_its_weights_gathered_at_once(monkeypatch):
     def peaks() -> list[Memory]:
         recipe = config("mini", "8K", FULL, batch_tokens="8K")
-        stage = resolve_stages(recipe)[0]
-        estimate = MemoryEstimate(recipe, stage, MeshSizes())
+        stage = stages_of(recipe)[0]
+        estimate = estimate_of(recipe, stage, MeshSizes())
         return [estimate.peak([LayerActivations(kept)] * recipe.model.layers) for kept in (Kept.INPUT, Kept.ALL)]
 
     at_once = peaks()
     monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
     by_block = peaks()
-    blocks = count_recipe_parameters(config("mini", "8K", FULL, batch_tokens="8K")).without_embeddings
+    blocks = spec_of(config("mini", "8K", FULL, batch_tokens="8K")).counts.without_embeddings
     for small, large in zip(by_block, at_once, strict=True):
         assert 0 < large.unsharded - small.unsharded <= 2 * blocks
         assert large.total - small.total < 10 * blocks, "bf16 weights and gradients, and a float32 copy to reduce"
@@ -327,7 +324,7 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else():
     narrow = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 64, "layers": 1, **heads}
     recipe = config("tiny", "64K", FULL, batch_tokens="64K", parallel={"cp": 8})
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
-    stage = make_plan(recipe, 8, 989, 0.4).stages[0]
+    stage = plan_of(recipe, 8, 989, 0.4).stages[0]
     assert stage.memory.moment == "first attention"
     assert stage.memory.transport == stage.context.cost.memory_bytes > 0
     assert stage.memory.total == sum(getattr(stage.memory, part) for part in MEMORY_PARTS)
@@ -343,7 +340,7 @@ def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it():
         moba = {"default": "moba", "moba": {"block_size": 512, "topk": 8}}
         recipe = config("tiny", "64K", moba, batch_tokens="64K", parallel=parallel)
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
-        found[slices] = make_plan(recipe, 8, 989, 0.4).stages[0].memory
+        found[slices] = plan_of(recipe, 8, 989, 0.4).stages[0].memory
         assert found[slices].moment == "first attention"
     queries = 2 * 32 * 128 * (65536 // 8)
     assert found[1].working - found[4].working == round(0.75 * 3 * queries)
@@ -352,6 +349,10 @@ def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it():
 def test_layers_without_a_transport_count_what_they_gather():
     """Two ranks of 32K tokens: `msa` keeps the other rank's keys, values and index keys, `lightning` exchanges states
     alone."""
+
+    def transport(plan: StagePlan) -> float:
+        return most_memory(plan.context.layer_costs.values()).buffers
+
     found = {}
     for kind in ("full", "msa", "lightning"):
         for cp in (1, 2):
@@ -359,29 +360,24 @@ def test_layers_without_a_transport_count_what_they_gather():
             found[kind, cp] = planned("llama-1b", cp, "64K", {"default": kind}, **changes)
     row = 2 * 2 * 8 * 64  # bf16 keys and values of a token
     index = 2 * 64
-    assert found["full", 2].context.memory.buffers == found["full", 2].context.cost.memory_bytes > 0
-    assert found["msa", 2].context.memory.buffers == 65536 * (row + index)
-    assert found["lightning", 2].context.memory.buffers == 0
+    assert transport(found["full", 2]) == found["full", 2].context.cost.memory_bytes > 0
+    assert transport(found["msa", 2]) == 65536 * (row + index)
+    assert transport(found["lightning", 2]) == 0
     (layer,) = set(found["lightning", 2].stage.attention)
     assert found["lightning", 2].context.exposed_seconds(layer) == 0
     stage, config_of_run = found["msa", 2].stage, config("llama-1b", "64K", {"default": "msa"}, batch_tokens="64K")
-    kept = MemoryEstimate(config_of_run, stage, found["msa", 2].mesh).kept_bytes
-    alone = MemoryEstimate(config_of_run, stage, found["msa", 1].mesh).kept_bytes
+    kept = estimate_of(config_of_run, stage, found["msa", 2].mesh).kept_bytes
+    alone = estimate_of(config_of_run, stage, found["msa", 1].mesh).kept_bytes
     assert kept(0, Kept.ALL) - alone(0, Kept.ALL) // 2 == 32768 * (row + index)
     assert kept(0, Kept.ATTENTION) == alone(0, Kept.ATTENTION) // 2
 
 
-def test_training_warns_of_a_stage_that_does_not_fit_the_gpu(monkeypatch):
+def test_a_stage_that_does_not_fit_the_gpu_is_named():
     stage = planned("llama3-8b", 2, "8K", FULL, batch_tokens="16K")
-    (resolved,) = resolve_stages(config("llama3-8b", "8K", FULL, batch_tokens="16K"))
     for gibibytes, fits in ((80, False), (141, True)):
-        monkeypatch.setattr(
-            "moba_train.memory.shortage.local_gpu", lambda size=gibibytes: Gpu("a GPU", None, size * 2**30)
-        )
-        found = local_shortage(resolved, stage.memory, torch.device("cuda"))
+        found = shortage("only", stage.memory, Gpu("a GPU", None, gibibytes * 2**30))
         assert (found is None) == fits
         assert fits or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
-    assert local_shortage(resolved, stage.memory, torch.device("cpu")) is None
 
 
 def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory():
@@ -419,7 +415,7 @@ def test_offloaded_activations_leave_room_on_the_host_for_saves_and_the_optimize
     def offloaded(host_gib: float, every: int | None, **optim) -> int:
         changes = {"batch_tokens": "8K", "activation_offload": True, "optim": optim, "memory": {"gpu_gib": 1}}
         recipe = config("llama-1b", "8K", FULL, checkpoint={"every": every}, **changes)
-        layers = make_plan(recipe, 1, 989, 0.4, host_bytes=host_gib * 2**30).stages[0].activations.layers
+        layers = plan_of(recipe, 1, 989, 0.4, host_bytes=host_gib * 2**30).stages[0].activations.layers
         return sum(layer.on_host for layer in layers)
 
     state = memory("llama-1b", 1, "8K", FULL, batch_tokens="8K").optimizer / 2**30
@@ -440,24 +436,24 @@ def test_the_copy_of_a_save_is_as_large_as_the_rank_s_part_of_the_checkpoint():
 
 def test_a_host_with_too_little_memory_is_named_with_what_takes_it():
     changes = {"batch_tokens": "16K", "activation_offload": True, "activation_checkpointing": "full"}
-    plan = make_plan(config("llama3-8b", "8K", FULL, **changes), 2, 989, 0.4)
+    plan = plan_of(config("llama3-8b", "8K", FULL, **changes), 2, 989, 0.4)
     copies, kept = 12 * LLAMA_8B // 2, plan.stages[0].activations.host_bytes
-    assert host_shortage(plan, copies + kept) is None
-    missing = host_shortage(plan, copies + kept - 1)
+    needs = {"only": plan.stages[0].activations}
+    assert host_shortage(needs, copies + kept) is None
+    missing = host_shortage(needs, copies + kept - 1)
     assert missing.startswith(f"stage only needs about {(copies + kept) / 2**30:.1f} GiB of host memory for each GPU")
     assert f"(the copy of a save 44.9, activations {kept / 2**30:.1f}), but this machine has" in missing
     assert missing.endswith("lower memory.host_gib or use more machines")
-    alone = host_shortage(make_plan(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2, 989, 0.4), copies - 1)
+    without = plan_of(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2, 989, 0.4)
+    alone = host_shortage({"only": without.stages[0].activations}, copies - 1)
     assert alone.endswith("take more; use more machines"), "memory.host_gib is refused without activation_offload"
 
 
 @pytest.mark.parametrize(("host_gib", "warned"), [(40, True), (45, False)])
-def test_a_run_says_first_that_its_host_has_too_little_memory(monkeypatch, host_gib, warned):
+def test_a_run_says_first_that_its_host_has_too_little_memory(host_gib, warned):
     """Before the copy is allocated, in which Linux may kill it."""
-    h200 = SimpleNamespace(name="NVIDIA H200", total_memory=150e9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
-    monkeypatch.setattr("moba_train.run.summary.local_host_memory", lambda ranks: host_gib * 2**30)
-    text = summarize(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2, 2, torch.device("cuda"))
+    device = Device(H200, host_gib * 2**30)
+    text = summarize(resolve(config("llama3-8b", "8K", FULL, batch_tokens="16K"), WorldSize(2, 2), device))
     assert (
         "warning: stage only needs about 44.9 GiB of host memory for each GPU (the copy of a save" in text
     ) == warned
@@ -476,11 +472,11 @@ def test_budget_leaves_room_for_gradients_that_come_later():
         compile=True,
         activation_checkpointing="budget",
     )
-    (stage,) = resolve_stages(recipe)
+    (stage,) = stages_of(recipe)
     sizes = mesh_sizes(stage.parallel, 2)
-    estimate = MemoryEstimate(recipe, stage, sizes)
+    estimate = estimate_of(recipe, stage, sizes)
     limit = 115 * 2**30
-    found = stage_activations(recipe, stage, sizes, limit / FILLED, None)
+    found = kept_by(recipe, stage, sizes, limit / FILLED, None)
     assert found.memory.gradients == 0
     gradients = found.memory.parameters  # both are float32
     assert estimate.reserved(found.layers) == found.memory.total + gradients
@@ -490,5 +486,5 @@ def test_budget_leaves_room_for_gradients_that_come_later():
 def test_the_line_that_memory_md_quotes_is_that_of_plan():
     changes = {"batch_tokens": "128K", "parallel": {"cp": 2}, "compile": True}
     recipe = config("llama3-8b", "128K", {"default": "moba", "moba": {"block_size": 512, "topk": 8}}, **changes)
-    (stage,) = make_plan(recipe, 2, 989, 0.4, gpu_bytes=H200.memory).stages
+    (stage,) = plan_of(recipe, 2, 989, 0.4, gpu_bytes=H200.memory).stages
     assert f"\n```\n{stage.activations.describe()}\n```\n" in (ROOT / "docs/memory.md").read_text()

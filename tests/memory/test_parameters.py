@@ -10,10 +10,11 @@ import yaml
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.memory.flops import count_blocks, count_parameters, count_recipe_parameters
 from moba_train.model.build import build_model
+from moba_train.model.spec import count_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.optim.spec import block_matrices
+from tests.resolved import spec_of
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 
@@ -62,9 +63,9 @@ def test_counts_are_those_of_the_model(changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recipe_counts_what_its_attention_kinds_add(load: Callable[..., RunConfig], kind: str) -> None:
-    config = load("attention.overrides={}", f"stages.1.attention.default={kind}")
+    spec = spec_of(load("attention.overrides={}", f"stages.1.attention.default={kind}"))
     with torch.device("meta"):
-        model = build_model(config)
-    assert count_recipe_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
+        model = build_model(spec)
+    assert spec.counts.total == sum(parameter.numel() for parameter in model.parameters())
     matrices = sum(matrix.numel() for matrix in block_matrices(model).values())
-    assert sum(block.matrices for block in count_blocks(config)) == matrices
+    assert spec.matrices == matrices

@@ -8,18 +8,27 @@ from rich.console import Console
 
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.parallel import ParallelConfig
-from moba_train.config.stages import resolve_stages
-from moba_train.memory.activations import FILLED, stage_activations
-from moba_train.memory.memory import MemoryEstimate, element_bytes
+from moba_train.config.schema import RunConfig
+from moba_train.memory.activations import FILLED
 from moba_train.memory.moments import RankMoments
-from moba_train.memory.pipeline import best_layers, kept_micro_batches, plan_pipeline, rank_work
-from moba_train.memory.plan import make_plan
+from moba_train.memory.pipeline import kept_micro_batches, pipeline_bubble
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.model import balanced_split, model_parts, rank_part
 from moba_train.tools.plan.render import print_plan
+from tests.resolved import estimate_of, kept_by, plan_of, setup_of, stages_of, work_of
 
 EVERYTHING = [LayerActivations(Kept.ALL)] * 4
 """What the small recipe's layers keep without recomputation."""
+
+
+def parts_of(config: RunConfig) -> tuple[int, ...]:
+    return setup_of(config).parts
+
+
+def bubble(config: RunConfig, lengths: list[int], activations: list[LayerActivations]) -> float:
+    """Of the first stage, with eight micro-batches."""
+    setup = setup_of(config)
+    return pipeline_bubble(setup.shape, setup.parts, stages_of(config)[0], lengths, 8, activations)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -48,24 +57,24 @@ def test_parts_are_dealt_to_the_ranks_in_turn() -> None:
 
 def test_the_output_projection_and_full_layers_leave_their_part_fewer_layers(load) -> None:
     even = ("model.layers=8", "model.vocab_size=64", "parallel.pp=2", "attention.overrides={}")
-    assert best_layers(load(*even)) == (4, 4)
+    assert parts_of(load(*even)) == (4, 4)
     large = load(*even, "model.vocab_size=40000")
-    first, last = best_layers(large)
+    first, last = parts_of(large)
     assert first > last
     sparse = "attention={full_layers: 'first:2', moba: {block_size: 64, topk: 2}}"
     stage = "stages=[{name: long, seq_len: 32K, tokens: 1M}]"
-    first, last = best_layers(load(*even, sparse, stage))
+    first, last = parts_of(load(*even, sparse, stage))
     assert first < last
-    assert best_layers(load(*even, "parallel.pp_schedule=interleaved_1f1b")) == (2, 2, 2, 2)
+    assert parts_of(load(*even, "parallel.pp_schedule=interleaved_1f1b")) == (2, 2, 2, 2)
 
 
 def test_stages_count_for_the_split_by_their_tokens(load) -> None:
     """Full attention of a short stage at the end makes the first layers dear, but only for a hundredth of the run."""
     base = ("model.layers=8", "model.vocab_size=64", "parallel.pp=2", "attention={moba: {block_size: 64, topk: 2}}")
     end = "{name: end, seq_len: 32K, tokens: 1M, attention: {full_layers: 'first:2'}}"
-    first, last = best_layers(load(*base, f"stages=[{end}]"))
+    first, last = parts_of(load(*base, f"stages=[{end}]"))
     assert first < last
-    assert best_layers(load(*base, f"stages=[{{name: begin, seq_len: 2K, tokens: 100M}}, {end}]")) == (4, 4)
+    assert parts_of(load(*base, f"stages=[{{name: begin, seq_len: 2K, tokens: 100M}}, {end}]")) == (4, 4)
 
 
 def test_the_slower_rank_is_waited_for_by_its_layers_and_output(load) -> None:
@@ -73,16 +82,16 @@ def test_the_slower_rank_is_waited_for_by_its_layers_and_output(load) -> None:
     config = load("model.vocab_size=2048", "attention.overrides={}", "parallel.pp=2", "parallel.pp_layers=[2, 2]")
     layer = 128 * (128 + 2 * 64 + 128) + 3 * 128 * 384
     first, last = 2 * layer, 2 * layer + 128 * 2048
-    found = plan_pipeline(config, resolve_stages(config)[0], [16], 8, EVERYTHING).bubble
+    found = bubble(config, [16], EVERYTHING)
     assert found == pytest.approx(1 - 8 * (first + last) / 2 / (8 * last + first), rel=1e-2)
 
 
 def test_a_rank_has_buffers_for_both_neighbours_and_all_micro_batches(load) -> None:
     config = load("parallel.pp=4", "stages.0.micro_batch_size=2")
-    stage = resolve_stages(config)[0]
+    stage = stages_of(config)[0]
     sizes = mesh_sizes(stage.parallel, 8)
     count = 32 // (2 * 2)  # sequences of a step; two in a micro-batch, on two data-parallel ranks
-    found = [rank_work(config, stage, sizes, rank) for rank in range(4)]
+    found = [work_of(config, stage, sizes, rank) for rank in range(4)]
     assert [work.received for work in found] == [count, 2 * count, 2 * count, count]
     assert [work.kept for work in found] == [4, 3, 2, 1]
 
@@ -92,10 +101,9 @@ def test_the_bubble_is_that_of_the_schedule_where_parts_are_equal(load) -> None:
     base = ("model.layers=8", "model.vocab_size=2", "attention.overrides={}", "parallel.pp=4")
     for schedule, share in (("1f1b", 3), ("interleaved_1f1b", 3 / 2), ("zero_bubble", 1)):
         config = load(*base, f"parallel.pp_schedule={schedule}")
-        plan = plan_pipeline(config, resolve_stages(config)[0], [2048], 8, EVERYTHING * 2)
-        assert plan.bubble == pytest.approx(share / (8 + share), rel=1e-2)
+        assert bubble(config, [2048], EVERYTHING * 2) == pytest.approx(share / (8 + share), rel=1e-2)
     slow = load(*base, "parallel.pp_layers=[1, 1, 1, 5]")
-    assert plan_pipeline(slow, resolve_stages(slow)[0], [2048], 8, EVERYTHING * 2).bubble > 0.5
+    assert bubble(slow, [2048], EVERYTHING * 2) > 0.5
 
 
 def test_how_many_micro_batches_a_rank_keeps() -> None:
@@ -108,8 +116,8 @@ def test_how_many_micro_batches_a_rank_keeps() -> None:
 
 def test_the_plan_shows_the_pipeline(load) -> None:
     config = load("parallel.pp=2")
-    plan = make_plan(config, 4, 989.0, 0.4)
-    alone = make_plan(load("parallel.pp=1"), 4, 989.0, 0.4)
+    plan = plan_of(config, 4, 989.0, 0.4)
+    alone = plan_of(load("parallel.pp=1"), 4, 989.0, 0.4)
     for item, other in zip(plan.stages, alone.stages, strict=True):
         assert item.pipeline is not None
         assert item.mesh.pp == 2
@@ -126,8 +134,8 @@ def test_the_plan_shows_the_pipeline(load) -> None:
 
 def test_the_first_rank_keeps_more_activations_than_the_last(load) -> None:
     config = load("parallel.pp=4", "model.vocab_size=64", "batch_tokens=8K")
-    (stage, _) = resolve_stages(config)
-    memory = MemoryEstimate(config, stage, mesh_sizes(stage.parallel, 4)).by_rank(EVERYTHING)
+    (stage, _) = stages_of(config)
+    memory = estimate_of(config, stage, mesh_sizes(stage.parallel, 4)).by_rank(EVERYTHING)
     kept = [rank.activations for rank in memory]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] > 1.5 * kept[-1]
@@ -136,14 +144,14 @@ def test_the_first_rank_keeps_more_activations_than_the_last(load) -> None:
 def test_budget_fits_the_rank_that_needs_most_and_reckons_all_its_micro_batches(load) -> None:
     """The same rank alone would keep everything: it is what it keeps for other micro-batches that does not fit."""
     config = load("parallel.pp=4", "model.vocab_size=64", "attention.overrides={}", "batch_tokens=8K")
-    (stage, _) = resolve_stages(config)
+    (stage, _) = stages_of(config)
     sizes = mesh_sizes(stage.parallel, 4)
-    estimate = MemoryEstimate(config, stage, sizes)
+    estimate = estimate_of(config, stage, sizes)
     recomputed = estimate.reserved([LayerActivations(Kept.INPUT)] * 4)
     everything = [memory.total for memory in estimate.by_rank(EVERYTHING)]
     limit = (recomputed + estimate.reserved(EVERYTHING)) / 2
     assert everything[0] == max(everything) > limit > everything[3]
-    found = stage_activations(config, stage, sizes, limit / FILLED, None)
+    found = kept_by(config, stage, sizes, limit / FILLED, None)
     assert recomputed < estimate.reserved(found.layers) <= limit
     assert found.rank_memory == tuple(estimate.by_rank(found.layers))
     assert found.memory == max(found.rank_memory, key=lambda memory: memory.total)
@@ -156,17 +164,17 @@ def test_budget_fits_the_rank_that_needs_most_and_reckons_all_its_micro_batches(
 
 def test_a_zero_bubble_pipeline_recomputes_nothing(load) -> None:
     config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble")
-    (stage, _) = resolve_stages(config)
-    assert stage_activations(config, stage, mesh_sizes(stage.parallel, 4), 1.0, None).keeps_everything
+    (stage, _) = stages_of(config)
+    assert kept_by(config, stage, mesh_sizes(stage.parallel, 4), 1.0, None).keeps_everything
 
 
 def test_a_zero_bubble_pipeline_keeps_the_gradients_of_the_loss(load, monkeypatch) -> None:
     """Plan counts the gradients of hidden states and output weight for every micro-batch whose backward pass has not
     reached its second part."""
     config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble", "model.vocab_size=500000")
-    (stage, _) = resolve_stages(config)
-    estimate = MemoryEstimate(config, stage, mesh_sizes(stage.parallel, 4))
+    (stage, _) = stages_of(config)
+    estimate = estimate_of(config, stage, mesh_sizes(stage.parallel, 4))
     peak = estimate.peak(EVERYTHING).total
     monkeypatch.setattr(RankMoments, "_kept_by_loss", lambda _: 0)
     numbers = (config.model.vocab_size + stage.seq_len * stage.micro_batch_size) * config.model.hidden_size
-    assert peak - estimate.peak(EVERYTHING).total == 3 * element_bytes(config) * numbers
+    assert peak - estimate.peak(EVERYTHING).total == 3 * 2 * numbers

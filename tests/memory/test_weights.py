@@ -7,17 +7,14 @@ import torch
 
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
-from moba_train.memory.memory import MemoryEstimate
-from moba_train.memory.pipeline import rank_work
-from moba_train.memory.weights import rank_weights
-from moba_train.model.build import kind_parameters
 from moba_train.model.part import cut_to_part
+from moba_train.model.spec import kind_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.optim.spec import block_matrices
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
+from tests.resolved import estimate_of, spec_of, stages_of, weights_of, work_of
 
 MIXED = "attention={default: full, overrides: {0: {kind: moba_v05}, 1: {kind: nsa}, 2: {kind: kda}}}"
 """Kinds that add different numbers of parameters to a layer."""
@@ -32,14 +29,14 @@ def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(
     load: Callable[..., RunConfig], changes: list[str]
 ) -> None:
     config = load("parallel.pp=2", "optim.kind=muon", MIXED, "stages.1.attention=null", *changes)
-    stage = resolve_stages(config)[0]
+    stage = stages_of(config)[0]
     sizes = mesh_sizes(stage.parallel, 2)
     for rank in range(2):
-        work = rank_work(config, stage, sizes, rank)
+        work = work_of(config, stage, sizes, rank)
         with torch.device("meta"):
-            part = Transformer(config.model, kind_parameters(config))
+            part = Transformer(config.model, kind_parameters(config.model, spec_of(config).kinds))
         cut_to_part(part, work.part)
-        found = rank_weights(config, sizes, 2, work)
+        found = weights_of(config, sizes, work)
         assert found.total == found.shard == sum(parameter.numel() for parameter in part.parameters())
         assert found.blocks == {
             int(name): sum(parameter.numel() for parameter in block.parameters())
@@ -54,11 +51,11 @@ def test_gathered_weights_that_stay_are_those_of_their_own_layers(
 ) -> None:
     monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
     config = load(MIXED, "stages.1.attention=null", "model.vocab_size=64")
-    stage = resolve_stages(config)[0]
-    estimate = MemoryEstimate(config, stage, MeshSizes())
+    stage = stages_of(config)[0]
+    estimate = estimate_of(config, stage, MeshSizes())
 
     def unsharded(*kept: int) -> int:
         return estimate.peak([LayerActivations(Kept.ALL, weights=layer in kept) for layer in range(4)]).unsharded
 
-    blocks = rank_weights(config, MeshSizes(), 2, rank_work(config, stage, MeshSizes(), 0)).blocks
+    blocks = weights_of(config, MeshSizes(), work_of(config, stage, MeshSizes())).blocks
     assert unsharded(0, 1, 2) - unsharded(1, 2, 3) == 2 * (blocks[0] - blocks[3]) > 0

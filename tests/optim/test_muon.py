@@ -14,6 +14,7 @@ from moba_train.optim import muon
 from moba_train.optim.muon import COEFFICIENTS, orthogonalize
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.spec import block_matrices
+from tests.resolved import spec_of
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]
@@ -154,7 +155,7 @@ def test_which_parameters_of_a_model_are_matrices() -> None:
         }
     )
     with torch.device("meta"):
-        model = build_model(config)
+        model = build_model(spec_of(config))
     matrices = block_matrices(model)
     common = {f"attention.{part}_proj" for part in "qkvo"} | {f"feed_forward.{p}_proj" for p in ("gate", "up", "down")}
     assert {f"blocks.{layer}.{name}.weight" for layer in range(6) for name in common} <= matrices.keys()

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.config.stages import timed
 from moba_train.optim.spec import learning_rate, stage_learning_rate
+from tests.resolved import stages_of
 
 SPAN = 1000
 
@@ -89,7 +90,7 @@ def stage_rates(first: dict[str, Any], second: dict[str, Any], exited: dict[str,
             ],
         }
     )
-    stages = resolve_stages(config, exited)
+    stages = timed(stages_of(config), exited or {})
     steps = [(stage, step) for stage in stages for step in range(stage.first_step + 1, stage.end_step + 1)]
     return [
         stage_learning_rate(stages, stage.index, config.optim.schedule, stage.tokens_after(step))

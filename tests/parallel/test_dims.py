@@ -83,7 +83,7 @@ def test_each_rank_is_in_the_groups_of_its_coordinates(rank: int, monkeypatch: p
             free = dict.fromkeys(dimensions, 0)
             want = [r for r, place in enumerate(everyone) if place._replace(**free) == own._replace(**free)]
             assert members(dims.mesh.get_group(name)) == want
-        assert members(dims.stage_group) == list(range(24)), "of one pipeline stage"
+        assert members(dims.layers_group) == list(range(24)), "of one pipeline stage"
         assert dims.weight_mesh.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
         assert dims.tp_mesh is not None
 
@@ -131,7 +131,7 @@ def test_a_pipeline_joins_ranks_of_equal_places_and_ends_where_the_loss_is(pp: i
             dims = ParallelDims(sizes, world)
             want = [other for other, place in enumerate(brute_force(sizes)) if place._replace(pp=own.pp) == own]
             assert members(dims.pipeline_group) == want
-            assert members(dims.stage_group) == list(range(8 * own.pp, 8 * own.pp + 8))
+            assert members(dims.layers_group) == list(range(8 * own.pp, 8 * own.pp + 8))
             assert dims.for_stage(sizes).computes_loss == (own.pp == pp - 1)
             assert dims.weight_mesh.size() == 4
         finally:

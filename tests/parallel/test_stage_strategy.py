@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from moba_train.attention.protocol import AttentionFacts
 from moba_train.config.mesh import MeshSizes
+from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
-from moba_train.parallel import data_shard as stage_module
+from moba_train.config.stages import Stage
+from moba_train.memory.devices import Device, Gpu, weakest
+from moba_train.parallel import data_shard
 from moba_train.parallel.context.costs import gather_cost
 from moba_train.parallel.context.policy import predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
@@ -20,9 +22,10 @@ from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import StageDims
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy
 from moba_train.parallel.world import World
+from tests.resolved import stages_of
 
 
-def stage_of(attention: dict[str, Any], **parallel: Any) -> tuple[RunConfig, Stage]:
+def stage_of(attention: dict[str, Any], **parallel: Any) -> tuple[ModelConfig, Stage]:
     """Two sequences of 8K tokens in a micro-batch, two layers with 16 query heads on 8 key/value heads."""
     config = RunConfig.model_validate(
         {
@@ -44,8 +47,8 @@ def stage_of(attention: dict[str, Any], **parallel: Any) -> tuple[RunConfig, Sta
             "parallel": parallel,
         }
     )
-    (stage,) = resolve_stages(config)
-    return config, stage
+    (stage,) = stages_of(config)
+    return config.model, stage
 
 
 MOBA = {"default": "moba", "moba": {"block_size": 256, "topk": 4}}
@@ -75,8 +78,8 @@ def test_ranks_with_the_same_heads_share_a_node_as_far_as_it_has_room(
     tp: int, cp: int, ranks_per_node: int, node_size: int
 ) -> None:
     """The ranks of a tensor-parallel group are neighbours; those of a cp group lie tp ranks apart."""
-    config, stage = stage_of(MOBA, tp=tp, cp=cp, cp_transport="allgather")
-    strategy, _ = stage_strategy(config, stage, ranks_per_node)
+    model, stage = stage_of(MOBA, tp=tp, cp=cp, cp_transport="allgather")
+    strategy, _ = stage_strategy(model, stage, ranks_per_node)
     assert (strategy.ranks, strategy.node_size) == (cp, node_size)
 
 
@@ -89,31 +92,28 @@ def test_work_that_grows_in_any_layer_makes_shards_zigzag(kind: str, layout: str
 
 def test_layers_that_gather_by_their_shard_cost_what_they_gather() -> None:
     """Keys and values of this rank's heads, all tokens; the others pay for the transport."""
-    config, stage = stage_of({**MOBA, "overrides": {1: {"kind": "seer"}}}, tp=2, cp=2)
+    model, stage = stage_of({**MOBA, "overrides": {1: {"kind": "seer"}}}, tp=2, cp=2)
     strategy = CPStrategy(2, "allgather", "zigzag", 2)
-    moba, seer = (stage_costs(config, stage, strategy)[layer] for layer in stage.attention)
-    assert moba == predict_cost(strategy, stage_attention_shape(config, stage))
+    moba, seer = (stage_costs(model, stage, strategy)[layer] for layer in stage.attention)
+    assert moba == predict_cost(strategy, stage_attention_shape(model, stage))
     assert seer == gather_cost(strategy, 2 * 8192, 2 * 4 * 32 * 2)
 
 
-def test_the_rank_with_least_memory_decides_for_all_and_an_engine_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, stage = stage_of(MOBA, cp=2)
+def test_the_weakest_of_all_ranks_decides() -> None:
+    devices = [
+        Device(Gpu("one", 989.0, 80e9, capability=(9, 0)), 8e9),
+        Device(Gpu("other", 312.0, 40e9, capability=(8, 0)), 9e9),
+    ]
+    assert weakest(devices) == Device(Gpu("other", 312.0, 40e9, capability=(8, 0)), 8e9)
+    assert weakest([Device(None, 8e9), Device(None, 7e9)]) == Device(None, 7e9)
+
+
+def test_an_engine_is_made_once_for_all_stages_with_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = CPStrategy(2, "allgather", "zigzag", 2)
-    memories: list[float | None] = []
-
-    def noting(*arguments: Any) -> tuple[CPStrategy, str]:
-        memories.append(arguments[-1])
-        return strategy, "why"
-
-    monkeypatch.setattr(stage_module, "min_over_ranks", lambda memory: min(memory, 5.0))
-    monkeypatch.setattr(stage_module, "stage_strategy", noting)
-    monkeypatch.setattr(stage_module, "context_engine", lambda *_: object())
-    sizes = MeshSizes(cp=2)
+    monkeypatch.setattr(data_shard, "context_engine", lambda *_: object())
     world = World(0, 2, torch.device("cpu"), 2, timedelta(seconds=1), dist.HashStore())
     dims = SimpleNamespace(world=world, for_stage=lambda sizes: StageDims(sizes, 0, object()))  # type: ignore[arg-type]
-    known = iter([8.0, 3.0, None])
-    engines = ContextEngines(config, dims, lambda _stage, _sizes: next(known))  # type: ignore[arg-type]
-    shards = [engines.data_shard(stage, sizes) for _ in range(3)]
-    assert memories == [5.0, 3.0, None]
-    assert [reason for _, reason in shards] == ["why"] * 3
-    assert len({id(shard.engine) for shard, _ in shards}) == 1
+    engines = ContextEngines(dims)  # type: ignore[arg-type]
+    shards = [engines.data_shard(MeshSizes(cp=2), strategy) for _ in range(3)]
+    assert len({id(shard.engine) for shard in shards}) == 1
+    assert engines.data_shard(MeshSizes(dp_shard=2), None).engine is None

@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moba_train.attention.layout import packed_layout
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.model.build import build_attention
 from moba_train.model.rope import rope_cos_sin
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.tensor import apply_tensor_parallel, overlap_transfers
+from tests.resolved import stages_of
 
 ROWS = 64
 
@@ -45,7 +45,7 @@ def test_six_of_a_blocks_eight_transfers_can_be_hidden(mesh: DeviceMesh) -> None
     run = {"name": "a", "run_dir": "a", "data": {"train": [{"path": "a"}]}, "batch_tokens": ROWS}
     stages = [{"name": "a", "seq_len": ROWS, "tokens": ROWS}]
     recipe = RunConfig.model_validate(run | {"model": config, "stages": stages, "attention": {"default": "full"}})
-    model.set_attention(build_attention(resolve_stages(recipe)[0].attention, config.head_width))
+    model.set_attention(build_attention(stages_of(recipe)[0].attention, config.head_width))
     (block,) = model.blocks
     apply_tensor_parallel(model, mesh)
     overlap_transfers(mesh)

@@ -1,4 +1,4 @@
-"""What the validation of a recipe says, for the tests of refusals."""
+"""Problems of a recipe, for the tests of refusals."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ import pytest
 
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
-from moba_train.resolve.recipe import validate
+from tests.resolved import check
 
 
 def problems(config: RunConfig, *args: Any, **kwargs: Any) -> list[str]:
-    """The problems for which `validate` refuses the recipe."""
+    """The problems for which `resolve` refuses the recipe."""
     with pytest.raises(ConfigError) as caught:
-        validate(config, *args, **kwargs)
+        check(config, *args, **kwargs)
     return caught.value.problems
 
 
 def assert_refused(config: RunConfig, problem: str, *args: Any, **kwargs: Any) -> None:
-    """`validate` refuses the recipe, with a problem that begins with this text."""
+    """`resolve` refuses the recipe, with a problem that begins with this text."""
     found = problems(config, *args, **kwargs)
     assert any(text.startswith(problem) for text in found), found

@@ -22,6 +22,10 @@ def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:
     )
 
 
+def check_recipe(config: RunConfig) -> None:
+    check_paths(config.data, config.evaluation, Path("c"))
+
+
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
@@ -31,7 +35,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_below_the_working_folder_may_be_read(tmp_path: Path) -> None:
-    check_paths(recipe("data/valid", str(tmp_path / "here" / "tokenizer.model")), Path("c"))
+    check_recipe(recipe("data/valid", str(tmp_path / "here" / "tokenizer.model")))
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/corpus", "data/../../secret", "link", "folder/secret", "a\0b"])
@@ -42,7 +46,7 @@ def test_paths_that_lead_out_are_refused_by_key(tmp_path: Path, path: str) -> No
         with pytest.raises(
             CheckpointError, match=rf"(data\.validation\[0\]\.path|data\.tokenizer) .*({ROOTS}=|null byte)"
         ):
-            check_paths(config, Path("c"))
+            check_recipe(config)
 
 
 @pytest.mark.parametrize("section", ["needle", "needle_signal", "ruler"])
@@ -50,12 +54,12 @@ def test_corpora_of_evaluations_are_checked_too(section: str) -> None:
     config = recipe("valid")
     changed = config.model_dump(exclude_unset=True) | {"evaluation": {section: {"corpus": "../secret"}}}
     with pytest.raises(CheckpointError, match=rf"evaluation\.{section}\.corpus .*{ROOTS}="):
-        check_paths(RunConfig.model_validate(changed), Path("c"))
+        check_recipe(RunConfig.model_validate(changed))
 
 
 def test_the_user_may_allow_more_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ROOTS, f"/nowhere:{tmp_path}")
-    check_paths(recipe("../secret"), Path("c"))
+    check_recipe(recipe("../secret"))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -65,7 +69,7 @@ def test_a_tokenizer_named_as_a_folder_is_checked_by_its_files(tmp_path: Path, n
     (folder / name).symlink_to(tmp_path / "secret.bin")
     for given in (str(folder), str(folder / "tokenizer.json")):
         with pytest.raises(CheckpointError, match=rf"data\.tokenizer .*{name}: leads to .*secret\.bin, outside"):
-            check_paths(recipe("valid", given), Path("c"))
+            check_recipe(recipe("valid", given))
 
 
 @pytest.mark.parametrize("name", ["valid.idx", "valid.loss.bin", "tok.model"])
@@ -73,7 +77,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> 
     """Opening it would wait for a writer."""
     os.mkfifo(tmp_path / "here" / name)
     with pytest.raises(CheckpointError, match="is a named pipe; allowed: a regular file"):
-        check_paths(recipe("valid", "tok.model"), Path("c"))
+        check_recipe(recipe("valid", "tok.model"))
 
 
 def test_a_recipe_that_describes_more_than_the_checkpoint_holds_is_refused(tmp_path: Path) -> None:

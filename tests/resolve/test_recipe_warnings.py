@@ -8,14 +8,20 @@ from sentencepiece import SentencePieceTrainer
 from typer.testing import CliRunner
 
 from moba_train.checkpoint import manifest, publish
+from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer
-from moba_train.resolve.recipe import validate
-from moba_train.resolve.warnings import recipe_warnings
+from moba_train.resolve import warnings
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.cli import app
+from tests.resolved import check
 
 NEVER = ["stages.0.evaluate=false", "stages.1.evaluate=false"]
 VALIDATION = "data.validation=[{path: v}]"
+
+
+def recipe_warnings(config: RunConfig) -> list[str]:
+    return warnings.recipe_warnings(resolve_unchecked(config))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +35,7 @@ VALIDATION = "data.validation=[{path: v}]"
 )
 def test_evaluations_that_never_run_are_named(load, overrides, warning):
     config = load(*overrides)
-    validate(config)
+    check(config)
     assert [text[: len(warning or "")] for text in recipe_warnings(config)] == ([warning] if warning else [])
 
 
@@ -38,7 +44,7 @@ def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load):
     whole = load("batch_tokens=1M", "stages.0.tokens=1048576")
     assert recipe_warnings(whole) == []
     config = load("batch_tokens=8192T", "stages.1.batch_tokens=64K")
-    validate(config)
+    check(config)
     assert recipe_warnings(config) == [
         "batch_tokens: given 9,007,199,254,740,992, more than the 1,000,000 tokens of stage 'short': its one step "
         "trains on 9,007,199,254,740,992; lower it, or raise stages[0].tokens"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from moba_train.resolve.recipe import validate
 from tests.resolve.refusals import assert_refused, problems
+from tests.resolved import check
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_a_backend_is_refused_where_the_run_has_no_such_device(load, override, b
     assert found[0].startswith(
         f"stages[0].attention.full.backend: given {backend!r} in layers 0-3, which runs on {needed}"
     )
-    validate(config, device=needed)
-    validate(config)
+    check(config, device=needed)
+    check(config)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_dispatch_is_refused_where_no_kernel_could_attend_on_cuda(load, override
     config = load("stages.1.parallel={cp: 2, cp_transport: dispatch}", "stages.1.attention.full_layers=none", override)
     (found,) = problems(config, device="cuda")
     assert found.startswith(f"stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', {text}")
-    validate(config, device="cpu")
+    check(config, device="cpu")
 
 
 def test_triton_kernels_are_refused_before_the_first_stage_on_a_cpu(load, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     config = load("attention.moba={backend: triton, block_size: 512}", "model.head_dim=64")
     assert "the run trains on cpu, CUDA needed" in problems(config, device="cpu")[0]
-    validate(config, device="cuda")
+    check(config, device="cuda")
 
 
 def test_every_mistake_in_an_attention_is_reported_with_its_key(load):
@@ -104,4 +104,4 @@ def test_every_mistake_in_an_attention_is_reported_with_its_key(load):
 def test_a_stage_that_corrects_the_recipes_attention_has_no_problem(load):
     config = load("stages.1.attention={moba: {block_size: 8192}}", "stages.0.attention={moba: {block_size: 1024}}")
     assert problems(load("attention.moba.block_size=16384", "stages.0.attention={default: moba}"))
-    validate(config)
+    check(config)

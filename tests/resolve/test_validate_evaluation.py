@@ -30,7 +30,7 @@ from tests.resolve.refusals import assert_refused
                 "stages.0.until={metric: trailing_gap, at_most: 2, max_tokens: 9M}",
                 "evaluation.position_wise={}",
             ],
-            "stages[0].until.metric: given 'trailing_gap', but stage 'short' has no other than full layers, so there",
+            "stages[0].until.metric: given 'trailing_gap', but all layers of stage 'short' have full attention, ",
         ),
         (
             ["stages.1.until={max_tokens: 9M}"],
@@ -54,7 +54,7 @@ from tests.resolve.refusals import assert_refused
         ),
         (
             ["stages.0.until={trailing_loss_recovered: {tolerance: 0.1}, max_tokens: 9M}"],
-            "stages[0].until.trailing_loss_recovered.reference: given 'full', but stage 'short' has no other than full",
+            "stages[0].until.trailing_loss_recovered.reference: given 'full', but all layers of stage 'short' have ",
         ),
         (
             ["stages.1.until={trailing_loss_recovered: {tolerance: 0, reference: before}, max_tokens: 9M}"],

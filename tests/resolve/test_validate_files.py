@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.resolve.data import tokenizer_problems
-from moba_train.resolve.recipe import validate
 from moba_train.tools.cli import app
 from tests.resolve.refusals import problems
+from tests.resolved import check
 
 
 def test_looking_for_files_leaves_the_other_problems_their_path(load):
@@ -26,7 +26,7 @@ def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):
     with IndexedDatasetWriter(tmp_path / "corpora" / "a", np.uint16) as writer:
         writer.add_document([1, 2])
     config = load("data.tokenizer=tok.model", "stages.1.train=[{path: late}]", "data.validation=[{path: corpora/a}]")
-    validate(config)
+    check(config)
     found = problems(config, check_files=True)
     assert [text.split(":")[0] for text in found] == ["data.train[1].path", "stages[1].train[0].path", "data.tokenizer"]
     assert "no file corpora/b.idx" in found[0]
@@ -47,7 +47,7 @@ def test_corpora_of_different_tokenizers_are_refused_and_both_are_named(load, re
     with IndexedDatasetWriter(tmp_path / "megatron", np.uint16) as writer:
         writer.add_document([1, 2, 3])
     fits = "data.train=[{path: one}, {path: same}, {path: megatron}]"
-    validate(load(fits), check_files=True)
+    check(load(fits), check_files=True)
     mixed = load(fits, "stages.1.train=[{path: one}, {path: other}]")
     (found,) = problems(mixed, check_files=True)
     assert found.startswith(
@@ -64,12 +64,13 @@ def test_a_corpus_of_another_tokenizer_than_the_recipes_is_refused(load, tmp_pat
     corpus(tmp_path / "one", "tok.model", b"one")
     (tmp_path / "tok.model").write_bytes(b"one")
     config = load("data={train: [{path: one}], tokenizer: tok.model}")
-    assert list(tokenizer_problems(config)) == []
+    assert list(tokenizer_problems(config.data, config.stages)) == []
     for name, content in (("tokenizer.json", b"the same in another form"), ("tokenizer.model", b"one")):
         (tmp_path / name).write_bytes(content)  # an export of a run that was trained with `one`
-    assert list(tokenizer_problems(load("data={train: [{path: one}], tokenizer: tokenizer.json}"))) == []
+    alone = load("data={train: [{path: one}], tokenizer: tokenizer.json}")
+    assert list(tokenizer_problems(alone.data, alone.stages)) == []
     (tmp_path / "tok.model").write_bytes(b"trained again")
-    (found,) = tokenizer_problems(config)
+    (found,) = tokenizer_problems(config.data, config.stages)
     assert "data.train[0].path: the corpus one was made with the tokenizer tok.model" in found
     assert "but data.tokenizer is tok.model" in found
 

@@ -3,10 +3,9 @@
 import pytest
 
 from moba_train.config.mesh import mesh_sizes
-from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError
-from moba_train.resolve.recipe import validate
 from tests.resolve.refusals import assert_refused, problems
+from tests.resolved import check, stages_of
 
 
 @pytest.mark.parametrize(
@@ -115,13 +114,13 @@ def test_a_sharing_of_sequences_that_does_not_fit_is_refused(load, overrides, wo
 
 def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
     config = load("stages.1.parallel={cp: 4, cp_transport: ring}", "parallel.dp_replicate=2")
-    validate(config, 16, ranks_per_node=8)
-    short, long = (stage.parallel for stage in resolve_stages(config))
+    check(config, 16, ranks_per_node=8)
+    short, long = (stage.parallel for stage in stages_of(config))
     assert mesh_sizes(short, 16) == (1, 2, 8, 1, 1)
     assert mesh_sizes(long, 16) == (1, 2, 2, 4, 1)
     assert mesh_sizes(short, 16).shards == mesh_sizes(long, 16).shards
     # What is read at the same time is divided by cp, so a batch for 8 ranks of 8K tokens now fits on 32.
-    validate(load("stages.1.parallel.cp=4"), 32, ranks_per_node=8)
+    check(load("stages.1.parallel.cp=4"), 32, ranks_per_node=8)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +199,12 @@ def test_a_sharing_of_layers_that_does_not_fit_is_refused(load, overrides, world
 
 def test_shared_layers_are_of_the_run_not_of_a_stage(load):
     config = load("parallel={tp: 2, dp_replicate: 2}", "stages.1.parallel={cp: 4}")
-    validate(config, 16, ranks_per_node=8)
-    assert [mesh_sizes(stage.parallel, 16) for stage in resolve_stages(config)] == [(1, 2, 4, 1, 2), (1, 2, 1, 4, 2)]
+    check(config, 16, ranks_per_node=8)
+    assert [mesh_sizes(stage.parallel, 16) for stage in stages_of(config)] == [(1, 2, 4, 1, 2), (1, 2, 1, 4, 2)]
     with pytest.raises(ConfigError, match=r"stages\[1\]\.parallel\.tp: unknown key; .* at parallel\.tp"):
         load("parallel.tp=2", "stages.1.parallel.tp=1")
 
 
 def test_the_batch_must_divide_over_the_ranks(load):
-    (found,) = [text for text in problems(load(), world_size=16) if "long" in text]
+    (found,) = [text for text in problems(load(), 16) if "long" in text]
     assert "needs a multiple of seq_len 8192 x 16 data-parallel ranks = 131072; nearest: 131072" in found

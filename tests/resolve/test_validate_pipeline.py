@@ -4,7 +4,7 @@ import pytest
 
 from moba_train.config.mesh import mesh_sizes
 from moba_train.errors import ConfigError
-from moba_train.resolve.recipe import validate
+from tests.resolved import check
 
 INTERLEAVED = "parallel.pp_schedule=interleaved_1f1b"
 ZERO_BUBBLE = "parallel.pp_schedule=zero_bubble"
@@ -22,7 +22,7 @@ ZERO_BUBBLE = "parallel.pp_schedule=zero_bubble"
     ],
 )
 def test_what_can_work_is_accepted(load, overrides, world_size):
-    validate(load(*overrides), world_size)
+    check(load(*overrides), world_size)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_can_work_is_accepted(load, overrides, world_size):
 )
 def test_what_cannot_work_is_refused(load, overrides, world_size, words):
     with pytest.raises(ConfigError) as caught:
-        validate(load(*overrides), world_size)
+        check(load(*overrides), world_size)
     text = "\n".join(caught.value.problems)
     assert all(word in text for word in words), text
 
@@ -66,7 +66,7 @@ def test_what_cannot_work_is_refused(load, overrides, world_size, words):
 def test_a_checkpoint_of_a_pipeline_is_evaluated_without_one(load):
     """What stands in the way of training only does not stand in the way of evaluation."""
     config = load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]")
-    validate(config, allow_idle=True, training=False)
+    check(config, allow_idle=True, training=False)
 
 
 def test_pipelines_are_the_outermost_dimension(load):

@@ -4,28 +4,28 @@ import pytest
 
 from moba_train.config.load import dump_config, load_config
 from moba_train.registry import TRANSPORTS
-from moba_train.resolve.recipe import validate
 from tests.resolve.refusals import assert_refused, problems
+from tests.resolved import check
 
 
 def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
     for world_size in (None, 1, 2, 4, 8):
-        validate(load(), world_size)
+        check(load(), world_size)
 
 
 @pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
 def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
     """A checkpoint holds it with every key, and evaluation begins there."""
     layers = ["stages.1.attention.full_layers=none"] if transport == "dispatch" else []
-    config = load("parallel.cp=2", f"stages.1.parallel={{cp_transport: {transport}}}", *layers)
-    validate(config, 2)
-    validate(load_config(write("dumped.yaml", dump_config(config))), 2)
+    config = load("parallel.cp=4", f"stages.1.parallel={{cp_transport: {transport}}}", *layers)
+    check(config, 4, ranks_per_node=2)
+    check(load_config(write("dumped.yaml", dump_config(config))), 4, ranks_per_node=2)
 
 
 def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load):
     config = load("optim.implementation=apex")
-    validate(config)  # the device is not known
-    validate(config, device="cpu", training=False)
+    check(config)  # the device is not known
+    check(config, device="cpu", training=False)
     assert problems(config, device="cpu") == [
         "optim.implementation: given 'apex', which cannot run: the run trains on cpu, a GPU needed; set torch"
     ]
@@ -106,12 +106,12 @@ def test_a_combination_that_cannot_work_is_refused_with_its_key(load, overrides,
 def test_a_recipe_that_was_trained_with_may_have_options_that_change_nothing(load, override):
     """Earlier versions did not refuse them, and its checkpoints must stay usable."""
     assert problems(load(override))
-    validate(load(override), allow_idle=True)
+    check(load(override), allow_idle=True)
 
 
 def test_all_problems_come_at_once_and_only_once(load):
     config = load("model.kv_heads=3", "attention.full_layers=lst:1", "parallel.dp_shard=0", "batch_tokens=1K")
-    found = problems(config, world_size=4)
+    found = problems(config, 4)
     assert len(found) == len(set(found))
     keys = [text.split(":")[0] for text in found]
     # The stages inherit the recipe's attention, not its complaint; the long stage brings a full_layers of its own.

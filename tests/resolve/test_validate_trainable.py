@@ -3,23 +3,22 @@
 import pytest
 
 from moba_train.config.load import dump_config, load_config
-from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError
-from moba_train.resolve.recipe import validate
+from tests.resolved import check, stages_of
 
 
 def test_all_is_the_default_and_patterns_are_kept(load, write) -> None:
     config = load("stages.1.trainable=['blocks.*.attention.*', norm.weight]")
-    validate(config)
-    assert [stage.trainable for stage in resolve_stages(config)] == [("*",), ("blocks.*.attention.*", "norm.weight")]
+    check(config)
+    assert [stage.trainable for stage in stages_of(config)] == [("*",), ("blocks.*.attention.*", "norm.weight")]
     assert load_config(write("dumped.yaml", dump_config(config))) == config
-    assert resolve_stages(load("stages.1.trainable=all"))[1].trainable == ("*",)
+    assert stages_of(load("stages.1.trainable=all"))[1].trainable == ("*",)
 
 
 def test_a_pattern_that_matches_nothing_is_named_with_the_closest_names(load) -> None:
     config = load("stages.1.trainable=[norm.weight, blocks.0.atention.q_proj.weight, zzz]")
     with pytest.raises(ConfigError) as caught:
-        validate(config)
+        check(config)
     first, second = caught.value.problems
     assert first.startswith(
         "stages[1].trainable[1]: given 'blocks.0.atention.q_proj.weight', which no parameter's name"
@@ -50,7 +49,7 @@ def test_gates_that_do_not_learn_cannot_be_all_that_is_trained(load, options: st
         "stages.1.trainable=['blocks.*.attention.seer.*']",
     )
     if not refused:
-        validate(config)
+        check(config)
         return
     with pytest.raises(ConfigError, match=r"stages\[1\]\.trainable: .*those of seer do not learn .*train_gate: true"):
-        validate(config)
+        check(config)

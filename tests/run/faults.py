@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moba_train.config.stages import Stage
+from moba_train.data.batch import Batch
 from moba_train.model.loss import LossSums
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.pipeline.model import PipelineModel
-from moba_train.run.step import StepData
 from moba_train.run.trainer import Trainer
 from tests.run.tiny_run import VOCAB, Run
 
@@ -63,19 +64,17 @@ def inject(
     now: list[int] = [0]
     changed: list[tuple[int, bool]] = []
 
-    def step(trainer: Trainer, stage: Any, data: StepData) -> bool:
+    def step(trainer: Trainer, stage: Stage, batches: list[Batch]) -> None:
         now[0] = trainer.progress.step + 1
         if now[0] in poisoned:
             noise = torch.Generator().manual_seed(now[0])
-            for batch in data.batches:
+            for batch in batches:
                 batch.labels.random_(VOCAB, generator=noise)
         before = _state(trainer)
-        done = train_step(trainer, stage, data)
+        train_step(trainer, stage, batches)
         after = _state(trainer)
         same = len(before) == len(after) and all(map(torch.equal, before, after))
-        if done:
-            changed.append((trainer.progress.step, not same))
-        return done
+        changed.append((trainer.progress.step, not same))
 
     def faulty(sums: LossSums) -> LossSums:
         if now[0] in faults and torch.is_grad_enabled():
@@ -97,8 +96,8 @@ def inject(
 
 def _state(trainer: Trainer) -> list[Tensor]:
     """Copies of this rank's shards of weights and optimizer state."""
-    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    tensors = [*trainer.model.parameters(), *states]
+    states = [value for state in trainer.learner.optimizer.state.values() for value in state.values()]
+    tensors = [*trainer.learner.model.parameters(), *states]
     return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone() for tensor in tensors]
 
 

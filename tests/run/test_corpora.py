@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.loader import training_data
 from moba_train.data.loss_mask import mask_prefix
+from tests.resolved import samples_of, stages_of
 from tests.run.tiny_run import VOCAB, Run, write_corpus
 
 
@@ -128,7 +128,7 @@ def test_a_stage_that_reads_no_token_with_loss_ends_with_an_error(run: Run, caps
     write_corpus(corpus, 60, seed=0)
     run.recipe["data"]["train"] = [{"path": str(corpus)}]
     config = load_config(run.write_recipe())
-    data = training_data(config, resolve_stages(config)[0], {})
+    data = training_data(samples_of(config), stages_of(config)[0], {})
     read = {part.document for index in range(data.sequences) for part in data.sample(index).parts}
     unread = next(document for document in range(60) if document not in read)
     write_mask(corpus, lambda document: int(document == unread))
@@ -149,7 +149,7 @@ def test_a_corpus_smaller_than_a_batch_is_reported_when_its_stage_begins(run: Ru
 
 
 def test_a_stage_that_does_not_fit_the_gpu_is_a_warning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moba_train.run.trainer.local_shortage", lambda *_: "stage only needs about 99.0 GiB")
+    monkeypatch.setattr("moba_train.run.reports.shortage", lambda *_: "stage only needs about 99.0 GiB")
     assert run.train_here("--stop-at-step", "1") == 0
     (warning,) = run.records("warning")
     assert warning["message"] == "stage only needs about 99.0 GiB; `moba-train plan` names changes that fit"

@@ -15,10 +15,10 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import packed_layout
 from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
-from moba_train.resolve.recipe import validate
 from moba_train.run.determinism import deterministic
 from moba_train.tools.cli import app
 from moba_train.tools.compare import _difference
+from tests.resolved import check
 from tests.run.tiny_run import Run
 
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_compared_is_refused(runs: Runs, tmp_path: Path) -> None:
 def test_a_kernel_that_is_not_reproducible_is_refused(run: Run) -> None:
     run.recipe |= {"deterministic": True, "attention": {"full_layers": [1], "full": {"backend": "cudnn"}}}
     with pytest.raises(ConfigError, match=r"attention.full.backend: given 'cudnn' in layers 0-1, .*auto or flash"):
-        validate(load_config(run.write_recipe()))
+        check(load_config(run.write_recipe()))
 
 
 @pytest.mark.gpu

@@ -81,10 +81,10 @@ def test_a_history_that_cannot_be_read_may_tell_of_a_checkpoint(run: Run, capsys
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     train_step = Trainer._step
 
-    def step(trainer: Trainer, *arguments: object) -> bool:
+    def step(trainer: Trainer, *arguments: object) -> None:
         if trainer.progress.step == 3:
             raise PowerCut
-        return train_step(trainer, *arguments)  # type: ignore[arg-type]
+        train_step(trainer, *arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", step)

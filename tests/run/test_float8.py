@@ -16,8 +16,8 @@ from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer
 from moba_train.parallel import forward, fsdp
 from moba_train.parallel.float8 import convert_linears, float8_problem, update_weight_scales
-from moba_train.resolve.recipe import validate
 from moba_train.tools.cli import app
+from tests.resolved import check, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -147,7 +147,7 @@ def test_which_layers_are_converted(run: Run) -> None:
     prepared(run, {**FP8, "fp8": {"emulate": True, "exclude": exclude}})
     config = load_config(run.write_recipe())
     with torch.device("meta"):
-        model = build_model(config)
+        model = build_model(spec_of(config))
     names = [name for name, _ in model.named_parameters()]
     converted = convert_linears(model, config.precision)
     projections = ["attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"]
@@ -162,13 +162,13 @@ def test_a_pattern_that_matches_no_layer_is_refused_with_the_names_that_can_be(r
     exclude = ["blocks.1.*", "bogus", "blocks.7.*", "output"]
     config = load_config(prepared(run, {**FP8, "fp8": {"emulate": True, "exclude": exclude}}).write_recipe())
     with pytest.raises(ConfigError) as refused:
-        validate(config)
+        check(config)
     for place, pattern in enumerate(exclude[1:], 1):
         assert f"precision.fp8.exclude[{place}]: given {pattern!r}, which matches no linear layer" in str(refused.value)
     assert str(refused.value).count("precision.fp8.exclude") == 3
     assert "blocks.N.LAYER, N from 0 to 1, LAYER one of attention.q_proj, attention.k_proj, " in str(refused.value)
-    validate(config, allow_idle=True)  # of a checkpoint that is there
-    validate(load_config(run.write_recipe(), ["precision.linear=auto"]))
+    check(config, allow_idle=True)  # of a checkpoint that is there
+    check(load_config(run.write_recipe(), ["precision.linear=auto"]))
 
 
 def test_the_run_says_at_its_start_how_many_layers_are_in_fp8(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
@@ -200,9 +200,9 @@ def test_compiled_blocks_in_fp8_have_no_kernel_of_two_reductions(
 
 def test_what_cannot_run_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(prepared(run, {"linear": "fp8"}).write_recipe())
-    validate(config, device=None)
+    check(config, device=None)
     with pytest.raises(ConfigError, match=r"precision\.linear: given 'fp8', which cannot run: the run trains on cpu"):
-        validate(config, device="cpu")
+        check(config, device="cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -211,15 +211,15 @@ def test_what_cannot_run_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert float8_problem(config.precision, "cuda") == ""
     contradictory = load_config(prepared(run, {"linear": "bf16", "compute": "fp32"}).write_recipe())
     with pytest.raises(ConfigError, match=r"precision\.linear: given 'bf16' with precision\.compute: fp32"):
-        validate(contradictory)
+        check(contradictory)
 
 
 def test_what_transformer_engine_cannot_do_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = {"linear": "fp8", "implementation": "transformer_engine"}
     config = load_config(prepared(run, engine).write_recipe())
-    validate(config, device=None)
+    check(config, device=None)
     with pytest.raises(ConfigError, match=r"precision\.linear: given 'fp8', which cannot run: the run trains on cpu"):
-        validate(config, device="cpu")
+        check(config, device="cpu")
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     assert "transformer_engine.pytorch cannot be used: ModuleNotFoundError" in float8_problem(config.precision, "cuda")
     given = r"precision\.implementation: given 'transformer_engine' with "
@@ -235,7 +235,7 @@ def test_what_transformer_engine_cannot_do_is_refused(run: Run, monkeypatch: pyt
         usual = dict(run.recipe)
         run.recipe.update(change)
         with pytest.raises(ConfigError, match=given + expected):
-            validate(load_config(run.write_recipe()))
+            check(load_config(run.write_recipe()))
         run.recipe = usual
 
 

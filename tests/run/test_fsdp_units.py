@@ -11,10 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.stages import resolve_stages
 from moba_train.memory.activations import _Choice
-from moba_train.memory.pipeline import rank_work
-from moba_train.memory.weights import rank_weights
 from moba_train.model import transformer
 from moba_train.model.loss import chunk_loss
 from moba_train.model.transformer import Transformer
@@ -22,8 +19,9 @@ from moba_train.parallel import fsdp
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.transfers import AllToAllReduceScatter
 from moba_train.parallel.world import joined_world
-from moba_train.run import trainer
+from moba_train.run import learner
 from moba_train.train import main as trainer_main
+from tests.resolved import sharded_of, stages_of, weights_of, work_of
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -34,13 +32,13 @@ def test_one_unit_and_units_of_one_block_give_the_same_bits(
 ) -> None:
     """Weights and optimizer after two stages, of which the first trains blocks only, with evaluations between."""
     models: list[Transformer] = []
-    build = trainer.sharded_model
+    build = learner.sharded_model
 
     def noted(*arguments: object) -> Transformer:
         models.append(build(*arguments))
         return models[-1]
 
-    monkeypatch.setattr(trainer, "sharded_model", noted)
+    monkeypatch.setattr(learner, "sharded_model", noted)
     run.recipe["precision"] = {"compute": compute}
     run.recipe["stages"][0]["trainable"] = ["blocks.*"]
     saved = []
@@ -119,7 +117,7 @@ def exchanged_units(recipe: str) -> None:
     """Called on every rank: all units of FSDP exchange their gradients in bf16."""
     config = load_config(recipe)
     with joined_world() as world:
-        model = fsdp.sharded_model(config, ParallelDims(MeshSizes(dp_shard=world.size), world))
+        model = sharded_of(config, ParallelDims(MeshSizes(dp_shard=world.size), world))
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         group = unit._get_fsdp_state()._fsdp_param_group
@@ -137,10 +135,9 @@ def test_all_gradients_are_exchanged_in_the_compute_dtype(run: Run, ranks: Ranks
 def gathered_at_the_loss(recipe: str) -> None:
     """Called on every rank: what FSDP still holds of its last gather in the loss is what plan counts."""
     config = load_config(recipe)
-    stage = resolve_stages(config)[0]
+    stage = stages_of(config)[0]
     sizes = MeshSizes(dp_shard=2)
-    width = 2  # bf16
-    planned = rank_weights(config, sizes, width, rank_work(config, stage, sizes, 0)).copied
+    planned = weights_of(config, sizes, work_of(config, stage, sizes)).copied
     unshard, contexts, found = FSDPParamGroup.unshard, [], set()
 
     def noted(self: FSDPParamGroup, *given: bool) -> None:

@@ -17,7 +17,7 @@ from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.checkpoint.retention import Evaluated
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.run.checkpoints import RunCheckpoints
+from moba_train.run.reports import RunReports
 from tests.run.tiny_run import VOCAB, Run
 
 
@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_but_the_last_one_must_be_saved(
 ) -> None:
     """The run goes on and says so; when it cannot save its end either, it does not pretend to be done. `late`: the save
     of step 8 ends only when that of step 12 is due."""
-    report = RunCheckpoints.report
+    saves = RunReports.saves
 
     def full(path: Path, content: dict[str, object]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -115,7 +115,9 @@ def test_a_disk_that_is_full_costs_a_checkpoint_but_the_last_one_must_be_saved(
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "write_json", full)
         if late:
-            patch.setattr(RunCheckpoints, "report", lambda *given: report(*given) if given[2] == 12 else None)
+            patch.setattr(
+                RunReports, "saves", lambda self, told: saves(self, told) if self._progress.step == 12 else None
+            )
         code, printed = train_here(run, capsys)
     assert code == 2
     assert "the checkpoint of step 12 was not saved" in printed

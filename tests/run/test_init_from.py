@@ -12,9 +12,9 @@ import torch
 from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.config.load import load_config
 from moba_train.errors import CheckpointError, ConfigError
-from moba_train.resolve.recipe import validate
 from moba_train.resolve.saved_recipe import open_checkpoint
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
+from tests.resolved import check
 from tests.run.tiny_run import Run
 
 
@@ -65,14 +65,14 @@ def test_a_run_goes_on_without_the_folder_it_began_from(source: Path, run: Run) 
     assert run.train_here(f"stages.0.tokens={3 * 512}") == 0
     assert len(run.losses()) == 3
     config = load_config(run.write_recipe(), [f"checkpoint.fallback_dir={run.folder / 'other'}"])
-    own, other = checkpoint_folders(config)
+    own, other = checkpoint_folders(config.run_dir, config.checkpoint.fallback_dir)
     other.parent.mkdir()
     shutil.move(own, other)
     own.mkdir()
-    validate(config, 1, check_files=True)
+    check(config, 1, check_files=True)
     shutil.rmtree(other)
     with pytest.raises(ConfigError, match=r"init_from: given .*there is no such folder"):
-        validate(config, 1, check_files=True)
+        check(config, 1, check_files=True)
 
 
 def test_a_run_says_what_it_was_given_and_names_a_folder_that_is_not_there(source: Path, run: Run) -> None:
@@ -82,9 +82,9 @@ def test_a_run_says_what_it_was_given_and_names_a_folder_that_is_not_there(sourc
     assert event["message"].endswith(str(source / "hf"))
     fresh = [f"run_dir={run.folder / 'fresh'}"]
     with pytest.raises(ConfigError, match=r"init_from: given 'nope'; there is no such folder \(from "):
-        validate(load_config(run.write_recipe(), [*fresh, "init_from=nope"]), 1, check_files=True)
+        check(load_config(run.write_recipe(), [*fresh, "init_from=nope"]), 1, check_files=True)
     with pytest.raises(ConfigError, match=r"nor is there a config\.json, which a Hugging Face model has"):
-        validate(load_config(run.write_recipe(), [*fresh, f"init_from={run.folder}"]), 1, check_files=True)
+        check(load_config(run.write_recipe(), [*fresh, f"init_from={run.folder}"]), 1, check_files=True)
 
 
 def test_weights_with_a_damaged_byte_are_neither_trained_on_nor_exported(source: Path, run: Run) -> None:
@@ -103,8 +103,8 @@ def test_the_recipe_must_describe_the_weights(source: Path, run: Run) -> None:
     """Every key that differs is named before any process group exists; so is a folder that is none."""
     begun_from(run, source / "hf").recipe["model"] |= {"kv_heads": 4, "norm_eps": 1e-6, "rope": {"theta": 10000}}
     with pytest.raises(ConfigError) as error:
-        validate(load_config(run.write_recipe()), 1, check_files=True)
+        check(load_config(run.write_recipe()), 1, check_files=True)
     for key in ("model.kv_heads: given 4", "model.norm_eps", "model.rope"):
         assert key in str(error.value)
     with pytest.raises(ConfigError, match="init_from"):
-        validate(load_config(run.write_recipe(), [f"init_from={run.folder}"]), 1, check_files=True)
+        check(load_config(run.write_recipe(), [f"init_from={run.folder}"]), 1, check_files=True)

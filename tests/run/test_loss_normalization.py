@@ -25,9 +25,9 @@ from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, training_loss
-from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import World, joined_world
 from moba_train.run.step import StepCounts, StepLosses
+from tests.resolved import sharded_of
 from tests.run.trainer_ranks import Ranks
 
 VOCAB, SEQ_LEN = 32, 24
@@ -58,7 +58,7 @@ def samples() -> list[Sample]:
 def step(micro_batches: list[Batch], world: World, transport: str | None) -> dict[str, torch.Tensor]:
     """Loss, gradient norm and unsharded gradients of one step, as the trainer forms them; with a `transport`, the ranks
     share every sequence."""
-    model = sharded_model(CONFIG, ParallelDims(MeshSizes(dp_shard=world.size), world))
+    model = sharded_of(CONFIG, ParallelDims(MeshSizes(dp_shard=world.size), world))
     if transport:
         strategy = CPStrategy(world.size, transport, "zigzag", world.size)
         group = dist.group.WORLD

@@ -9,11 +9,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
-from moba_train.config.stages import resolve_stages
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.parallel.dims import ParallelDims
-from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import joined_world
+from tests.resolved import sharded_of, stages_of
 from tests.run.tiny_run import Run, assert_like_one_gpu, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -30,9 +29,9 @@ def update_on_ranks(recipe: str, out: str) -> None:
     step a layer has no gradients."""
     with joined_world() as world:
         config = load_config(recipe)
-        dims = ParallelDims(mesh_sizes(resolve_stages(config)[0].parallel, world.size), world)
-        model = sharded_model(config, dims)
-        optimizer = build_optimizer(model, config.optim, world.device, dims.stage_group)
+        dims = ParallelDims(mesh_sizes(stages_of(config)[0].parallel, world.size), world)
+        model = sharded_of(config, dims)
+        optimizer = build_optimizer(model, config.optim, world.device, dims.layers_group)
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             for name, parameter in model.named_parameters():

@@ -12,22 +12,20 @@ from torch import Tensor
 
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
-from moba_train.memory.pipeline import pipeline_layers
 from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import Gradients
 from moba_train.optim.spec import set_trainable
 from moba_train.parallel.activations import Kept, LayerActivations, set_activations
-from moba_train.parallel.data_shard import ContextEngines, DataShard
+from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, most_likely_tokens, token_losses
-from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.world import joined_world
+from tests.resolved import shard_of, sharded_of, spec_of, stages_of
 from tests.run.trainer_ranks import Ranks
 
 SEQ_LEN, MICRO_BATCHES = 48, 4
@@ -114,7 +112,7 @@ def micro_batches() -> list[Batch]:
 
 def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int = 1) -> Found:
     """What a step gives: gradients as they are on this rank, all else summed over the ranks."""
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     model.set_attention(build_attention(stage.attention, config.model.head_width))
     set_trainable(model, stage.trainable)
     whole = micro_batches()
@@ -158,14 +156,14 @@ def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
         every = []
         for model_name, parallel in cases:
             config = recipe(model_name, parallel)
-            (stage,) = resolve_stages(config)
+            (stage,) = stages_of(config)
             sizes = mesh_sizes(stage.parallel, world.size)
             dims = ParallelDims(sizes, world)
-            model = sharded_model(config, dims, pipeline_layers(config))
+            model = sharded_of(config, dims)
             set_activations(model, kept_by(model_name), world.device)
             if MODELS[model_name].get("compiled_loss"):
                 model.chunk_loss = CompiledChunkLoss(backend="aot_eager")
-            shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
+            shard = shard_of(config, stage, dims)
             if shard.engine is not None:
                 model.set_engines([shard.engine] * config.model.layers)
             sharded = sizes.dp_replicate * sizes.dp_shard * sizes.cp > 1
@@ -188,7 +186,7 @@ def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
 
 def on_one_device(model_name: str) -> Found:
     config = recipe(model_name, {})
-    model = build_model(config)
+    model = build_model(spec_of(config))
     initialize_weights(model, config.seed)
     found = results(model, config, DataShard())
     square = {name: p.grad.square().sum() for name, p in model.named_parameters() if p.grad is not None}
@@ -196,7 +194,7 @@ def on_one_device(model_name: str) -> Found:
     def norm(*prefixes: str) -> Tensor:
         return sum((s for name, s in square.items() if name.startswith(prefixes)), start=torch.zeros(())).sqrt()
 
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     found["norm"] = norm("")
     for kind in sorted(set(stage.kinds)):
         layers = [layer for layer, other in enumerate(stage.kinds) if other == kind]
@@ -249,16 +247,16 @@ def compiling_worker(output: str) -> None:
     for compiles in (True, False):
         with joined_world() as world:
             config = recipe("auxiliary losses", {"pp": 2, "pp_schedule": "interleaved_1f1b"})
-            (stage,) = resolve_stages(config)
+            (stage,) = stages_of(config)
             dims = ParallelDims(mesh_sizes(stage.parallel, world.size), world)
-            model = sharded_model(config, dims, pipeline_layers(config))
+            model = sharded_of(config, dims)
             ran = list[str]()
             with pytest.MonkeyPatch.context() as patch:
                 for owner, name in ((model, "run_part"), (schedule.TrainingSchedule, "run")):
                     patch.setattr(owner, name, noted(getattr(owner, name), ran))
                 if not compiles:
                     patch.setattr(schedule, "_compile_parts", lambda *_: None)
-                shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, dims.sizes)
+                shard = shard_of(config, stage, dims)
                 for _ in range(2):
                     found = results(model, config, shard, repeat=2)
             steps.append((ran, {name: getattr(value, "_local_tensor", value) for name, value in found.items()}))

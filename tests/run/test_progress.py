@@ -12,6 +12,7 @@ from moba_train.config.health import SpikeConfig
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
 from moba_train.health.spike import SpikeDetector
+from moba_train.resolve.run import ResolvedRun, resolve_unchecked
 from moba_train.run.progress import Progress, check_resumable, check_tokenizer, data_plan
 from moba_train.strict_json import to_json
 
@@ -68,21 +69,26 @@ RECIPE: dict[str, Any] = {
 """Ten steps in each of three stages."""
 
 
-def changed(path: str, value: Any) -> RunConfig:
-    """The recipe with another value at a path like `stages.0.tokens`."""
+def changed(path: str, value: Any) -> ResolvedRun:
+    """The run of the recipe with another value at a path like `stages.0.tokens`."""
     recipe = deepcopy(RECIPE)
     *folders, last = [int(key) if key.isdecimal() else key for key in path.split(".")]
     place: Any = recipe
     for key in folders:
         place = place[key]
     place[last] = value
-    return RunConfig.model_validate(recipe)
+    return resolve_unchecked(RunConfig.model_validate(recipe))
+
+
+def plan_of(run: ResolvedRun) -> dict[str, Any]:
+    """The data plan in the second stage."""
+    return data_plan(run.setup.shape, run.data, run.seed, run.stages[:2])
 
 
 def in_second_stage(step: int = 15) -> Progress:
     """Progress of the unchanged recipe, saved in its second stage."""
     progress = Progress(step=step, stage=1)
-    progress.data_plan = data_plan(RunConfig.model_validate(RECIPE), progress)
+    progress.data_plan = plan_of(resolve_unchecked(RunConfig.model_validate(RECIPE)))
     return progress
 
 
@@ -129,8 +135,8 @@ def test_a_run_goes_on_where_its_batches_stay_the_same(path: str, value: Any) ->
 
 def test_evaluation_may_be_switched_on() -> None:
     progress = in_second_stage()
-    progress.data_plan = data_plan(changed("data.validation", []), progress)
-    check_resumable(RunConfig.model_validate(RECIPE), progress, "step 15")
+    progress.data_plan = plan_of(changed("data.validation", []))
+    check_resumable(changed("name", "test"), progress, "step 15")
 
 
 def test_a_stage_cannot_end_before_the_checkpoint() -> None:
@@ -139,8 +145,7 @@ def test_a_stage_cannot_end_before_the_checkpoint() -> None:
 
 
 def test_only_another_tokenizer_is_refused() -> None:
-    config = RunConfig.model_validate(RECIPE)
     for now, before in (("abc", "abc"), ("", "abc"), ("abc", "")):
-        check_tokenizer(now, Progress(tokenizer=before), config, "step 15")
+        check_tokenizer(now, None, Progress(tokenizer=before), "step 15")
     with pytest.raises(CheckpointError, match=r"data\.tokenizer \(None\) is another one"):
-        check_tokenizer("abc", Progress(tokenizer="abd"), config, "step 15")
+        check_tokenizer("abc", None, Progress(tokenizer="abd"), "step 15")

@@ -100,10 +100,10 @@ def test_a_recipe_is_never_overwritten(run: Run) -> None:
     config = load_config(run.write_recipe())
     run.run_dir.mkdir()
     current = run.run_dir / "config.yaml"
-    assert write_recipe(run.run_dir, config, 7) is None
+    assert write_recipe(run.run_dir, dump_config(config), 7) is None
     for text in ("first", "second", "second", "third"):
         current.write_text(text)
-        assert write_recipe(run.run_dir, config, 7) == text
+        assert write_recipe(run.run_dir, dump_config(config), 7) == text
         assert current.read_text() == dump_config(config)
     names = ["config.step_00000007.yaml", "config.step_00000007-2.yaml", "config.step_00000007-3.yaml"]
     assert [(run.run_dir / name).read_text() for name in names] == ["first", "second", "third"]
@@ -114,10 +114,10 @@ def test_recipes_of_other_versions_are_compared(run: Run) -> None:
     config = load_config(run.write_recipe())
     values: dict[str, Any] = json.loads(json.dumps(parse_yaml(dump_config(config), "")))
     del values["loss_norm"]
-    assert recipe_changes(json.dumps(values), config) == {}, "a key that is new has its default"
+    assert recipe_changes(json.dumps(values), dump_config(config)) == {}, "a key that is new has its default"
     values["optim"]["momentum"] = 0.5
-    assert recipe_changes(json.dumps(values), config).keys() == {"loss_norm", "optim.momentum"}
-    assert list(recipe_changes("no: [recipe", config)) == [""]
+    assert recipe_changes(json.dumps(values), dump_config(config)).keys() == {"loss_norm", "optim.momentum"}
+    assert list(recipe_changes("no: [recipe", dump_config(config))) == [""]
 
 
 def test_long_changes_are_shortened() -> None:

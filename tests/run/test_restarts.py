@@ -33,8 +33,8 @@ def poison(patch: pytest.MonkeyPatch, after_step: int, into: str) -> None:
     def poisoned(trainer: Trainer, *arguments: Any) -> None:
         update(trainer, *arguments)
         if trainer.progress.step == after_step and trainer.world.rank == trainer.world.size - 1:
-            parameter = next(iter(trainer.model.parameters()))
-            tensor = parameter if into == "weights" else trainer.optimizer.state[parameter]["exp_avg"]
+            parameter = next(iter(trainer.learner.model.parameters()))
+            tensor = parameter if into == "weights" else trainer.learner.optimizer.state[parameter]["exp_avg"]
             with torch.no_grad():
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).view(-1)[0] = torch.nan
 

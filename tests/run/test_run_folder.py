@@ -66,7 +66,7 @@ def test_a_run_whose_folder_was_removed_and_made_anew_by_another_stops_and_leave
     found: list[dict[str, bytes]] = []
 
     def second_run(trainer: Trainer) -> None:
-        trainer.checkpoints._checkpointer.wait()  # else the save before this one may write while all is removed
+        trainer.checkpoints.checkpointer.wait()  # else the save before this one may write while all is removed
         shutil.rmtree(run.run_dir)
         process = forked().Process(target=train_elsewhere, args=(str(run.folder / "recipe.yaml"),))
         process.start()
@@ -89,7 +89,7 @@ def test_a_run_whose_folder_is_gone_stops_and_does_not_make_it_again(
     run.recipe["telemetry"]["report"] = True
     for step in (4, 12):
         before_save(
-            monkeypatch, {step: lambda trainer: (trainer.checkpoints._checkpointer.wait(), shutil.rmtree(run.run_dir))}
+            monkeypatch, {step: lambda trainer: (trainer.checkpoints.checkpointer.wait(), shutil.rmtree(run.run_dir))}
         )
         code, printed = train_here(run, capsys)
         assert code == 2
@@ -106,29 +106,28 @@ def test_a_checkpoint_folder_that_vanishes_is_made_again(
 
 
 def remove_checkpoints(trainer: Trainer) -> None:
-    trainer.checkpoints._checkpointer.wait()
+    trainer.checkpoints.checkpointer.wait()
     shutil.rmtree(trainer.checkpoints.folder)
 
 
 def replace_by_file(trainer: Trainer) -> None:
-    trainer.checkpoints._checkpointer.wait()
-    trainer.checkpoints.folder.rename(trainer.run_dir / "away")
+    trainer.checkpoints.checkpointer.wait()
+    trainer.checkpoints.folder.rename(trainer.resolved.folders.run / "away")
     trainer.checkpoints.folder.touch()
 
 
 def put_back(trainer: Trainer) -> None:
-    trainer.checkpoints._checkpointer.wait()
+    trainer.checkpoints.checkpointer.wait()
     trainer.checkpoints.folder.unlink()
-    (trainer.run_dir / "away").rename(trainer.checkpoints.folder)
+    (trainer.resolved.folders.run / "away").rename(trainer.checkpoints.folder)
 
 
 def test_runs_of_one_name_have_folders_of_their_own_in_one_fallback(run: Run) -> None:
     """Else each would remove the other's checkpoints, or resume from them."""
     path = run.write_recipe()
     given = [f"checkpoint.fallback_dir={run.folder / 'local'}"]
-    one, other = (
-        checkpoint_folders(load_config(path, [*given, f"run_dir={run.folder / parent / 'run'}"])) for parent in "ab"
-    )
+    configs = [load_config(path, [*given, f"run_dir={run.folder / parent / 'run'}"]) for parent in "ab"]
+    one, other = (checkpoint_folders(config.run_dir, config.checkpoint.fallback_dir) for config in configs)
     assert one[1].parent == other[1].parent == run.folder / "local"
     assert one[1] != other[1]
 
@@ -223,8 +222,8 @@ def test_failed_saves_in_a_row_are_an_alert_and_end_the_run_if_the_recipe_says_s
 ) -> None:
     def put_back_once_told(trainer: Trainer) -> None:
         """A failure that is told only after a later save has ended well is none in a row."""
-        trainer.checkpoints._checkpointer.wait()
-        trainer._report_last_save()
+        trainer.checkpoints.checkpointer.wait()
+        trainer._report_saves()
         put_back(trainer)
 
     run.recipe["checkpoint"] = {"every": 1, "alert_after_failures": 2}
@@ -256,8 +255,8 @@ def train_with_nan_on_rank_1(recipe: str, step: int) -> int:
 
     def poison(trainer: Trainer) -> None:
         if trainer.world.rank == trainer.world.size - 1:
-            parameter = next(iter(trainer.optimizer.state))
-            local_part(trainer.optimizer.state[parameter]["exp_avg"]).view(-1)[0] = torch.nan
+            parameter = next(iter(trainer.learner.optimizer.state))
+            local_part(trainer.learner.optimizer.state[parameter]["exp_avg"]).view(-1)[0] = torch.nan
 
     with pytest.MonkeyPatch.context() as patch:
         before_save(patch, {step: poison})

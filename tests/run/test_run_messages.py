@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from moba_train.errors import LaunchError, UserError
 from moba_train.parallel.world import joined_world
-from moba_train.run.trainer import Trainer
+from moba_train.run.reports import RunReports
 from moba_train.tools import cli
 from tests.run.faults import inject, not_a_number
 from tests.run.tiny_run import Run, assert_same_tensors
@@ -22,8 +22,11 @@ KEPT: list[object] = []
 def test_every_save_is_reported_also_where_the_next_one_begins_before(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How a save ended is read after a step; by then the next save may have ended, too."""
-    monkeypatch.setattr(Trainer, "_report_last_save", lambda _trainer: None)  # the end of the run reports alone
+    """The end of a save is read after a step; by then the next save may have ended as well."""
+    saves = RunReports.saves
+    monkeypatch.setattr(
+        RunReports, "saves", lambda self, told: saves(self, told) if self._progress.step == 12 else None
+    )
     assert run.train_here() == 0
     complete = [record["message"] for record in run.records("checkpoint") if "checkpoint_save_s" in record]
     assert [text.partition(" is complete")[0] for text in complete] == [

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from moba_train.attention.layout import packed_layout
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.loader import step_batches
 from moba_train.data.loss_mask import LossNorm, mask_prefix
@@ -20,11 +19,10 @@ from moba_train.data.samples import StageData
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import Gradients
-from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
-from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import World, joined_world, sum_over_ranks
+from tests.resolved import shard_of, sharded_of, stages_of
 from tests.run.trainer_ranks import Ranks
 
 VOCAB = 32
@@ -82,12 +80,12 @@ def config_of(case: dict[str, int]) -> RunConfig:
 def one_step(case: dict[str, int], norm: LossNorm, prefix: str, world: World) -> dict[str, Any]:
     """One optimizer step's loss and gradients, from the files on, as the trainer forms them."""
     config = config_of(case)
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     sizes = mesh_sizes(stage.parallel, world.size)
     dims = ParallelDims(sizes, world)
-    model = sharded_model(config, dims)
+    model = sharded_of(config, dims)
     model.set_attention(build_attention(stage.attention, config.model.head_width))
-    data_shard, _ = ContextEngines(config, dims, lambda _stage, _sizes: None).data_shard(stage, sizes)
+    data_shard = shard_of(config, stage, dims)
     if data_shard.engine:
         model.set_engines([data_shard.engine] * 2)
     sources = [config.data.train[0].model_copy(update={"path": prefix})]
@@ -142,7 +140,7 @@ def results(prefix: str, ranks: Ranks) -> dict[tuple[int, LossNorm], dict[str, A
 def expected(prefix: str) -> dict[LossNorm, dict[str, torch.Tensor]]:
     """By definition: each conversation alone through the model, its token losses averaged over all, or first in it."""
     config = config_of(GRID[0])
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     corpus, found = IndexedDataset(prefix), {}
     for norm in NORMS:
         model = Transformer(config.model)

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from moba_train.config.health import HealthConfig, SpikeConfig
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.health.dump import GATE, Dump, _write, dump_folder
 from moba_train.tools.cli import app
+from tests.resolved import stages_of
 from tests.run.faults import POISONED, STEPS, inject, not_a_number, scaled_gradient, steady
 from tests.run.tiny_run import VOCAB, Run
 
@@ -29,7 +29,7 @@ from tests.run.tiny_run import VOCAB, Run
 def test_the_dump_holds_the_batch_and_the_numbers_of_its_step(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
     run, _ = skipping
     config = load_config(run.write_recipe())
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     data = StageData(stage.sources, stage.seq_len, STEPS * stage.batch_sequences, config.seed, {}, VOCAB)
     for step in (22, POISONED):
         found = run.dump(step)

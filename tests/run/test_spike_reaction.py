@@ -18,14 +18,17 @@ from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept
 from moba_train.checkpoint.writer import ShardWriter
 from moba_train.config.load import load_config
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage, timed
 from moba_train.errors import CheckpointError, TrainingError
 from moba_train.optim.spec import stage_learning_rate
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.run import recovery as recovery_module
+from moba_train.run.checkpoints import Loaded
 from moba_train.run.progress import Progress
 from moba_train.run.recovery import Recovery
 from moba_train.run.restarts import RESTARTS
 from moba_train.train import main
+from tests.resolved import stages_of
 from tests.run.faults import (
     FAULTS,
     POISONED,
@@ -54,7 +57,7 @@ def test_skipped_tokens_count_as_consumed_and_the_schedule_goes_on(
 ) -> None:
     run, _ = skipping
     config = load_config(run.write_recipe())
-    (stage,) = resolve_stages(config)
+    (stage,) = stages_of(config)
     records = run.records()
     assert [(record["step"], record["tokens"]) for record in records] == [(s, 512 * s) for s in range(1, STEPS + 1)]
     for record in records:
@@ -327,17 +330,17 @@ def test_a_rollback_over_the_begin_of_a_stage_counts_the_tokens_of_both(run: Run
     progress = Progress(step=7, stage=2, exited_steps={"first": 3})
     said: list[str] = []
     recovery = Recovery(
-        config,
+        resolve_unchecked(config),
         model=None,  # type: ignore[arg-type]
         optimizer=SimpleNamespace(zero_grad=lambda: None),  # type: ignore[arg-type]
         detector=SimpleNamespace(load_state_dict=lambda _: None, rebaseline=lambda: None),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-            newest=lambda _accept: Path("step_00000004"), load=lambda _path: Progress(step=4, stage=1), begun_anew=""
+            newest=lambda _accept: Path("step_00000004"), load=lambda _path: Loaded(Progress(step=4, stage=1), "")
         ),
         progress=progress,
         telemetry=SimpleNamespace(event=lambda *values, **_: said.append(values[-1])),  # type: ignore[arg-type]
     )
-    recovery._roll_back(resolve_stages(config, progress.exited_steps)[2], TrainingError)
+    recovery._roll_back(timed(stages_of(config), progress.exited_steps)[2], TrainingError)
     (text,) = said
     assert f"the 3 steps since then are undone, and the {1024 + 2 * 2048} tokens of their batches" in text
 
@@ -409,7 +412,7 @@ def test_the_newest_checkpoint_is_in_doubt_until_enough_steps_are_applied(
         SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction=reaction))),  # type: ignore[arg-type]
         **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-            saved_step=8, trust_again=list, doubt=lambda reason: not reasons.append(reason)
+            saved_step=8, trust=SimpleNamespace(trust_again=list), doubt=lambda reason: not reasons.append(reason)
         ),
         progress=Progress(step=8),
     )
@@ -426,7 +429,7 @@ def test_a_rollback_passes_over_a_damaged_checkpoint_and_says_so(
     roll_back = Recovery._roll_back
 
     def damage_first(recovery: Recovery, stage: Stage, end: type[TrainingError]) -> None:
-        recovery._checkpoints._checkpointer.wait()
+        recovery._checkpoints.checkpointer.wait()
         shard = run.newest_checkpoint / "rank_0_0.safetensors"
         shard.write_bytes(bytes(shard.stat().st_size))
         roll_back(recovery, stage, end)

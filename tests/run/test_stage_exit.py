@@ -9,11 +9,12 @@ import pytest
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig, StageConfig, UntilConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.errors import CheckpointError
 from moba_train.run import evaluations as evaluations_module
 from moba_train.run.evaluations import RunEvaluations, StageExit, judge
 from moba_train.run.progress import Progress
+from tests.resolved import stages_of
 
 NUMBERS = {"trailing_loss": 2.0, "trailing_loss_full": 1.75}
 
@@ -30,7 +31,7 @@ def stage(until: dict[str, Any] | None) -> Stage:
         batch_tokens=100,
         stages=[StageConfig(name="only", seq_len=50, tokens=300, until=given)],
     )
-    return resolve_stages(config)[0]
+    return stages_of(config)[0]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_reference_that_was_never_evaluated_is_refused() -> None:
 
 def test_the_next_stage_is_compared_with_the_last_trailing_loss_though_later_steps_evaluated_other_numbers() -> None:
     progress = Progress(step=2)
-    parts = ("config", "world", "checkpoints", "telemetry", "watch", "stop", "stop_time")
+    parts = ("section", "metrics", "world", "checkpoints", "telemetry", "watch", "stop")
     evaluations = RunEvaluations(
         progress=progress,
         is_recorded=lambda *_, **__: False,
@@ -130,14 +131,14 @@ def test_a_resumed_stage_is_compared_with_the_stage_before_and_not_with_itself(m
     for name in ("EvaluationContext", "StageEvaluations"):
         monkeypatch.setattr(evaluations_module, name, lambda *_, **__: None)
     progress = Progress(step=3, trailing_loss=2.0, trailing_loss_before=1.5)
-    parts = ("config", "checkpoints", "telemetry", "watch", "stop", "stop_time", "is_recorded")
+    parts = ("section", "metrics", "checkpoints", "telemetry", "watch", "stop", "is_recorded")
     evaluations = RunEvaluations(
         progress=progress,
         world=SimpleNamespace(device=None),  # type: ignore[arg-type]
         **dict.fromkeys(parts),  # type: ignore[arg-type]
     )
     recovered = {"trailing_loss_recovered": {"tolerance": 0.1, "reference": "before"}}
-    evaluations.begin_stage(stage(recovered), None, None)  # type: ignore[arg-type]
+    evaluations.begin_stage(SimpleNamespace(stage=stage(recovered)), None, None)  # type: ignore[arg-type]
     verdict = evaluations._exit.judge(3, NUMBERS)
     assert verdict is not None
     assert not verdict.met

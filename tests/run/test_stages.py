@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
 from moba_train.config.schema import UntilConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.run.evaluations import Verdict, judge
 from moba_train.tools.cli import app
 from tests import guide
+from tests.resolved import stages_of
 from tests.run.tiny_run import VOCAB, Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks, run_command
 
@@ -98,7 +98,7 @@ def test_the_schedule_stands_still_while_the_criterion_is_not_met(undisturbed: R
     rates = [record["lr"] for record in undisturbed.records()]
     undisturbed.recipe["stages"][1].pop("until")
     config = load_config(undisturbed.write_recipe())
-    stages, schedule = resolve_stages(config), config.optim.schedule
+    stages, schedule = stages_of(config), config.optim.schedule
     wanted = [
         stage_learning_rate(stages, stage.index, schedule, step * STEP)
         for stage in stages
@@ -244,9 +244,6 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
     refused = CliRunner().invoke(app, [*arguments[:2], "--bucket", "48"])
     assert refused.exit_code == 2
     assert "evaluation.position_wise.bucket: given 48, which does not divide" in refused.output
-    renamed = CliRunner().invoke(app, [*arguments[:2], "--attention", "moba"])
-    assert renamed.exit_code == 2
-    assert "--attention own" in renamed.output
 
 
 def test_a_stage_exits_alike_on_ranks_that_share_batches_and_sequences(

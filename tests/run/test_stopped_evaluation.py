@@ -154,7 +154,11 @@ def test_a_run_that_dies_around_an_evaluation_has_each_record_once_and_the_same_
             patched.setattr(RunCheckpoints, "evaluated", dies)
         else:
             enter = Trainer._enter
-            patched.setattr(Trainer, "_enter", lambda self, stage: crash() if stage.index else enter(self, stage))
+
+            def dies_in_the_next(self: Trainer, stage: Any, starts: Any) -> Any:
+                return crash() if stage.index else enter(self, stage, starts)
+
+            patched.setattr(Trainer, "_enter", dies_in_the_next)
         with pytest.raises(CrashedError):
             run.train_here()
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == EVALUATED
@@ -212,7 +216,9 @@ def test_batches_are_timed_one_by_one_and_checkpoints_that_fail_end_an_evaluatio
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     took: list[float] = []
-    stop, checkpoints = SimpleNamespace(requested=False), SimpleNamespace(wants_to_stop=False)
+    request = SimpleNamespace(requested=False)
+    stop = SimpleNamespace(request=request, time=SimpleNamespace(batch_took=took.append))
+    checkpoints = SimpleNamespace(wants_to_stop=False)
     clock = iter([12.0, 15.0, 16.0, 17.0])
     monkeypatch.setattr("moba_train.run.evaluations.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr("moba_train.run.evaluations.any_rank", bool)
@@ -220,14 +226,13 @@ def test_batches_are_timed_one_by_one_and_checkpoints_that_fail_end_an_evaluatio
         world=SimpleNamespace(device=torch.device("cpu")),  # type: ignore[arg-type]
         checkpoints=checkpoints,  # type: ignore[arg-type]
         stop=stop,  # type: ignore[arg-type]
-        stop_time=SimpleNamespace(batch_took=took.append),  # type: ignore[arg-type]
-        **dict.fromkeys(("config", "progress", "telemetry", "watch", "is_recorded")),  # type: ignore[arg-type]
+        **dict.fromkeys(("section", "metrics", "progress", "telemetry", "watch", "is_recorded")),  # type: ignore[arg-type]
     )
     running._batch_began = 10.0
     for _ in range(2):
         running._between_batches()
     assert took == [2.0, 3.0]
-    for asking, name in ((checkpoints, "wants_to_stop"), (stop, "requested")):
+    for asking, name in ((checkpoints, "wants_to_stop"), (request, "requested")):
         with monkeypatch.context() as patched:
             patched.setattr(asking, name, True)
             with pytest.raises(EvaluationStoppedError):

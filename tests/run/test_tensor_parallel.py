@@ -34,9 +34,9 @@ from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
-from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import joined_world
 from tests.forked import run_processes
+from tests.resolved import sharded_of
 from tests.run.trainer_ranks import Ranks, free_port
 
 VOCAB, SEQ_LEN = 36, 48
@@ -134,7 +134,7 @@ def worker(options: list[dict[str, bool]], output: str) -> None:
         data_shard = DataShard(tp_rank=world.rank, tp_size=world.size)
         results = []
         for model_options in options:
-            model = sharded_model(recipe(**model_options), dims)
+            model = sharded_of(recipe(**model_options), dims)
             weights = {f"weight {name}": gathered(parameter) for name, parameter in model.named_parameters()}
             result, selected = step(model, data_shard, world.device)
             dist.all_reduce(result["loss"])
@@ -178,7 +178,7 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
 def load_and_collect(folder: str, output: str) -> None:
     """The weights that two ranks read from a Hugging Face folder."""
     with joined_world() as world:
-        model = sharded_model(recipe(qkv_bias=True), ParallelDims(MeshSizes(tp=2), world))
+        model = sharded_of(recipe(qkv_bias=True), ParallelDims(MeshSizes(tp=2), world))
         load_hf_weights(model, Path(folder))
         weights = {name: gathered(parameter) for name, parameter in model.named_parameters()}
         if world.is_main:

@@ -20,11 +20,10 @@ from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError
 from moba_train.memory.flops import layer_flops
-from moba_train.memory.plan import make_plan
 from moba_train.model.build import build_attention, build_model
-from moba_train.resolve.recipe import validate
 from moba_train.tools.cli import app
 from moba_train.train import main
+from tests.resolved import check, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -129,7 +128,7 @@ def test_its_options_are_a_section_of_the_recipe_with_its_own_checks(toy_run: Ru
     toy_run.recipe["attention"]["toy"] = {"pull": 1000}
     config = load_config(toy_run.write_recipe())
     with pytest.raises(ConfigError, match=r"stages\[1\]\.attention\.toy\.pull: given 1000 in layer 0; allowed"):
-        validate(config)
+        check(config)
     toy_run.recipe["attention"]["toy"] = {"pul": 1}
     with pytest.raises(ConfigError, match=r"attention\.toy\.pul: unknown key \(did you mean 'pull'"):
         load_config(toy_run.write_recipe())
@@ -138,14 +137,14 @@ def test_its_options_are_a_section_of_the_recipe_with_its_own_checks(toy_run: Ru
 def test_tensor_parallelism_is_refused_for_its_parameters(toy_run: Run) -> None:
     toy_run.recipe["parallel"] = {"tp": 2}
     with pytest.raises(ConfigError, match=r"parallel\.tp: given 2, but kind 'toy'"):
-        validate(load_config(toy_run.write_recipe()))
+        check(load_config(toy_run.write_recipe()))
 
 
 def test_its_plan_counts_its_parameters_exactly(toy_run: Run) -> None:
     config = load_config(toy_run.write_recipe())
-    plan = make_plan(config, 1, 989, 0.4)
+    plan = plan_of(config, 1, 989, 0.4)
     with torch.device("meta"):
-        model = build_model(config)
+        model = build_model(spec_of(config))
     assert plan.parameters.attention_kinds == HIDDEN * HEADS + HEADS
     assert plan.parameters.total == sum(parameter.numel() for parameter in model.parameters())
 
@@ -159,9 +158,9 @@ def test_its_flops_are_attention_in_the_documents_and_its_matrices(toy_run: Run)
 
 
 def build_attention_of(config: Any) -> Sequence[Any]:
-    from moba_train.config.stages import resolve_stages
+    from tests.resolved import stages_of
 
-    stages = resolve_stages(config)
+    stages = stages_of(config)
     assert [kind.name for kind in build_attention(stages[1].attention, config.model.head_width)] == ["toy", "moba"]
     return stages[1].attention
 
@@ -244,9 +243,8 @@ def test_evaluation_repeats_the_runs_own_number(finished: Run) -> None:
 def test_generation_decodes_through_the_cache(finished: Run) -> None:
     """Token by token what one pass over the whole text predicts."""
     from moba_train.attention.layout import packed_layout
-    from moba_train.checkpoint.state import load_trained
     from moba_train.inference.generate import generate
-    from moba_train.resolve.saved_recipe import open_checkpoint
+    from moba_train.resolve.saved_recipe import load_trained, open_checkpoint
 
     model = load_trained(open_checkpoint(finished.run_dir), torch.device("cpu"), torch.float64)
     prompt = list(range(1, 40))

@@ -56,11 +56,11 @@ def crashed_run(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
     run.recipe["telemetry"]["wandb"] = {"mode": "offline", "project": "test"}
     crashes, train_step = list(CRASHES), Trainer._step
 
-    def step(trainer: Trainer, *arguments: Any) -> bool:
+    def step(trainer: Trainer, *arguments: Any) -> None:
         if trainer.progress.step + 1 in crashes:
             crashes.remove(trainer.progress.step + 1)
             raise PowerCut
-        return train_step(trainer, *arguments)
+        train_step(trainer, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_step", step)

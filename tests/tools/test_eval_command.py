@@ -10,18 +10,19 @@ import torch
 from typer.testing import CliRunner
 
 from moba_train.checkpoint.manifest import FORMAT_VERSION, MANIFEST, META, hash_file, write_json
-from moba_train.checkpoint.recipe import Training, saved_training
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
 from moba_train.foreign_files import ROOTS
-from moba_train.resolve.recipe import validate
-from moba_train.resolve.saved_recipe import open_checkpoint
+from moba_train.mechanisms.probes.gate_probe import GateProbe, GateProbeConfig
+from moba_train.resolve.saved_recipe import Training, open_checkpoint, saved_training
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
-from moba_train.tools.evaluated_recipe import check_tokenizer
+from moba_train.tools.evaluated_recipe import check_tokenizer, evaluated_setting
 from moba_train.train import main
+from tests.evals.questions import stage_setting
+from tests.resolved import check
 
 RECIPE = """
 name: test
@@ -133,7 +134,7 @@ def test_an_attention_without_training_is_evaluated_and_never_trained(run: Path,
     assert found[32]["infllm"] == pytest.approx(found[32]["full"], abs=1e-6)
     assert found[8]["infllm"] != pytest.approx(found[8]["full"], abs=1e-9)
     with pytest.raises(ConfigError, match="has no gradient and cannot be trained with; train with another kind"):
-        validate(load_config(project / "recipe.yaml", memory))
+        check(load_config(project / "recipe.yaml", memory))
 
 
 def test_what_only_training_needs_is_no_problem(run: Path) -> None:
@@ -254,7 +255,16 @@ def test_a_corpus_is_of_either_form_of_an_export_s_tokenizer(project: Path, tmp_
             with IndexedDatasetWriter(tmp_path / "one", np.uint16, info) as writer:
                 writer.add_document([1, 2, 3])
             if made_with in TOKENIZERS:
-                check_tokenizer(config, trained)
+                check_tokenizer(config.data, trained)
             else:
                 with pytest.raises(DataError, match=r"was made with the tokenizer recipe.yaml"):
-                    check_tokenizer(config, trained)
+                    check_tokenizer(config.data, trained)
+
+
+def test_a_model_that_was_trained_with_tensor_parallelism_is_probed_by_head(project: Path) -> None:
+    """`eval` uses no tensor parallelism, which keeps training from it."""
+    config = load_config(project / "recipe.yaml", ["parallel.tp=2"])
+    by_head = GateProbeConfig(by_head=True)
+    assert list(GateProbe.problems(by_head, evaluated_setting(config, 1))) == []
+    (trained,) = GateProbe.problems(by_head, stage_setting(config))
+    assert trained.startswith("evaluation.gate_probe.by_head: given true, which parallel.tp 2 cannot do")

@@ -11,7 +11,6 @@ import sentencepiece
 from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
-from moba_train.config.stages import resolve_stages
 from moba_train.data.corpus_marks import CorpusMarks
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
@@ -22,6 +21,7 @@ from moba_train.tools.cli import app
 from moba_train.tools.generate import generate_text
 from moba_train.train import main
 from tests.guide import ROOT, blocks
+from tests.resolved import spec_of, stages_of
 
 RECIPE = """
 name: test
@@ -209,9 +209,9 @@ def test_only_tokens_of_the_tokenizer_are_drawn(project: Path) -> None:
     """A vocabulary that is padded beyond the tokenizer's has ids without a text."""
     tokenizer = load_tokenizer(project / "data" / "tok.model")
     config = load_config(project / "recipe.yaml", ["model.vocab_size=3200"])
-    model = build_model(config)
+    model = build_model(spec_of(config))
     initialize_weights(model, seed=0)
-    model.set_attention(build_attention(resolve_stages(config)[0].attention, config.model.head_width))
+    model.set_attention(build_attention(stages_of(config)[0].attention, config.model.head_width))
     assert "".join(generate_text(model, tokenizer, "Once", 20, temperature=9.0, top_p=1.0, seed=0, decode="full"))
 
 

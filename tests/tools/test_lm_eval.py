@@ -20,6 +20,7 @@ import yaml
 from typer.testing import CliRunner
 
 from data_tools.train_tokenizer import train_tokenizer
+from moba_train.data.corpus_marks import corpus_marks
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import UserError
@@ -170,10 +171,12 @@ def native(run: Path, seq_len: int, folder: Path, **options: Any) -> Any:
 
     saved, roots = open_for_lm_eval(run, LmEvalOptions(tasks=()))
     model = load_on_this_machine(saved)
-    full = variants(saved.config, saved.stage, "full")["full"]
+    full = variants(saved.stage.attention, saved.stage.attention, "full")["full"]
     model.set_attention(build_attention(full, saved.config.model.head_width))
     folder.mkdir(exist_ok=True)
-    return NativeLM(model, open_hf_tokenizer(saved.config, seq_len, folder, roots), seq_len, **options)
+    marks = corpus_marks(saved.config.data, saved.config.stages, roots)
+    tokenizer = open_hf_tokenizer(saved.config.data.tokenizer, marks, seq_len, folder, roots)
+    return NativeLM(model, tokenizer, seq_len, **options)
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +309,8 @@ def test_scores_are_our_own_on_the_same_samples(tmp_path: Path, texts: Path, alo
     from moba_train.tools.lm_eval.tasks import load_tasks
 
     config = recipe(texts, LENGTH, {})
-    tokenizer = open_hf_tokenizer(config, LENGTH, tmp_path, [texts])
+    marks = corpus_marks(config.data, config.stages, [texts])
+    tokenizer = open_hf_tokenizer(config.data.tokenizer, marks, LENGTH, tmp_path, [texts])
     reader = Reader(config, sight=500)
     lm = NativeLM(reader, tokenizer, LENGTH, batch_size=1)
     loaded = load_tasks(["niah_single_1"], None, tokenizer, [LENGTH])
@@ -416,8 +420,8 @@ def test_a_hugging_face_folder_names_no_code_and_its_chat_template_is_applied(
     loglikelihood = ours.loglikelihood
     run_module = importlib.import_module("moba_train.tools.lm_eval.run")
 
-    def noted(config: Any, seq_len: int, written: Path, roots: Any) -> Any:
-        found = open_ours(config, seq_len, written, roots)
+    def noted(path: str, marks: Any, seq_len: int, written: Path, roots: Any) -> Any:
+        found = open_ours(path, marks, seq_len, written, roots)
         opened.append(json.loads((written / "tokenizer_config.json").read_text()))
         return found
 

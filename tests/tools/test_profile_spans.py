@@ -14,15 +14,14 @@ from moba_train.attention.layout import packed_layout
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError
 from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
-from moba_train.resolve.recipe import validate
 from moba_train.tools.cli import app
 from moba_train.tools.profile_spans import _influences
 from moba_train.train import main
+from tests.resolved import check, stages_of
 from tests.tools.test_eval_command import write_corpus
 
 RECIPE = """
@@ -132,8 +131,8 @@ def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resume
     assert "written:" in lines[-1]
     recipe = continued(tmp_path, spans)
     config = load_config(recipe)
-    validate(config)
-    (stage,) = resolve_stages(config)
+    check(config)
+    (stage,) = stages_of(config)
     assert {layer.kind for layer in stage.attention} == {"moa"}
     assert len(stage.attention[0].options.alpha) == 4
     kinds = build_attention(stage.attention, 8)
@@ -167,14 +166,14 @@ def test_spans_of_another_model_are_refused(tmp_path: Path):
         ConfigError,
         match=r"1 problem.*\n.*alpha: given spans of 4 heads in layers 0-1, but the model has 2 query heads",
     ):
-        validate(load_config(continued(tmp_path, spans, model={**model, "heads": 2})))
+        check(load_config(continued(tmp_path, spans, model={**model, "heads": 2})))
     with pytest.raises(ConfigError, match=r"overrides: layer ids \[1\] do not exist; the model has layers 0 to 0"):
-        validate(load_config(continued(tmp_path, spans, model={**model, "layers": 1})))
+        check(load_config(continued(tmp_path, spans, model={**model, "layers": 1})))
     with pytest.raises(ConfigError, match=r"1 problem.*\n  - stages\[0\]\.parallel\.tp: given 2, .* in layers 0-1 has"):
-        validate(load_config(continued(tmp_path, spans, parallel={"tp": 2})))
+        check(load_config(continued(tmp_path, spans, parallel={"tp": 2})))
     stages = [{"name": "long", "seq_len": 128, "tokens": 128}]
     with pytest.raises(ConfigError, match=r"max_length: given 64 in layer.*128 tokens; allowed: at least seq_len"):
-        validate(load_config(continued(tmp_path, spans, stages=stages, batch_tokens=128)))
+        check(load_config(continued(tmp_path, spans, stages=stages, batch_tokens=128)))
 
 
 @pytest.mark.parametrize(

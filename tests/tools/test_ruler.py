@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from moba_train.config.stages import resolve_stages
 from moba_train.errors import ConfigError, DataError
 from moba_train.evals.haystack import needle_frame, needle_sentence
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
-from moba_train.resolve.recipe import validate
 from moba_train.tools.ruler.ruler import Ruler, RulerTexts
 from moba_train.tools.ruler.ruler_tasks import DEPTHS, TASKS, found_share
-from tests.evals.questions import Reader, context, recipe
+from tests.evals.questions import Reader, built, context, recipe, stage_setting
+from tests.resolved import check
 
 LENGTH = 3072
 SENTENCES = "It rained all day. The fox slept. Dogs ran over the hill and back. Nothing else was seen."
@@ -32,7 +31,7 @@ WORDS = SENTENCES.split() * 40
 def texts_of(texts: Path, **section: Any) -> RulerTexts:
     config = recipe(texts, LENGTH, {"ruler": section})
     assert config.evaluation.ruler is not None
-    return RulerTexts(config, config.evaluation.ruler)
+    return RulerTexts(config.evaluation.ruler, stage_setting(config))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -238,7 +237,7 @@ def test_a_model_that_reads_gets_full_marks_and_an_untrained_one_nothing(texts: 
     tasks = ["niah_single", "niah_multikey", "niah_multiquery", "niah_multivalue"]
     section = {"tasks": tasks, "samples": 2, "lengths": [1024]}
     config = recipe(texts, 1024, {"ruler": section})
-    evaluation = Ruler(config, resolve_stages(config)[0])
+    evaluation = built(Ruler, config)
     found = evaluation.run(context(config, Reader(config, sight=1024)))
     assert found.numbers == {"ruler": 1.0, **{f"ruler_{task}": 1.0 for task in tasks}}
     assert found.data["scores"]["full"]["teacher_forced"]["niah_multiquery"] == [1.0]
@@ -251,7 +250,7 @@ def test_a_model_that_reads_gets_full_marks_and_an_untrained_one_nothing(texts: 
 def test_generated_answers_are_scored_as_ruler_does(texts: Path, alone: World) -> None:
     section = {"tasks": ["niah_single", "vt"], "samples": 1, "lengths": [1024], "scoring": "generated"}
     config = recipe(texts, 1024, {"ruler": section | {"attention": "own"}})
-    evaluation = Ruler(config, resolve_stages(config)[0])
+    evaluation = built(Ruler, config)
     found = evaluation.run(context(config, Reader(config, sight=1024)))
     assert found.numbers == {"ruler": 0.5, "ruler_niah_single": 1.0, "ruler_vt": 0.0}
     assert found.data["scoring"] == "generated"
@@ -290,21 +289,21 @@ def test_recipes_that_cannot_work_are_refused_by_key(
     texts: Path, section: dict[str, Any], keys: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        validate(recipe(texts, LENGTH, {"ruler": section}, **keys))
+        check(recipe(texts, LENGTH, {"ruler": section}, **keys))
 
 
 def test_a_length_that_a_task_does_not_fit_in_is_refused(texts: Path) -> None:
     with pytest.raises(DataError, match=r"evaluation.ruler.lengths: given 256; the shortest sample of cwe has \d+ tok"):
         texts_of(texts, tasks=["cwe"], lengths=[256]).questions("cwe", 256)
     config = recipe(texts, 128, {"ruler": {}})
-    assert "none is at most seq_len 128" in Ruler(config, resolve_stages(config)[0]).missing
+    assert "none is at most seq_len 128" in built(Ruler, config).missing
 
 
 def test_numbers_are_means_over_lengths_and_tasks(texts: Path, alone: World) -> None:
     torch.manual_seed(0)
     section = {"tasks": ["niah_single"], "samples": 2, "lengths": [512, 1024]}
     config = recipe(texts, 1024, {"ruler": section})
-    evaluation = Ruler(config, resolve_stages(config)[0])
+    evaluation = built(Ruler, config)
     found = evaluation.run(context(config, Reader(config, sight=400)))
     scores = found.data["scores"]["moba"]["teacher_forced"]["niah_single"]
     assert found.numbers["ruler"] == pytest.approx(sum(scores) / 2)

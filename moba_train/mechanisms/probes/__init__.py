@@ -1,1 +1,1 @@
-"""Evaluations that look into sparse attention: gates, the reach of gradients, needles against noise."""
+"""Evaluations of sparse attention: selections of gates, reach of gradients, needles against noise."""

@@ -1,8 +1,8 @@
-"""What a layer's gate does, measured against full attention of the same queries to the same keys.
+"""Statistics of a layer's gate, measured against full attention of the same queries to the same keys.
 
 Everything is computed for a sample of queries, exactly, in float32 (float64 for float64 tensors), from the queries,
-keys and values that the layer attends with. A query counts where its document has more history blocks than it may
-select: elsewhere there is nothing to choose.
+keys and values that the layer attends with. A query counts if its document has more history blocks than it may select;
+otherwise there is nothing to choose.
 
 Shape suffixes: n sampled queries of this rank, m those of them that choose, t a chunk of these, S keys of the whole
 sequence, H query heads, K key/value heads, G = H / K, D head width, N blocks, C selected blocks.
@@ -29,12 +29,13 @@ class GateStatistics:
     """Sums over queries, heads and selections of one layer, on one rank."""
 
     distances: Tensor
-    """float64 [H, DISTANCES]: selections of each head by their distance from the query's own block."""
+    """float64 [H, DISTANCES]: selections of each head by their distance from the query's diagonal block."""
     sums: dict[str, float] = field(default_factory=dict)
+    """Other sums, by the names in `SUMS`."""
 
     @classmethod
     def of_heads(cls, heads: int) -> "GateStatistics":
-        """The sums of no query: zeros, for so many heads."""
+        """Sums of no query: zeros for this number of heads."""
         return cls(torch.zeros(heads, DISTANCES, dtype=torch.float64))
 
     def __add__(self, other: "GateStatistics") -> "GateStatistics":
@@ -51,13 +52,13 @@ class GateStatistics:
 
     @classmethod
     def from_vector(cls, values: list[float]) -> "GateStatistics":
-        """The inverse of `vector`."""
+        """Inverse of `vector`."""
         count = len(SUMS)
         distances = torch.tensor(values[count:], dtype=torch.float64).view(-1, DISTANCES)
         return cls(distances, dict(zip(SUMS, values[:count], strict=True)))
 
     def means(self) -> dict[str, float]:
-        """The statistics by name (`MEANS`); empty where no query had a choice."""
+        """Statistics by name (`MEANS`); empty if no query had a choice."""
         rows = self.sums.get("rows", 0.0)
         if not rows:
             return {}
@@ -91,7 +92,7 @@ MEANS = {
     "load_imbalance": "selections of a head's busiest block over the mean of its blocks, among the sampled queries",
     "never_selected": "share of blocks that no sampled query of a head selects",
 }
-"""What each statistic means. All are means over the sampled queries and heads that have a choice."""
+"""Meaning of each statistic. All are means over the sampled queries and heads that have a choice."""
 
 SUMS = (
     "seen",
@@ -120,7 +121,7 @@ def gate_statistics(
     layout: Layout,
     given: SelectedBlocks | None = None,
 ) -> GateStatistics:
-    """The sums of one layer for the queries of `layout` ([n, H, D]) to all keys of the sequence.
+    """Sums of one layer for the queries of `layout` ([n, H, D]) to all keys of the sequence.
 
     Without `given`, the blocks of `attention` that the layer's gate gave, the attention selects again, as it does in
     training. Nothing is added if it has no gate, or attends to everything.
@@ -158,10 +159,10 @@ def gate_statistics(
 
 @dataclass(frozen=True)
 class _Choice:
-    """What the choosing queries select."""
+    """Selections of the choosing queries."""
 
     selected_HmC: Tensor
-    """Block ids; -1 where a gate selects fewer."""
+    """Block ids; -1 for the slots that a gate leaves empty."""
     own_m: Tensor
     first_m: Tensor
     blocks: int
@@ -171,13 +172,13 @@ class _Choice:
 
     @property
     def candidate_mN(self) -> Tensor:
-        """Whether a block is in a query's history."""
+        """True for the blocks in a query's history, bool [m, N]."""
         ids_N = torch.arange(self.blocks, device=self.own_m.device)
         return (ids_N >= self.first_m[:, None]) & (ids_N < self.own_m[:, None])
 
     @property
     def selected_HmN(self) -> Tensor:
-        """Whether a history block is selected."""
+        """True for the history blocks that are selected, bool [H, m, N]."""
         heads, rows, _ = self.selected_HmC.shape
         chosen = torch.zeros(heads, rows, self.blocks + 1, dtype=torch.bool, device=self.own_m.device)
         chosen.scatter_(2, torch.where(self.selected_HmC < 0, self.blocks, self.selected_HmC), True)
@@ -196,7 +197,7 @@ class _Keys:
         self.blocks_S = block_ids(whole.k_tokens, whole.k_documents, whole, block_size)
 
     def probabilities(self, q_tHD: Tensor, tokens_t: Tensor, scale: float) -> Tensor:
-        """Full attention's, [H, t, S]."""
+        """Probabilities of full attention, [H, t, S]."""
         kv_heads = self.k_KDS.shape[0]
         q_KND = q_tHD.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         scores_HtS = (q_KND @ self.k_KDS).unflatten(1, (-1, q_tHD.shape[0])).flatten(0, 1) * scale
@@ -205,7 +206,7 @@ class _Keys:
         return scores_HtS.masked_fill(~seen_tS, -torch.inf).softmax(-1)
 
     def output(self, p_HtS: Tensor) -> Tensor:
-        """[H, t, D]: the values weighted by `p_HtS`."""
+        """Values weighted by `p_HtS`, [H, t, D]."""
         kv_heads = self.v_KSD.shape[0]
         heads, rows, _ = p_HtS.shape
         out_KND = p_HtS.unflatten(0, (kv_heads, -1)).flatten(1, 2) @ self.v_KSD
@@ -215,7 +216,7 @@ class _Keys:
 def _add_mass(
     found: GateStatistics, choice: _Choice, q_tHD: Tensor, tokens_t: Tensor, keys: _Keys, scale: float
 ) -> None:
-    """What full attention would have seen."""
+    """Add the probability that full attention gives to the blocks attended to, and the error of the output."""
     p_HtS = keys.probabilities(q_tHD, tokens_t, scale)
     heads, rows, _ = p_HtS.shape
     mass_HtN = p_HtS.new_zeros(heads, rows, choice.blocks).index_add_(2, keys.blocks_S, p_HtS)
@@ -259,7 +260,7 @@ def _relative_entropy(weights_HmN: Tensor, candidate_mN: Tensor) -> Tensor:
 
 
 def _add_selection(found: GateStatistics, choice: _Choice, kv_heads: int) -> None:
-    """How the selected blocks are spread, without a look at the keys."""
+    """Add the spread of the selected blocks, for which no keys are needed."""
     heads, rows, _ = choice.selected_HmC.shape
     given_HmC = choice.selected_HmC >= 0
     distance_HmC = (choice.own_m[:, None] - choice.selected_HmC).double()
@@ -283,7 +284,8 @@ def _add_selection(found: GateStatistics, choice: _Choice, kv_heads: int) -> Non
 
 
 def _loads(choice: _Choice) -> Iterator[Tensor]:
-    """For each document, how often each head selects each of the blocks that one of the queries could have selected."""
+    """Yield, for each document, the number of selections by each head of each block that one of the queries could have
+    selected, float64 [H, blocks]."""
     selected_HmN = choice.selected_HmN
     for first in choice.first_m.unique().tolist():
         rows_m = choice.first_m == first
@@ -292,7 +294,7 @@ def _loads(choice: _Choice) -> Iterator[Tensor]:
 
 
 def distance_label(bucket: int) -> str:
-    """The distances, in blocks, of a bucket of `GateStatistics.distances`."""
+    """Distances, in blocks, of a bucket of `GateStatistics.distances`, as text."""
     if bucket == 0:
         return "1"
     low, high = 2 ** (bucket - 1) + 1, 2**bucket

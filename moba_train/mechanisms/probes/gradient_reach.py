@@ -1,12 +1,10 @@
-"""Statistics of gradient norms by the distance to the loss token that the gradient comes from.
-
-Shape suffixes: L layers, T tokens of a micro-batch, R rows of this rank's shard, B buckets of distance.
-
-Gradient reach: which tokens before a loss token the gradient of the loss gets to, layer by layer.
+"""Gradient reach: the tokens before a loss token that the gradient of the loss gets to, layer by layer.
 
 In SFT few tokens carry loss, and the hidden states of all others get their gradient through attention alone. In a MoBA
-layer that is the tokens of selected blocks and no others, which is why SFT keeps the last layers full (Lu et al. 2025,
-arXiv:2502.13189, section 3.2).
+layer only the tokens of selected blocks get any, which is why SFT keeps the last layers full (Lu et al. 2025,
+arXiv:2502.13189, section 3.2). Statistics are by the distance to the loss token that the gradient comes from.
+
+Shape suffixes: L layers, T tokens of a micro-batch, R rows of this rank's shard, B buckets of distance.
 """
 
 import math
@@ -22,13 +20,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moba_train.config.base import MOST_SAMPLES, Section
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch, collate
 from moba_train.data.indexed import corpus_file
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.samples import StageData
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import training_loss
@@ -40,9 +37,8 @@ THRESHOLD = 1e-3
 
 
 def distance_buckets(batch: Batch) -> Tensor:
-    """int64 [T]: the bucket of each token of a whole micro-batch, on the CPU, by its distance to the nearest loss token
-    at or after it in its document. 0: it carries loss itself; above 0: it is context; -1: no loss token follows.
-    """
+    """Bucket of each token of a whole micro-batch, int64 [T] on the CPU, by its distance to the nearest loss token at
+    or after it in its document. 0: it carries loss itself; above 0: it is context; -1: no loss token follows."""
     total = len(batch.tokens)
     places_T = torch.arange(total)
     next_T = torch.full((total,), total)
@@ -55,7 +51,7 @@ def distance_buckets(batch: Batch) -> Tensor:
 
 
 def distance_label(bucket: int) -> str:
-    """The distances, in tokens, of a bucket."""
+    """Distances, in tokens, of a bucket, as text."""
     if bucket < 3:
         return str(bucket)
     low = 2 ** (bucket - 2) + 1
@@ -69,7 +65,7 @@ class ObservedGradients:
     norms_LR: Tensor
     """L2 norm of the gradient of each row of each layer's input, float32 or float64."""
     buckets_R: Tensor
-    """int64: the bucket of each row's token, -1 for padding too."""
+    """int64: the bucket of each row's token, -1 also for padding."""
 
     def by_bucket(self, values_LR: Tensor) -> Tensor:
         """Sums of `values_LR` over the rows of each bucket, float64 [L, B]."""
@@ -82,12 +78,13 @@ class ReachStatistics:
     """Sums over the tokens of each layer and distance, float64 [L, B] on the CPU, over all sequences and ranks."""
 
     tokens: Tensor
+    """Numbers of tokens."""
     norms: Tensor
     """Sums of gradient norms."""
     zeros: Tensor
-    """Tokens whose gradient is exactly 0."""
+    """Numbers of tokens whose gradient is exactly 0."""
     reached: Tensor
-    """Tokens whose gradient norm is above `THRESHOLD` times the mean of all context tokens of the layer."""
+    """Numbers of tokens whose gradient norm is above `THRESHOLD` times the mean of all context tokens of the layer."""
 
     @property
     def reach(self) -> Tensor:
@@ -114,7 +111,7 @@ class ReachStatistics:
 
 
 def context_thresholds(tokens_LB: Tensor, norms_LB: Tensor) -> Tensor:
-    """The norm above which a token counts as reached, [L, 1]."""
+    """Norm above which a token counts as reached, [L, 1]."""
     return THRESHOLD * norms_LB[:, 1:].sum(1, keepdim=True) / tokens_LB[:, 1:].sum(1, keepdim=True)
 
 
@@ -122,8 +119,8 @@ NO_CONTEXT = "has no token without loss before one with loss (in the corpora's m
 
 
 class GradientReachConfig(Section):
-    """Norm of the loss' gradient at every layer's input, by distance to the loss token it comes from: which tokens a
-    sparse loss mask, as in SFT, trains through attention. Needs parallel.pp 1. See docs/evaluation.md."""
+    """Norm of the loss' gradient at every layer's input, by distance to the loss token it comes from: it shows which
+    tokens a sparse loss mask, as in SFT, trains through attention. Needs parallel.pp 1. See docs/evaluation.md."""
 
     sequences: int = Field(
         4, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length, with their loss masks"
@@ -133,11 +130,11 @@ class GradientReachConfig(Section):
     )
     attention: Literal["own", "both"] = Field(
         "both",
-        description="both: where a stage has other layers than full ones, full attention on the same weights too",
+        description="both: also full attention on the same weights, in stages with other layers",
     )
 
 
-class GradientReach(Evaluation):
+class GradientReach(Evaluation[GradientReachConfig]):
     """Norm of the loss' gradient at every layer's input, by distance to the loss token. See docs/evaluation.md."""
 
     name = "gradient_reach"
@@ -146,34 +143,32 @@ class GradientReach(Evaluation):
     numbers = frozenset({"gradient_reach", "gradient_reach_last"})
     numbers_against_full = frozenset({"gradient_reach_full", "gradient_reach_last_full"})
 
-    def __init__(self, config: RunConfig, stage: Stage) -> None:
-        wanted = self.options_in(config)
-        assert isinstance(wanted, GradientReachConfig)
-        self.every = wanted.every or config.evaluation.every
-        self.compare_with_full = wanted.attention == "both"
+    def __init__(self, options: GradientReachConfig, setting: EvaluationSetting) -> None:
+        self.every = options.every or setting.every
+        self.compare_with_full = options.attention == "both"
         self._data = StageData(
-            config.data.validation, stage.seq_len, wanted.sequences, config.seed, {}, config.model.vocab_size
+            setting.validation, setting.stage.seq_len, options.sequences, setting.seed, {}, setting.model.vocab_size
         )
-        batches = [collate([self._data.sample(index)]) for index in range(wanted.sequences)]
+        batches = [collate([self._data.sample(index)]) for index in range(options.sequences)]
         self._loss_weight = sum(batch.loss_weight_sum for batch in batches)
         if not any((distance_buckets(batch) > 0).any() for batch in batches):
             self.missing = f"data.validation {NO_CONTEXT}"
 
     @classmethod
-    def pipeline_problem(cls, config: RunConfig) -> tuple[str, str] | None:
+    def pipeline_problem(cls, options: GradientReachConfig) -> tuple[str, str] | None:
         """Everything."""
         return f"{cls.key}: given", "remove it"
 
     @classmethod
-    def problems(cls, config: RunConfig) -> Iterator[str]:
+    def problems(cls, options: GradientReachConfig, setting: EvaluationSetting) -> Iterator[str]:
         """No sequences to measure on."""
-        if cls.enabled(config) and not config.data.validation:
+        if not setting.validation:
             yield f"{cls.key}: needs sequences to measure on; set data.validation, or remove it"
 
     @classmethod
-    def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
+    def data_problems(cls, options: GradientReachConfig, setting: EvaluationSetting) -> Iterator[str]:
         """No corpus with a loss mask: every token carries loss, and none is context alone."""
-        masks = (corpus_file(mask_prefix(source.path), "idx") for source in config.data.validation)
+        masks = (corpus_file(mask_prefix(source.path), "idx") for source in setting.validation)
         if not any(mask.is_file() for mask in masks):
             yield f"data.validation {NO_CONTEXT}; hold out documents with loss masks"
 
@@ -183,7 +178,7 @@ class GradientReach(Evaluation):
         return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
-        """`gradient_reach` and `gradient_reach_last`, also with full attention where that is tried too."""
+        """`gradient_reach` and `gradient_reach_last`, also with full attention if that is tried."""
         found = {name: self._measure(context) for name in context.each_attention()}
         return summarize(found, context.own, self._data.sequences)
 
@@ -207,8 +202,8 @@ def input_gradient_norms(model: Transformer, batch: Batch, loss_weight: float) -
     """L2 norms of the gradient of (loss sum / `loss_weight`) with respect to every layer's input hidden states.
 
     [layers, rows of this rank], float32 (float64 for float64). Called on all ranks together, which share one sequence
-    or have different ones. Parameters get no gradient, and no weight gradient is computed; compiled layers run
-    uncompiled, because their hooks would compile them anew.
+    or have different ones. Parameters get no gradient, and no weight gradient is computed. Compiled layers run
+    uncompiled, because their hooks would compile them again.
     """
     norms: dict[int, Tensor] = {}
     first: list[Tensor] = []
@@ -219,7 +214,7 @@ def input_gradient_norms(model: Transformer, batch: Batch, loss_weight: float) -
 
     def watch(layer: int, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x_RD, *rest = inputs
-        if layer == 0:  # the backward pass ends here, also where embedding or lower layers are frozen
+        if layer == 0:  # the backward pass ends here, even if embedding or lower layers are frozen
             x_RD = x_RD.detach().requires_grad_()
             first.append(x_RD)
         else:
@@ -238,14 +233,14 @@ def input_gradient_norms(model: Transformer, batch: Batch, loss_weight: float) -
 
 
 def _own_rows(whole_T: Tensor, batch: Batch, rows: int, shard: DataShard) -> Tensor:
-    """The values of the `rows` rows that this rank has between the layers, -1 for padding; `batch`: the rank's."""
+    """Values of the `rows` rows that this rank has between the layers, -1 for padding; `batch`: the rank's."""
     if shard.engine is not None:
         whole_T = shard.engine.sequence(len(whole_T)).shard(whole_T, shard.engine.rank, padding=-1)
     return whole_T[batch.first_row : batch.first_row + rows]
 
 
 def reach_statistics(observed: list[ObservedGradients], layers: int, device: torch.device) -> ReachStatistics:
-    """The statistics of what all ranks observed. Called on all ranks together."""
+    """Statistics of the observations of all ranks. Called on all ranks together."""
     nothing_LB = torch.zeros(layers, DISTANCES, dtype=torch.float64, device=device)
     sums = torch.stack([nothing_LB] * 3)
     for one in observed:
@@ -260,7 +255,7 @@ def reach_statistics(observed: list[ObservedGradients], layers: int, device: tor
 
 
 def summarize(found: Mapping[str, ReachStatistics], own: str, sequences: int) -> EvaluationResult:
-    """The result of measuring one model with several attentions, by name; `own` is the one it is trained with."""
+    """Result of measuring one model with several attentions, by name; `own` is the one it is trained with."""
     reach = found[own].reach.tolist()
     numbers = {"gradient_reach": reach[0], "gradient_reach_last": reach[-1]}
     message = (
@@ -287,7 +282,7 @@ def summarize(found: Mapping[str, ReachStatistics], own: str, sequences: int) ->
 
 
 def _layers(statistics: ReachStatistics, buckets: list[int]) -> list[dict[str, Any]]:
-    """The statistics of each layer as JSON values; lists are over the buckets."""
+    """Statistics of each layer as JSON values; lists are over the buckets."""
     by_distance = {
         "norm": statistics.norms / statistics.tokens,
         "mass": statistics.mass,
@@ -308,12 +303,12 @@ def _layers(statistics: ReachStatistics, buckets: list[int]) -> list[dict[str, A
 
 
 def _json(value: float) -> float | None:
-    """The value; null where it is not finite, as JSON has no such numbers."""
+    """The value, or None if it is not finite, because JSON has no such numbers."""
     return value if math.isfinite(value) else None
 
 
 def _table(name: str, statistics: ReachStatistics, buckets: list[int]) -> list[str]:
-    """Reach of each layer, in all and by distance."""
+    """Reach of each layer, in total and by distance."""
     context = [bucket for bucket in buckets if bucket]
     shares = statistics.reached / statistics.tokens
     heads = ["context", "zero", *map(distance_label, context)]

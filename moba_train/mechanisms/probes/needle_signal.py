@@ -1,4 +1,4 @@
-"""Why a gate of mean keys finds a needle: the signal-to-noise model of FlashMoBA, and what it is compared with.
+"""Rates at which a gate of mean keys misses the needle's block, head by head, against FlashMoBA's model of them.
 
 The gate scores a block by the query's product with the block's mean key. Xiao et al. 2025 (arXiv:2511.11571, section 3)
 model the products of a query with single keys as independent random variables: of one key, the needle's, with a mean
@@ -9,13 +9,11 @@ the variance 2 / (d B), and the other block is scored higher with probability
     Phi(-separation * sqrt(d / (2 B)))         d head width, B block size, Phi the normal distribution function.
 
 `HeadSignal.rates` compares this with the rate that is observed, and drops the model's assumptions one after the other
-(`MODELS`), so that the one that fails can be told. A gate misses the needle when as many other blocks as it has slots
-are scored higher; `miss_rate` derives how often from the same model.
+(`MODELS`), which shows the one that fails. A gate misses the needle when as many other blocks as it has slots are
+scored higher; `miss_rate` derives that rate from the same model.
 
 Shape suffixes: n queries, S keys of the whole sequence, s keys of the history, H query heads, K key/value heads, D head
 width, N history blocks, Z points of an integral.
-
-How far a gate tells the needle's block from all others, head by head, against the signal-to-noise model.
 """
 
 import math
@@ -33,10 +31,9 @@ from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.config.base import Length, Section, format_count
 from moba_train.config.evaluation import HiddenNeedles
-from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.evals.answers import Question, answer_batch, padded_length
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.evals.haystack import stage_lengths
 from moba_train.evals.needle import NeedleTexts, text_problems
 from moba_train.mechanisms.probes.probing import gathered, gathered_rows
@@ -55,11 +52,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class GateSize:
-    """A gate whose blocks are looked at."""
+    """Sizes of a gate to measure."""
 
     block_size: int
     topk: int
-    """Blocks that a query attends to, its own included."""
+    """Blocks that a query attends to, the diagonal one included."""
 
     @property
     def slots(self) -> int:
@@ -89,18 +86,18 @@ class NeedleSignal:
     outranked: Tensor
     """Share of the other blocks that are scored higher; equal scores count half."""
     missed: Tensor
-    """Whether the needle's block is not selected."""
+    """1 if the needle's block is not selected."""
     mass: Tensor
     """Full attention's probability of the needle's key."""
 
     @classmethod
     def zeros(cls, heads: int) -> "NeedleSignal":
-        """The sums of no query: zeros, for so many heads."""
+        """Sums of no query: zeros for this number of heads."""
         return cls(*(torch.zeros(heads, dtype=torch.float64) for _ in fields(cls)))
 
     @classmethod
     def from_vector(cls, values: list[float]) -> "NeedleSignal":
-        """The inverse of `vector`."""
+        """Inverse of `vector`."""
         names = fields(cls)
         return cls(*torch.tensor(values, dtype=torch.float64).view(len(names), -1))
 
@@ -112,7 +109,7 @@ class NeedleSignal:
         return NeedleSignal(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def heads(self, size: GateSize, head_dim: int) -> list["HeadSignal"]:
-        """Each head's means; empty where no query had a choice."""
+        """Means of each head; empty if no query had a choice."""
         if not self.queries.any():
             return []
         means = {one.name: (getattr(self, one.name) / self.queries).tolist() for one in fields(self)}
@@ -139,7 +136,7 @@ class HeadSignal:
     mass: float
 
     def rates(self) -> dict[str, float]:
-        """`outranked` and `missed` as observed, and as each of the models predicts: `outranked_paper`, ..."""
+        """`outranked` and `missed` as observed, and as each of the models predicts them: `outranked_paper`, ..."""
         found = {"outranked": self.outranked, "missed": self.missed}
         others = round(self.other_blocks)
         for model in MODELS:
@@ -167,7 +164,7 @@ class HeadSignal:
 def needle_signal(
     q_nHD: Tensor, k_SKD: Tensor, tokens_n: Tensor, sources_n: Tensor, size: GateSize, scale: float
 ) -> NeedleSignal:
-    """The sums over these queries of a sequence that begins with one document.
+    """Sums over these queries of a sequence that begins with one document.
 
     q_nHD      queries, after the rotary embedding
     k_SKD      keys of the whole sequence, after it
@@ -175,8 +172,8 @@ def needle_signal(
     sources_n  int64: for each query, the token that holds what it should find
     scale      of full attention's logits
 
-    Blocks are those that MoBA's gate would choose from, complete ones before the query's own. A query counts where
-    there are more of them than slots, and the source lies in one.
+    Blocks are those that MoBA's gate would choose from: complete ones before the query's own. A query counts if there
+    are more of them than slots, and the source lies in one.
     """
     found = []
     for q_HD, token, source in zip(q_nHD, tokens_n.tolist(), sources_n.tolist(), strict=True):
@@ -189,7 +186,7 @@ def needle_signal(
 
 
 def _query_signal(q_HD: Tensor, k_sKD: Tensor, source: int, blocks: int, size: GateSize, scale: float) -> NeedleSignal:
-    """One query, which sees `k_sKD`, of them `blocks` complete blocks of history."""
+    """Signal of one query, which sees `k_sKD`: `blocks` complete blocks of history, and the keys after them."""
     dtype = accumulation_dtype(q_HD.dtype)
     q_KGD = q_HD.to(dtype).unflatten(0, (k_sKD.shape[1], -1))
     products_Hs = (q_KGD @ k_sKD.to(dtype).permute(1, 2, 0)).flatten(0, 1).double()
@@ -249,66 +246,62 @@ Signals = dict[tuple[int, GateSize], NeedleSignal]
 
 
 class GateSizeConfig(Section):
-    """A gate whose selection is looked at, whatever attention the layers have."""
+    """A gate whose selection is measured, independent of the layers' attention."""
 
     block_size: Length = Field(512, description="tokens of a block")
-    topk: int = Field(3, ge=2, description="blocks that a query attends to, its own included")
+    topk: int = Field(3, ge=2, description="blocks that a query attends to, the diagonal one included")
 
 
 class NeedleSignalConfig(HiddenNeedles):
-    """Why a gate of mean keys finds a needle: how far its block's score is above those of other blocks, and whether
-    the rate of misses is that of FlashMoBA's signal-to-noise model (arXiv:2511.11571), for each head. Needs parallel.tp
-    and pp 1. See docs/retrieval.md."""
+    """Score of the needle's block above those of other blocks, and the rate at which a gate of mean keys misses it, for
+    each head, compared with FlashMoBA's signal-to-noise model (arXiv:2511.11571). Needs parallel.tp and pp 1. See
+    docs/retrieval.md."""
 
     gates: list[GateSizeConfig] = Field(
         [GateSizeConfig()],
         min_length=1,
-        description="gates that are looked at, on the queries and keys of every layer, one head at a time",
+        description="gates to measure, on the queries and keys of every layer, one head at a time",
     )
 
 
-class NeedleSignalEvaluation(Evaluation):
+class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
     """Rates at which gates miss the needle's block, observed and predicted. See docs/retrieval.md."""
 
     name = "needle_signal"
     Options = NeedleSignalConfig
     numbers = frozenset({"needle_missed", "needle_missed_predicted"})
 
-    def __init__(self, config: RunConfig, stage: Stage) -> None:
-        wanted = self.options_in(config)
-        assert isinstance(wanted, NeedleSignalConfig)
-        self.every = wanted.every or config.evaluation.every
-        self.compare_with_full = wanted.attention == "both"
-        self._wanted = wanted
-        self._sizes = [GateSize(size.block_size, size.topk) for size in wanted.gates]
-        self._texts = NeedleTexts(config, wanted, self.key)
-        # A gate chooses where a document has more history than it selects.
+    def __init__(self, options: NeedleSignalConfig, setting: EvaluationSetting) -> None:
+        self.every = options.every or setting.every
+        self.compare_with_full = options.attention == "both"
+        self._options = options
+        self._sizes = [GateSize(size.block_size, size.topk) for size in options.gates]
+        self._texts = NeedleTexts(options, setting, self.key)
+        # A gate chooses when a document has more history than it selects.
         least = min(size.block_size * (size.topk + 1) for size in self._sizes)
-        self._lengths = [length for length in stage_lengths(wanted, stage) if length > least]
-        if wanted.lengths is None:
+        self._lengths = [length for length in stage_lengths(options, setting.stage) if length > least]
+        if options.lengths is None:
             self._lengths = [length for length in self._lengths if self._texts.fits(length)]
         if not self._lengths:
-            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {stage.seq_len} and above {least}"
+            seq_len = setting.stage.seq_len
+            self.missing = f"{self.key}.lengths: none is at most the stage's seq_len {seq_len} and above {least}"
 
     @classmethod
-    def pipeline_problem(cls, config: RunConfig) -> tuple[str, str] | None:
+    def pipeline_problem(cls, options: NeedleSignalConfig) -> tuple[str, str] | None:
         """Everything."""
         return f"{cls.key}: given", "remove it"
 
     @classmethod
-    def problems(cls, config: RunConfig) -> Iterator[str]:
+    def problems(cls, options: NeedleSignalConfig, setting: EvaluationSetting) -> Iterator[str]:
         """Texts that cannot be made, or heads that are on several ranks."""
-        wanted = cls.options_in(config)
-        if not isinstance(wanted, NeedleSignalConfig):
-            return
-        yield from text_problems(config, wanted, cls.key)
-        if config.parallel.tp > 1:
-            yield f"{cls.key}: given with parallel.tp {config.parallel.tp}, which has heads on several ranks; remove it"
+        yield from text_problems(options, setting, cls.key)
+        if setting.tp > 1:
+            yield f"{cls.key}: given with parallel.tp {setting.tp}, which has heads on several ranks; remove it"
 
     @classmethod
-    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
-        """Raises DataError for lengths that leave no room for the needles, and for too little text around them."""
-        signal = cls(config, stage)
+    def check_samples(cls, options: NeedleSignalConfig, setting: EvaluationSetting) -> None:
+        """Raise DataError for lengths that leave no room for the needles, and for too little text around them."""
+        signal = cls(options, setting)
         for length in signal._lengths:
             signal._texts.check(length)
 
@@ -318,7 +311,7 @@ class NeedleSignalEvaluation(Evaluation):
         return 1
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
-        """`needle_missed` and what the model predicts from the blocks' scores, means over layers and heads."""
+        """`needle_missed` and the rate predicted from the blocks' scores, means over layers and heads."""
         maps = {
             name: [self._measure(context, length, name) for length in self._lengths]
             for name in context.each_attention()
@@ -327,7 +320,7 @@ class NeedleSignalEvaluation(Evaluation):
         rates = {name: [_rates(found, width) for found in lengths] for name, lengths in maps.items()}
         own = [row for by_length in rates[context.own] for row in by_length]
         numbers = {"needle_missed": _mean(own, "missed"), "needle_missed_predicted": _mean(own, "missed_scores")}
-        message = "no query of any layer was seen that has more history than the gates select"
+        message = "no query was measured that has more history than the gates select"
         if own:
             message = (
                 f"needle's block missed by {numbers['needle_missed']:.3f} of the heads with {context.own} attention, "
@@ -338,8 +331,8 @@ class NeedleSignalEvaluation(Evaluation):
             "head_dim": width,
             "lengths": self._lengths,
             "gates": [{"block_size": size.block_size, "topk": size.topk} for size in self._sizes],
-            "samples": self._wanted.samples * len(self._wanted.depths),
-            "seed": self._wanted.seed,
+            "samples": self._options.samples * len(self._options.depths),
+            "seed": self._options.seed,
             "rows": {name: dict(zip(map(str, self._lengths), found, strict=True)) for name, found in rates.items()},
         }
         table = [line for name, found in rates.items() for line in self._table(name, found)]
@@ -347,7 +340,7 @@ class NeedleSignalEvaluation(Evaluation):
 
     @torch.no_grad()
     def _measure(self, context: EvaluationContext, length: int, name: str) -> Signals:
-        """The sums of every layer with the model's present attention, equal on every rank."""
+        """Sums of every layer with the model's present attention, equal on every rank."""
         shard, config = context.data_shard, context.model.config
         layers = range(config.layers)
         found = {key: NeedleSignal.zeros(config.heads) for key in product(layers, self._sizes)}
@@ -379,8 +372,8 @@ class NeedleSignalEvaluation(Evaluation):
 
 
 class _Look:
-    """Adds to the sums at the first engine call of every layer, or at its shard's attention to given blocks, over all
-    ranks that share the sequence."""
+    """Adds to the sums at the first engine call of every layer, or at its shard's attention to given blocks. Works over
+    all ranks that share the sequence."""
 
     def __init__(
         self,
@@ -459,5 +452,5 @@ def _row(layer: int, size: GateSize, head: int, signal: HeadSignal) -> dict[str,
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    """The mean of one column; NaN without rows."""
+    """Mean of one column; NaN without rows."""
     return sum(row[key] for row in rows) / len(rows) if rows else math.nan

@@ -1,4 +1,4 @@
-"""Queries, keys and values of layers, on one device or over all ranks that share a sequence."""
+"""Access to the queries, keys and values that layers attend with, on one device or over all ranks that share them."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from moba_train.parallel.data_shard import DataShard
 def gathered(
     q_LHD: Tensor, keys: Sequence[Tensor], tokens_n: Tensor, layout: Layout, shard: DataShard
 ) -> tuple[Tensor, list[Tensor]] | None:
-    """The queries of `tokens_n`, [n, H, D], and `keys` (tensors of one row a token) of the whole sequence.
+    """Queries of `tokens_n`, [n, H, D], and `keys` (tensors with one row a token) of the whole sequence.
 
-    None on ranks whose sequence another rank looks at. Called on all ranks that share a sequence together.
+    None on all but the first of the ranks that share a sequence, which call it together.
     """
     if shard.engine is None:
         return q_LHD[tokens_n], list(keys)
@@ -24,9 +24,9 @@ def gathered(
 
 
 def gathered_rows(x_nx: Tensor, tokens_n: Tensor, layout: Layout, shard: DataShard) -> Tensor:
-    """The rows of `tokens_n` of a tensor that has one for each token of this rank's shard, without padding.
+    """Rows of `tokens_n` of a tensor that has one for each token of this rank's shard, without padding.
 
-    Called on all ranks that share a sequence together, and equal on them.
+    Equal on all ranks that share a sequence, which call it together.
     """
     if shard.engine is None:
         return x_nx[tokens_n]

@@ -1,10 +1,6 @@
-"""What a conversion wrote, for the terminal: each file once, with what it is.
+"""Import of a Hugging Face folder as a checkpoint with a recipe to extend, and export of a checkpoint as such a folder.
 
-A folder that a conversion fills, and leaves as it was when it fails or is interrupted.
-
-Import of a Hugging Face folder as a checkpoint, a tensor at a time, with a recipe to extend.
-
-Export of a checkpoint to a Hugging Face folder, a tensor at a time.
+Both hold one tensor, or one file of tensors, at a time, and leave no folder behind when they fail or are interrupted.
 """
 
 import contextlib
@@ -27,12 +23,12 @@ from moba_train.checkpoint import publish
 from moba_train.checkpoint.index import Part
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import verify_checkpoint
-from moba_train.checkpoint.recipe import SavedRun
 from moba_train.checkpoint.writer import ShardFile, write_checkpoint
 from moba_train.config.explain import given
 from moba_train.config.load import dump_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
+from moba_train.data.corpus_marks import corpus_marks
 from moba_train.data.tokenizer import TOKENIZERS, copy_tokenizer, load_text_tokenizer
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
@@ -46,7 +42,9 @@ from moba_train.hf.config import (
     read_model_config,
 )
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, parameter_shapes, write_safetensors
-from moba_train.model.build import build_attention, kind_shapes
+from moba_train.model.build import build_attention
+from moba_train.model.spec import ModelSpec
+from moba_train.resolve.saved_recipe import SavedRun
 from moba_train.tools.convert.hf_tokenizer import export_tokenizer
 
 _WEIGHTS = "*.safetensors"
@@ -69,7 +67,7 @@ _FILES = {
 
 
 def describe_folder(folder: Path) -> Iterator[str]:
-    """A line for each file that a conversion wrote into `folder`; all files of weights have one line."""
+    """Yield a line for each file that a conversion wrote into `folder`; all files of weights have one line."""
     lines: list[tuple[str, str]] = []
     if weights := list(folder.glob(_WEIGHTS)):
         name = weights[0].name if len(weights) == 1 else f"model-*.safetensors ({len(weights)} files)"
@@ -90,7 +88,7 @@ def _gigabytes(files: list[Path]) -> str:
 
 
 def check_new_folder(output: Path) -> None:
-    """Raises CheckpointError when `output` is a file, or a folder that is not empty."""
+    """Raise CheckpointError when `output` is a file, or a folder that is not empty."""
     if output.exists() and not output.is_dir():
         raise CheckpointError(f"{output}: is a file; give a new folder")
     if output.exists() and any(output.iterdir()):
@@ -99,7 +97,7 @@ def check_new_folder(output: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(output: Path) -> Iterator[None]:
-    """Make `output`; when anything is raised inside, Ctrl-C too, remove what was written into it.
+    """Make `output`. When anything is raised inside, also by Ctrl-C, remove all that was written into it.
 
     Raises CheckpointError as `check_new_folder`, and when something cannot be written.
     """
@@ -116,7 +114,7 @@ def new_folder(output: Path) -> Iterator[None]:
 
 
 def _empty(output: Path, keep: bool) -> None:
-    """Remove what is in `output`, and `output` unless `keep`, as far as that is possible."""
+    """Remove the contents of `output`, and `output` unless `keep`, as far as that is possible."""
     with contextlib.suppress(OSError):
         for path in output.iterdir():
             if path.is_dir():
@@ -152,21 +150,23 @@ def import_from_hf(folder: Path, output: Path) -> None:
         copy_tokenizer(folder, output, folder_roots(folder))
         checkpoints = output / "checkpoints"
         checkpoints.mkdir()
-        _save_weights(publish.make_temporary_folder(checkpoints, 0), shapes, files, RunConfig.model_validate(values))
+        _save_weights(
+            publish.make_temporary_folder(checkpoints, 0), shapes, files, dump_config(RunConfig.model_validate(values))
+        )
         text = yaml.safe_dump(values, sort_keys=False)
         (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
 
 
 def _save_weights(
-    temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, config: RunConfig
+    temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, recipe: str
 ) -> None:
-    """Write a checkpoint of step 0 into `temporary`, and publish it."""
+    """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it."""
     parts = (Part(f"model.{name}", torch.float32, shape, (0,) * len(shape), shape) for name, shape in shapes.items())
     written = write_checkpoint(
         temporary,
         [ShardFile.from_parts("rank_0_0.safetensors", parts)],
         lambda part: files.read(hf_name(part.name.removeprefix("model."))).float(),
-        {"progress": {"step": 0, "stage": 0}, "config": dump_config(config)},
+        {"progress": {"step": 0, "stage": 0}, "config": recipe},
     )
     publish.publish(temporary, 0, written)
 
@@ -182,7 +182,7 @@ def _length(folder: Path) -> int:
 
 
 def imported_recipe(folder: Path, output: Path) -> RunConfig:
-    """The recipe of the model in `folder` with its tokenizer in `output`. Its corpora are placeholders.
+    """Recipe of the model in `folder` with its tokenizer in `output`. Its corpora are placeholders.
 
     Raises CheckpointError when our Transformer does not implement the model.
     """
@@ -193,9 +193,9 @@ def imported_recipe(folder: Path, output: Path) -> RunConfig:
 def _recipe_values(
     folder: Path, output: Path, model: ModelConfig, layers: dict[str, Any], length: int
 ) -> dict[str, Any]:
-    """What a recipe says about the model of `folder` in `output`, with its tokenizer there, and placeholders for its
+    """Contents of a recipe for the model of `folder` in `output`, with its tokenizer there, and placeholders for its
     corpora."""
-    # Of ".", too, and with hyphens for what the name of a folder may have and that of a run may not.
+    # Also for ".", and with hyphens for characters that the name of a run may not have.
     name = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.abspath(output))) or "imported"
     recipe: dict[str, Any] = {
         "name": name,
@@ -213,7 +213,7 @@ def _recipe_values(
 
 
 def _tokenizer(folder: Path) -> str | None:
-    """Name of the tokenizer's file in `folder`; None: there is none."""
+    """Name of the tokenizer's file in `folder`; None without one."""
     return next((name for name in TOKENIZERS if (folder / name).is_file()), None)
 
 
@@ -221,24 +221,28 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
     Holds the tensors of one file of at most `shard_bytes`. RoPE, sequence length and attention are those of the stage
-    the checkpoint was in; config.json keeps the attention of every layer under `moba`; software that ignores the
-    entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files are those that transformers
-    expects. Returns a warning for each thing that is left out.
+    that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`; software that ignores
+    the entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files are those that
+    transformers expects. Returns a warning for each thing that is left out.
 
     Raises CheckpointError when `output` is not empty or cannot be written, no Hugging Face architecture has the model's
     shape, an attention kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed
     since it was written.
     """
-    checkpoint, config, stage = saved
+    checkpoint = saved.path
+    config = saved.config
+    stage = saved.stage
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
     kinds = build_attention(stage.attention, config.model.head_width)
-    if problems := _export_problems(config, kinds):
+    if problems := _export_problems(saved.spec, kinds):
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
     contents["moba"] = {"layers": [layer_entry(kind) for kind in kinds]}
     check_new_folder(output)
     verify_checkpoint(checkpoint)
     reader = _reader(checkpoint, config.model)
-    tokenizer = export_tokenizer(config, contents["model_type"], stage.seq_len, working_roots())
+    roots = working_roots()
+    marks = corpus_marks(config.data, config.stages, roots)
+    tokenizer = export_tokenizer(config.data.tokenizer, marks, contents["model_type"], stage.seq_len, roots)
     contents |= tokenizer.ids
     with new_folder(output):
         for name, content in tokenizer.files.items():
@@ -249,12 +253,12 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     return tokenizer.warnings
 
 
-def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[str]:
-    """Losses of an export: what kinds of the stage would lose, and parameters of kinds that only other stages use."""
-    problems = dict.fromkeys(layer_problem(kind, config.model) for kind in kinds)
+def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> list[str]:
+    """Losses of an export: those of the `kinds` of the stage, and parameters of kinds that only other stages use."""
+    problems = dict.fromkeys(layer_problem(kind, spec.config) for kind in kinds)
     active = {kind.name for kind in kinds}
     left: Counter[str] = Counter()
-    for (_, name), shapes in kind_shapes(config).items():
+    for (_, name), shapes in spec.kind_shapes.items():
         left[name] += len(shapes)
     for name, tensors in left.items():
         if name not in active:
@@ -263,7 +267,7 @@ def _export_problems(config: RunConfig, kinds: Sequence[AttentionKind]) -> list[
 
 
 def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
-    """A reader of a checkpoint that has every parameter of the model. Raises CheckpointError when one is missing or has
+    """Reader of a checkpoint that has every parameter of the model. Raises CheckpointError when one is missing or has
     another shape."""
     reader = CheckpointReader(checkpoint)
     problems = []
@@ -279,7 +283,8 @@ def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
 
 
 def _tensors(reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, by their names in the export. Raises CheckpointError for one that `dtype` has no numbers for."""
+    """Yield the parameters with their names in the export. Raises CheckpointError for values beyond the range of
+    `dtype`."""
     for name in parameter_shapes(model):
         value = reader.read(f"model.{name}")
         found = value.to(dtype)

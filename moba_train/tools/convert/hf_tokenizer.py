@@ -1,6 +1,7 @@
 """The tokenizer of an export: files that transformers' `AutoTokenizer` loads, with the ids of the run's corpora.
 
-tokenizer.json files   copied under this name, with the files beside them; tokenizer_config.json is completed or written
+tokenizer.json files   copied under this name, with the files of their folder; tokenizer_config.json is completed or
+                       written
 sentencepiece models   copied as tokenizer.model, and converted to tokenizer.json: the class that transformers takes for
                        an architecture may split text in another way, or reads no sentencepiece model at all
 """
@@ -11,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moba_train.config.schema import RunConfig
-from moba_train.data.corpus_marks import CorpusMarks, corpus_marks
+from moba_train.data.corpus_marks import CorpusMarks
 from moba_train.data.tokenizer import (
     CHAT_TEMPLATES,
     GENERATION_CONFIG,
@@ -34,7 +34,7 @@ SENTENCEPIECE = "tokenizer.model"
 UNCONVERTED = "sentencepiece.model"
 """Name of a sentencepiece model without a tokenizer.json; a `SENTENCEPIECE` would be read, with other ids."""
 _GENERIC_CLASS = "PreTrainedTokenizerFast"
-"""Class of transformers that takes tokenizer.json as it is. Those of Llama and Qwen build parts of it anew."""
+"""Class of transformers that takes tokenizer.json as it is. Those of Llama and Qwen build parts of it again."""
 _MARKS = ("bos_token", "eos_token", "pad_token")
 """Special tokens whose ids config.json gives."""
 _QWEN2_CLASS = "Qwen2Tokenizer"
@@ -44,7 +44,7 @@ _BESIDE_ANY = (
     *CHAT_TEMPLATES,
     GENERATION_CONFIG,
 )
-"""Files that belong to the tokenizer in the same folder, whatever its name."""
+"""Files that belong to the tokenizer in the same folder, for any name of it."""
 _BESIDE_JSON = (SENTENCEPIECE, "added_tokens.json", "vocab.json", "merges.txt")
 """Other forms of the vocabulary in a tokenizer.json."""
 _KEYS_OF_OTHER_CLASSES = ("legacy", "sp_model_kwargs", "add_prefix_space", "use_default_system_prompt", "auto_map")
@@ -58,31 +58,36 @@ class TokenizerExport:
     files: dict[str, bytes] = field(default_factory=dict)
     """Contents by file name."""
     ids: dict[str, Any] = field(default_factory=dict)
-    """`bos_token_id`, `eos_token_id` and `pad_token_id`; None where there is no such token; empty if unknown."""
+    """`bos_token_id`, `eos_token_id` and `pad_token_id`; None for a token that does not exist; empty if unknown."""
     warnings: list[str] = field(default_factory=list)
-    """What is left out, why, and what to do."""
+    """Sentences about parts that are left out, with reason and remedy."""
 
     def set_json(self, name: str, contents: dict[str, Any]) -> None:
         """Set the contents of file `name`."""
         self.files[name] = (json.dumps(contents, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def export_tokenizer(config: RunConfig, model_type: str, max_length: int, roots: Sequence[Path]) -> TokenizerExport:
-    """The tokenizer of a run, for a model of `model_type` that was trained on sequences of `max_length` tokens.
+def export_tokenizer(
+    tokenizer: str | None, marks: CorpusMarks, model_type: str, max_length: int, roots: Sequence[Path]
+) -> TokenizerExport:
+    """Files of a run's tokenizer, for a model that was trained on sequences of `max_length` tokens.
+
+    tokenizer: path of data.tokenizer; None if the recipe names none
+    marks: of the run's corpora
+    model_type: of the exported model: "llama", "qwen2" or "qwen3"
 
     Raises DataError when a file cannot be read or does not lie below one of `roots`.
     """
-    marks = corpus_marks(config, roots)
-    if config.data.tokenizer is None:
+    if tokenizer is None:
         return _without_tokenizer(marks)
-    source = tokenizer_file(config.data.tokenizer)
+    source = tokenizer_file(tokenizer)
     try:
         if source.suffix == ".json":
             export = _export_json(source, marks, max_length, roots)
         else:
             export = _export_sentencepiece(source, marks, max_length, roots)
     except (OSError, ValueError) as error:
-        raise DataError(f"the tokenizer {config.data.tokenizer} cannot be exported: {error}") from error
+        raise DataError(f"the tokenizer {tokenizer} cannot be exported: {error}") from error
     if model_type == "qwen2" and not export.warnings and _class_of(export).removesuffix("Fast") != _QWEN2_CLASS:
         export.warnings.append(
             f"AutoTokenizer of transformers 5 takes {_QWEN2_CLASS} for every Qwen2 model (model.qkv_bias), which "
@@ -105,7 +110,7 @@ def _without_tokenizer(marks: CorpusMarks) -> TokenizerExport:
 
 
 def _export_json(source: Path, marks: CorpusMarks, max_length: int, roots: Sequence[Path]) -> TokenizerExport:
-    # Beside a file of another name may lie the vocabulary of another tokenizer.
+    # The folder of a file with another name may hold the vocabulary of another tokenizer.
     beside = _BESIDE_ANY + (_BESIDE_JSON if source.name == TOKENIZER_JSON else ())
     content = read_foreign(source, TOKENIZER_BYTES, roots)
     export = TokenizerExport({TOKENIZER_JSON: content} | _read_beside(source, beside, roots))
@@ -118,8 +123,8 @@ def _export_json(source: Path, marks: CorpusMarks, max_length: int, roots: Seque
 
 
 def _complete(export: TokenizerExport, marks: CorpusMarks, max_length: int) -> None:
-    """Add what tokenizer_config.json lacks to a tokenizer.json, let texts begin as the documents of training did, and
-    set the ids. Raises ValueError when a file does not hold what its name says."""
+    """Add the keys that tokenizer_config.json lacks to a tokenizer.json, let texts begin as the documents of training
+    did, and set the ids. Raises ValueError when a file is not of the format in its name."""
     contents = _parse(export.files, TOKENIZER_JSON)
     vocabulary = _Vocabulary(contents)
     own = _given(_parse(export.files, TOKENIZER_CONFIG))
@@ -150,8 +155,8 @@ def _complete(export: TokenizerExport, marks: CorpusMarks, max_length: int) -> N
 
 
 def _set_generation_config(export: TokenizerExport, marks: CorpusMarks) -> None:
-    """Take over the ids in generation_config.json, which may name several ends of a text, or write the file. An answer
-    also ends with what ended the documents of training, and the turns of its conversations."""
+    """Take over the ids in generation_config.json, which may name several ends of a text, or write the file. The tokens
+    that ended the documents of training, and the turns of its conversations, also end an answer."""
     own = _parse(export.files, GENERATION_CONFIG)
     export.ids |= {key: own[key] for key in export.ids if own.get(key) is not None}
     ends = token_ids(export.ids.get("eos_token_id"))
@@ -186,8 +191,8 @@ def _export_sentencepiece(source: Path, marks: CorpusMarks, max_length: int, roo
         if add_bos and "bos_token" in tokens:
             converted["post_processor"] = _beginning(texts["bos_token"], tokens["bos_token"])
         export.set_json(TOKENIZER_JSON, converted)
-    # As our tokenizer does it: "</s>" in a text is four characters, not the end of a document. Publishers' templates
-    # and texts, however, spell their special tokens, and so do conversations.
+    # As with our tokenizer, "</s>" in a text is four characters, not the end of a document. But publishers' templates
+    # and texts spell out their special tokens, and so do conversations.
     defaults = _defaults(max_length, marks) | {"split_special_tokens": True}
     completed = texts | (_given(own) or defaults) | {"tokenizer_class": _GENERIC_CLASS}
     if marks.spelt_out(not export.files.keys().isdisjoint(CHAT_TEMPLATES)):
@@ -210,7 +215,7 @@ def _defaults(max_length: int, marks: CorpusMarks) -> dict[str, Any]:
 
 
 def _sentencepiece_tokens(tokenizer: Tokenizer, marks: CorpusMarks) -> dict[str, int]:
-    """Ids of special tokens by their keys in tokenizer_config.json: those of the corpora, else the model's own."""
+    """Ids of special tokens by their keys in tokenizer_config.json: those of the corpora, or the model's own."""
     processor = tokenizer.processor
     ids = {
         "unk_token": processor.unk_id(),
@@ -222,8 +227,8 @@ def _sentencepiece_tokens(tokenizer: Tokenizer, marks: CorpusMarks) -> dict[str,
 
 
 def _beginning(text: str | None, index: int | None) -> dict[str, Any] | None:
-    """The post-processor of a tokenizer.json that puts a token before a text, or before each of two; None for no token.
-    transformers 5 takes it for every class, transformers 4 takes `add_bos_token` for that of Llama."""
+    """Post-processor of a tokenizer.json that puts a token before a text, or before each of two; None for no token.
+    transformers 5 uses it for every class, transformers 4 uses `add_bos_token` for that of Llama."""
     if text is None:
         return None
     mark = {"SpecialToken": {"id": text, "type_id": 0}}
@@ -237,7 +242,7 @@ def _beginning(text: str | None, index: int | None) -> dict[str, Any] | None:
 
 
 def _additions(post_processor: dict[str, Any] | None) -> list[Any]:
-    """What a post-processor adds to a text, step by step. Raises ValueError when it is not of the package
+    """Additions of a post-processor to a text, step by step. Raises ValueError when it is not of the package
     tokenizers."""
     try:
         steps = [] if post_processor is None else post_processor.get("processors", [post_processor])
@@ -278,13 +283,13 @@ class _Vocabulary:
 
 
 def _read_beside(source: Path, names: Sequence[str], roots: Sequence[Path]) -> dict[str, bytes]:
-    """Contents of the files among `names` that lie beside `source`."""
+    """Contents of the files among `names` in the folder of `source`."""
     files = {name: source.parent / name for name in names}
     return {name: read_foreign(file, TOKENIZER_BYTES, roots) for name, file in files.items() if file.exists()}
 
 
 def _parse(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    """The object in JSON file `name`; empty if there is no such file. Raises ValueError when it holds no object."""
+    """Object in the JSON file `name`; empty without the file. Raises ValueError when it holds no object."""
     try:
         contents = parse_json(files[name]) if name in files else {}
     except ValueError as error:

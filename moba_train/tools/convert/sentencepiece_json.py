@@ -1,7 +1,7 @@
 """A sentencepiece model as a tokenizer.json with the same ids, which is what transformers reads for every architecture.
 
-The two libraries do not agree on every model, so the result is compared with the original before anything uses it: on
-a sample of texts, every piece of the vocabulary, and pieces of the vocabulary in random order.
+The two libraries do not agree on every model, so the result is compared with the original before anything uses it: on a
+sample of texts, every piece of the vocabulary, and pieces of the vocabulary in random order.
 """
 
 import importlib
@@ -41,8 +41,8 @@ _SAMPLE = (
 
 
 def convert_sentencepiece(tokenizer: Tokenizer) -> Any:
-    """A `tokenizers.Tokenizer` with the ids of `tokenizer`; special tokens that are spelt out in a text are plain text
-    while its `encode_special_tokens` is set.
+    """A `tokenizers.Tokenizer` with the ids of `tokenizer`. While its `encode_special_tokens` is set, special tokens
+    that are spelt out in a text are plain text.
 
     Raises DataError when the package tokenizers is not installed, it has no such model, or its ids differ.
     """
@@ -93,7 +93,7 @@ def _contents(tokenizers: Any, model: Any) -> dict[str, Any]:
 
 
 _EXACT = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-"""An added token is found where its characters are, and takes no spaces beside it."""
+"""Options of an added token that is matched by its characters alone and takes no spaces around them."""
 
 
 def _normalizer(tokenizers: Any, spec: Any) -> dict[str, Any]:
@@ -112,8 +112,9 @@ def _normalizer(tokenizers: Any, spec: Any) -> dict[str, Any]:
 
 
 def _pre_tokenizer(model: Any) -> dict[str, Any] | None:
-    """Characters that the vocabulary lacks by themselves, where text could otherwise become a control symbol or byte
-    that is spelt with them: `Unigram` rates an unknown character below any piece."""
+    """Pre-tokenizer that isolates characters which the vocabulary lacks, if text could otherwise become a control
+    symbol or byte that is spelt with them: `Unigram` rates an unknown character below any piece. None if none is
+    needed."""
     if model.trainer_spec.model_type != _UNIGRAM or not model.trainer_spec.byte_fallback:
         return None
     known = {character for piece in model.pieces if piece.type == piece.NORMAL for character in piece.piece}
@@ -159,7 +160,8 @@ def _model(model: Any) -> dict[str, Any]:
 
 
 def _merges(model: Any) -> Iterator[tuple[str, str]]:
-    """Every pair of pieces that makes a piece. Sentencepiece merges the pair first whose result has the best score."""
+    """Yield every pair of pieces that makes a piece. Sentencepiece first merges the pair whose result has the best
+    score."""
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == piece.NORMAL}
     for piece in sorted(scores, key=scores.__getitem__, reverse=True):
         for cut in range(1, len(piece)):
@@ -168,7 +170,7 @@ def _merges(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _texts(processor: sentencepiece.SentencePieceProcessor) -> Iterator[str]:
-    """Texts to compare ids on: the sample, all pieces, and random sequences of pieces, always the same."""
+    """Yield texts to compare ids on: the sample, all pieces, and random sequences of pieces, always the same ones."""
     pieces = [processor.id_to_piece(index).replace(SPACE, " ") for index in range(processor.vocab_size())]
     yield from _SAMPLE
     yield "".join(_SAMPLE)

@@ -88,7 +88,8 @@ def launch(
     """
     import moba_train.attention.registry  # noqa: F401  # the kinds' sections
     from moba_train.config.load import dump_config, load_config
-    from moba_train.resolve.recipe import validate
+    from moba_train.config.mesh import WorldSize
+    from moba_train.resolve.recipe import resolve
 
     if slurm and k8s:
         raise LaunchError("--slurm and --k8s: given both; allowed: one of them, or none for torchrun")
@@ -96,7 +97,7 @@ def launch(
     starts_here = start and not slurm and k8s is None and nodes == 1
     per_node = _ranks_per_node(gpus, gpus_per_node, nodes, starts_here)
     config = load_config(recipe, overrides or ())
-    validate(config, world_size=nodes * per_node, check_files=False, ranks_per_node=per_node)
+    run = resolve(config, WorldSize(nodes * per_node, per_node))
     job = jobs.Job(
         jobs.job_name(config.name if name is None else name),
         recipe,
@@ -109,7 +110,7 @@ def launch(
     if k8s:
         from moba_train.tools.launch.kubernetes import MANIFESTS, as_yaml, make_pods
 
-        manifests = MANIFESTS[k8s](job, make_pods(config, image, claim, restarts))
+        manifests = MANIFESTS[k8s](job, make_pods(run, image, claim, restarts))
         _give(as_yaml(manifests), ["kubectl", "apply", "-f", "-"], start)
         return
     if slurm:

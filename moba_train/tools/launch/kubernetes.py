@@ -16,9 +16,8 @@ from typing import Any
 
 import yaml
 
-from moba_train.config.schema import RunConfig
 from moba_train.errors import LaunchError, ReproducibleFaultError, UserError
-from moba_train.resolve.data import recipe_sources
+from moba_train.resolve.run import ResolvedRun
 from moba_train.run.stop import STOPPED_CODE
 from moba_train.tools.launch.job import Job
 
@@ -64,20 +63,20 @@ class Pods:
     """Starts after failures; each continues from the newest checkpoint."""
 
 
-def make_pods(config: RunConfig, image: str | None, claim: str | None, restarts: int) -> Pods:
-    """The pods of a recipe. Prints a warning for each file that is not on their volume. Raises LaunchError."""
+def make_pods(run: ResolvedRun, image: str | None, claim: str | None, restarts: int) -> Pods:
+    """The pods of a run. Prints a warning for each file that is not on their volume. Raises LaunchError."""
     missing = [option for option, given in (("--image", image), ("--claim", claim)) if not given]
     if not image or not claim:
         raise LaunchError(f"--k8s needs {' and '.join(missing)}")
     claim_name, mount = volume(claim)
-    run_dir = PurePosixPath(posixpath.normpath(IMAGE_FOLDER / config.run_dir))
+    run_dir = PurePosixPath(posixpath.normpath(IMAGE_FOLDER / run.folders.run))
     if mount not in run_dir.parents:
         raise LaunchError(
-            f"run_dir: given {config.run_dir!r}, in the pods {run_dir}, which is not on the volume at {mount}: "
+            f"run_dir: given {str(run.folders.run)!r}, in the pods {run_dir}, which is not on the volume at {mount}: "
             f"checkpoints would end with the pods; allowed: a folder below it, such as run_dir={mount / run_dir.name}"
         )
     image = image_name(image)
-    for path, key in _read_by(config).items():
+    for path, key in run.files_read().items():
         in_pods = PurePosixPath(posixpath.normpath(IMAGE_FOLDER / path))
         if mount not in in_pods.parents:
             print(
@@ -86,18 +85,6 @@ def make_pods(config: RunConfig, image: str | None, claim: str | None, restarts:
                 file=sys.stderr,
             )
     return Pods(image, claim_name, mount, restarts)
-
-
-def _read_by(config: RunConfig) -> dict[str, str]:
-    """The files and folders that the run reads, each with the first key of the recipe that names it."""
-    keys: dict[str, str] = {}
-    for key, source in recipe_sources(config):
-        keys.setdefault(source.path, f"{key}.path")
-    if config.init_from is not None:
-        keys.setdefault(config.init_from, "init_from")
-    if config.data.tokenizer and not config.data.tokenizer.startswith("tiktoken:"):
-        keys.setdefault(config.data.tokenizer, "data.tokenizer")
-    return keys
 
 
 def image_name(text: str) -> str:

@@ -1,6 +1,6 @@
 """Our model behind lm-eval's interface: log-likelihoods, rolling log-likelihoods and generation.
 
-Texts are encoded, cut and joined as by lm-eval's own class for models of transformers, so that both give equal numbers.
+Texts are encoded, cut and joined as in lm-eval's own class for models of transformers, so that both give equal numbers.
 """
 
 import json
@@ -26,28 +26,28 @@ from moba_train.tools.lm_eval.scoring import Continuation, score
 logger = logging.getLogger(__name__)
 
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "length_penalty": 1.0}
-"""Keys of generation_kwargs that we have no use for, with the value that changes nothing."""
+"""Keys of generation_kwargs that we do not implement, with the value that changes nothing."""
 _OF_SAMPLING = ("top_k", "min_p", "typical_p", "seed")
-"""Keys that change nothing where the most likely token is taken."""
+"""Keys that change nothing if the most likely token is taken."""
 
 
 @dataclass(frozen=True)
 class _Generation:
-    """How a prompt is continued, from a task's generation_kwargs."""
+    """Rules for continuing a prompt, from a task's generation_kwargs."""
 
     sampling: Sampling
     max_new_tokens: int
     until: tuple[str, ...]
-    """Texts that end the answer, and are not part of it."""
+    """Texts that end the answer and are not part of it."""
 
 
 class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped where the package is not installed
     """A model on one device, with its present attention.
 
-    tokenizer    of transformers (tools/lm_eval/run.py)
-    seq_len      longest text that the model reads, answers included; what is longer loses its beginning
-    template     chat template, None where the tokenizer has none
-    stop_tokens  token ids that end an answer, besides the tokenizer's end of a document
+    tokenizer: of transformers (tools/lm_eval/run.py)
+    seq_len: tokens of the longest text that the model reads, answers included; longer ones lose their beginning
+    template: chat template; None if the tokenizer has none
+    stop_tokens: token ids that end an answer, in addition to the tokenizer's end of a document
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
 
     @property
     def eot_token_id(self) -> int | None:
-        """Token that ends a document, None where the tokenizer has none."""
+        """Token that ends a document; None if the tokenizer has none."""
         found: int | None = self.tokenizer.eos_token_id
         return found
 
     @property
     def prefix_token_id(self) -> int:
-        """Token that stands before a text without context: the tokenizer's first one, else its last."""
+        """Token before a text without context: the tokenizer's beginning of a text or, without one, its end."""
         first = self.tokenizer.bos_token_id
         if first is None:
             first = self.eot_token_id
@@ -101,7 +101,8 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         return str(self.tokenizer.name_or_path)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_options: Any) -> list[int]:
-        """Token ids of `string`, with the tokenizer's own mark before it unless told, or unless it begins with one."""
+        """Token ids of `string`, after the tokenizer's own mark unless `add_special_tokens` is False or it begins with
+        one. Raises UserError for ids that the model does not have."""
         if add_special_tokens is None and (mark := self.tokenizer.bos_token) and string.startswith(mark):
             add_special_tokens = False
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -138,7 +139,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         return Continuation(tuple(whole[-(self._seq_len + 1) : -1]), tuple(predicted))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in windows of `max_length` tokens of which each is predicted once."""
+        """Log-likelihood of each text, in windows of `max_length` tokens, each of which is predicted once."""
         windows: list[tuple[None, list[int], list[int]]] = []
         counts: list[int] = []
         for request in requests:
@@ -154,7 +155,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each prompt, up to the first text that ends it."""
+        """Continuation of each prompt, up to the first text that ends it."""
         answers: dict[int, str] = {}
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         with tqdm(total=len(requests), desc="generation", disable=disable_tqdm) as bar:
@@ -173,7 +174,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         return [answers[index] for index in range(len(requests))]
 
     def _alike(self, requests: Sequence[Instance]) -> dict[_Generation, list[int]]:
-        """Indices of the requests that are generated in one way."""
+        """Indices of the requests by the rules for continuing them."""
         found: dict[_Generation, list[int]] = {}
         known: dict[str, _Generation] = {}
         for index, request in enumerate(requests):
@@ -184,7 +185,8 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         return found
 
     def _generation(self, options: dict[str, Any], task: str) -> _Generation:
-        """A task's generation_kwargs, with lm-eval's defaults. Raises UserError for those that we cannot follow."""
+        """Rules in a task's generation_kwargs, with lm-eval's defaults. Raises UserError for those that we cannot
+        follow."""
         given = normalize_gen_kwargs(options)
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         until = handle_stop_sequences(given.pop("until"), eos)
@@ -210,8 +212,8 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         return _Generation(sampling, max_new_tokens, tuple(text for text in until if text))
 
     def _continue(self, prompts: Sequence[list[int]], wanted: _Generation, first: int) -> Iterator[str]:
-        """The text that continues each prompt. The prompts of equal requests before these are counted by `first`: equal
-        prompts get different samples, whatever the batch size is."""
+        """Yield the text that continues each prompt. `first` is the number of prompts of equal requests before these,
+        so that equal prompts get different samples for every batch size."""
         answers: list[list[int]] = [[] for _ in prompts]
         sampling = Sampling(wanted.sampling.temperature, wanted.sampling.top_p, wanted.sampling.seed + first)
         steps = generate_batch(
@@ -236,7 +238,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
             yield text
 
     def _ended(self, answers: Sequence[list[int]], until: Sequence[str]) -> Callable[[int], bool]:
-        """Whether an answer contains a text that ends it, asked after each of its tokens."""
+        """Function that is asked after each token of an answer, and returns True if it contains a text that ends it."""
         # Each token has a byte at least; the first ones may be parts of characters.
         longest = max((len(text.encode()) for text in until), default=0) + 4
 
@@ -247,7 +249,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         return ended
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text; without a generation prompt, its last message stays open, to be continued."""
+        """The conversation as text. Without a generation prompt, its last message stays open, to be continued."""
         assert self._template is not None
         try:
             text = self._template.render(chat_history, add_generation_prompt)

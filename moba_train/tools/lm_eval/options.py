@@ -1,7 +1,7 @@
-"""What `moba-train lm-eval` is asked for.
+"""Options of `moba-train lm-eval`, and checks of them that come before anything is loaded.
 
-Whether RULER's tasks can make samples of a length: some of lm-eval's generators never end, not even at Ctrl-C, where
-their smallest sample is too long.
+Some of lm-eval's generators of RULER's samples never end, not even at Ctrl-C, if their smallest sample is longer than
+the length asked for. So that is checked first.
 """
 
 import importlib
@@ -18,7 +18,7 @@ INSTALL = 'pip install "moba-train[eval]"'
 
 @dataclass(frozen=True)
 class LmEvalOptions:
-    """Tasks, and how they are run; None leaves it to the task or to the checkpoint."""
+    """Tasks and the way to run them; None leaves a choice to the task or to the checkpoint."""
 
     tasks: tuple[str, ...]
     """Names of tasks, groups and tags of the package; `*` stands for any text."""
@@ -30,20 +30,20 @@ class LmEvalOptions:
     batch_size: int = 8
     """Prompts that are continued together."""
     batch_tokens: int = 32_768
-    """Tokens of one forward pass for log-likelihoods; a longer text has a pass of its own."""
+    """Tokens of one forward pass for log-likelihoods; a longer text has a separate pass."""
     seq_len: int | None = None
-    """Longest text that the model reads, in place of the stage's length."""
+    """Tokens of the longest text that the model reads, instead of the stage's length."""
     lengths: tuple[int, ...] = ()
     """Lengths of the samples of RULER's tasks; empty: `seq_len`."""
     include_path: Path | None = None
     """Folder with tasks of the user's own."""
     apply_chat_template: bool = False
     tokenizer: Path | None = None
-    """In place of the recipe's."""
+    """Tokenizer instead of the recipe's."""
     overrides: tuple[str, ...] = ()
     """`key.path=value`, laid over the checkpoint's recipe."""
     output: Path | None = None
-    """Folder for `evaluation.json`; the result is written beside the checkpoint in any case."""
+    """Folder for `evaluation.json`; the result is written into the run's folder in any case."""
 
     def to_json(self) -> dict[str, Any]:
         """The options that bear on the numbers, as JSON values."""
@@ -61,7 +61,7 @@ class LmEvalOptions:
 
 
 def check_installed() -> None:
-    """Raises UserError, with the command that installs it, when a package that the command needs is missing."""
+    """Raise UserError, with the command that installs it, when a package that the command needs is missing."""
     for module in ("lm_eval.evaluator", "transformers"):
         try:
             importlib.import_module(module)
@@ -72,15 +72,15 @@ def check_installed() -> None:
 SHORTEST = 1024
 """Shortest samples of RULER's tasks, in tokens."""
 _VT_EXAMPLE = 500
-"""Tokens that the solved example before a variable-tracking task may have at most."""
+"""Largest number of tokens of the solved example before a variable-tracking task."""
 _SPARE = 1.1
-"""Samples of equally many words differ in length by a few percent."""
+"""Factor for the length of samples, because those of equally many words differ by a few percent."""
 _GROUPS = ("ruler", "longcxt")
 """Groups and tags that contain the tasks."""
 
 
 def check_sample_lengths(names: Sequence[str], tokenizer: Any, lengths: Sequence[int]) -> None:
-    """Raises UserError when a task among `names` cannot make samples of one of these `lengths`."""
+    """Raise UserError when a task among `names` cannot make samples of one of these `lengths`."""
     checks = {"ruler_vt": _variable_tracking, "ruler_cwe": _common_words}
     for task, needed in checks.items():
         if task not in names and not any(group in names for group in _GROUPS):
@@ -95,7 +95,8 @@ def check_sample_lengths(names: Sequence[str], tokenizer: Any, lengths: Sequence
 
 
 def _variable_tracking(tokenizer: Any, length: int) -> Iterator[tuple[str, int, int]]:
-    """What is measured, its tokens, and the room: the smallest solved example, and the smallest sample with it."""
+    """Yield name, tokens and largest possible number of tokens of the smallest solved example, and of the smallest
+    sample with it."""
     from lm_eval.tasks.ruler.vt_utils import generate_input_output
 
     example = _tokens(tokenizer, generate_input_output(5, 1, 4, is_icl=True)[0]) + 30
@@ -105,7 +106,7 @@ def _variable_tracking(tokenizer: Any, length: int) -> Iterator[tuple[str, int, 
 
 
 def _common_words(tokenizer: Any, length: int) -> Iterator[tuple[str, int, int]]:
-    """What is measured, its tokens, and the room: the smallest sample with its solved example."""
+    """Yield name, tokens and largest possible number of tokens of the smallest sample with its solved example."""
     from lm_eval.tasks.ruler.cwe_utils import generate_input_output
 
     example, text, answers = generate_input_output(10, length)

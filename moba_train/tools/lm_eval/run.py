@@ -1,6 +1,6 @@
-"""The run's tokenizer as transformers loads it: lm-eval's tasks measure their samples with it.
+"""`moba-train lm-eval`: run tasks of the package lm-eval on a checkpoint, with one attention or two.
 
-`moba-train lm-eval`: run tasks of the package lm-eval on a checkpoint, with one attention or two.
+lm-eval's tasks measure their samples with a tokenizer of transformers, so the run's own is written as one.
 """
 
 import json
@@ -17,10 +17,9 @@ import torch
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 
-from moba_train.checkpoint.recipe import SavedRun
 from moba_train.config.base import format_count
-from moba_train.config.schema import RunConfig
 from moba_train.data.chat_template import Template
+from moba_train.data.corpus_marks import CorpusMarks, corpus_marks
 from moba_train.data.load_template import load_chat_template
 from moba_train.data.tokenizer import (
     CHAT_TEMPLATES,
@@ -33,20 +32,23 @@ from moba_train.errors import DataError, UserError
 from moba_train.evals.evaluation import EvaluationResult, name_of, variants
 from moba_train.foreign_files import parse_json
 from moba_train.model.build import build_attention
+from moba_train.resolve.saved_recipe import SavedRun
 from moba_train.tools.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
-from moba_train.tools.evaluate import load_on_this_machine, measured_json, training_of, write_results
+from moba_train.tools.evaluate import load_on_this_machine, measured_json, recipe_layers, training_of, write_results
 from moba_train.tools.lm_eval.language_model import NativeLM
 from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
 
 _CLASS = "PreTrainedTokenizerFast"
 _UNLIMITED = 10**30
-"""transformers' own sign for no limit: tasks measure texts before they shorten them."""
+"""Number by which transformers marks no limit: tasks measure texts before they shorten them."""
 _FILES = (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, *CHAT_TEMPLATES, GENERATION_CONFIG)
 
 
-def open_hf_tokenizer(config: RunConfig, seq_len: int, folder: Path, roots: Sequence[Path]) -> Any:
-    """Write the run's tokenizer into the empty folder `folder`, and load it from there.
+def open_hf_tokenizer(
+    tokenizer: str | None, marks: CorpusMarks, seq_len: int, folder: Path, roots: Sequence[Path]
+) -> Any:
+    """The run's tokenizer, data.tokenizer, as a tokenizer of transformers, which is written into the empty `folder`.
 
     It makes the ids of training, and puts the same mark before a text as the documents of training had. lm-eval loads
     it with `trust_remote_code`, so no file of it names code. Raises DataError when it cannot be read from below
@@ -54,7 +56,7 @@ def open_hf_tokenizer(config: RunConfig, seq_len: int, folder: Path, roots: Sequ
     """
     from transformers import PreTrainedTokenizerFast
 
-    export = export_tokenizer(config, "llama", seq_len, roots)
+    export = export_tokenizer(tokenizer, marks, "llama", seq_len, roots)
     if TOKENIZER_JSON not in export.files:
         raise DataError(f"moba-train lm-eval cannot use the tokenizer: {'; '.join(export.warnings)}")
     for name in _FILES:
@@ -67,7 +69,7 @@ def open_hf_tokenizer(config: RunConfig, seq_len: int, folder: Path, roots: Sequ
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the packages raise plain Exception
-        raise DataError(f"transformers cannot load the tokenizer {config.data.tokenizer}: {error}") from error
+        raise DataError(f"transformers cannot load the tokenizer {tokenizer}: {error}") from error
 
 
 logger = logging.getLogger(__name__)
@@ -82,17 +84,17 @@ Metrics = dict[str, dict[str, float]]
 def evaluate_with_lm_eval(
     saved: SavedRun, roots: Sequence[Path], options: LmEvalOptions, echo: Callable[[str], object]
 ) -> None:
-    """Run the tasks with each attention on the same weights, and write the results beside the checkpoint.
+    """Run the tasks with each attention on the same weights, and write the results into the run's folder.
 
-    saved  the recipe with the options laid over it (tools/evaluated_recipe.py)
-    roots  folders below which the recipe's tokenizer may lie
-    echo   gets the lines to print
+    saved: the recipe with the options laid over it (tools/evaluated_recipe.py)
+    roots: folders below which the recipe's tokenizer may lie
+    echo: gets the lines to print
 
     Raises UserError for options and tasks that cannot work here.
     """
     training = training_of(saved)
     stage = saved.stage
-    attentions = variants(saved.config, stage, options.attention)
+    attentions = variants(stage.attention, recipe_layers(saved), options.attention)
     lengths = _sample_lengths(options, stage.seq_len)
     if stage.seq_len > training.seq_len:
         logger.warning(
@@ -102,7 +104,8 @@ def evaluate_with_lm_eval(
             training.seq_len,
         )
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = open_hf_tokenizer(saved.config, stage.seq_len, Path(folder), roots)
+        marks = corpus_marks(saved.config.data, saved.config.stages, roots)
+        tokenizer = open_hf_tokenizer(saved.config.data.tokenizer, marks, stage.seq_len, Path(folder), roots)
         template = _template(folder) if options.apply_chat_template else None
         stop_tokens = ends_of_text(folder)
         _set_seeds()
@@ -132,7 +135,7 @@ def evaluate_with_lm_eval(
     result = EvaluationResult(numbers, f"lm-eval: {len(loaded['tasks'])} tasks", list(_table(found)), data)
     for line in result.table:
         echo(line)
-    content = measured_json(saved, training, options.to_json(), stage, own, attentions, {NAME: result})
+    content = measured_json(saved, training, options.to_json(), own, attentions, {NAME: result})
     write_results(content | {"validation": [], "ranks": 1}, saved.path, options.output, echo)
 
 
@@ -160,14 +163,14 @@ def _template(folder: str) -> Template:
 
 
 def _set_seeds() -> None:
-    """As lm-eval's own command does, for tasks that draw their samples."""
+    """Set the seeds of lm-eval's own command, for tasks that draw their samples."""
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002  # the tasks use this generator
     torch.manual_seed(DEFAULT_OTHER_SEED)
 
 
 def _evaluate(lm: NativeLM, loaded: Loaded, options: LmEvalOptions) -> dict[str, Any]:
-    """lm-eval's results of all tasks, as its own command finds them."""
+    """Results of all tasks, equal to those of lm-eval's own command."""
     for task in loaded["tasks"].values():
         shots = task.get_config("num_fewshot")
         if shots is None or (options.num_fewshot is not None and shots != 0):  # 0: the task is made for none
@@ -180,7 +183,7 @@ def _evaluate(lm: NativeLM, loaded: Loaded, options: LmEvalOptions) -> dict[str,
 
 
 def _metrics(answered: Mapping[str, Any]) -> Metrics:
-    """The numbers of each task and group."""
+    """Numbers of each task and group."""
     found: Metrics = {}
     for task, values in answered["results"].items():
         named = {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
@@ -197,7 +200,7 @@ def _metrics(answered: Mapping[str, Any]) -> Metrics:
 
 
 def _details(answered: Mapping[str, Any]) -> dict[str, Any]:
-    """What belongs to the numbers: samples, versions and examples in the prompt, by task."""
+    """Circumstances of the numbers, by task: samples, versions and examples in the prompt."""
     samples = {task: count["effective"] for task, count in answered["n-samples"].items()}
     return {
         "samples": samples,
@@ -207,7 +210,7 @@ def _details(answered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(metrics: Metrics) -> Iterator[tuple[str, float]]:
-    """The metrics as `<task>/<metric>`, without standard errors."""
+    """Yield the metrics as `<task>/<metric>`, without standard errors."""
     for task, values in metrics.items():
         for key, value in values.items():
             if "_stderr" not in key:
@@ -215,7 +218,7 @@ def _numbers(metrics: Metrics) -> Iterator[tuple[str, float]]:
 
 
 def _table(found: Mapping[str, Metrics]) -> Iterator[str]:
-    """A line for each metric, a column for each attention."""
+    """Yield a line for each metric, with a column for each attention."""
     first = next(iter(found.values()))
     keys = [tuple(number.rsplit("/", 1)) for number, _ in _numbers(first)]
     width = max([len("task"), *(len(task) for task, _ in keys)]) + 2

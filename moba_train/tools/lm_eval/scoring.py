@@ -20,19 +20,19 @@ class Continuation:
     """Tokens that the model reads, and those that it is to predict."""
 
     read: Document
-    """Context and continuation, without the continuation's last token. At least as many as `predicted`."""
+    """Context and continuation, without the continuation's last token; at least as many tokens as `predicted`."""
     predicted: Document
     """The continuation, which the last tokens of `read` predict."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a continuation was predicted."""
+    """Quality of the prediction of a continuation."""
 
     log_likelihood: float
-    """Sum over its tokens, in nats."""
+    """Sum of the log-likelihoods of its tokens, in nats."""
     greedy: bool
-    """Whether each of its tokens is the most likely one."""
+    """True if each of its tokens is the most likely one."""
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def score(
     batch_tokens: int,
     on_done: Callable[[int], object] = lambda _count: None,
 ) -> list[Score]:
-    """The score of each continuation, with the model's present attention.
+    """Score of each continuation, with the model's present attention.
 
     A pass takes documents of at most `batch_tokens` tokens together, or a single longer one; texts that are read for
     several continuations are read once. `on_done` gets the number of continuations scored by each pass.
@@ -62,8 +62,8 @@ def score(
 
 
 def _passes(continuations: Sequence[Continuation], batch_tokens: int) -> Iterator[dict[Document, list[int]]]:
-    """For each pass, its documents and the continuations that each is read for, longest documents first: what does not
-    fit into memory fails at once."""
+    """Yield, for each pass, its documents with the continuations that each is read for. The longest documents come
+    first, so that a pass that does not fit into memory fails at once."""
     readers: dict[Document, list[int]] = {}
     for index in sorted(range(len(continuations)), key=lambda index: -len(continuations[index].read)):
         readers.setdefault(continuations[index].read, []).append(index)

@@ -30,15 +30,15 @@ _UNREACHABLE = {
     "URLError",
     "gaierror",
 }
-"""Classes of errors by which the packages that download say that they cannot."""
+"""Classes of errors that packages raise when they cannot download."""
 
 
 def load_tasks(names: Sequence[str], include: Path | None, tokenizer: Any, lengths: Sequence[int]) -> Loaded:
-    """The tasks, groups and tags of these names, with their samples. `*` in a name stands for any text.
+    """Tasks, groups and tags of these names, with their samples. `*` in a name stands for any text.
 
-    include    folder with further tasks
-    tokenizer  of transformers, loaded from a folder, which RULER's tasks load it from too
-    lengths    of RULER's samples, in tokens
+    include: folder with further tasks
+    tokenizer: of transformers, loaded from a folder, from which RULER's tasks also load it
+    lengths: of RULER's samples, in tokens
 
     Raises UserError for unknown names, and for tasks that cannot be loaded here.
     """
@@ -62,7 +62,7 @@ def load_tasks(names: Sequence[str], include: Path | None, tokenizer: Any, lengt
 
 
 def _matching(manager: TaskManager, names: Sequence[str]) -> list[str]:
-    """The names of all tasks that are asked for. Raises UserError where one has none."""
+    """Names of all tasks that are asked for. Raises UserError for a name that no task matches."""
     found: dict[str, None] = {}
     for name in names:
         matching = manager.match_tasks([name])
@@ -93,7 +93,7 @@ def _load(manager: TaskManager, name: str, downloads: "_PostponedDownloads") -> 
 
 
 def _reason(error: BaseException) -> str:
-    """Why a task cannot be loaded, after its name."""
+    """Reason why a task cannot be loaded, as text that follows its name."""
     causes = list(_causes(error))
     text = " ".join(str(error).split())
     if any(type(cause).__name__ in _UNREACHABLE for cause in causes):
@@ -107,14 +107,14 @@ def _reason(error: BaseException) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that led to it."""
+    """Yield the error, and those that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _check(name: str, task: Task) -> None:
-    """Raises UserError for tasks that cannot run here."""
+    """Raise UserError for tasks that cannot run here."""
     if getattr(task, "UNSAFE_CODE", False):
         raise UserError(
             f"task {name} runs code that the model writes, which moba-train lm-eval does not; convert the checkpoint "
@@ -132,7 +132,7 @@ class _PostponedDownloads:
 
     @contextlib.contextmanager
     def postponed(self) -> Iterator[None]:
-        """Inside, `nltk.download` notes what is wanted."""
+        """Note the downloads that are wanted instead of making them, inside the block."""
         try:
             import nltk
         except ImportError:
@@ -146,7 +146,7 @@ class _PostponedDownloads:
             nltk.download = download
 
     def catch_up(self) -> None:
-        """Download what was wanted."""
+        """Make the downloads that were wanted."""
         import nltk
 
         for wanted in self.wanted:

@@ -32,10 +32,10 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.optim import OptimConfig
 from moba_train.config.precision import PrecisionConfig
 from moba_train.memory.devices import H200, local_gpu, local_host_memory
-from moba_train.memory.flops import attention_matrices, feed_forward_matrices
 from moba_train.memory.layer_memory import block_bytes
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.loss import CompiledChunkLoss, chunk_loss, weighted_loss_sum
+from moba_train.model.spec import attention_matrices, feed_forward_matrices
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS, build_optimizer, set_learning_rate
 from moba_train.parallel.activations import wrap_blocks

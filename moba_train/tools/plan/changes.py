@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
 
-from moba_train.config.schema import RunConfig
+from moba_train.config.parallel import ParallelConfig
 from moba_train.errors import ConfigError
 from moba_train.memory.devices import Gpu
-from moba_train.memory.plan import Plan, StagePlan
+from moba_train.memory.memory import MemoryPolicy
 from moba_train.memory.shortage import usable_bytes
+from moba_train.resolve.plan import Plan, StagePlan
+from moba_train.resolve.run import ResolvedRun
 
 Replan = Callable[[Sequence[str], int], Plan]
 """Plans the recipe with further overrides on a number of GPUs. Raises ConfigError for what cannot work."""
@@ -47,13 +49,13 @@ class Changes(NamedTuple):
     """The change that needs least memory where none fits; None: none can be planned, or some fit."""
 
 
-def cheapest_changes(config: RunConfig, plan: Plan, gpu: Gpu, replan: Replan, most: int = 3) -> Changes:
-    """The `most` cheapest changes that make `plan`, the plan of `config`, fit `gpu`.
+def cheapest_changes(run: ResolvedRun, plan: Plan, gpu: Gpu, replan: Replan, most: int = 3) -> Changes:
+    """The `most` cheapest changes that make `plan`, the plan of `run`, fit `gpu`.
 
     Settings are changed one at a time, then two and three at once until `most` changes fit. Each candidate is planned
     as a recipe of its own. A change is left out if a part of it fits already.
     """
-    settings = _settings(config, plan, gpu)
+    settings = _settings(run.parallel, run.memory, plan, gpu)
     fitting: dict[tuple[int, ...], Change] = {}
     nearest: Change | None = None
     for count in range(1, _MOST_CHANGES + 1):
@@ -71,7 +73,7 @@ def cheapest_changes(config: RunConfig, plan: Plan, gpu: Gpu, replan: Replan, mo
                 nearest = change
         if len(fitting) >= most:
             break
-    cheapest = sorted(fitting.values(), key=lambda change: (change.plan.world_size, change.plan.recomputed_seconds))
+    cheapest = sorted(fitting.values(), key=lambda change: (change.plan.world.ranks, change.plan.recomputed_seconds))
     return Changes(tuple(cheapest[:most]), None if cheapest else nearest)
 
 
@@ -90,17 +92,15 @@ def _levels(sizes: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
             yield tuple(levels.get(index, 0) for index in range(len(sizes)))
 
 
-def _settings(config: RunConfig, plan: Plan, gpu: Gpu) -> list[list[_Value]]:
+def _settings(parallel: ParallelConfig, policy: MemoryPolicy, plan: Plan, gpu: Gpu) -> list[list[_Value]]:
     """The settings that save memory, each with its values from the mildest on."""
     large = [item for item in plan.stages if item.memory.total > usable_bytes(gpu)]
     mesh = plan.stages[0].mesh
     powers = [2**exponent for exponent in range(1, 11)]
-    fill = () if -1 in (config.parallel.dp_shard, config.parallel.dp_replicate) else ("parallel.dp_shard=-1",)
+    fill = () if -1 in (parallel.dp_shard, parallel.dp_replicate) else ("parallel.dp_shard=-1",)
     less_kept = {"none": ("budget", "full"), "selective": ("budget", "full"), "full": ("budget",), "budget": ()}
-    recomputing = [
-        _Value((f"activation_checkpointing={policy}",)) for policy in less_kept[config.activation_checkpointing]
-    ]
-    offload = [] if config.activation_offload else [_Value(("activation_offload=true",))]
+    recomputing = [_Value((f"activation_checkpointing={less}",)) for less in less_kept[policy.checkpointing]]
+    offload = [] if policy.offload else [_Value(("activation_offload=true",))]
     micro = [
         _Value(tuple(_override(item, "micro_batch_size", item.stage.micro_batch_size // power) for item in divided))
         for power in powers
@@ -109,10 +109,12 @@ def _settings(config: RunConfig, plan: Plan, gpu: Gpu) -> list[list[_Value]]:
     context = [
         _Value((*(_override(item, "parallel.cp", item.mesh.cp * power) for item in large), *fill))
         for power in powers
-        if all(item.mesh.cp * item.mesh.tp * power <= _MOST_GPUS * plan.world_size for item in large)
+        if all(item.mesh.cp * item.mesh.tp * power <= _MOST_GPUS * plan.world.ranks for item in large)
     ]
     tensor = [
-        _Value((f"parallel.tp={mesh.tp * power}", *fill)) for power in powers if mesh.tp * power <= plan.ranks_per_node
+        _Value((f"parallel.tp={mesh.tp * power}", *fill))
+        for power in powers
+        if mesh.tp * power <= plan.world.ranks_per_node
     ]
     replicas = [
         _Value((f"parallel.dp_replicate={mesh.dp_replicate // power}", "parallel.dp_shard=-1"))
@@ -130,8 +132,8 @@ def _override(item: StagePlan, key: str, value: int) -> str:
 def _planned(values: Sequence[_Value], plan: Plan, replan: Replan) -> Change | None:
     """The change to `values`, planned; None if it cannot work."""
     overrides = tuple(dict.fromkeys(override for value in values for override in value.overrides))
-    gpus = plan.world_size * max(value.gpus for value in values)
+    gpus = plan.world.ranks * max(value.gpus for value in values)
     try:
-        return Change(overrides, replan(overrides, gpus), gpus if gpus != plan.world_size else None)
+        return Change(overrides, replan(overrides, gpus), gpus if gpus != plan.world.ranks else None)
     except ConfigError:
         return None

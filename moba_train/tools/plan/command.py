@@ -7,20 +7,19 @@ from typing import Any
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.checkpoint.publish import Accept, is_finite, latest_checkpoint, newest_first, saved_step
-from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.checkpoint.retention import Marks
 from moba_train.config.load import load_config
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
+from moba_train.config.mesh import WorldSize
 from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import CheckpointError, PlanError, UserError
-from moba_train.memory.devices import H200, Gpu, local_host_bytes, local_host_memory, peak_or_default
+from moba_train.memory.devices import H200, Device, Gpu, local_host_memory, peak_or_default
 from moba_train.memory.flops import stage_documents
-from moba_train.memory.plan import Plan, make_plan
 from moba_train.memory.shortage import host_shortage, shortage
 from moba_train.parallel.links import LINKS
 from moba_train.resolve.data import check_one_tokenizer
-from moba_train.resolve.recipe import validate
+from moba_train.resolve.plan import Plan, make_plan
+from moba_train.resolve.recipe import resolve
+from moba_train.resolve.run import ResolvedRun, RunFolders
 from moba_train.resolve.warnings import print_recipe_warnings
 from moba_train.run.restarts import Restarts, choose_checkpoint
 from moba_train.run.resumable import resumed_progress
@@ -52,60 +51,61 @@ def plan_recipe(
     """
     links = LINKS._replace(network=network * 1e9 / 8)
     rate = tflops or peak_or_default(gpu)
-    memory = gpu.memory if gpu else None
     config = load_config(recipe, overrides)
     per_node = min(gpus, gpus_per_node)
-    host = local_host_bytes(per_node) if gpu and is_here else None
-    validate(config, world_size=gpus, check_files=check_files, ranks_per_node=per_node, gpu=gpu)
+    host = local_host_memory(per_node) if gpu and is_here else None
+    device = Device(gpu, host, is_here=False) if gpu else None  # packages may be missing where a run is planned
+    run = resolve(config, WorldSize(gpus, per_node), device, check_files=check_files)
     if not check_files:
-        check_one_tokenizer(config)
-    made = make_plan(config, gpus, rate, mfu, per_node, memory, host_bytes=host, links=links)
+        check_one_tokenizer(config.data, config.stages)
+    made = make_plan(run, rate, mfu, links=links)
     console = table_console()
     print_plan(made, console)
     print_fit(made, gpu, console)
-    print_over_budget(config, made.stages, console)
-    print_recipe_warnings(config)
-    print_start_warnings(config)
-    if host is not None and (warning := host_shortage(made, local_host_memory(per_node))):
+    print_over_budget(run.memory.gpu_bytes, made.stages, console)
+    print_recipe_warnings(run)
+    print_start_warnings(run)
+    activations = {item.stage.name: item.activations for item in made.stages}
+    if host is not None and (warning := host_shortage(activations, host)):
         console.print(f"warning: {warning}", soft_wrap=True)
     if gpu is None:
         return
 
     def replan(changes: Sequence[str], ranks: int) -> Plan:
         changed = load_config(recipe, [*overrides, *changes])
-        validate(changed, world_size=ranks, ranks_per_node=min(ranks, gpus_per_node), gpu=gpu)
         documents = [item.documents for item in made.stages]
-        return make_plan(changed, ranks, rate, mfu, min(ranks, gpus_per_node), memory, documents, host, links)
+        world = WorldSize(ranks, min(ranks, gpus_per_node))
+        return make_plan(resolve(changed, world, device), rate, mfu, documents, links)
 
     largest = largest_stage(made)
     if missing := shortage(largest.stage.name, largest.memory, gpu):
-        print_changes(made, cheapest_changes(config, made, gpu, replan), console)
+        print_changes(made, cheapest_changes(run, made, gpu, replan), console)
         raise PlanError(f"the plan does not fit: {missing}")
 
 
-def print_start_warnings(config: RunConfig) -> None:
-    """Warn of a start of a validated recipe in its run folder that training would refuse, or whose `init_from` it would
-    not read. Sizes of the checkpoint's files are compared; its bytes and the corpora are not read."""
+def print_start_warnings(run: ResolvedRun) -> None:
+    """Warn of a start of a run in its folder that training would refuse, or whose `init_from` it would not read. Sizes
+    of the checkpoint's files are compared; its bytes and the corpora are not read."""
     try:
-        path = _checkpoint_to_resume_from(config)
+        path = _checkpoint_to_resume_from(run.folders)
         if path is None:
             return
-        resumed_progress(config, read_meta(path), _tokenizer(config), str(path))
+        resumed_progress(run, read_meta(path), _tokenizer_hash(run.data.tokenizer), str(path))
     except CheckpointError as error:
         print(f"warning: training would refuse this recipe: {error}", flush=True)
         return
-    if config.init_from is not None:
+    if run.init_from is not None:
         print(
-            f"warning: init_from: {config.init_from} will not be read, because the run continues from its own "
-            f"checkpoint {path}; set run_dir to a new folder to begin with these weights",
+            f"warning: init_from: {run.init_from} will not be read, because the run continues from its own checkpoint "
+            f"{path}; set run_dir to a new folder to begin with these weights",
             flush=True,
         )
 
 
-def _checkpoint_to_resume_from(config: RunConfig) -> Path | None:
+def _checkpoint_to_resume_from(run: RunFolders) -> Path | None:
     """The checkpoint that a start takes; None where there is none. Nothing is recorded or set aside. Raises
     CheckpointError when there are some, but none can be used."""
-    folders = checkpoint_folders(config)
+    folders = run.checkpoints
     marks = Marks.read(folders[0])
 
     def find(accept: Accept) -> Path | None:
@@ -120,43 +120,44 @@ def _checkpoint_to_resume_from(config: RunConfig) -> Path | None:
     def mark(meta: dict[str, Any], reason: str) -> None:
         marks.add(saved_step(meta) or 0, meta.get("save_id", ""), reason)
 
-    return choose_checkpoint(find, marks, Restarts(Path(config.run_dir)).blames, mark)
+    return choose_checkpoint(find, marks, Restarts(run.run).blames, mark)
 
 
-def _tokenizer(config: RunConfig) -> str:
+def _tokenizer_hash(tokenizer: str | None) -> str:
     """The tokenizer's hash; empty where there is none, and where a plan without data does not find it."""
-    if config.data.tokenizer is not None:
+    if tokenizer is not None:
         with suppress(OSError, UserError):
-            return tokenizer_hash(config.data.tokenizer)
+            return tokenizer_hash(tokenizer)
     return ""
 
 
 def find_layouts(
     recipe: Path, overrides: Sequence[str], nodes: int, machine: Machine, check_files: bool
-) -> tuple[RunConfig, Layouts]:
-    """The recipe and its five best layouts, each of which `moba-train launch` accepts. Raises UserError."""
+) -> tuple[ResolvedRun, Layouts]:
+    """The run of a recipe, without layouts, and its five best layouts, each of which `moba-train launch` accepts.
+    Raises UserError."""
     config = load_config(recipe, overrides)
-    validate(config, check_files=check_files, gpu=machine.gpu)
+    device = Device(machine.gpu, host_memory=None, is_here=False)
+    run = resolve(config, None, device, check_files=check_files)
     if not check_files:
-        check_one_tokenizer(config)
-    documents = [stage_documents(config, stage) for stage in resolve_stages(config)]
+        check_one_tokenizer(config.data, config.stages)
+    documents = [stage_documents(run.samples, stage) for stage in run.stages]
 
     def accept(changes: Sequence[str]) -> None:
         changed = load_config(recipe, [*overrides, *changes])
-        world = nodes * machine.ranks_per_node
-        validate(changed, world_size=world, ranks_per_node=machine.ranks_per_node, gpu=machine.gpu)
+        resolve(changed, WorldSize(nodes * machine.ranks_per_node, machine.ranks_per_node), device)
 
-    return config, best_layouts(config, nodes, machine, documents, accept)
+    return run, best_layouts(run, nodes, machine, documents, accept)
 
 
 def plan_nodes(recipe: Path, overrides: Sequence[str], nodes: int, machine: Machine, check_files: bool) -> None:
     """Print the best layouts. Raises UserError."""
-    config, layouts = find_layouts(recipe, overrides, nodes, machine, check_files)
+    run, layouts = find_layouts(recipe, overrides, nodes, machine, check_files)
     console = table_console()
     print_layouts(layouts, nodes, machine, console)
-    print_over_budget(config, layouts.best[0].stages, console)
-    print_recipe_warnings(config)
-    print_start_warnings(config)
+    print_over_budget(run.memory.gpu_bytes, layouts.best[0].stages, console)
+    print_recipe_warnings(run)
+    print_start_warnings(run)
 
 
 def make_machine(gpu: Gpu | None, ranks_per_node: int, network: float, rates: Path | None) -> Machine:

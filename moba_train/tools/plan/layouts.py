@@ -10,12 +10,16 @@ from math import gcd
 from typing import NamedTuple
 
 from moba_train.config.mesh import MeshSizes, divisors
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.model import ModelConfig
+from moba_train.config.parallel import ParallelConfig
+from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError, PlanError
 from moba_train.memory.flops import Documents
+from moba_train.memory.memory import MemoryPolicy
 from moba_train.memory.shortage import format_gib, usable_bytes
+from moba_train.parallel.fsdp import ModelSetup
 from moba_train.parallel.pipeline.model import number_of_parts
+from moba_train.resolve.run import ResolvedRun, pipeline_parts
 from moba_train.tools.plan.step_time import AttentionTimes, Machine, StageStep, attention_times, predict_step
 
 _SHARED = ("pp", "tp", "dp_replicate", "dp_shard", "pp_layers", "tp_overlap")
@@ -62,24 +66,25 @@ class Layouts(NamedTuple):
 
 
 def best_layouts(
-    config: RunConfig, nodes: int, machine: Machine, documents: Sequence[Documents], accept: Accept, most: int = 5
+    run: ResolvedRun, nodes: int, machine: Machine, documents: Sequence[Documents], accept: Accept, most: int = 5
 ) -> Layouts:
-    """The `most` fastest layouts of a validated recipe on `nodes` nodes that fit the GPU and that `accept` lets
+    """The `most` fastest layouts of a run on `nodes` nodes that fit the GPU and that `accept` lets
     through; of those that differ in dp_replicate alone the fastest.
 
     documents: those of each stage. Raises PlanError, which says what comes nearest, if no layout divides the recipe's
     batches, or none fits; if `accept` refuses all, its error about the fastest.
     """
-    stages = resolve_stages(config)
+    model = run.setup.shape
+    stages = run.stages
     pairs = zip(stages, documents, strict=True)
-    attention = [attention_times(config, stage, own, machine.rates) for stage, own in pairs]
+    attention = [attention_times(model, stage, own, machine.rates) for stage, own in pairs]
     found = [
-        _predicted(config, shared, stages, meshes, attention, machine)
-        for shared, meshes in _candidates(config, stages, nodes, machine)
+        _predicted(run, parallel, meshes, attention, machine)
+        for parallel, meshes in _candidates(model, run.parallel, stages, nodes, machine)
     ]
     layouts = [layout for layout in found if layout is not None]
     if not layouts:
-        raise PlanError(_nothing_divides(config, stages, nodes, machine))
+        raise PlanError(_nothing_divides(model, run.parallel, stages, nodes, machine))
     limit = usable_bytes(machine.gpu)
     fitting = sorted((one for one in layouts if one.largest.memory <= limit), key=lambda one: one.seconds)
     if not fitting:
@@ -99,12 +104,10 @@ def best_layouts(
 
 
 def _candidates(
-    config: RunConfig, stages: Sequence[Stage], nodes: int, machine: Machine
-) -> Iterator[tuple[RunConfig, list[list[MeshSizes]]]]:
-    """All layouts that divide GPUs, model and batches: the recipe with the keys that all stages share, and the meshes
-    that each stage may have."""
+    model: ModelConfig, given: ParallelConfig, stages: Sequence[Stage], nodes: int, machine: Machine
+) -> Iterator[tuple[ParallelConfig, list[list[MeshSizes]]]]:
+    """All layouts that divide GPUs, model and batches: the keys that all stages share, and the meshes of each stage."""
     world = nodes * machine.ranks_per_node
-    model = config.model
     most_tp = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size, machine.ranks_per_node)
     most_copies = min(stage.batch_sequences for stage in stages)
     for pp in divisors(world):
@@ -114,8 +117,8 @@ def _candidates(
             for copies in divisors(world // (pp * tp)):
                 if copies > most_copies:
                     break
-                shared = _with_layout(config, pp, tp, copies)
-                if number_of_parts(shared.parallel) > model.layers:
+                shared = _with_layout(given, pp, tp, copies)
+                if number_of_parts(shared) > model.layers:
                     continue
                 whole = MeshSizes(pp, copies, world // (pp * tp * copies), 1, tp)
                 meshes = [[*_meshes(stage, whole)] for stage in stages]
@@ -123,11 +126,10 @@ def _candidates(
                     yield shared, meshes
 
 
-def _with_layout(config: RunConfig, pp: int, tp: int, copies: int) -> RunConfig:
-    own = config.parallel
+def _with_layout(own: ParallelConfig, pp: int, tp: int, copies: int) -> ParallelConfig:
     update: dict[str, object] = {"pp": pp, "tp": tp, "dp_replicate": copies, "dp_shard": -1}
     update |= {"pp_layers": own.pp_layers if pp == own.pp else "auto", "tp_overlap": own.tp_overlap and tp > 1}
-    return config.model_copy(update={"parallel": own.model_copy(update=update)})
+    return own.model_copy(update=update)
 
 
 def _meshes(stage: Stage, whole: MeshSizes) -> Iterator[MeshSizes]:
@@ -144,42 +146,50 @@ def _meshes(stage: Stage, whole: MeshSizes) -> Iterator[MeshSizes]:
 
 
 def _predicted(
-    given: RunConfig,
-    shared: RunConfig,
-    stages: Sequence[Stage],
+    run: ResolvedRun,
+    parallel: ParallelConfig,
     meshes: Sequence[Sequence[MeshSizes]],
     attention: Sequence[AttentionTimes],
     machine: Machine,
 ) -> Layout | None:
     """The layout with the fastest mesh of each stage that fits the GPU, or the one that needs least memory; None if
     a stage cannot run on any."""
+    parts = pipeline_parts(run.setup.shape, parallel, run.stages, run.memory.checkpointing)
+    setup = replace(run.setup, parts=parts)
     steps = []
-    for stage, times, own_meshes in zip(stages, attention, meshes, strict=True):
-        found = [step for mesh in own_meshes if (step := _step(shared, stage, mesh, times, machine))]
+    for stage, times, own_meshes in zip(run.stages, attention, meshes, strict=True):
+        tried = (_step(setup, run.memory, parallel, stage, mesh, times, machine) for mesh in own_meshes)
+        found = [step for step in tried if step is not None]
         if not found:
             return None
         fitting = [step for step in found if step.memory <= usable_bytes(machine.gpu)]
         fastest = min(fitting, key=lambda step: step.time.seconds, default=None)
         steps.append(fastest or min(found, key=lambda step: step.memory))
-    return Layout(_arguments(given, shared, stages, steps), tuple(steps))
+    return Layout(_arguments(run.parallel, parallel, run.stages, steps), tuple(steps))
 
 
 def _step(
-    config: RunConfig, stage: Stage, mesh: MeshSizes, attention: AttentionTimes, machine: Machine
+    setup: ModelSetup,
+    policy: MemoryPolicy,
+    shared: ParallelConfig,
+    stage: Stage,
+    mesh: MeshSizes,
+    attention: AttentionTimes,
+    machine: Machine,
 ) -> StageStep | None:
-    parallel = {name: getattr(config.parallel, name) for name in _SHARED} | {"cp": mesh.cp}
+    parallel = {name: getattr(shared, name) for name in _SHARED} | {"cp": mesh.cp}
     laid_out = replace(stage, parallel=stage.parallel.model_copy(update=parallel))
     try:
-        return predict_step(config, laid_out, mesh, attention, machine)
+        return predict_step(setup, policy, laid_out, mesh, attention, machine)
     except (ConfigError, ValueError):  # too little host memory, or a transport that cannot do these sizes
         return None
 
 
 def _arguments(
-    given: RunConfig, config: RunConfig, stages: Sequence[Stage], steps: Sequence[StageStep]
+    given: ParallelConfig, shared: ParallelConfig, stages: Sequence[Stage], steps: Sequence[StageStep]
 ) -> tuple[str, ...]:
-    """Overrides that change the recipe `given`, with its `stages`, into this layout."""
-    values = {name: (getattr(given.parallel, name), getattr(config.parallel, name)) for name in _SHARED}
+    """Overrides that change a recipe with the layout `given` and these `stages` into this layout."""
+    values = {name: (getattr(given, name), getattr(shared, name)) for name in _SHARED}
     changed = [
         f"parallel.{name}={str(value).lower().replace(' ', '')}"
         for name, (before, value) in values.items()
@@ -190,10 +200,12 @@ def _arguments(
     return (*changed, *own)
 
 
-def _nothing_divides(config: RunConfig, stages: Sequence[Stage], nodes: int, machine: Machine) -> str:
+def _nothing_divides(
+    model: ModelConfig, parallel: ParallelConfig, stages: Sequence[Stage], nodes: int, machine: Machine
+) -> str:
     stage = min(stages, key=lambda stage: stage.batch_sequences // stage.micro_batch_size)
     powers = [2**exponent for exponent in reversed(range((nodes - 1).bit_length()))]
-    fewer = [count for count in powers if any(_candidates(config, stages, count, machine))]
+    fewer = [count for count in powers if any(_candidates(model, parallel, stages, count, machine))]
     nearest = f"nearest: --nodes {fewer[0]}" if fewer else "no smaller number of nodes does, either"
     gpus = nodes * machine.ranks_per_node
     return (

@@ -11,13 +11,11 @@ from rich.table import Table
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import format_count, format_duration
 from moba_train.config.explain import given
-from moba_train.config.schema import RunConfig
 from moba_train.errors import named_layers
 from moba_train.memory.devices import Gpu
 from moba_train.memory.moments import MEMORY_PARTS
-from moba_train.memory.pipeline import PipelinePlan
-from moba_train.memory.plan import ContextPlan, Plan, StagePlan
 from moba_train.memory.shortage import format_gib, over_budget, usable_bytes
+from moba_train.resolve.plan import ContextPlan, PipelinePlan, Plan, StagePlan
 from moba_train.tools.plan.changes import Change, Changes, largest_stage
 from moba_train.tools.plan.layouts import Layout, Layouts
 from moba_train.tools.plan.step_time import Machine, StageStep
@@ -27,7 +25,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     """Print the layout, then parameters, stages, FLOPs, memory and communication as tables."""
     layouts = dict.fromkeys(_layout(item) for item in plan.stages)
     console.print(
-        f"{plan.world_size} GPUs: {', then '.join(layouts)}; "
+        f"{plan.world.ranks} GPUs: {', then '.join(layouts)}; "
         f"time at {plan.peak_tflops:g} TFLOP/s peak and {plan.mfu:.0%} utilisation"
     )
     console.print(_parameters(plan))
@@ -45,8 +43,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     if any(item.context for item in plan.stages):
         console.print(_context(plan))
     for item in plan.stages:
-        if item.context:
-            console.print(f"{item.stage.name}: {item.context.reason}", soft_wrap=True)
+        if item.layout.reason:
+            console.print(f"{item.stage.name}: {item.layout.reason}", soft_wrap=True)
     at_most = "at most " if any(item.stage.until for item in plan.stages) else ""
     console.print(f"all stages: {at_most}{format_duration(plan.seconds)}")
 
@@ -64,10 +62,10 @@ def print_fit(plan: Plan, gpu: Gpu | None, console: Console) -> None:
     console.print(text, soft_wrap=True)
 
 
-def print_over_budget(config: RunConfig, stages: Sequence[StagePlan | StageStep], console: Console) -> None:
+def print_over_budget(gpu_bytes: float | None, stages: Sequence[StagePlan | StageStep], console: Console) -> None:
     """Print a warning for each of the stages that needs more than memory.gpu_gib."""
     for item in stages:
-        if warning := over_budget(config, item.stage, item.activations.memory):
+        if warning := over_budget(item.stage.name, item.activations.memory, gpu_bytes):
             console.print(f"warning: {warning}", soft_wrap=True)
 
 
@@ -131,7 +129,7 @@ def _stages(plan: Plan) -> Table:
         "steps": _steps,
         "tokens per step": lambda item: f"{item.stage.batch_tokens:,}",
         "layout": _layout,
-        "micro-batches per step": lambda item: str(item.accumulation),
+        "micro-batches per step": lambda item: str(item.layout.micro_batches),
         "time (estimate)": lambda item: ("at most " if item.stage.until else "") + format_duration(item.seconds),
     }
     if any(item.mesh.tp > 1 for item in plan.stages):
@@ -191,8 +189,8 @@ def _pipeline(plan: Plan) -> Table:
         return text(item.pipeline) if item.pipeline else "-"
 
     rows: dict[str, Callable[[PipelinePlan], str]] = {
-        "layers of each part (pp_layers)": lambda pipeline: ", ".join(map(str, pipeline.layers)),
-        "best for all stages together": lambda pipeline: ", ".join(map(str, pipeline.best_layers)),
+        "layers of each part (pp_layers)": lambda pipeline: ", ".join(map(str, pipeline.parts)),
+        "best for all stages together": lambda pipeline: ", ".join(map(str, pipeline.best_parts)),
         "bubble (time in which a rank waits)": lambda pipeline: f"{pipeline.bubble:.1%}",
     }
     columns: dict[str, Callable[[StagePlan], str]] = {name: partial(show, text) for name, text in rows.items()}
@@ -212,7 +210,7 @@ def _context(plan: Plan) -> Table:
     }
     title = (
         f"Context parallelism: one layer and micro-batch on one rank, forward and backward\n(H200, "
-        f"{plan.ranks_per_node} GPUs a node, {8e-9 * plan.links.network:g} Gbit/s a GPU between nodes)"
+        f"{plan.world.ranks_per_node} GPUs a node, {8e-9 * plan.links.network:g} Gbit/s a GPU between nodes)"
     )
     columns: dict[str, Callable[[StagePlan], str]] = {name: partial(_context_cell, show) for name, show in rows.items()}
     columns["exposed communication, ms"] = partial(_by_attention, ContextPlan.exposed_seconds)

@@ -14,22 +14,25 @@ from typing import NamedTuple
 
 from moba_train.config.attention import LayerAttention
 from moba_train.config.mesh import MeshSizes
-from moba_train.config.schema import RunConfig
+from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import PlanError
-from moba_train.memory.activations import StageActivations, stage_activations
-from moba_train.memory.devices import Gpu
-from moba_train.memory.flops import Documents, attention_matrices, feed_forward_matrices, layer_flops
+from moba_train.memory.activations import StageActivations
+from moba_train.memory.devices import Device, Gpu
+from moba_train.memory.flops import Documents, layer_flops
 from moba_train.memory.layer_memory import block_bytes
-from moba_train.memory.memory import NO_TRANSPORT, element_bytes, memory_for_buffers
-from moba_train.memory.pipeline import pipeline_layers, rank_costs, rank_work, step_length
-from moba_train.memory.plan import repeated_transfers
+from moba_train.memory.memory import MemoryPolicy
+from moba_train.memory.pipeline import rank_costs, rank_work, step_length
 from moba_train.memory.weights import gathered_bytes, rank_weights
+from moba_train.model.spec import attention_matrices, feed_forward_matrices
 from moba_train.parallel.activations import Kept
 from moba_train.parallel.context.costs import TransportCost
 from moba_train.parallel.context.policy import predict_cost
+from moba_train.parallel.fsdp import ModelSetup
 from moba_train.parallel.links import LinkedGroup, Links, Traffic, linked_group
-from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
+from moba_train.parallel.stage_strategy import stage_attention_shape
+from moba_train.resolve.plan import repeated_transfers
+from moba_train.resolve.run import stage_layout
 from moba_train.tools.plan.rates import CALIBRATE, Rates
 
 TENSOR_TRANSFERS = 8  # of tensor parallelism in a block's forward and backward pass
@@ -55,15 +58,15 @@ AttentionTimes = Mapping[LayerAttention, tuple[float, float]]
 """Seconds of each attention of a stage for a token, over the ranks that share it: forward, and forward and backward."""
 
 
-def attention_times(config: RunConfig, stage: Stage, documents: Documents, rates: Rates) -> AttentionTimes:
+def attention_times(model: ModelConfig, stage: Stage, documents: Documents, rates: Rates) -> AttentionTimes:
     """Times of the attentions of a stage whose sequences hold `documents`. They are the same on every mesh.
 
     Raises PlanError for a kind that was not measured.
     """
     found = {}
     for layer in dict.fromkeys(stage.attention):
-        rate = rates.attention_rate(layer, config.model.head_width, stage.seq_len)
-        flops = layer_flops(config.model, layer, documents.lengths) / documents.tokens / rates.attention_in_step
+        rate = rates.attention_rate(layer, model.head_width, stage.seq_len)
+        flops = layer_flops(model, layer, documents.lengths) / documents.tokens / rates.attention_in_step
         found[layer] = flops / 3 / rate.forward, flops / rate.both
     return found
 
@@ -156,7 +159,12 @@ class StageStep:
 
 
 def predict_step(
-    config: RunConfig, stage: Stage, sizes: MeshSizes, attention: AttentionTimes, machine: Machine
+    setup: ModelSetup,
+    policy: MemoryPolicy,
+    stage: Stage,
+    sizes: MeshSizes,
+    attention: AttentionTimes,
+    machine: Machine,
 ) -> StageStep:
     """The steps of `stage` on a mesh of these sizes, given the times of its attentions (`attention_times`).
 
@@ -164,27 +172,26 @@ def predict_step(
     where the configured transport cannot do these sizes.
     """
     rates = machine.rates
-    if config.precision.compute == "fp32":
+    precision = setup.computation.precision
+    if precision.compute == "fp32":
         raise PlanError("precision.compute: given fp32, whose steps were never measured; allowed: auto or bf16")
-    if config.optim.kind not in rates.update_s:
+    if policy.optimizer not in rates.update_s:
         raise PlanError(
-            f"optim.kind: given {config.optim.kind}, whose update was not measured on {rates.gpu}, so no step with it "
+            f"optim.kind: given {policy.optimizer}, whose update was not measured on {rates.gpu}, so no step with it "
             f"can be predicted; measured: {', '.join(rates.update_s)}; {CALIBRATE}"
         )
-    if config.precision.linear == "fp8" and rates.float8_products is None:
+    if precision.linear == "fp8" and rates.float8_products is None:
         raise PlanError(
             f"precision.linear: given fp8, which was not measured on {rates.gpu}; {CALIBRATE}, if torchao is installed"
         )
+    device = Device(machine.gpu, host_memory=None, is_here=False)
+    layout = stage_layout(setup, policy, stage, sizes, machine.ranks_per_node, device)
     transport = None
-    if sizes.cp > 1:
-        width = element_bytes(config)
-        for_buffers = memory_for_buffers(config, stage, sizes, machine.gpu.memory)
-        strategy, _ = stage_strategy(config, stage, machine.ranks_per_node, width, for_buffers)
-        transport = predict_cost(strategy, stage_attention_shape(config, stage, width))
-    buffers = transport.memory if transport else NO_TRANSPORT
-    activations = stage_activations(config, stage, sizes, machine.gpu.memory, None, buffers)
-    step = _Step(config, stage, sizes, attention, machine, transport, activations)
-    return StageStep(stage, sizes, activations, step.time(), step.traffic())
+    if layout.strategy is not None:
+        shape = stage_attention_shape(setup.shape, stage, setup.computation.width)
+        transport = predict_cost(layout.strategy, shape)
+    step = _Step(setup, policy.optimizer, stage, sizes, attention, machine, transport, layout.activations)
+    return StageStep(stage, sizes, layout.activations, step.time(), step.traffic())
 
 
 class _Step:
@@ -192,7 +199,8 @@ class _Step:
 
     def __init__(
         self,
-        config: RunConfig,
+        setup: ModelSetup,
+        optimizer: str,
         stage: Stage,
         sizes: MeshSizes,
         attention: AttentionTimes,
@@ -201,14 +209,18 @@ class _Step:
         activations: StageActivations,
     ) -> None:
         """transport: of one layer under context parallelism."""
-        self._config = config
+        model = setup.shape
+        self._model = model
+        self._computation = setup.computation
+        self._optimizer = optimizer
+        self._parallel = stage.parallel
         self._sizes = sizes
         self._attention = attention
         self._machine = machine
         self._transport = transport
-        self._width = element_bytes(config)
+        self._width = setup.computation.width
         self._tokens = stage.micro_batch_size * stage.seq_len / sizes.cp  # of a tp group
-        self._hidden_bytes = self._tokens * config.model.hidden_size * self._width
+        self._hidden_bytes = self._tokens * model.hidden_size * self._width
         self._kept = [layer.kept for layer in activations.layers]
         keys = list(zip(stage.attention, self._kept, strict=True))
         by_key = {key: self._layer(*key) for key in dict.fromkeys(keys)}
@@ -216,10 +228,11 @@ class _Step:
         self._micro_batches = stage.batch_sequences // (stage.micro_batch_size * sizes.dp)
         self._share = self._micro_batches / sizes.pp
         """Micro-batches of all layers that make a rank's work."""
-        self._parts = pipeline_layers(config)
-        last = rank_work(config, stage, sizes, sizes.pp - 1)
+        self._parts = setup.parts
+        last = rank_work(model, setup.parts, stage, sizes, sizes.pp - 1)
         self._blocks = len(last.layers)
-        self._weights = rank_weights(config, sizes, self._width, last)  # of the rank with the output
+        # Of the rank with the output.
+        self._weights = rank_weights(setup.spec, setup.computation, stage.parallel, optimizer, sizes, last)
         self._in_blocks = sum(self._weights.blocks.values())
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
@@ -243,7 +256,7 @@ class _Step:
             memory=layers("memory") + self._copies(),
             loss=self._share * self._output_seconds(),
             repeated=layers("repeated"),
-            optimizer=(rates.update_s[self._config.optim.kind] + NORM_BYTES / rates.memory) * self._weights.shard,
+            optimizer=(rates.update_s[self._optimizer] + NORM_BYTES / rates.memory) * self._weights.shard,
             fsdp=self._rounds * self._waiting_for_weights(),
             tp=layers("tp") + self._share * self._output_tensor_bytes() / self._machine.links.node,
             cp=layers("cp"),
@@ -264,14 +277,14 @@ class _Step:
 
     def _layer(self, attention: LayerAttention, kept: Kept) -> LayerTime:
         """A layer with this attention that keeps so much for its backward pass."""
-        model, rates = self._config.model, self._machine.rates
+        model, rates = self._model, self._machine.rates
         tokens = self._tokens / self._sizes.tp
         forward_s, attention_s = (tokens * seconds for seconds in self._attention[attention])
-        float8 = rates.float8_products if self._config.precision.linear == "fp8" else None
+        float8 = rates.float8_products if self._computation.precision.linear == "fp8" else None
         product_s = 2 * tokens / (float8 or rates.products)  # of a weight, forward
         # In FP8, too, the inputs of products are read and written in the layer's precision.
-        block = block_bytes(model, self._width, self._sizes.tp, self._config.compile, input_width=self._width)
-        passes = rates.compiled_passes if self._config.compile else rates.eager_passes
+        block = block_bytes(model, self._width, self._sizes.tp, self._computation.compiled, input_width=self._width)
+        passes = rates.compiled_passes if self._computation.compiled else rates.eager_passes
         memory_s = passes * (block.attention + block.feed_forward) * tokens / rates.memory
         repeated = 0.0 if kept is Kept.ALL else memory_s / 3
         repeated += forward_s if kept < Kept.ATTENTION else 0.0
@@ -288,7 +301,7 @@ class _Step:
 
     def _tensor_bytes(self, kept: Kept, exposed: bool = False) -> float:
         """Bytes that a rank receives from its tp group for a layer; `exposed`: those that nothing hides."""
-        overlapped = exposed and self._config.parallel.tp_overlap
+        overlapped = exposed and self._parallel.tp_overlap
         transfers = (_NOT_OVERLAPPED if overlapped else TENSOR_TRANSFERS) + repeated_transfers(kept)
         return transfers * self._hidden_bytes * (1 - 1 / self._sizes.tp)
 
@@ -302,14 +315,14 @@ class _Step:
 
     def _output_seconds(self) -> float:
         """Seconds of the output projection and its loss."""
-        model, rates = self._config.model, self._machine.rates
+        model, rates = self._model, self._machine.rates
         logits = self._tokens / self._sizes.tp * model.vocab_size
-        passed = rates.compiled_loss_bytes if self._config.compile else rates.eager_loss_bytes
+        passed = rates.compiled_loss_bytes if self._computation.compiled else rates.eager_loss_bytes
         return logits * (6 * model.hidden_size / rates.products + passed / rates.memory)
 
     def _output_tensor_bytes(self) -> float:
         """Bytes of the output weight, and of its gradient, that a rank receives from its tp group for the loss."""
-        weight = self._width * self._config.model.vocab_size * self._config.model.hidden_size
+        weight = self._width * self._model.vocab_size * self._model.hidden_size
         return 2 * weight * (1 - 1 / self._sizes.tp)
 
     def _group(self, *dimensions: str) -> LinkedGroup:
@@ -323,7 +336,7 @@ class _Step:
         block, outer = self._in_blocks / blocks, self._weights.outer
         head = self._weights.ends - outer
         width = self._width
-        gather_s = shards.gather_seconds(gathered_bytes(self._config, width) * block, links)
+        gather_s = shards.gather_seconds(gathered_bytes(self._computation.precision, width) * block, links)
         outer_gather_s, head_gather_s = (shards.gather_seconds(width * count, links) for count in (outer, head))
         reduce_s, outer_reduce_s, head_reduce_s = (
             shards.gather_seconds(self._weights.gradient_sent * count, links)
@@ -341,21 +354,23 @@ class _Step:
         """Bytes that a rank receives in a round of FSDP."""
         shards, copies = self._group("dp_shard", "cp"), self._group("dp_replicate")
         in_blocks, ends = self._in_blocks, self._weights.ends
-        gathered = self._gathers * gathered_bytes(self._config, self._width) * in_blocks + self._width * ends
+        gathered = (
+            self._gathers * gathered_bytes(self._computation.precision, self._width) * in_blocks + self._width * ends
+        )
         reduced = in_blocks + ends
         own = 4 * reduced / shards.ranks
         return shards.gather(gathered + self._weights.gradient_sent * reduced) + copies.gather(own).times(2)
 
     def _copies(self) -> float:
         """Seconds of FSDP's copies in the GPU's own memory, and of what it casts to FP8."""
-        cast = self._machine.rates.float8_weight_bytes if self._config.precision.linear == "fp8" else 0.0
+        cast = self._machine.rates.float8_weight_bytes if self._computation.precision.linear == "fp8" else 0.0
         gathered = GATHERED_COPIES * self._weights.total + SHARD_COPIES * self._weights.shard
         # Gradients, bf16, into the buffer of their reduction; those that are exchanged are then added up, by compiled
         # code in one pass, else one by one.
         sent = self._weights.gradient_sent
         reduced = (2 + sent) * self._weights.total
         if self._weights.exchanged:
-            again = 0 if self._config.compile else 8
+            again = 0 if self._computation.compiled else 8
             reduced += (sent + again) * self._weights.total + (4 - again) * self._weights.shard
         copied = self._rounds * (self._gathers * gathered + reduced + cast * self._in_blocks)
         copied += (self._micro_batches - self._rounds) * ACCUMULATED_COPIES * self._weights.total
@@ -368,7 +383,7 @@ class _Step:
             return 0.0
         layers = [layer.seconds for layer in self._layers]
         ranks = rank_costs(self._parts, pp, layers, self._output_seconds())
-        length = step_length(self._config.parallel, len(self._parts), ranks, self._micro_batches)
+        length = step_length(self._parallel, len(self._parts), ranks, self._micro_batches)
         return length - self._share * sum(ranks) + self._passed_on().seconds(self._machine.links)
 
     def _passed_on(self) -> Traffic:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moba_train.config.base import format_duration
-from moba_train.config.schema import RunConfig
+from moba_train.config.stages import Stage
 from moba_train.errors import PlanError
 from moba_train.strict_json import to_json
 from moba_train.telemetry.jsonl import read_records, write_atomically
@@ -57,11 +57,11 @@ def tune(
 
     output: file for the results as JSON. Raises UserError, PlanError if no layout could be trained.
     """
-    config, layouts = find_layouts(recipe, overrides, 1, machine, check_files=True)
+    run, layouts = find_layouts(recipe, overrides, 1, machine, check_files=True)
     tried = []
     for place, layout in enumerate(layouts.best, start=1):
         say(f"layout {place} of {len(layouts.best)}: {' '.join(layout.arguments) or OWN_LAYOUT}")
-        tried.append(_try(recipe, overrides, config, layout, place, machine.ranks_per_node, steps))
+        tried.append(_try(recipe, overrides, run.stages, layout, place, machine.ranks_per_node, steps))
     tried.sort(key=lambda one: one.seconds)
     if output is not None:
         content = {"format": 1, "rates": machine.rates.gpu, "layouts": list(map(_as_json, tried))}
@@ -76,12 +76,12 @@ def tune(
 
 
 def _try(
-    recipe: Path, overrides: Sequence[str], config: RunConfig, layout: Layout, place: int, ranks: int, steps: int
+    recipe: Path, overrides: Sequence[str], stages: Sequence[Stage], layout: Layout, place: int, ranks: int, steps: int
 ) -> Tried:
     """Train a layout in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        arguments = [str(recipe), *overrides, *layout.arguments, *_shortened(config, layout, steps, run)]
+        arguments = [str(recipe), *overrides, *layout.arguments, *_shortened(stages, layout, steps, run)]
         command = [*torchrun_command(ranks), "-m", "moba_train.train", *arguments]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode:
@@ -92,8 +92,8 @@ def _try(
         return Tried(layout, place, tuple(statistics.median(times[len(times) // 2 :]) for times in by_stage))
 
 
-def _shortened(config: RunConfig, layout: Layout, steps: int, run: Path) -> list[str]:
-    """Overrides that leave every stage `steps` steps and nothing else."""
+def _shortened(stages: Sequence[Stage], layout: Layout, steps: int, run: Path) -> list[str]:
+    """Overrides that leave each of the `stages` of the recipe `steps` steps and nothing else."""
     found = [
         f"run_dir={run}",
         "init_from=null",
@@ -102,9 +102,9 @@ def _shortened(config: RunConfig, layout: Layout, steps: int, run: Path) -> list
         "telemetry={report: false, console: false}",
         "optim.schedule={kind: constant}",
     ]
-    for index, (given, step) in enumerate(zip(config.stages, layout.stages, strict=True)):
+    for index, (given, step) in enumerate(zip(stages, layout.stages, strict=True)):
         found.append(f"stages.{index}.tokens={steps * step.stage.batch_tokens}")
-        found += [f"stages.{index}.{key}=null" for key in ("until", "schedule") if getattr(given, key) is not None]
+        found += [f"stages.{index}.{key}=null" for key in ("until", "schedule") if key in given.own_keys]
     return found
 
 

@@ -11,13 +11,17 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
+from moba_train.config.data import SourceConfig
 from moba_train.config.explain import did_you_mean, explain
+from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage, resolve_stages
+from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
+from moba_train.data.loader import DataSpec
 from moba_train.errors import ForeignFileError, UserError
 from moba_train.foreign_files import check_below, working_roots
-from moba_train.memory.flops import Documents, count_recipe_parameters, real_flops, stage_documents
+from moba_train.memory.flops import Documents, real_flops, stage_documents
+from moba_train.resolve.run import ResolvedRun, resolve_unchecked
 from moba_train.tools.report.history import History, number, read_history
 
 PFLOPS_DAY = 1e15 * 86400
@@ -80,11 +84,13 @@ def _read_run(
 ) -> ScalingRun:
     history = read_history(folder)
     config = _config(history)
-    stages = resolve_stages(config, _exited_steps(history, config))
+    run = resolve_unchecked(config)
+    stages = run.after_exit(_exited_steps(history, run)).stages
     _check_finished(history, stages[-1])
-    parameters = count_recipe_parameters(config).without_embeddings
+    parameters = run.setup.spec.counts.without_embeddings
     tokens = stages[-1].end_token
-    flops, documents = _real_flops(config, stages, data_roots)
+    readable = _are_below([source for stage in stages for source in stage.sources], data_roots)
+    flops, documents = _real_flops(run.setup.shape, run.samples, stages, readable)
     compute = {"6ND": 6.0 * parameters * tokens / PFLOPS_DAY, "real": flops / PFLOPS_DAY}
     losses = {metric: _loss(history, metric, stages[-1].end_step, last_steps) for metric in metrics}
     group = _kinds(stages) if group_by == "attention" else _value(folder, config, group_by)
@@ -101,13 +107,13 @@ def _config(history: History) -> RunConfig:
         raise UserError(f"{history.folder / 'config.yaml'}: this version cannot read it: {problems}") from None
 
 
-def _exited_steps(history: History, config: RunConfig) -> dict[str, int]:
+def _exited_steps(history: History, run: ResolvedRun) -> dict[str, int]:
     """Steps of the stages whose exit criterion was met, by name: they ended before their last possible step."""
     exited: dict[str, int] = {}
     met = history.exited()
-    for index, stage in enumerate(config.stages):
+    for stage in run.stages:
         if stage.name in met:
-            exited[stage.name] = met[stage.name] - resolve_stages(config, exited)[index].first_step
+            exited[stage.name] = met[stage.name] - run.after_exit(exited).stages[stage.index].first_step
     return exited
 
 
@@ -120,30 +126,29 @@ def _check_finished(history: History, last: Stage) -> None:
         )
 
 
-def _real_flops(config: RunConfig, stages: Sequence[Stage], data_roots: Sequence[Path]) -> tuple[float, str]:
-    """FLOPs of all stages, and the origin of the document lengths."""
+def _real_flops(model: ModelConfig, samples: DataSpec, stages: Sequence[Stage], readable: bool) -> tuple[float, str]:
+    """FLOPs of all stages, and the origin of the document lengths. readable: the corpora may be read."""
     total = 0.0
     sources = []
-    try:
-        _check_corpus_roots(config, data_roots)  # the recipe may come from elsewhere
-        readable = True
-    except ForeignFileError:
-        readable = False
     for stage in stages:
-        documents = stage_documents(config, stage) if readable else Documents((stage.seq_len,), from_corpora=False)
-        flops = real_flops(config.model, stage.attention, documents.lengths) / documents.tokens
+        documents = stage_documents(samples, stage) if readable else Documents((stage.seq_len,), from_corpora=False)
+        flops = real_flops(model, stage.attention, documents.lengths) / documents.tokens
         total += flops * (stage.end_token - stage.first_token)
         sources.append(documents.source if readable else _ELSEWHERE)
     return total, "; ".join(dict.fromkeys(sources))
 
 
-def _check_corpus_roots(config: RunConfig, further: Sequence[Path]) -> None:
-    """Raises ForeignFileError for a training corpus that is not below the working folder, $MOBA_TRAIN_DATA_ROOTS or
-    `further` folders."""
-    sources = [*config.data.train, *(source for stage in config.stages for source in stage.train or ())]
-    for source in sources:
-        for end in ("idx", "bin"):
-            check_below(Path(corpus_file(source.path, end)), [*working_roots(), *further])
+def _are_below(sources: Sequence[SourceConfig], further: Sequence[Path]) -> bool:
+    """True if all these corpora are below the working folder, $MOBA_TRAIN_DATA_ROOTS or `further` folders: the recipe
+    may come from elsewhere."""
+    roots = [*working_roots(), *further]
+    try:
+        for source in sources:
+            for end in ("idx", "bin"):
+                check_below(Path(corpus_file(source.path, end)), roots)
+    except ForeignFileError:
+        return False
+    return True
 
 
 def _loss(history: History, metric: str, last_step: int, last_steps: int) -> float:

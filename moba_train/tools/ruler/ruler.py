@@ -1,4 +1,4 @@
-"""RULER's tasks on a model: how much of the answers is found, by length of the context."""
+"""RULER's tasks on a model: share of the answers that it finds, by task and length of the context."""
 
 import functools
 import random
@@ -12,19 +12,16 @@ from moba_train.attention.layout import TokenRange
 from moba_train.config.base import MOST_SAMPLES, format_count
 from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.explain import did_you_mean
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage
 from moba_train.errors import DataError
 from moba_train.evals.answers import Question, encode_segments, generated_answers, predicted_answers, share
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.evals.haystack import (
     Conversation,
-    NaturalText,
     corpus_of,
     length_problems,
+    natural_text,
     open_tokenizer,
     stage_lengths,
-    trained_length,
 )
 from moba_train.tools.ruler.ruler_tasks import TASKS, TaskText, found_share
 
@@ -37,127 +34,122 @@ class RulerConfig(AnswersConfig):
     tasks: list[str] = Field(
         ["niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"],
         min_length=1,
-        description="tasks by name; besides these, niah_single_2, niah_single_3, niah_multikey_2 and niah_multikey_3",
+        description="tasks by name; there are also niah_single_2, niah_single_3, niah_multikey_2 and niah_multikey_3",
     )
     samples: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of each task and length")
     scoring: Literal["teacher_forced", "generated"] = Field(
         "teacher_forced",
-        description="which answers the numbers are about; generated: RULER's own score, by greedy generation, which "
-        "needs parallel.tp and pp 1; teacher_forced: the most likely tokens given the right ones before, in one "
+        description="answers that the numbers are about; generated: RULER's own score, by greedy generation, which "
+        "needs parallel.tp and pp 1; teacher_forced: the most likely tokens given the right ones before them, in one "
         "forward pass",
     )
 
 
-class Ruler(Evaluation):
-    """Mean score of each task over the lengths, and of all tasks."""
+class Ruler(Evaluation[RulerConfig]):
+    """Mean score over the lengths, of each task and of all tasks."""
 
     name = "ruler"
     Options = RulerConfig
     data_name = "ruler_scores"
     numbers = frozenset({"ruler", *(f"ruler_{task}" for task in TASKS)})
 
-    def __init__(self, config: RunConfig, stage: Stage) -> None:
-        wanted = self.options_in(config)
-        assert isinstance(wanted, RulerConfig)
-        self.every = wanted.every or config.evaluation.every
-        self.compare_with_full = wanted.attention == "both"
-        self._wanted = wanted
-        self._tasks = list(dict.fromkeys(wanted.tasks))
-        self._trained = trained_length(config, stage)
-        self._texts = RulerTexts(config, wanted)
-        self._lengths = stage_lengths(wanted, stage)
-        if wanted.lengths is None:
+    def __init__(self, options: RulerConfig, setting: EvaluationSetting) -> None:
+        self.every = options.every or setting.every
+        self.compare_with_full = options.attention == "both"
+        self._options = options
+        self._tasks = list(dict.fromkeys(options.tasks))
+        self._trained_length = setting.trained_length
+        self._texts = RulerTexts(options, setting)
+        self._lengths = stage_lengths(options, setting.stage)
+        if options.lengths is None:
             self._lengths = [
                 length for length in self._lengths if all(self._texts.fits(task, length) for task in self._tasks)
             ]
         if not self._lengths:
-            self.missing = f"{self.key}.lengths: none is at most seq_len {stage.seq_len} and holds every task"
+            seq_len = setting.stage.seq_len
+            self.missing = f"{self.key}.lengths: none is at most seq_len {seq_len} and holds every task"
 
     @classmethod
-    def problems(cls, config: RunConfig) -> Iterator[str]:
+    def problems(cls, options: RulerConfig, setting: EvaluationSetting) -> Iterator[str]:
         """Unknown tasks, no tokenizer or text, lengths that no stage has, and numbers of tasks that do not run."""
-        wanted = cls.options_in(config)
-        if not isinstance(wanted, RulerConfig):
-            return
-        yield from length_problems(config, wanted, cls.key)
-        for task in wanted.tasks:
+        yield from length_problems(options, setting, cls.key)
+        for task in options.tasks:
             if task not in TASKS:
                 hint = did_you_mean(task, [*TASKS])
                 yield f"{cls.key}.tasks: given {task!r}{hint}; allowed: {', '.join(TASKS)}"
-        natural = [task for task in wanted.tasks if task in TASKS and TASKS[task].natural]
-        if natural and corpus_of(config, wanted) is None:
+        natural = [task for task in options.tasks if task in TASKS and TASKS[task].natural]
+        if natural and corpus_of(options, setting) is None:
             yield (
                 f"{cls.key}.tasks: {', '.join(natural)} hide needles in natural text, but there is none; set "
                 f"data.validation or {cls.key}.corpus, or leave these tasks out"
             )
-        if wanted.scoring == GENERATED and config.parallel.tp > 1:
+        if options.scoring == GENERATED and setting.tp > 1:
             yield (
-                f"{cls.key}.scoring: given {GENERATED!r}, which parallel.tp {config.parallel.tp} cannot do; allowed: "
+                f"{cls.key}.scoring: given {GENERATED!r}, which parallel.tp {setting.tp} cannot do; allowed: "
                 f"{TEACHER_FORCED}"
             )
-        for index, stage in enumerate(config.stages):
-            for metric in stage.until.metrics if stage.until else ():
-                task = metric.removeprefix("ruler_")
-                if task in TASKS and task != metric and task not in wanted.tasks:
-                    yield f"stages[{index}].until.metric: {metric} is not evaluated; add {task} to {cls.key}.tasks"
+        until = setting.stage.until
+        for metric in until.metrics if until else ():
+            task = metric.removeprefix("ruler_")
+            if task in TASKS and task != metric and task not in options.tasks:
+                key = f"stages[{setting.stage.index}].until.metric"
+                yield f"{key}: {metric} is not evaluated; add {task} to {cls.key}.tasks"
 
     @classmethod
-    def pipeline_problem(cls, config: RunConfig) -> tuple[str, str] | None:
+    def pipeline_problem(cls, options: RulerConfig) -> tuple[str, str] | None:
         """Generation."""
-        wanted = cls.options_in(config)
-        generates = isinstance(wanted, RulerConfig) and wanted.scoring == GENERATED
+        generates = options.scoring == GENERATED
         return (f"{cls.key}.scoring: given {GENERATED!r}", f"set it to {TEACHER_FORCED}") if generates else None
 
     @classmethod
-    def data_problems(cls, config: RunConfig, stage: Stage) -> Iterator[str]:
-        """No length of the recipe's that the stage has."""
-        wanted = cls.options_in(config)
-        if isinstance(wanted, RulerConfig) and not stage_lengths(wanted, stage):
-            yield f"{cls.key}.lengths has none of at most seq_len {stage.seq_len}; add one, or set extrapolate: true"
+    def data_problems(cls, options: RulerConfig, setting: EvaluationSetting) -> Iterator[str]:
+        """No given length that the stage has."""
+        if not stage_lengths(options, setting.stage):
+            seq_len = setting.stage.seq_len
+            yield f"{cls.key}.lengths has none of at most seq_len {seq_len}; add one, or set extrapolate: true"
 
     @classmethod
-    def check_samples(cls, config: RunConfig, stage: Stage) -> None:
-        """Raises DataError for lengths that a task does not fit in, and for too little text around needles."""
-        ruler = cls(config, stage)
+    def check_samples(cls, options: RulerConfig, setting: EvaluationSetting) -> None:
+        """Raise DataError for lengths that a task does not fit in, and for too little text around needles."""
+        ruler = cls(options, setting)
         for task in ruler._tasks:
             for length in ruler._lengths:
                 ruler._texts.check(task, length)
 
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`ruler` and `ruler_TASK` with the own attention."""
-        wanted = self._wanted
-        trained = context.trained_length or self._trained
+        options = self._options
         asked = {
             task: {length: self._texts.questions(task, length) for length in self._lengths} for task in self._tasks
         }
         scores = {name: self._scores(context, asked, name) for name in context.each_attention()}
-        means = {name: self._means(found[wanted.scoring]) for name, found in scores.items()}
+        means = {name: self._means(found[options.scoring]) for name, found in scores.items()}
         numbers = means[context.own]
         message = f"ruler {numbers['ruler']:.3f} with {context.own} attention"
         if "full" in means and context.own != "full":
             message += f", {means['full']['ruler']:.3f} with full attention on the same weights"
-        message += f" ({wanted.scoring})"
+        message += f" ({options.scoring})"
         data = {
             "attention": context.own,
-            "scoring": wanted.scoring,
-            "trained_length": trained,
+            "scoring": options.scoring,
+            "trained_length": self._trained_length,
             "lengths": self._lengths,
             "tasks": self._tasks,
-            "samples": wanted.samples,
-            "seed": wanted.seed,
+            "samples": options.samples,
+            "seed": options.seed,
             "scores": scores,
         }
         table = [line for name, found in scores.items() for line in self._table(name, found)]
-        where = f"{wanted.samples} samples of each task and length, seed {wanted.seed}"
-        table.append(f"{where}; trained on {trained} tokens")
+        samples = f"{options.samples} samples of each task and length, seed {options.seed}"
+        table.append(f"{samples}; trained on {self._trained_length} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 
     def _scores(
         self, context: EvaluationContext, asked: Mapping[str, Mapping[int, list["Prompt"]]], name: str
     ) -> dict[str, dict[str, list[float]]]:
-        """By scoring, then by task: a score for each length, with the model's present attention."""
+        """Scores with the model's present attention: for each scoring and task, a list by length."""
         found: dict[str, dict[str, list[float]]] = {TEACHER_FORCED: {task: [] for task in asked}}
-        if self._wanted.scoring == GENERATED:
+        if self._options.scoring == GENERATED:
             found[GENERATED] = {task: [] for task in asked}
         tokenizer = self._texts.tokenizer
         for task, by_length in asked.items():
@@ -179,7 +171,7 @@ class Ruler(Evaluation):
         return found
 
     def _means(self, scores: Mapping[str, list[float]]) -> dict[str, float]:
-        """The evaluation's numbers."""
+        """Numbers of the evaluation."""
         tasks = {f"ruler_{task}": sum(values) / len(values) for task, values in scores.items()}
         return {"ruler": sum(tasks.values()) / len(tasks), **tasks}
 
@@ -201,28 +193,25 @@ class Prompt:
 
 
 class RulerTexts:
-    """Makes the samples of a recipe: pure functions of task, length, number of the sample, and seed.
+    """Samples of the tasks: pure functions of task, length, number of the sample, and seed.
 
     Raises DataError without a tokenizer, for a damaged corpus, and for lengths that a task does not fit in.
     """
 
-    def __init__(self, config: RunConfig, wanted: RulerConfig) -> None:
-        self.tokenizer = open_tokenizer(config, wanted)
-        self._wanted = wanted
-        self._conversation = Conversation(config, wanted.chat, Ruler.key)
-        prefix = corpus_of(config, wanted)
-        self._natural: NaturalText | None = None
+    def __init__(self, options: RulerConfig, setting: EvaluationSetting) -> None:
+        self.tokenizer = open_tokenizer(options, setting)
+        self._options = options
+        self._conversation = Conversation(self.tokenizer.path, options.chat, Ruler.key)
         self._words = functools.lru_cache(maxsize=1)(self._draw_words)
-        if prefix is not None and any(TASKS[task].natural for task in wanted.tasks):
-            key = f"{Ruler.key}.corpus" if wanted.corpus else "data.validation"
-            self._natural = NaturalText(config, prefix, self.tokenizer, key)
+        natural = any(TASKS[task].natural for task in options.tasks)
+        self._natural = natural_text(options, setting, self.tokenizer, Ruler.key) if natural else None
 
     def fits(self, task: str, length: int) -> bool:
-        """Whether the shortest sample of a task fits in `length` tokens."""
+        """True if the shortest sample of a task fits in `length` tokens."""
         return self._excess(task, length, 0, TASKS[task].least) <= 0
 
     def check(self, task: str, length: int) -> None:
-        """Raises DataError where the shortest sample of a task does not fit in `length` tokens, or the corpus has too
+        """Raise DataError when the shortest sample of a task does not fit in `length` tokens, or the corpus has too
         little text for it."""
         excess = self._excess(task, length, 0, TASKS[task].least)
         if excess > 0:
@@ -232,16 +221,16 @@ class RulerTexts:
             )
 
     def questions(self, task: str, length: int) -> list[Prompt]:
-        """All samples of a task of at most `length` tokens. Raises DataError as `check` does."""
+        """All samples of a task, of at most `length` tokens each. Raises DataError as `check` does."""
         self.check(task, length)
         size = self._size(task, length)
-        return [self._prompt(task, length, index, size) for index in range(self._wanted.samples)]
+        return [self._prompt(task, length, index, size) for index in range(self._options.samples)]
 
     def _size(self, task: str, length: int) -> int:
         """The largest size whose first sample fits in `length` tokens."""
         fits = TASKS[task].least
         most = TASKS[task].most(length, self._words(task, length, 0))
-        # Doubled first, so that no text is tried that is much longer than the sample.
+        # Doubled first, so that no text is encoded that is much longer than the sample.
         too_large = min(2 * fits, most + 1)
         while too_large <= most and self._excess(task, length, 0, too_large) <= 0:
             fits = too_large
@@ -255,7 +244,7 @@ class RulerTexts:
         return fits
 
     def _prompt(self, task: str, length: int, index: int, size: int) -> Prompt:
-        """Sample `index`, smaller than `size` where it would be too long."""
+        """Sample `index`, smaller than `size` if it would be too long."""
         least = TASKS[task].least
         while size > least and self._excess(task, length, index, size) > 0:
             size = max(least, size - max(1, size // 100))
@@ -266,22 +255,22 @@ class RulerTexts:
         return Prompt(question, text.references)
 
     def _excess(self, task: str, length: int, index: int, size: int) -> int:
-        """Tokens of a sample beyond `length`, with room for its answer; at most 0: it fits."""
+        """Number of tokens of a sample beyond `length`, with room for its answer; 0 or less if it fits."""
         question = self._question(self._text(task, length, index, size))
         answer = max(TASKS[task].tokens_to_generate, len(question.tokens) - question.prompt_length)
         return question.prompt_length + answer - length
 
     def _text(self, task: str, length: int, index: int, size: int) -> TaskText:
-        rng = random.Random(f"{task} {self._wanted.seed} {length} {index}")
+        rng = random.Random(f"{task} {self._options.seed} {length} {index}")
         return TASKS[task].text(size, length, rng, self._words(task, length, index))
 
     def _draw_words(self, task: str, length: int, index: int) -> list[str]:
-        """Natural text for a sample, where its task has any."""
-        rng = random.Random(f"text {task} {self._wanted.seed} {length} {index}")
+        """Natural text for a sample; empty if its task has none."""
+        rng = random.Random(f"text {task} {self._options.seed} {length} {index}")
         return self._natural.words(length, rng) if TASKS[task].natural and self._natural else []
 
     def _question(self, text: TaskText) -> Question:
-        """The tokens of a sample. The answer is encoded with the end of its prompt, as it would go on there."""
+        """Tokens of a sample. The answer is encoded as it continues the end of its prompt."""
         before, after = self._conversation.around(text.example + text.before, text.after, text.prefix)
         tokens = self.tokenizer.begin(before + text.context + after)
         _, *answer = encode_segments(self.tokenizer, [text.prefix, *(part for part, _ in text.answer)])

@@ -1,8 +1,8 @@
 """RULER's tasks: long texts with a question, made from a seed without downloads.
 
 Tasks, prompt templates and their numbers are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA,
-github.com/NVIDIA/RULER, Apache-2.0), misspellings included, because scores can only be compared where the words are the
-same. RULER's essays give way to text of the validation corpus, its word package to evals/haystack.py.
+github.com/NVIDIA/RULER, Apache-2.0), misspellings included, because scores can only be compared if the words are the
+same. Text of the validation corpus replaces RULER's essays, and evals/haystack.py its word package.
 """
 
 import math
@@ -26,7 +26,7 @@ from moba_train.evals.haystack import (
 )
 
 DEPTHS = [round(100 * step / 39) for step in range(40)]
-"""Where RULER hides needles in natural text, in % of its sentences."""
+"""Depths at which RULER hides needles in natural text, in % of its sentences."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class TaskText:
     after: str
     """The question."""
     prefix: str
-    """How the answer begins, in the prompt."""
+    """Beginning of the answer, in the prompt."""
     answer: list[tuple[str, bool]]
-    """The answer in parts, each with whether it is one of the references; the others only separate them."""
+    """Parts of the answer, each with True if it is one of the references; the others only separate them."""
     example: str = ""
     """A question with its answer that precedes the task."""
 
     @property
     def references(self) -> list[str]:
-        """What the answer must contain."""
+        """Texts that the answer must contain."""
         return [text.strip() for text, counts in self.answer if counts]
 
 
@@ -59,7 +59,7 @@ class RulerTask(ABC):
 
     @property
     def natural(self) -> bool:
-        """Whether its context is text of a corpus."""
+        """True if its context is text of a corpus."""
         return False
 
     @property
@@ -81,7 +81,7 @@ class Niah(RulerTask):
     """Needles in a haystack."""
 
     haystack: str
-    """noise: repeated sentences; text: of the corpus; needles: other needles."""
+    """Text around the needles: "noise" for repeated sentences, "text" for the corpus, "needles" for other needles."""
     keys: int = 1
     """Keys that are hidden."""
     queries: int = 1
@@ -95,7 +95,7 @@ class Niah(RulerTask):
 
     @property
     def natural(self) -> bool:
-        """Whether the haystack is text of the corpus."""
+        """True if the haystack is text of the corpus."""
         return self.haystack == "text"
 
     @property
@@ -285,7 +285,8 @@ TASKS: dict[str, RulerTask] = {
     "cwe": CommonWords(),
     "fwe": FrequentWords(),
 }
-"""Every task by its name: RULER's, where niah_single and niah_multikey are its niah_single_1 and niah_multikey_1."""
+"""Every task by its name in RULER, except that niah_single and niah_multikey are niah_single_1 and niah_multikey_1
+there."""
 
 
 def found_share(answer: str, references: Sequence[str]) -> float:

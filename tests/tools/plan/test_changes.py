@@ -14,13 +14,15 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
 from moba_train.hf.config import hf_config
-from moba_train.hf.initial_weights import initial_problems
 from moba_train.memory.devices import Gpu, named_gpu, peak_or_default
-from moba_train.memory.plan import Plan, make_plan
 from moba_train.memory.shortage import usable_bytes
+from moba_train.resolve.initial_weights import initial_problems
+from moba_train.resolve.plan import Plan
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.cli import app
 from moba_train.tools.plan.changes import cheapest_changes, largest_stage
 from moba_train.tools.plan.rates import shipped_rates
+from tests.resolved import plan_of
 
 MODELS = Path(__file__).parents[3] / "configs/models"
 ON_H200 = ["--gpu", "h200", "--no-data"]
@@ -171,7 +173,7 @@ def test_replicas_become_shards():
         }
     )
     gpu = named_gpu("h100")
-    first = make_plan(config, 8, 989, 0.4)
+    first = plan_of(config, 8, 989, 0.4)
     seen: list[tuple[str, ...]] = []
 
     def replan(changes, gpus: int) -> Plan:
@@ -179,10 +181,10 @@ def test_replicas_become_shards():
         if gpus > 8 or changes != ("parallel.dp_replicate=2", "parallel.dp_shard=-1"):
             raise ConfigError(["not here"])
         changed = config.parallel.model_copy(update={"dp_replicate": 2, "dp_shard": -1})
-        return make_plan(config.model_copy(update={"parallel": changed}), gpus, 989, 0.4)
+        return plan_of(config.model_copy(update={"parallel": changed}), gpus, 989, 0.4)
 
     assert largest_stage(first).memory.total > usable_bytes(gpu)
-    (change,) = cheapest_changes(config, first, gpu, replan).fitting
+    (change,) = cheapest_changes(resolve_unchecked(config), first, gpu, replan).fitting
     assert change.arguments == "parallel.dp_replicate=2 parallel.dp_shard=-1"
     assert ("activation_checkpointing=full",) not in seen, "it is on already"
 
@@ -213,6 +215,6 @@ def test_a_model_folder_without_its_weights_is_found(recipe, tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf_config(model, model.rope, 8192, "bfloat16")))
     found = load_config(recipe, [f"init_from={folder}"])
-    (problem,) = initial_problems(found)
+    (problem,) = initial_problems(found.model, None, folder)
     assert problem.startswith(f"init_from: {folder}")
     assert "safetensors" in problem

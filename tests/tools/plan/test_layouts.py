@@ -14,31 +14,32 @@ from typer.testing import CliRunner
 from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes, mesh_sizes
 from moba_train.config.schema import RunConfig
-from moba_train.config.stages import resolve_stages
 from moba_train.errors import PlanError
 from moba_train.memory.devices import H200, Gpu, local_gpu
 from moba_train.memory.flops import Documents
 from moba_train.parallel.links import LINKS
-from moba_train.resolve.recipe import validate
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.cli import app
 from moba_train.tools.plan.command import make_machine
 from moba_train.tools.plan.layouts import Layout, best_layouts
 from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
+from tests.resolved import check, stages_of
 
 FOUR = make_machine(H200, 4, 400.0, None)
 LARGE = ("model={vocab_size: 32000, hidden_size: 4096, intermediate_size: 14336, layers: 8, heads: 32, kv_heads: 8}",)
 
 
 def documents(config: RunConfig) -> list[Documents]:
-    return [Documents((stage.seq_len,), from_corpora=False) for stage in resolve_stages(config)]
+    return [Documents((stage.seq_len,), from_corpora=False) for stage in stages_of(config)]
 
 
 def step(config: RunConfig, index: int, sizes: MeshSizes, machine: Machine = FOUR) -> StageStep:
-    stage = resolve_stages(config)[index]
+    stage = stages_of(config)[index]
     parallel = stage.parallel.model_copy(update=sizes._asdict())
-    config = config.model_copy(update={"parallel": parallel})
-    attention = attention_times(config, stage, documents(config)[index], machine.rates)
-    return predict_step(config, replace(stage, parallel=parallel), sizes, attention, machine)
+    run = resolve_unchecked(config.model_copy(update={"parallel": parallel}))
+    attention = attention_times(config.model, stage, documents(config)[index], machine.rates)
+    laid_out = replace(stage, parallel=parallel)
+    return predict_step(run.setup, run.memory, laid_out, sizes, attention, machine)
 
 
 @pytest.fixture
@@ -51,11 +52,11 @@ def search(recipe: Path):
 
         def accept(changes: Sequence[str]) -> None:
             changed = load_config(recipe, [*overrides, *changes])
-            validate(changed, world, ranks_per_node=machine.ranks_per_node)
-            meshes.append([mesh_sizes(stage.parallel, world) for stage in resolve_stages(changed)])
+            check(changed, world, ranks_per_node=machine.ranks_per_node)
+            meshes.append([mesh_sizes(stage.parallel, world) for stage in stages_of(changed)])
 
         meshes: list[list[MeshSizes]] = []
-        found = best_layouts(config, nodes, machine, documents(config), accept, most)
+        found = best_layouts(resolve_unchecked(config), nodes, machine, documents(config), accept, most)
         assert [[step.mesh for step in layout.stages] for layout in found.best] == meshes
         return list(found.best)
 
@@ -68,14 +69,14 @@ def test_the_best_layout_is_the_fastest_of_all_that_are_valid(search, recipe) ->
     assert [layout.seconds for layout in found] == sorted(layout.seconds for layout in found)
     assert len({layout.without_copies for layout in found}) == len(found) > 5
     config = load_config(recipe, ())
-    for index, stage in enumerate(resolve_stages(config)):
+    for index, stage in enumerate(stages_of(config)):
         times = []
         for values in itertools.product((1, 2, 4, 8), repeat=5):
             sizes = MeshSizes(*values)
             changes = [f"parallel.{name}={size}" for name, size in sizes._asdict().items()]
             if sizes.ranks == 8:
                 try:
-                    validate(load_config(recipe, changes), 8, ranks_per_node=4)
+                    check(load_config(recipe, changes), 8, ranks_per_node=4)
                 except Exception:
                     continue
                 times.append(step(config, index, sizes).time.seconds)

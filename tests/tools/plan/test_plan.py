@@ -11,8 +11,8 @@ from moba_train.config.mesh import MeshSizes
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
 from moba_train.memory.devices import peak_tflops
-from moba_train.memory.plan import make_plan
 from moba_train.tools.plan.render import print_plan
+from tests.resolved import plan_of
 
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "layers": 32, "heads": 32}
 
@@ -35,10 +35,10 @@ def config(**changes) -> RunConfig:
 
 
 def test_a_plan_adds_up():
-    plan = make_plan(config(parallel={"dp_replicate": 2}), world_size=8, peak_tflops=989, mfu=0.4)
+    plan = plan_of(config(parallel={"dp_replicate": 2}), ranks=8, peak_tflops=989, mfu=0.4)
     short, long = plan.stages
     assert short.mesh == long.mesh == MeshSizes(dp_replicate=2, dp_shard=4)
-    assert (short.accumulation, long.accumulation) == (16, 1)
+    assert (short.layout.micro_batches, long.layout.micro_batches) == (16, 1)
     assert short.tokens == short.stage.steps * 2**20 >= 10**9
     assert short.seconds == pytest.approx(short.dense_flops * short.tokens / (8 * 989e12 * 0.4))
     assert long.real_flops < long.dense_flops
@@ -46,14 +46,14 @@ def test_a_plan_adds_up():
 
 
 def test_context_parallelism_divides_activations_and_costs_communication():
-    alone = make_plan(config(activation_checkpointing="full"), 16, 989, 0.4).stages[1]
+    alone = plan_of(config(activation_checkpointing="full"), 16, 989, 0.4).stages[1]
     cp_recipe = {"parallel": {"cp": 8}, "activation_checkpointing": "full"}
-    short, long = make_plan(config(**cp_recipe), 16, 989, 0.4).stages
+    short, long = plan_of(config(**cp_recipe), 16, 989, 0.4).stages
     tables = io.StringIO()
     assert long.mesh == MeshSizes(dp_shard=2, cp=8)
     assert long.memory.parameters == alone.memory.parameters
     assert long.context.cost.memory_bytes > short.context.cost.memory_bytes > 0
-    assert long.accumulation == 4
+    assert long.layout.micro_batches == 4
     assert long.context is not None
     assert long.context.strategy.node_size == 8
     assert long.context.cost.network_bytes == 0
@@ -62,7 +62,7 @@ def test_context_parallelism_divides_activations_and_costs_communication():
     assert 0 <= long.context.exposed_seconds(full) <= long.context.exposed_seconds(moba)
     assert long.seconds > alone.seconds
 
-    across = make_plan(config(**cp_recipe), 16, 989, 0.4, ranks_per_node=4)
+    across = plan_of(config(**cp_recipe), 16, 989, 0.4, ranks_per_node=4)
     context = across.stages[1].context
     assert context is not None
     assert context.strategy.transport == "hierarchical"
@@ -73,8 +73,8 @@ def test_context_parallelism_divides_activations_and_costs_communication():
 
 
 def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_communication():
-    alone = make_plan(config(batch_tokens="2M"), 16, 989, 0.4).stages[0]
-    plan = make_plan(config(batch_tokens="2M", parallel={"tp": 8, "dp_replicate": 2}), 16, 989, 0.4)
+    alone = plan_of(config(batch_tokens="2M"), 16, 989, 0.4).stages[0]
+    plan = plan_of(config(batch_tokens="2M", parallel={"tp": 8, "dp_replicate": 2}), 16, 989, 0.4)
     tables = io.StringIO()
     sharded = plan.stages[0]
     assert sharded.mesh == MeshSizes(dp_replicate=2, tp=8)
@@ -90,13 +90,13 @@ def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_com
     # A micro-batch of 8192 rows: 8 transfers of 7/8 of 64 MiB in each of 32 layers, at 300 GB/s.
     # The output weight and its gradient, 7/8 of each, come on top.
     received = 7 / 8 * (32 * 8 * 2**26 + 2 * weight)
-    assert sharded.tensor_seconds == pytest.approx(sharded.accumulation * received / 300e9)
+    assert sharded.tensor_seconds == pytest.approx(sharded.layout.micro_batches * received / 300e9)
     assert sharded.seconds == pytest.approx(alone.seconds + sharded.stage.steps * sharded.tensor_seconds)
     print_plan(plan, Console(file=tables, width=100))
     for part in ("dp_shard 1 x tp 8", "tp's communication"):
         assert part in tables.getvalue(), part
 
-    both = make_plan(config(parallel={"tp": 2, "cp": 8}), 16, 989, 0.4).stages[1].context
+    both = plan_of(config(parallel={"tp": 2, "cp": 8}), 16, 989, 0.4).stages[1].context
     assert both is not None
     assert (both.strategy.ranks, both.strategy.node_size) == (8, 4), (
         "a node's 8 GPUs hold 4 of a context group's 8 ranks"
@@ -105,7 +105,7 @@ def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_com
 
 def test_moba_layers_of_several_sizes_take_their_own_time():
     def attention_seconds(**options) -> list[float]:
-        found = make_plan(config(parallel={"cp": 8}, attention=options), 16, 989, 0.4).stages[1]
+        found = plan_of(config(parallel={"cp": 8}, attention=options), 16, 989, 0.4).stages[1]
         return [found.context.attention_seconds[layer] for layer in found.stage.attention]
 
     mixed = attention_seconds(moba={"block_size": 512, "topk": 3}, overrides={0: {"topk": 12}})
@@ -134,7 +134,7 @@ def test_moba_layers_of_several_sizes_take_their_own_time():
 )
 def test_attentions_of_one_kind_are_told_apart(attention, names):
     text = io.StringIO()
-    print_plan(make_plan(config(parallel={"cp": 8}, attention=attention), 16, 989, 0.4), Console(file=text, width=400))
+    print_plan(plan_of(config(parallel={"cp": 8}, attention=attention), 16, 989, 0.4), Console(file=text, width=400))
     (row,) = (line for line in text.getvalue().splitlines() if line.startswith("│ attention, ms"))
     cell = row.split("│")[-2]
     assert [name.strip(" ,") for name in re.split(r"\d+\.\d\d", cell) if name.strip()] == names
@@ -142,12 +142,12 @@ def test_attentions_of_one_kind_are_told_apart(attention, names):
 
 def test_a_layout_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="dp_replicate"):
-        make_plan(config(parallel={"dp_replicate": 3}), world_size=8, peak_tflops=989, mfu=0.4)
+        plan_of(config(parallel={"dp_replicate": 3}), ranks=8, peak_tflops=989, mfu=0.4)
 
 
 def test_the_tables_show_every_stage_and_part():
     text = io.StringIO()
-    print_plan(make_plan(config(), 8, 989, 0.4), Console(file=text, width=100))
+    print_plan(plan_of(config(), 8, 989, 0.4), Console(file=text, width=100))
     for part in (
         "8,030,261,248",
         "short",
@@ -165,7 +165,7 @@ def test_the_tables_show_every_stage_and_part():
 def test_a_stage_with_until_is_planned_from_its_tokens_to_its_maximum():
     until = {"trailing_loss_recovered": {"tolerance": 0.01}, "max_tokens": "4B"}
     prolonged = {"name": "activate", "seq_len": "8K", "tokens": "1B", "until": until}
-    plan = make_plan(config(stages=[prolonged]), 8, 989, 0.4)
+    plan = plan_of(config(stages=[prolonged]), 8, 989, 0.4)
     text = io.StringIO()
     assert plan.stages[0].tokens == pytest.approx(4e9, rel=1e-3)
     print_plan(plan, Console(file=text, width=100))

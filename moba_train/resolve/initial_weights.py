@@ -1,7 +1,7 @@
 """Initial weights of a new run, `init_from`: a Hugging Face folder or a checkpoint."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,29 +9,29 @@ import torch
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
-from moba_train.checkpoint.recipe import checkpoint_folders, run_folder, saved_recipe, saved_stage, trained_tokenizer
+from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, trained_tokenizer
 from moba_train.checkpoint.state import load_model, parameter_sizes
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
-from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
 from moba_train.errors import CheckpointError
 from moba_train.hf.config import CONFIG, read_model_config
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, load_hf_weights
-from moba_train.model.build import (
+from moba_train.model.spec import (
+    ModelSpec,
     Shapes,
     describe_shapes,
     describe_sizes,
     different_shapes,
     kind_of_parameter,
     kind_prefix,
-    kind_shapes,
 )
 from moba_train.model.transformer import Transformer
+from moba_train.resolve.run import resolve_unchecked
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether `folder` looks like a Hugging Face model."""
+    """True if `folder` looks like a Hugging Face model."""
     return (folder / CONFIG).is_file()
 
 
@@ -44,15 +44,15 @@ def source_model(folder: Path) -> ModelConfig:
     if is_hf_folder(folder):
         return read_model_config(folder)
     checkpoint = find_checkpoint(folder)
-    config = saved_recipe(checkpoint)
-    return config.model.model_copy(update={"rope": saved_stage(checkpoint, config).rope})
+    run = resolve_unchecked(saved_recipe(checkpoint))
+    return run.setup.shape.model_copy(update={"rope": saved_stage(checkpoint, run.stages).rope})
 
 
 def load_initial_weights(model: Transformer, folder: Path) -> str:
     """Fill `model`, sharded or not, from `folder` (see `source_model`). Called on all ranks; each reads its shards.
 
     Parameters of attention kinds that the folder's model does not have keep their initial values; those that `model`
-    does not have are left out. Returns what was loaded, left out and begun anew, as a sentence.
+    does not have are left out. Returns what was loaded, left out and begun again, as a sentence.
 
     Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
     it was written.
@@ -86,24 +86,32 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     return f"{len(parameters) - len(missing)} tensors ({loaded:,} parameters) loaded from {source}{kept}"
 
 
-def left_out_kinds(config: RunConfig) -> dict[tuple[int, str], Shapes]:
-    """Parameters of the attention kinds, by layer and kind, that the model in `init_from` has and no stage of the
-    recipe uses; none where `init_from` cannot be used, or is not read any more. Raises UserError as `source_model`."""
-    if config.init_from is None or _has_begun(config):
-        return {}
-    folder = Path(config.init_from)
-    if any(model_differences(config.model, folder)):
-        return {}
-    own = kind_shapes(config)
-    return {key: shapes for key, shapes in _source_kinds(folder).items() if key not in own}
+def unread_folder(init_from: str | None, checkpoints: Sequence[Path]) -> Path | None:
+    """The folder of `init_from` if a start of the run reads it.
+
+    None where the recipe names none, where one of the folders `checkpoints` has a checkpoint of the run's own, and
+    where they may have some that cannot be seen.
+    """
+    if init_from is None:
+        return None
+    try:
+        has_begun = any(map(published, checkpoints))
+    except UnreadableError:
+        has_begun = True
+    return None if has_begun else Path(init_from)
 
 
-def initial_tokenizers(config: RunConfig) -> list[str]:
-    """SHA-256 of the tokenizer of the model in `init_from`, in each form that is known; none where it is not known, or
-    `init_from` is not read any more. Raises UserError when the model cannot be read."""
-    if config.init_from is None or _has_begun(config):
-        return []
-    folder = Path(config.init_from)
+def left_out_kinds(spec: ModelSpec, folder: Path) -> dict[tuple[int, str], Shapes]:
+    """Parameters of the attention kinds, by layer and kind, that the model in `folder` has and no stage uses; none
+    where that is another model. Raises UserError as `source_model`."""
+    if any(model_differences(spec.config, folder)):
+        return {}
+    return {key: shapes for key, shapes in _source_kinds(folder).items() if key not in spec.kind_shapes}
+
+
+def initial_tokenizers(folder: Path) -> list[str]:
+    """SHA-256 of the tokenizer of the model in `folder`, in each form that is known; none where it is not known. Raises
+    UserError when the model cannot be read."""
     if not is_hf_folder(folder):
         checkpoint = find_checkpoint(folder)
         if digest := trained_tokenizer(checkpoint):
@@ -112,37 +120,33 @@ def initial_tokenizers(config: RunConfig) -> list[str]:
     return [tokenizer_hash(folder / name) for name in TOKENIZERS if (folder / name).is_file()]
 
 
-def _source_kinds(folder: Path) -> dict[tuple[int, str], Shapes]:
+def _source_kinds(folder: Path) -> Mapping[tuple[int, str], Shapes]:
     """Parameters of the attention kinds of the model in `folder`, by layer and kind."""
-    return {} if is_hf_folder(folder) else kind_shapes(saved_recipe(find_checkpoint(folder)))
+    if is_hf_folder(folder):
+        return {}
+    return resolve_unchecked(saved_recipe(find_checkpoint(folder))).setup.spec.kind_shapes
 
 
-def _has_begun(config: RunConfig) -> bool:
-    """Whether the run has checkpoints of its own, or has some that cannot be seen, so that `init_from` is not read."""
-    try:
-        return any(map(published, checkpoint_folders(config)))
-    except UnreadableError:
-        return True
+def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -> Iterator[str]:
+    """Problems of `init_from`, which names `folder`, in a run that has no checkpoints yet.
 
-
-def initial_problems(config: RunConfig) -> Iterator[str]:
-    """Problems of `init_from` in a run that has no checkpoints yet; a resumed run does not read it."""
-    if config.init_from is None or _has_begun(config):
-        return
-    folder = Path(config.init_from)
+    spec: the model's parameters; None where the recipe has other problems, so that they are not known
+    """
     if not folder.is_dir():
         yield (
-            f"init_from: given {config.init_from!r}; there is no such folder (from {Path.cwd()}); allowed: a Hugging "
-            "Face model that was downloaded before, a checkpoint or a run folder"
+            f"init_from: given {str(folder)!r}; there is no such folder (from {Path.cwd()}); allowed: a Hugging Face "
+            "model that was downloaded before, a checkpoint or a run folder"
         )
         return
     try:
-        differences = list(model_differences(config.model, folder))
-        yield from differences or _kind_differences(config, folder)
+        differences = list(model_differences(model, folder))
+        yield from differences
+        if spec is not None and not differences:
+            yield from _kind_differences(spec, folder)
         if is_hf_folder(folder) and not differences:
             with torch.device("meta"):
-                model = Transformer(config.model)
-            shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+                transformer = Transformer(model)
+            shapes = {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
             check_hf_weights(shapes, SafetensorsFolder(folder))
     except CheckpointError as error:
         other = "" if is_hf_folder(folder) else f"; nor is there a {CONFIG}, which a Hugging Face model has"
@@ -158,12 +162,11 @@ def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
             yield f"model.{key}: given {given(ours[key])}, but init_from ({folder}) has {given(value)}{hint}"
 
 
-def _kind_differences(config: RunConfig, folder: Path) -> Iterator[str]:
+def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
     """Attention kinds whose parameters have other shapes in the recipe than in `folder`, one text for each kind."""
-    own = kind_shapes(config)
     reported: set[str] = set()
     for (layer, kind), shapes in _source_kinds(folder).items():
-        theirs, ours = different_shapes(shapes, own.get((layer, kind), shapes))
+        theirs, ours = different_shapes(shapes, spec.kind_shapes.get((layer, kind), shapes))
         if (theirs or ours) and kind not in reported:
             reported.add(kind)
             yield (

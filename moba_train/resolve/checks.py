@@ -1,0 +1,492 @@
+"""Checks of a recipe: combinations that cannot work, which no single key can know, found before any GPU is touched."""
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+
+from moba_train.checkpoint.recipe import checkpoint_folders
+from moba_train.config.mesh import MeshSizes, WorldSize, allowed_divisors, fit_mesh
+from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.config.optim import OptimConfig, ScheduleConfig
+from moba_train.config.parallel import ParallelConfig
+from moba_train.config.precision import PrecisionConfig
+from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.config.stages import ALL_PARAMETERS, Stage, merge_parallel, merge_rope
+from moba_train.memory.devices import Device
+from moba_train.model.build import build_attention, build_model
+from moba_train.model.spec import ModelSpec, kind_of_parameter
+from moba_train.optim.adamw import implementation_problem
+from moba_train.optim.spec import is_trainable
+from moba_train.parallel.context.policy import transport_spec
+from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
+from moba_train.parallel.fsdp import norm_problem
+from moba_train.parallel.links import linked_group
+from moba_train.parallel.stage_strategy import stage_strategy
+from moba_train.resolve.attention import attention_problems
+from moba_train.resolve.data import file_problems, length_problems
+from moba_train.resolve.evaluations import (
+    evaluated_sequences,
+    evaluation_problems,
+    evaluation_settings,
+    exit_problems,
+    pipeline_evaluation_problems,
+)
+from moba_train.resolve.initial_weights import initial_problems, unread_folder
+from moba_train.resolve.layout import micro_batch_problems, pipeline_problems, row_problems, tensor_problems
+from moba_train.resolve.run import ResolvedRun
+from moba_train.strict_json import NAMED_NUMBERS
+from moba_train.telemetry.sinks import sink_problems
+
+
+def part_problems(
+    config: RunConfig, world: WorldSize | None, device: Device | None, *, allow_idle: bool, training: bool
+) -> list[str]:
+    """Problems of the recipe's parts and of their combinations, each named by its key. Without any, its stages can be
+    resolved. Arguments as in `resolve.run.resolve`."""
+    model = config.model
+    parallel = config.parallel
+    ranks_per_node = world.ranks_per_node if world is not None else None
+    here = _type_here(device)
+    attention = attention_problems(
+        model, config.attention, config.stages, parallel, here, config.deterministic, allow_idle, training
+    )
+    return [
+        *_model_problems(model),
+        *_rope_problems(model.rope, "model.rope", allow_idle),
+        *_stage_name_problems(config.stages),
+        *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
+        *(_checkpoint_problems(config) if training else ()),
+        *_precision_problems(config.precision, parallel, config.compile, here, device),
+        *_norm_problems(config.norm_implementation, parallel.tp, here),
+        *_optimizer_problems(config.optim, here if training else None),
+        *([] if allow_idle else _memory_problems(config)),
+        *attention,
+        *length_problems(config.data, config.stages),
+        *tensor_problems(model, parallel, config.compile, ranks_per_node),
+        *(pipeline_problems(config) if training else ()),
+        *(
+            pipeline_evaluation_problems(config.evaluation, config.data.validation, parallel.pp)
+            if training and parallel.pp > 1
+            else ()
+        ),
+    ]
+
+
+def stage_problems(
+    config: RunConfig, run: ResolvedRun, world: WorldSize | None, device: Device | None, *, allow_idle: bool
+) -> list[str]:
+    """Problems of the stages of `run`, which is `config` resolved: context parallelism, evaluations, parameters."""
+    stages = run.stages
+    settings = evaluation_settings(run)
+    spec = run.setup.spec
+    ranks_per_node = world.ranks_per_node if world is not None else None
+    here = _type_here(device)
+    return [
+        *_context_problems(config.model, stages, config.stages, config.precision, ranks_per_node, here),
+        *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
+        *evaluation_problems(run.evaluation, settings),
+        *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
+        *_trainable_problems(spec, stages),
+        *(() if allow_idle else exclude_problems(spec, config.precision)),
+    ]
+
+
+def layout_problems(
+    config: RunConfig,
+    stages: Sequence[Stage],
+    world: WorldSize | None,
+    device: Device | None,
+    *,
+    allow_idle: bool,
+    training: bool,
+) -> list[str]:
+    """Problems of meshes and batches, on the ranks of `world` if they are known.
+
+    stages: none where the recipe has other problems, so that its micro-batches cannot be judged
+    """
+    model = config.model
+    meshes, problems = _meshes(config.parallel, config.stages, world)
+    for index, stage in enumerate(config.stages):
+        if stage.rope is not None:
+            problems += _rope_problems(merge_rope(model.rope, stage.rope), f"stages[{index}].rope", allow_idle)
+        micro_batch_size = stage.micro_batch_size or config.micro_batch_size
+        problems += _batch_problems(index, stage, config.batch_tokens, micro_batch_size, meshes[index])
+    ranks_per_node = world.ranks_per_node if world is not None else None
+    here = _type_here(device)
+    problems += _gather_problems(model, config.parallel, config.precision, meshes[0], ranks_per_node, here)
+    if training and not problems:
+        for resolved, mesh in zip(stages, meshes, strict=False):  # no stages: there are other problems
+            problems += micro_batch_problems(resolved, mesh) if mesh is not None else ()
+    return problems
+
+
+def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool) -> list[str]:
+    """Missing and unusable files: corpora, tokenizer, initial weights, folders, the packages of telemetry. run:
+    `config` resolved; None where there are other problems."""
+    fallback_dir = config.checkpoint.fallback_dir
+    initial = unread_folder(config.init_from, checkpoint_folders(config.run_dir, fallback_dir))
+    spec = run.setup.spec if run is not None else None
+    return [
+        *file_problems(config, evaluation_settings(run) if run is not None else ()),
+        *(initial_problems(config.model, spec, initial) if initial is not None else ()),
+        *_folder_problems(config.run_dir, fallback_dir),
+        *(sink_problems(config.telemetry) if training else ()),
+    ]
+
+
+def _type_here(device: Device | None) -> str | None:
+    """Type of this machine's device, whose packages are looked for; None where the run trains elsewhere."""
+    return device.type if device is not None and device.is_here else None
+
+
+def _trainable_problems(spec: ModelSpec, stages: Sequence[Stage]) -> Iterator[str]:
+    """Patterns in `stages[i].trainable` that no parameter of the model matches, and stages that would train nothing."""
+    if all(stage.trainable == ALL_PARAMETERS for stage in stages):
+        return
+    with torch.device("meta"):
+        names = [name for name, _ in build_model(spec).named_parameters()]
+    for stage in stages:
+        path = f"stages[{stage.index}].trainable"
+        given = list(stage.trainable)
+        used = [name for name in names if kind_of_parameter(name) in ("", *stage.kinds)]
+        matched = [name for name in names if is_trainable(name, given)]
+        trained = [name for name in matched if name in used]
+        if matched and not trained:
+            yield (
+                f"{path}: given {given}, which names parameters of attention kinds that stage {stage.name!r} does not "
+                "use, so nothing would be trained; change it or the stage's attention"
+            )
+        elif trained and not any(_learns(name, stage, spec.config.head_width) for name in trained):
+            kinds = ", ".join(sorted({kind_of_parameter(name) for name in trained}))
+            yield (
+                f"{path}: given {given}, which names gates alone, and those of {kinds} do not learn as stage "
+                f"{stage.name!r} uses them, so nothing would be trained; set train_gate: true or mode: warmup, or "
+                "change it"
+            )
+        for place, pattern in enumerate(given):
+            if any(is_trainable(name, [pattern]) for name in names):
+                continue
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+            hint = f"; closest: {', '.join(close)}" if close else f"; they begin with {names[0]}, {names[1]}"
+            yield f"{path}[{place}]: given {pattern!r}, which no parameter's name matches{hint}"
+
+
+def _learns(name: str, stage: Stage, head_width: int) -> bool:
+    """True if the parameter gets gradients in a stage: those of an attention kind may not, as its options say."""
+    if not (kind := kind_of_parameter(name)):
+        return True
+    layer = stage.attention[int(name.split(".")[1])]
+    return layer.kind == kind and build_attention([layer], head_width)[0].facts.learns
+
+
+def _folder_problems(run_dir: str, fallback_dir: str | None) -> Iterator[str]:
+    """Files, and links that lead nowhere, where folders must be. Rights to write are tried when the run begins."""
+    for key, given in (("run_dir", run_dir), ("checkpoint.fallback_dir", fallback_dir)):
+        if given is None:
+            continue
+        nearest = next(path for path in (Path(given), *Path(given).absolute().parents) if os.path.lexists(path))
+        if not os.path.isdir(nearest):
+            kind, target = "file", ""
+            if not os.path.exists(nearest):
+                kind, target = "link", f" to {os.readlink(nearest)!r}, which is missing"
+            what = f"is a {kind}{target}" if nearest == Path(given) else f"lies below the {kind} {nearest}{target}"
+            yield f"{key}: given {given!r}, which {what}; allowed: a folder, which is made if need be"
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
+    if model.heads % model.kv_heads:
+        fits = allowed_divisors(model.heads)
+        yield f"model.kv_heads: given {model.kv_heads}, which does not divide heads {model.heads}; {fits}"
+    if model.head_dim is None and model.hidden_size % model.heads:
+        yield (
+            f"model.heads: given {model.heads}, which does not divide hidden_size {model.hidden_size}; "
+            "change one of them or set model.head_dim"
+        )
+    elif model.head_width % 2:
+        key = "model.head_dim" if model.head_dim is not None else "model.hidden_size / model.heads"
+        yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
+
+
+def _precision_problems(
+    precision: PrecisionConfig, parallel: ParallelConfig, compiled: bool, here: str | None, device: Device | None
+) -> Iterator[str]:
+    if precision.linear == "bf16" and precision.compute == "fp32":
+        yield "precision.linear: given 'bf16' with precision.compute: fp32; allowed: auto or fp8"
+    if precision.linear != "fp8":
+        return
+    reason = float8_problem(precision, here)
+    gpu = device.gpu if device is not None else None
+    if not reason and gpu is not None and gpu.capability is not None:
+        reason = gpu_problem(precision, gpu.name, gpu.capability)
+    if reason:
+        yield f"precision.linear: given 'fp8', which cannot run: {reason}; set auto"
+    if precision.implementation == "transformer_engine":
+        given = "precision.implementation: given 'transformer_engine'"
+        for key, value, allowed in (
+            ("precision.fp8.scaling", precision.fp8.scaling, "tensorwise"),
+            ("precision.fp8.emulate", precision.fp8.emulate, False),
+            ("parallel.tp", parallel.tp, 1),
+            ("compile", compiled, False),
+        ):
+            if value != allowed:
+                needed = str(allowed).lower()
+                yield f"{given} with {key}: {str(value).lower()}; allowed: {needed}, or implementation: torchao"
+
+
+def _norm_problems(implementation: str, tp: int, here: str | None) -> Iterator[str]:
+    given = f"norm_implementation: given {implementation!r}"
+    if reason := norm_problem(implementation, here):
+        yield f"{given}, which cannot run: {reason}; set torch"
+    if implementation == "apex" and tp > 1:
+        yield f"{given} with parallel.tp: {tp}, whose norms are sharded by rows; set torch, or tp to 1"
+
+
+def _optimizer_problems(optim: OptimConfig, here: str | None) -> Iterator[str]:
+    key = f"optim.implementation: given {optim.implementation!r}"
+    if optim.kind != "adamw" and optim.implementation != "torch":
+        yield f"{key}, which is for optim.kind: adamw alone, with kind: {optim.kind}; set torch, or kind: adamw"
+    elif reason := implementation_problem(optim, here):
+        yield f"{key}, which cannot run: {reason}; set torch"
+
+
+def _memory_problems(config: RunConfig) -> Iterator[str]:
+    """Keys that limit what the recipe does not do."""
+    parallel = config.parallel
+    keeps_weights = parallel.reshard_after_forward == "budget" and parallel.pp == 1
+    fills = config.activation_checkpointing == "budget" or keeps_weights
+    if config.memory.gpu_gib is not None and not fills:
+        yield (
+            f"memory.gpu_gib: given {config.memory.gpu_gib:g} with activation_checkpointing: "
+            f"{config.activation_checkpointing}, which it does not change; allowed: null, or activation_checkpointing "
+            "or parallel.reshard_after_forward: budget"
+        )
+    if config.memory.host_gib is not None and not config.activation_offload:
+        yield (
+            f"memory.host_gib: given {config.memory.host_gib:g} without activation_offload, which it limits; allowed: "
+            "null, or activation_offload: true"
+        )
+
+
+def _rope_problems(rope: RopeConfig, path: str, allow_idle: bool) -> Iterator[str]:
+    if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3"):
+        yield (
+            f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn or "
+            "llama3, or factor: 1"
+        )
+    if rope.factor == 1 and rope.kind in ("pi", "yarn", "llama3") and not allow_idle:
+        yield (
+            f"{path}.factor: given 1, with which kind {rope.kind!r} changes nothing; set the new length / the trained "
+            "length, more than 1, or kind: none"
+        )
+    if rope.kind not in ("yarn", "llama3"):
+        return
+    if rope.original_seq_len is None:
+        yield f"{path}.original_seq_len: missing; kind {rope.kind} needs the length that was trained before"
+    if rope.fast_turns <= rope.beta_slow:
+        yield f"{path}.beta_fast: given {rope.fast_turns:g}; allowed: more than beta_slow, {rope.beta_slow:g}"
+
+
+def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
+    for name, count in Counter(stage.name for stage in stages).items():
+        if count > 1:
+            where = " and ".join(f"stages[{index}].name" for index, stage in enumerate(stages) if stage.name == name)
+            yield f"{where}: given {name!r} {count} times; stage names must differ"
+    for index, stage in enumerate(stages):
+        if stage.name in NAMED_NUMBERS:
+            yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
+
+
+def _meshes(
+    parallel: ParallelConfig, stages: Sequence[StageConfig], world: WorldSize | None
+) -> tuple[list[MeshSizes | None], list[str]]:
+    """The mesh of every stage, and the problems that they have."""
+    ranks = world.ranks if world is not None else None
+    meshes: list[MeshSizes | None] = []
+    problems: dict[str, None] = {}  # stages without a layout of their own share their problems
+    for index, stage in enumerate(stages):
+        key = _parallel_key(index, stage, "cp")
+        sizes, found = fit_mesh(merge_parallel(parallel, stage.parallel), ranks, key)
+        problems |= dict.fromkeys(found)
+        first = meshes[0] if meshes else None
+        if sizes and first and sizes.dp_replicate != first.dp_replicate:
+            problems[
+                f"{key}: given {sizes.cp}, which makes dp_replicate {sizes.dp_replicate}, but the weights stay sharded "
+                f"as in the first stage, with dp_replicate {first.dp_replicate}; set parallel: {{dp_replicate: "
+                f"{first.dp_replicate}, dp_shard: -1}}"
+            ] = None
+        meshes.append(sizes)
+    return meshes, list(problems)
+
+
+def _parallel_key(index: int, stage: StageConfig, key: str) -> str:
+    """The key under which the stage's `parallel` key was given."""
+    own = stage.parallel
+    return f"stages[{index}].parallel.{key}" if own is not None and key in own.model_fields_set else f"parallel.{key}"
+
+
+def _context_problems(
+    model: ModelConfig,
+    stages: Sequence[Stage],
+    given: Sequence[StageConfig],
+    precision: PrecisionConfig,
+    ranks_per_node: int | None,
+    here: str | None,
+) -> Iterator[str]:
+    for stage, own in zip(stages, given, strict=True):
+        parallel = stage.parallel
+        tokens = stage.micro_batch_size * stage.seq_len
+        where = f"in stage {stage.name!r}"
+        key = partial(_parallel_key, stage.index, own)
+        if parallel.cp == 1:
+            continue
+        if tokens < parallel.cp:
+            yield (
+                f"{key('cp')}: given {parallel.cp} {where}, whose micro-batches have {tokens} tokens; "
+                f"allowed: at most seq_len x micro_batch_size"
+            )
+        spec = None if parallel.cp_transport == "auto" else transport_spec(parallel.cp_transport)
+        if parallel.cp_ring_depth is not None and spec and not spec.uses_ring_depth:
+            yield (
+                f"{key('cp_ring_depth')}: given {parallel.cp_ring_depth} {where}, which cp_transport "
+                f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: ring"
+            )
+        if parallel.cp_slices is not None and spec and not spec.uses_slices:
+            yield (
+                f"{key('cp_slices')}: given {parallel.cp_slices} {where}, which cp_transport "
+                f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: allgather"
+            )
+        if spec:
+            kinds = build_attention(stage.attention, model.head_width)
+            if found := [*spec.problems(kinds, model, here, precision.compute)]:
+                yield from (f"{key('cp_transport')}: given {spec.name!r} {where}, {text}" for text in found)
+                continue
+            if spec.needs_nodes and ranks_per_node is None:
+                continue
+        try:
+            stage_strategy(model, stage, ranks_per_node or parallel.cp * parallel.tp)
+        except ValueError as error:
+            name, _, problem = str(error).partition(": ")
+            yield f"{key(name.removeprefix('parallel.'))}: {where}: {problem}"
+
+
+def _gather_problems(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    mesh: MeshSizes | None,
+    ranks_per_node: int | None,
+    here: str | None,
+) -> Iterator[str]:
+    """Weights that cannot be gathered as asked: by copy engines on other nodes, in FP8 in parts of unequal rows."""
+    if mesh is None or mesh.shards == 1:
+        return
+    by_copy_engines = parallel.fsdp_copy_engines and here != "cpu" and ranks_per_node is not None
+    if by_copy_engines and linked_group(mesh, ranks_per_node or 1, "dp_shard", "cp").nodes > 1:
+        each = f" with tp {mesh.tp}" if mesh.tp > 1 else ""
+        yield (
+            f"parallel.fsdp_copy_engines: given true, but the {mesh.shards} ranks that share the weights{each} are on "
+            f"several nodes of {ranks_per_node}; set false, or parallel.dp_replicate and dp_shard so that one has them"
+        )
+    if precision.gathers_fp8 and (uneven := _uneven_rows(model, mesh)):
+        each = f", each with 1/{mesh.tp} of them (parallel.tp)" if mesh.tp > 1 else ""
+        yield (
+            f"precision.linear: given 'fp8', whose weights {mesh.shards} ranks share in parts of equal rows{each}: "
+            f"{', '.join(uneven)} cannot be; set precision.fp8.scaling: rowwise, or another parallel.dp_shard"
+        )
+
+
+def _uneven_rows(model: ModelConfig, mesh: MeshSizes) -> list[str]:
+    """Numbers of rows of the blocks' weights that the ranks of a shard do not divide."""
+    shared = {
+        "model.heads x width": model.heads * model.head_width,
+        "model.kv_heads x width": model.kv_heads * model.head_width,
+        "model.intermediate_size": model.intermediate_size,
+    }
+    rows = {name: size // mesh.tp for name, size in shared.items()} | {"model.hidden_size": model.hidden_size}
+    return [f"{name} {size}" for name, size in rows.items() if size % mesh.shards]
+
+
+def _batch_problems(
+    index: int, stage: StageConfig, batch_tokens: int, micro: int, mesh: MeshSizes | None
+) -> Iterator[str]:
+    """A batch that the stage's sequences, micro-batches and ranks do not divide. batch_tokens: the recipe's."""
+    batch = stage.batch_tokens or batch_tokens
+    key = "batch_tokens" if stage.batch_tokens is None else f"stages[{index}].batch_tokens"
+    dp = mesh.dp if mesh is not None else 1
+    # The largest unit that does not fit says most; a smaller one that does not fit explains it better.
+    factors = {f"seq_len {stage.seq_len}": stage.seq_len, f"micro_batch_size {micro}": micro}
+    factors[f"{dp} data-parallel ranks"] = dp
+    for count in range(1, len(factors) + 1):
+        unit = prod([*factors.values()][:count])
+        text = " x ".join(name for name, size in [*factors.items()][:count] if size > 1)
+        if batch % unit:
+            lower = batch // unit * unit
+            upper = lower + unit
+            fits = f"{lower} or {upper}" if lower else f"{upper}"
+            product = f"{text} = {unit}" if " x " in text else text
+            yield f"{key}: given {batch}; stage {stage.name!r} needs a multiple of {product}; nearest: {fits}"
+            return
+
+
+def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:
+    spans = []
+    for index, stage in enumerate(stages):
+        batch = stage.batch_tokens or batch_tokens
+        spans.append(-(-stage.tokens // batch) * batch)
+        if stage.schedule is not None:
+            path = f"stages[{index}].schedule"
+            yield from _shape_problems(stage.schedule, path)
+            yield from _span_problems(stage.schedule, path, spans[-1], f"stage {stage.name!r}")
+        elif stage.lr is not None:
+            # With an lr of its own the stage runs the recipe's schedule over its own tokens.
+            where = f"stage {stage.name!r}, whose lr starts the schedule anew"
+            yield from _span_problems(run_schedule, "optim.schedule", spans[-1], where)
+    yield from _shape_problems(run_schedule, "optim.schedule")
+    yield from _span_problems(run_schedule, "optim.schedule", sum(spans), "the run")
+
+
+def _span_problems(schedule: ScheduleConfig, path: str, span: int, name: str) -> Iterator[str]:
+    parts = {"warmup_tokens": schedule.warmup_tokens, "decay_tokens": schedule.decay_tokens}
+    given = [f"{key} {tokens}" for key, tokens in parts.items() if tokens]
+    if sum(parts.values()) > span:
+        yield f"{path}: {' + '.join(given)} do not fit in the {span} tokens of {name}"
+
+
+def _shape_problems(schedule: ScheduleConfig, path: str) -> Iterator[str]:
+    if schedule.kind == "wsd" and not schedule.decay_tokens:
+        yield f"{path}.decay_tokens: missing; kind wsd needs the length of its final decay (> 0)"
+    if schedule.kind != "wsd" and schedule.decay_tokens:
+        given = f"given {schedule.decay_tokens}, which kind {schedule.kind!r} does not use"
+        yield f"{path}.decay_tokens: {given}; remove it or set kind: wsd"
+
+
+def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    fallback = config.checkpoint.fallback_dir
+    if fallback is not None and Path(os.path.abspath(fallback)).is_relative_to(os.path.abspath(config.run_dir)):
+        yield (
+            f"checkpoint.fallback_dir: given {fallback!r}, inside run_dir {config.run_dir!r}, which fails with it; "
+            "give a folder elsewhere, best on another disk"
+        )
+    if config.checkpoint.every is None and config.health.spike.reaction == "rollback":
+        yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"
+    if not config.checkpoint.keep_best:
+        return
+    given = f"checkpoint.keep_best: given {config.checkpoint.keep_best}"
+    if not config.data.validation:
+        yield f"{given}, but there is no data.validation to tell the best by; add one, or set it to 0"
+    elif config.checkpoint.every is None:
+        yield f"{given}, but no checkpoints are saved: checkpoint.every is null; set it, or checkpoint.keep_best to 0"
+    elif config.checkpoint.every % config.evaluation.every:
+        yield (
+            f"{given}, but not every checkpoint is evaluated: checkpoint.every {config.checkpoint.every} must be a "
+            f"multiple of evaluation.every {config.evaluation.every}"
+        )
+    for index, stage in enumerate(config.stages):
+        if not stage.evaluate:
+            yield f"{given}, but not every checkpoint is evaluated: stages[{index}].evaluate is false; set it to true"
