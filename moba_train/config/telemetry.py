@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from moba_train.config.base import Section
+from moba_train.config.base import OpenSection, Section
+from moba_train.registry import TELEMETRY_SINKS
 
 
 class WandbConfig(Section):
@@ -19,8 +20,10 @@ class WandbConfig(Section):
     tags: list[str] = Field([], description="tags of the wandb run")
 
 
-class TelemetryConfig(Section):
+class TelemetryConfig(OpenSection):
     """Metrics always go to `metrics.jsonl` in the run folder; the rest is chosen here."""
+
+    members = TELEMETRY_SINKS
 
     log_every: int = Field(1, ge=1, description="optimizer steps between logged metrics")
     console: bool = Field(True, description="progress and metrics in the terminal")

@@ -120,7 +120,8 @@ class Sink(Protocol):
 
     A registered sink (entry point group `moba_train.telemetry_sinks`) has class methods that are given the value of its
     key in `telemetry`: `open(setting, run: SinkRun)`; and, if it likes, `problem(setting)`, the reason why it cannot be
-    used on this machine (empty: it can), and `describe(setting)`, its words in the run's first lines.
+    used on this machine (empty: it can), and `describe(setting)`, its words in the run's first lines. A sink of another
+    package has its section of the recipe in its attribute `Options`.
     """
 
     def write(self, record: Record) -> None:

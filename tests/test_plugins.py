@@ -1,0 +1,207 @@
+"""Members of another package: entry points alone make them known, and a recipe names them as it names ours."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.run.tiny_run import Run, checkpoint_tensors
+
+ENTRY_POINTS = """
+[moba_train.attention_kinds]
+scaled = guest.kind:ScaledKind
+
+[moba_train.evaluations]
+factors = guest.evaluation:Factors
+
+[moba_train.optimizers]
+sgd = guest.optimizer:SGD
+
+[moba_train.telemetry_sinks]
+lines = guest.sink:Lines
+
+[moba_train.transports]
+borrowed = guest.transport:BORROWED
+"""
+
+KIND = '''
+"""Full attention times a factor for each head: a kind with one parameter."""
+
+import torch
+from torch import nn
+
+from moba_train.attention.full.full_kind import FullCosts, FullKind
+from moba_train.attention.kind import AttentionKind
+from moba_train.config.base import Section
+
+
+class Factors(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+
+class ScaledKind(AttentionKind):
+    name = "scaled"
+
+    class Options(Section):
+        """Options of `kind: scaled`."""
+
+        first: float = 1.0
+
+    def __init__(self, options, head_dim):
+        super().__init__(options, head_dim)
+        self.attentions = FullKind(FullKind.Options(), head_dim).attentions
+
+    @classmethod
+    def parameters(cls, options, model, layer):
+        return Factors(model.heads)
+
+    def mix(self, layer, parameters):
+        out, auxiliary = super().mix(layer, parameters)
+        return out * (self.options.first * parameters.weight)[:, None], auxiliary
+
+    def costs(self, model):
+        return FullCosts(self, model)
+'''
+
+EVALUATION = '''
+"""The mean factor of the heads."""
+
+import torch
+
+from moba_train.config.base import Section
+from moba_train.evals.evaluation import Evaluation, EvaluationResult
+
+
+class Factors(Evaluation):
+    name = "factors"
+    numbers = frozenset({"mean_factor"})
+
+    class Options(Section):
+        """The section `evaluation.factors`."""
+
+        layer: int = 0
+
+    def __init__(self, options, setting):
+        self.layer = options.layer
+        self.every = setting.every
+
+    def run(self, context):
+        (kind,) = context.model.attention_kinds()[:1]
+        weight = context.model.blocks[self.layer].attention.get_submodule(kind.name).weight
+        mean = weight.full_tensor().mean().item()
+        return EvaluationResult({"mean_factor": mean}, f"mean factor {mean:.6f}", [])
+'''
+
+OPTIMIZER = '''
+"""Plain gradient descent, which keeps no state."""
+
+import torch
+
+from moba_train.optim.spec import OptimizerSpec
+
+
+def build(model, config, device, group):
+    groups = [{"params": list(model.parameters()), "lr_factor": 1.0}]
+    return torch.optim.SGD(groups, lr=config.lr, foreach=False)
+
+
+SGD = OptimizerSpec(build, state={}, matrix_state={})
+'''
+
+SINK = '''
+"""A line of text for each record."""
+
+from pathlib import Path
+
+from moba_train.config.base import Section
+
+
+class Lines:
+    class Options(Section):
+        """The section `telemetry.lines`."""
+
+        name: str
+
+    def __init__(self, path):
+        self.file = path.open("w")
+
+    @classmethod
+    def open(cls, setting, run):
+        return cls(run.folder / setting.name)
+
+    def write(self, record):
+        print(record["type"], record["step"], file=self.file, flush=True)
+
+    def close(self):
+        self.file.close()
+'''
+
+TRANSPORT = '''
+"""All-gather under another name."""
+
+from moba_train.parallel.context.transport.allgather import AllGatherSpec
+
+
+class BorrowedSpec(AllGatherSpec):
+    name = "borrowed"
+
+
+BORROWED = BorrowedSpec()
+'''
+
+
+@pytest.fixture
+def guest(tmp_path: Path) -> Path:
+    """A folder with the package and its metadata, as pip leaves them."""
+    root = tmp_path / "site"
+    files = {"kind": KIND, "evaluation": EVALUATION, "optimizer": OPTIMIZER, "sink": SINK, "transport": TRANSPORT}
+    for name, text in {"__init__": "", **files}.items():
+        path = root / "guest" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(text))
+    metadata = root / "guest-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    return root
+
+
+def test_a_package_brings_a_kind_an_evaluation_an_optimizer_a_sink_and_a_transport(run: Run, guest: Path) -> None:
+    """Two ranks that share the sequences train two steps of a recipe that names them all."""
+    run.recipe["attention"] = {"default": "scaled"}
+    run.recipe["stages"] = [{"name": "only", "seq_len": 64, "tokens": 2 * 512, "micro_batch_size": 4}]
+    run.recipe["optim"] = {"kind": "sgd", "lr": 0.1}
+    run.recipe["evaluation"] = {"every": 1, "at_start": True, "sequences": 2, "factors": {"layer": 1}}
+    run.recipe["telemetry"] = {"console": False, "report": False, "lines": {"name": "lines.txt"}}
+    run.recipe["parallel"] = {"cp": 2, "cp_transport": "borrowed"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *torchrun, "-m", "moba_train.train", str(run.write_recipe())]
+    ours = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(guest), str(ours)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (chosen,) = run.records("parallel")
+    assert "borrowed over 2 ranks" in chosen["message"]
+    assert [record["step"] for record in run.records()] == [1, 2]
+    first, *_, last = [record["mean_factor"] for record in run.records("factors")]
+    assert first == 1.0
+    trained = checkpoint_tensors(run.newest_checkpoint)["model.blocks.1.attention.scaled.weight"]
+    assert last == pytest.approx(trained.mean().item())
+    assert last != first
+    lines = (run.run_dir / "lines.txt").read_text().splitlines()
+    assert {"metrics 1", "metrics 2", "factors 2"} <= {*lines}
+
+
+def test_without_the_package_the_recipe_is_refused_with_what_there_is(run: Run) -> None:
+    run.recipe["parallel"] = {"cp": 2, "cp_transport": "borrowed"}
+    command = [sys.executable, "-m", "moba_train.train", str(run.write_recipe())]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2
+    assert "cp_transport: given 'borrowed'" in done.stderr
+    assert "allgather" in done.stderr
