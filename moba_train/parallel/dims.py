@@ -105,7 +105,7 @@ class ParallelDims:
         """The layout of a stage with these sizes, which differ from the run's in dp_shard and cp at most. Called on all
         ranks together."""
         given, own = ((s.pp, s.dp_replicate, s.shards, s.tp) for s in (sizes, self.sizes))
-        assert given == own, "resolve/checks.py lets no other sizes through"
+        assert given == own, "resolve/layout.py lets no other sizes through"
         if sizes.cp > 1 and sizes.cp not in self._cp_groups:
             # Never the default group, so that transfers of attention do not queue behind those of weights.
             self._cp_groups[sizes.cp] = self._new_group(rank_groups(sizes, "cp"))

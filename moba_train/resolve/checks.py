@@ -4,41 +4,49 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
 
 from moba_train.checkpoint.recipe import checkpoint_folders
-from moba_train.config.mesh import MeshSizes, WorldSize, allowed_divisors, fit_mesh
+from moba_train.config.checkpoint import CheckpointConfig
+from moba_train.config.data import SourceConfig
+from moba_train.config.mesh import WorldSize, allowed_divisors
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.parallel import ParallelConfig
-from moba_train.config.precision import PrecisionConfig
+from moba_train.config.precision import MemoryConfig, PrecisionConfig
 from moba_train.config.schema import RunConfig, StageConfig
-from moba_train.config.stages import ALL_PARAMETERS, Stage, merge_parallel, merge_rope
+from moba_train.config.stages import ALL_PARAMETERS, Stage, merge_rope
 from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.spec import ModelSpec, kind_of_parameter
 from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.spec import is_trainable
-from moba_train.parallel.context.policy import transport_spec
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.fsdp import norm_problem
-from moba_train.parallel.links import linked_group
-from moba_train.parallel.stage_strategy import stage_strategy
 from moba_train.resolve.attention import attention_problems
-from moba_train.resolve.data import file_problems, length_problems
+from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
     evaluated_sequences,
     evaluation_problems,
     evaluation_settings,
+    exit_data_problems,
     exit_problems,
     pipeline_evaluation_problems,
+    sample_problems,
 )
 from moba_train.resolve.initial_weights import initial_problems, unread_folder
-from moba_train.resolve.layout import micro_batch_problems, pipeline_problems, row_problems, tensor_problems
+from moba_train.resolve.layout import (
+    batch_problems,
+    context_problems,
+    gather_problems,
+    micro_batch_problems,
+    pipeline_problems,
+    row_problems,
+    stage_meshes,
+    tensor_problems,
+)
 from moba_train.resolve.run import ResolvedRun
 from moba_train.strict_json import NAMED_NUMBERS
 from moba_train.telemetry.sinks import sink_problems
@@ -56,26 +64,32 @@ def part_problems(
     attention = attention_problems(
         model, config.attention, config.stages, parallel, here, config.deterministic, allow_idle, training
     )
-    return [
+    problems = [
         *_model_problems(model),
         *_rope_problems(model.rope, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
-        *(_checkpoint_problems(config) if training else ()),
         *_precision_problems(config.precision, parallel, config.compile, here, device),
         *_norm_problems(config.norm_implementation, parallel.tp, here),
         *_optimizer_problems(config.optim, here if training else None),
-        *([] if allow_idle else _memory_problems(config)),
         *attention,
         *length_problems(config.data, config.stages),
         *tensor_problems(model, parallel, config.compile, ranks_per_node),
-        *(pipeline_problems(config) if training else ()),
-        *(
-            pipeline_evaluation_problems(config.evaluation, config.data.validation, parallel.pp)
-            if training and parallel.pp > 1
-            else ()
-        ),
     ]
+    if not allow_idle:
+        problems += _memory_problems(
+            config.memory, config.activation_checkpointing, config.activation_offload, parallel
+        )
+    if training:
+        validation = config.data.validation
+        checkpoint = config.checkpoint
+        problems += _fallback_problems(config.run_dir, checkpoint.fallback_dir)
+        problems += _save_problems(checkpoint, config.health.spike.reaction, config.evaluation.every, validation)
+        problems += _unevaluated_problems(checkpoint.keep_best, config.stages)
+        problems += pipeline_problems(config)
+        if parallel.pp > 1:
+            problems += pipeline_evaluation_problems(config.evaluation, validation, parallel.pp)
+    return problems
 
 
 def stage_problems(
@@ -88,7 +102,7 @@ def stage_problems(
     ranks_per_node = world.ranks_per_node if world is not None else None
     here = _type_here(device)
     return [
-        *_context_problems(config.model, stages, config.stages, config.precision, ranks_per_node, here),
+        *context_problems(config.model, stages, config.stages, config.precision, ranks_per_node, here),
         *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
         *evaluation_problems(run.evaluation, settings),
         *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
@@ -111,15 +125,15 @@ def layout_problems(
     stages: none where the recipe has other problems, so that its micro-batches cannot be judged
     """
     model = config.model
-    meshes, problems = _meshes(config.parallel, config.stages, world)
+    meshes, problems = stage_meshes(config.parallel, config.stages, world)
     for index, stage in enumerate(config.stages):
         if stage.rope is not None:
             problems += _rope_problems(merge_rope(model.rope, stage.rope), f"stages[{index}].rope", allow_idle)
         micro_batch_size = stage.micro_batch_size or config.micro_batch_size
-        problems += _batch_problems(index, stage, config.batch_tokens, micro_batch_size, meshes[index])
+        problems += batch_problems(index, stage, config.batch_tokens, micro_batch_size, meshes[index])
     ranks_per_node = world.ranks_per_node if world is not None else None
     here = _type_here(device)
-    problems += _gather_problems(model, config.parallel, config.precision, meshes[0], ranks_per_node, here)
+    problems += gather_problems(model, config.parallel, config.precision, meshes[0], ranks_per_node, here)
     if training and not problems:
         for resolved, mesh in zip(stages, meshes, strict=False):  # no stages: there are other problems
             problems += micro_batch_problems(resolved, mesh) if mesh is not None else ()
@@ -132,8 +146,14 @@ def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool
     fallback_dir = config.checkpoint.fallback_dir
     initial = unread_folder(config.init_from, checkpoint_folders(config.run_dir, fallback_dir))
     spec = run.setup.spec if run is not None else None
+    corpora = list(corpus_problems(config.data, config.stages, config.model.vocab_size, config.loss_norm))
+    settings = evaluation_settings(run) if run is not None and not corpora else ()
     return [
-        *file_problems(config, evaluation_settings(run) if run is not None else ()),
+        *corpora,
+        *vocabulary_problems(config.data.tokenizer, config.model.vocab_size),
+        *tokenizer_problems(config.data, config.stages),
+        *exit_data_problems(config.evaluation, settings),
+        *sample_problems(config.evaluation, settings),
         *(initial_problems(config.model, spec, initial) if initial is not None else ()),
         *_folder_problems(config.run_dir, fallback_dir),
         *(sink_problems(config.telemetry) if training else ()),
@@ -255,21 +275,20 @@ def _optimizer_problems(optim: OptimConfig, here: str | None) -> Iterator[str]:
         yield f"{key}, which cannot run: {reason}; set torch"
 
 
-def _memory_problems(config: RunConfig) -> Iterator[str]:
+def _memory_problems(
+    memory: MemoryConfig, checkpointing: str, offload: bool, parallel: ParallelConfig
+) -> Iterator[str]:
     """Keys that limit what the recipe does not do."""
-    parallel = config.parallel
     keeps_weights = parallel.reshard_after_forward == "budget" and parallel.pp == 1
-    fills = config.activation_checkpointing == "budget" or keeps_weights
-    if config.memory.gpu_gib is not None and not fills:
+    if memory.gpu_gib is not None and checkpointing != "budget" and not keeps_weights:
         yield (
-            f"memory.gpu_gib: given {config.memory.gpu_gib:g} with activation_checkpointing: "
-            f"{config.activation_checkpointing}, which it does not change; allowed: null, or activation_checkpointing "
-            "or parallel.reshard_after_forward: budget"
+            f"memory.gpu_gib: given {memory.gpu_gib:g} with activation_checkpointing: {checkpointing}, which it does "
+            "not change; allowed: null, or activation_checkpointing or parallel.reshard_after_forward: budget"
         )
-    if config.memory.host_gib is not None and not config.activation_offload:
+    if memory.host_gib is not None and not offload:
         yield (
-            f"memory.host_gib: given {config.memory.host_gib:g} without activation_offload, which it limits; allowed: "
-            "null, or activation_offload: true"
+            f"memory.host_gib: given {memory.host_gib:g} without activation_offload, which it limits; allowed: null, "
+            "or activation_offload: true"
         )
 
 
@@ -300,138 +319,6 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
     for index, stage in enumerate(stages):
         if stage.name in NAMED_NUMBERS:
             yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
-
-
-def _meshes(
-    parallel: ParallelConfig, stages: Sequence[StageConfig], world: WorldSize | None
-) -> tuple[list[MeshSizes | None], list[str]]:
-    """The mesh of every stage, and the problems that they have."""
-    ranks = world.ranks if world is not None else None
-    meshes: list[MeshSizes | None] = []
-    problems: dict[str, None] = {}  # stages without a layout of their own share their problems
-    for index, stage in enumerate(stages):
-        key = _parallel_key(index, stage, "cp")
-        sizes, found = fit_mesh(merge_parallel(parallel, stage.parallel), ranks, key)
-        problems |= dict.fromkeys(found)
-        first = meshes[0] if meshes else None
-        if sizes and first and sizes.dp_replicate != first.dp_replicate:
-            problems[
-                f"{key}: given {sizes.cp}, which makes dp_replicate {sizes.dp_replicate}, but the weights stay sharded "
-                f"as in the first stage, with dp_replicate {first.dp_replicate}; set parallel: {{dp_replicate: "
-                f"{first.dp_replicate}, dp_shard: -1}}"
-            ] = None
-        meshes.append(sizes)
-    return meshes, list(problems)
-
-
-def _parallel_key(index: int, stage: StageConfig, key: str) -> str:
-    """The key under which the stage's `parallel` key was given."""
-    own = stage.parallel
-    return f"stages[{index}].parallel.{key}" if own is not None and key in own.model_fields_set else f"parallel.{key}"
-
-
-def _context_problems(
-    model: ModelConfig,
-    stages: Sequence[Stage],
-    given: Sequence[StageConfig],
-    precision: PrecisionConfig,
-    ranks_per_node: int | None,
-    here: str | None,
-) -> Iterator[str]:
-    for stage, own in zip(stages, given, strict=True):
-        parallel = stage.parallel
-        tokens = stage.micro_batch_size * stage.seq_len
-        where = f"in stage {stage.name!r}"
-        key = partial(_parallel_key, stage.index, own)
-        if parallel.cp == 1:
-            continue
-        if tokens < parallel.cp:
-            yield (
-                f"{key('cp')}: given {parallel.cp} {where}, whose micro-batches have {tokens} tokens; "
-                f"allowed: at most seq_len x micro_batch_size"
-            )
-        spec = None if parallel.cp_transport == "auto" else transport_spec(parallel.cp_transport)
-        if parallel.cp_ring_depth is not None and spec and not spec.uses_ring_depth:
-            yield (
-                f"{key('cp_ring_depth')}: given {parallel.cp_ring_depth} {where}, which cp_transport "
-                f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: ring"
-            )
-        if parallel.cp_slices is not None and spec and not spec.uses_slices:
-            yield (
-                f"{key('cp_slices')}: given {parallel.cp_slices} {where}, which cp_transport "
-                f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: allgather"
-            )
-        if spec:
-            kinds = build_attention(stage.attention, model.head_width)
-            if found := [*spec.problems(kinds, model, here, precision.compute)]:
-                yield from (f"{key('cp_transport')}: given {spec.name!r} {where}, {text}" for text in found)
-                continue
-            if spec.needs_nodes and ranks_per_node is None:
-                continue
-        try:
-            stage_strategy(model, stage, ranks_per_node or parallel.cp * parallel.tp)
-        except ValueError as error:
-            name, _, problem = str(error).partition(": ")
-            yield f"{key(name.removeprefix('parallel.'))}: {where}: {problem}"
-
-
-def _gather_problems(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    precision: PrecisionConfig,
-    mesh: MeshSizes | None,
-    ranks_per_node: int | None,
-    here: str | None,
-) -> Iterator[str]:
-    """Weights that cannot be gathered as asked: by copy engines on other nodes, in FP8 in parts of unequal rows."""
-    if mesh is None or mesh.shards == 1:
-        return
-    by_copy_engines = parallel.fsdp_copy_engines and here != "cpu" and ranks_per_node is not None
-    if by_copy_engines and linked_group(mesh, ranks_per_node or 1, "dp_shard", "cp").nodes > 1:
-        each = f" with tp {mesh.tp}" if mesh.tp > 1 else ""
-        yield (
-            f"parallel.fsdp_copy_engines: given true, but the {mesh.shards} ranks that share the weights{each} are on "
-            f"several nodes of {ranks_per_node}; set false, or parallel.dp_replicate and dp_shard so that one has them"
-        )
-    if precision.gathers_fp8 and (uneven := _uneven_rows(model, mesh)):
-        each = f", each with 1/{mesh.tp} of them (parallel.tp)" if mesh.tp > 1 else ""
-        yield (
-            f"precision.linear: given 'fp8', whose weights {mesh.shards} ranks share in parts of equal rows{each}: "
-            f"{', '.join(uneven)} cannot be; set precision.fp8.scaling: rowwise, or another parallel.dp_shard"
-        )
-
-
-def _uneven_rows(model: ModelConfig, mesh: MeshSizes) -> list[str]:
-    """Numbers of rows of the blocks' weights that the ranks of a shard do not divide."""
-    shared = {
-        "model.heads x width": model.heads * model.head_width,
-        "model.kv_heads x width": model.kv_heads * model.head_width,
-        "model.intermediate_size": model.intermediate_size,
-    }
-    rows = {name: size // mesh.tp for name, size in shared.items()} | {"model.hidden_size": model.hidden_size}
-    return [f"{name} {size}" for name, size in rows.items() if size % mesh.shards]
-
-
-def _batch_problems(
-    index: int, stage: StageConfig, batch_tokens: int, micro: int, mesh: MeshSizes | None
-) -> Iterator[str]:
-    """A batch that the stage's sequences, micro-batches and ranks do not divide. batch_tokens: the recipe's."""
-    batch = stage.batch_tokens or batch_tokens
-    key = "batch_tokens" if stage.batch_tokens is None else f"stages[{index}].batch_tokens"
-    dp = mesh.dp if mesh is not None else 1
-    # The largest unit that does not fit says most; a smaller one that does not fit explains it better.
-    factors = {f"seq_len {stage.seq_len}": stage.seq_len, f"micro_batch_size {micro}": micro}
-    factors[f"{dp} data-parallel ranks"] = dp
-    for count in range(1, len(factors) + 1):
-        unit = prod([*factors.values()][:count])
-        text = " x ".join(name for name, size in [*factors.items()][:count] if size > 1)
-        if batch % unit:
-            lower = batch // unit * unit
-            upper = lower + unit
-            fits = f"{lower} or {upper}" if lower else f"{upper}"
-            product = f"{text} = {unit}" if " x " in text else text
-            yield f"{key}: given {batch}; stage {stage.name!r} needs a multiple of {product}; nearest: {fits}"
-            return
 
 
 def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:
@@ -466,27 +353,41 @@ def _shape_problems(schedule: ScheduleConfig, path: str) -> Iterator[str]:
         yield f"{path}.decay_tokens: {given}; remove it or set kind: wsd"
 
 
-def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
-    fallback = config.checkpoint.fallback_dir
-    if fallback is not None and Path(os.path.abspath(fallback)).is_relative_to(os.path.abspath(config.run_dir)):
+def _fallback_problems(run_dir: str, fallback_dir: str | None) -> Iterator[str]:
+    if fallback_dir is not None and Path(os.path.abspath(fallback_dir)).is_relative_to(os.path.abspath(run_dir)):
         yield (
-            f"checkpoint.fallback_dir: given {fallback!r}, inside run_dir {config.run_dir!r}, which fails with it; "
+            f"checkpoint.fallback_dir: given {fallback_dir!r}, inside run_dir {run_dir!r}, which fails with it; "
             "give a folder elsewhere, best on another disk"
         )
-    if config.checkpoint.every is None and config.health.spike.reaction == "rollback":
+
+
+def _save_problems(
+    checkpoint: CheckpointConfig, reaction: str, evaluated_every: int, validation: Sequence[SourceConfig]
+) -> Iterator[str]:
+    """Checkpoints that a `reaction` to spikes or the choice of the best ones needs and that are not saved, or not
+    evaluated."""
+    every = checkpoint.every
+    if every is None and reaction == "rollback":
         yield "health.spike.reaction: given 'rollback', which needs checkpoints; set checkpoint.every, which is null"
-    if not config.checkpoint.keep_best:
+    if not checkpoint.keep_best:
         return
-    given = f"checkpoint.keep_best: given {config.checkpoint.keep_best}"
-    if not config.data.validation:
+    given = f"checkpoint.keep_best: given {checkpoint.keep_best}"
+    if not validation:
         yield f"{given}, but there is no data.validation to tell the best by; add one, or set it to 0"
-    elif config.checkpoint.every is None:
+    elif every is None:
         yield f"{given}, but no checkpoints are saved: checkpoint.every is null; set it, or checkpoint.keep_best to 0"
-    elif config.checkpoint.every % config.evaluation.every:
+    elif every % evaluated_every:
         yield (
-            f"{given}, but not every checkpoint is evaluated: checkpoint.every {config.checkpoint.every} must be a "
-            f"multiple of evaluation.every {config.evaluation.every}"
+            f"{given}, but not every checkpoint is evaluated: checkpoint.every {every} must be a multiple of "
+            f"evaluation.every {evaluated_every}"
         )
-    for index, stage in enumerate(config.stages):
+
+
+def _unevaluated_problems(keep_best: int, stages: Sequence[StageConfig]) -> Iterator[str]:
+    """Stages whose checkpoints cannot be compared, although the best ones are kept."""
+    for index, stage in enumerate(stages if keep_best else ()):
         if not stage.evaluate:
-            yield f"{given}, but not every checkpoint is evaluated: stages[{index}].evaluate is false; set it to true"
+            yield (
+                f"checkpoint.keep_best: given {keep_best}, but not every checkpoint is evaluated: "
+                f"stages[{index}].evaluate is false; set it to true"
+            )

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from moba_train.config.data import DataConfig, SourceConfig
-from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.config.schema import StageConfig
 from moba_train.data.blend import length_buckets
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
-from moba_train.evals.evaluation import EvaluationSetting
-from moba_train.resolve.evaluations import exit_data_problems, sample_problems
 
 
 def length_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator[str]:
@@ -28,29 +26,11 @@ def length_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator
             yield f"{key}.upsample.min_length: given {source.upsample.min_length}; allowed: {allowed}"
 
 
-def file_problems(config: RunConfig, settings: Sequence[EvaluationSetting]) -> Iterator[str]:
-    """Corpora and tokenizer that are missing, damaged or do not fit, relative to the working directory.
-
-    settings: of the evaluations of each stage, whose files are also judged; none if there are other problems
-    """
-    data = config.data
-    corpora = list(_corpus_problems(data, config.stages, config.model.vocab_size, config.loss_norm))
-    yield from corpora
-    tokenizer = data.tokenizer
-    if tokenizer is not None and not Path(tokenizer).exists():
-        yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
-    elif tokenizer is not None:
-        yield from _tokenizer_problems(tokenizer, config.model.vocab_size)
-    yield from tokenizer_problems(data, config.stages)
-    if not corpora:
-        yield from exit_data_problems(config.evaluation, settings)
-        yield from sample_problems(config.evaluation, settings)
-
-
-def _corpus_problems(
+def corpus_problems(
     data: DataConfig, stages: Sequence[StageConfig], vocab_size: int, loss_norm: Literal["token", "sequence"]
 ) -> Iterator[str]:
-    """Problems of the corpora of all stages: a later stage's are found before the first one begins."""
+    """Corpora that are missing, damaged or do not fit, relative to the working directory, of all stages: a later
+    stage's are found before the first one begins."""
     opened: dict[str, IndexedDataset] = {}
     weights: dict[str, LossWeights] = {}
     for key, source in recipe_sources(data, stages):
@@ -84,6 +64,23 @@ def check_one_tokenizer(data: DataConfig, stages: Sequence[StageConfig]) -> None
     """Raises ConfigError when corpora that are on disk were made with other tokenizers than the recipe's."""
     if problems := list(tokenizer_problems(data, stages)):
         raise ConfigError(problems)
+
+
+def vocabulary_problems(tokenizer: str | None, vocab_size: int) -> Iterator[str]:
+    """A tokenizer that is missing, damaged or larger than the model's vocabulary."""
+    if tokenizer is None:
+        return
+    if not Path(tokenizer).exists():
+        yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
+        return
+    try:
+        known = load_text_tokenizer(tokenizer).vocab_size
+    except DataError as error:
+        yield f"data.tokenizer: {error}"
+        return
+    if known > vocab_size:
+        given = f"model.vocab_size: given {vocab_size}; data.tokenizer ({tokenizer})"
+        yield f"{given} has {known} tokens, so at least {known}"
 
 
 def tokenizer_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator[str]:
@@ -122,16 +119,6 @@ def recorded_tokenizers(sources: Iterable[tuple[str, SourceConfig]]) -> Iterator
             info = (IndexedDataset(path).info or {}) if Path(f"{path}.idx").is_file() else {}
             if isinstance(digest := info.get("tokenizer_sha256"), str):
                 yield key, path, str(info.get("tokenizer")), digest
-
-
-def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
-    try:
-        known = load_text_tokenizer(path).vocab_size
-    except DataError as error:
-        yield f"data.tokenizer: {error}"
-        return
-    if known > vocab_size:
-        yield f"model.vocab_size: given {vocab_size}; data.tokenizer ({path}) has {known} tokens, so at least {known}"
 
 
 def _blends(data: DataConfig, stages: Sequence[StageConfig]) -> dict[str, Sequence[SourceConfig]]:

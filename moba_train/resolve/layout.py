@@ -1,16 +1,23 @@
-"""Checks of pipeline parallelism (layers, micro-batches, schedules) and of tensor parallelism (sizes to divide)."""
+"""Checks of parallel layouts: meshes, the layers, micro-batches and schedules of a pipeline, sizes that tensor
+parallelism divides, context parallelism, shared weights, and the batches that all of them divide."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import gcd
+from functools import partial
+from math import gcd, prod
 from typing import get_args
 
-from moba_train.config.mesh import MeshSizes, allowed_divisors
+from moba_train.config.mesh import MeshSizes, WorldSize, allowed_divisors, fit_mesh
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import CPLayout, ParallelConfig
-from moba_train.config.schema import RunConfig
-from moba_train.config.stages import Stage
+from moba_train.config.precision import PrecisionConfig
+from moba_train.config.schema import RunConfig, StageConfig
+from moba_train.config.stages import Stage, merge_parallel
+from moba_train.model.build import build_attention
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.policy import transport_spec
+from moba_train.parallel.links import linked_group
 from moba_train.parallel.pipeline.model import number_of_parts
+from moba_train.parallel.stage_strategy import stage_strategy
 
 
 def pipeline_problems(config: RunConfig) -> Iterator[str]:
@@ -129,3 +136,136 @@ def row_problems(stages: Sequence[Stage], evaluated: Sequence[Mapping[str, int]]
                     f"stage {stage.name!r}; make them a multiple of {unit} tokens"
                 )
                 break
+
+
+def stage_meshes(
+    parallel: ParallelConfig, stages: Sequence[StageConfig], world: WorldSize | None
+) -> tuple[list[MeshSizes | None], list[str]]:
+    """The mesh of every stage, and the problems that they have."""
+    ranks = world.ranks if world is not None else None
+    meshes: list[MeshSizes | None] = []
+    problems: dict[str, None] = {}  # stages without a layout of their own share their problems
+    for index, stage in enumerate(stages):
+        key = _parallel_key(index, stage, "cp")
+        sizes, found = fit_mesh(merge_parallel(parallel, stage.parallel), ranks, key)
+        problems |= dict.fromkeys(found)
+        first = meshes[0] if meshes else None
+        if sizes and first and sizes.dp_replicate != first.dp_replicate:
+            problems[
+                f"{key}: given {sizes.cp}, which makes dp_replicate {sizes.dp_replicate}, but the weights stay sharded "
+                f"as in the first stage, with dp_replicate {first.dp_replicate}; set parallel: {{dp_replicate: "
+                f"{first.dp_replicate}, dp_shard: -1}}"
+            ] = None
+        meshes.append(sizes)
+    return meshes, list(problems)
+
+
+def _parallel_key(index: int, stage: StageConfig, key: str) -> str:
+    """The key under which the stage's `parallel` key was given."""
+    own = stage.parallel
+    return f"stages[{index}].parallel.{key}" if own is not None and key in own.model_fields_set else f"parallel.{key}"
+
+
+def context_problems(
+    model: ModelConfig,
+    stages: Sequence[Stage],
+    given: Sequence[StageConfig],
+    precision: PrecisionConfig,
+    ranks_per_node: int | None,
+    here: str | None,
+) -> Iterator[str]:
+    """Stages whose sequences cannot be shared by `cp` ranks as asked. given: the stages in the recipe."""
+    for stage, own in zip(stages, given, strict=True):
+        parallel = stage.parallel
+        tokens = stage.micro_batch_size * stage.seq_len
+        where = f"in stage {stage.name!r}"
+        key = partial(_parallel_key, stage.index, own)
+        if parallel.cp == 1:
+            continue
+        if tokens < parallel.cp:
+            yield (
+                f"{key('cp')}: given {parallel.cp} {where}, whose micro-batches have {tokens} tokens; "
+                f"allowed: at most seq_len x micro_batch_size"
+            )
+        spec = None if parallel.cp_transport == "auto" else transport_spec(parallel.cp_transport)
+        if parallel.cp_ring_depth is not None and spec and not spec.uses_ring_depth:
+            yield (
+                f"{key('cp_ring_depth')}: given {parallel.cp_ring_depth} {where}, which cp_transport "
+                f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: ring"
+            )
+        if parallel.cp_slices is not None and spec and not spec.uses_slices:
+            yield (
+                f"{key('cp_slices')}: given {parallel.cp_slices} {where}, which cp_transport "
+                f"{parallel.cp_transport!r} does not use; remove it or set cp_transport: allgather"
+            )
+        if spec:
+            kinds = build_attention(stage.attention, model.head_width)
+            if found := [*spec.problems(kinds, model, here, precision.compute)]:
+                yield from (f"{key('cp_transport')}: given {spec.name!r} {where}, {text}" for text in found)
+                continue
+            if spec.needs_nodes and ranks_per_node is None:
+                continue
+        try:
+            stage_strategy(model, stage, ranks_per_node or parallel.cp * parallel.tp)
+        except ValueError as error:
+            name, _, problem = str(error).partition(": ")
+            yield f"{key(name.removeprefix('parallel.'))}: {where}: {problem}"
+
+
+def gather_problems(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    mesh: MeshSizes | None,
+    ranks_per_node: int | None,
+    here: str | None,
+) -> Iterator[str]:
+    """Weights that cannot be gathered as asked: by copy engines on other nodes, in FP8 in parts of unequal rows."""
+    if mesh is None or mesh.shards == 1:
+        return
+    by_copy_engines = parallel.fsdp_copy_engines and here != "cpu" and ranks_per_node is not None
+    if by_copy_engines and linked_group(mesh, ranks_per_node or 1, "dp_shard", "cp").nodes > 1:
+        each = f" with tp {mesh.tp}" if mesh.tp > 1 else ""
+        yield (
+            f"parallel.fsdp_copy_engines: given true, but the {mesh.shards} ranks that share the weights{each} are on "
+            f"several nodes of {ranks_per_node}; set false, or parallel.dp_replicate and dp_shard so that one has them"
+        )
+    if precision.gathers_fp8 and (uneven := _uneven_rows(model, mesh)):
+        each = f", each with 1/{mesh.tp} of them (parallel.tp)" if mesh.tp > 1 else ""
+        yield (
+            f"precision.linear: given 'fp8', whose weights {mesh.shards} ranks share in parts of equal rows{each}: "
+            f"{', '.join(uneven)} cannot be; set precision.fp8.scaling: rowwise, or another parallel.dp_shard"
+        )
+
+
+def _uneven_rows(model: ModelConfig, mesh: MeshSizes) -> list[str]:
+    """Numbers of rows of the blocks' weights that the ranks of a shard do not divide."""
+    shared = {
+        "model.heads x width": model.heads * model.head_width,
+        "model.kv_heads x width": model.kv_heads * model.head_width,
+        "model.intermediate_size": model.intermediate_size,
+    }
+    rows = {name: size // mesh.tp for name, size in shared.items()} | {"model.hidden_size": model.hidden_size}
+    return [f"{name} {size}" for name, size in rows.items() if size % mesh.shards]
+
+
+def batch_problems(
+    index: int, stage: StageConfig, batch_tokens: int, micro: int, mesh: MeshSizes | None
+) -> Iterator[str]:
+    """A batch that the stage's sequences, micro-batches and ranks do not divide. batch_tokens: the recipe's."""
+    batch = stage.batch_tokens or batch_tokens
+    key = "batch_tokens" if stage.batch_tokens is None else f"stages[{index}].batch_tokens"
+    dp = mesh.dp if mesh is not None else 1
+    # The largest unit that does not fit says most; a smaller one that does not fit explains it better.
+    factors = {f"seq_len {stage.seq_len}": stage.seq_len, f"micro_batch_size {micro}": micro}
+    factors[f"{dp} data-parallel ranks"] = dp
+    for count in range(1, len(factors) + 1):
+        unit = prod([*factors.values()][:count])
+        text = " x ".join(name for name, size in [*factors.items()][:count] if size > 1)
+        if batch % unit:
+            lower = batch // unit * unit
+            upper = lower + unit
+            fits = f"{lower} or {upper}" if lower else f"{upper}"
+            product = f"{text} = {unit}" if " x " in text else text
+            yield f"{key}: given {batch}; stage {stage.name!r} needs a multiple of {product}; nearest: {fits}"
+            return

@@ -21,7 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moba_train.attention.kernels.table import BackendChoice
 from moba_train.checkpoint.recipe import checkpoint_folders
+from moba_train.config.attention import LayerAttention
 from moba_train.config.checkpoint import CheckpointConfig
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
@@ -44,6 +46,7 @@ from moba_train.parallel.context.costs import most_memory
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.fsdp import Computation, ModelSetup, compute_dtype
 from moba_train.parallel.stage_strategy import stage_costs, stage_strategy
+from moba_train.resolve.backends import block_backends
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class StageLayout:
     """Reason for the strategy, as lines to print; empty without one."""
     activations: StageActivations
     """Activations that every layer keeps for the backward pass, and the predicted memory."""
+    backends: Mapping[LayerAttention, BackendChoice]
+    """Backends of the attention to selected blocks; empty if the device is not known. See resolve/backends.py."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,8 @@ class ResolvedRun:
     def on(self, world: WorldSize | None, device: Device | None) -> "ResolvedRun":
         """The run on these ranks and devices, its layouts decided for them.
 
-        Raises ConfigError where a mesh does not fit the ranks, or the host's memory not the offloaded activations, and
-        ValueError, naming the key, where a transport cannot do a stage's sizes.
+        Raises ConfigError if a mesh does not fit the ranks, the host's memory not the offloaded activations, or a
+        backend of attention not the device, and ValueError, naming the key, if a transport cannot do a stage's sizes.
         """
         setup = setup_on(self.setup, device)
         layouts: tuple[StageLayout, ...] = ()
@@ -234,4 +239,5 @@ def stage_layout(
     host_bytes = device.host_bytes if device is not None else None
     activations = stage_activations(setup, policy, stage, mesh, gpu_bytes, host_bytes, transport)
     micro_batches = stage.batch_sequences // (stage.micro_batch_size * mesh.dp)
-    return StageLayout(mesh, micro_batches, strategy, reason, activations)
+    backends = block_backends(setup, stage, mesh, strategy, device) if device is not None else {}
+    return StageLayout(mesh, micro_batches, strategy, reason, activations, backends)

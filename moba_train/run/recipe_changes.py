@@ -1,13 +1,15 @@
 """A recipe that changes when a run resumes: the changes are found and described, and the recipe before is kept."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
 from moba_train.config.explain import given
 from moba_train.config.load import dump_config, parse_config, parse_yaml
+from moba_train.config.optim import OptimConfig, ScheduleConfig
+from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError, LaunchError
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.resolve.run import ResolvedRun, resolve_unchecked
@@ -50,16 +52,18 @@ def rate_jump(before: str, run: ResolvedRun, progress: Progress) -> str | None:
         return None
     stages = run.after_exit(progress.exited_steps).stages
     ended = progress.step == stages[progress.stage].end_step
+    begun = progress.stage + 1
     next_one = progress.stage + ended
-    if next_one == len(stages) or _rates(old, progress.stage) != _rates(run, progress.stage):
+    if next_one == len(stages) or _rates(old.optim, old.stages[:begun]) != _rates(run.optim, stages[:begun]):
         return None
     stage = stages[next_one]
     if ended and stage.schedule is not None:
         return None
-    was = _rate(old, progress, progress.stage, step=0)
-    now = _rate(run, progress, next_one, step=1)
+    schedule = run.optim.schedule
+    was = _rate(old.stages, schedule, progress, progress.stage, step=0)
+    now = _rate(stages, schedule, progress, next_one, step=1)
     goes_on = next_one < len(old.stages) and progress.step < old.stages[next_one].end_step
-    wanted = _rate(old, progress, next_one, step=1) if goes_on else was
+    wanted = _rate(old.stages, schedule, progress, next_one, step=1) if goes_on else was
     if wanted == 0 or 0.8 <= now / wanted <= 1.2:
         return None
     own = f"stages[{next_one}].schedule"
@@ -70,16 +74,15 @@ def rate_jump(before: str, run: ResolvedRun, progress: Progress) -> str | None:
     )
 
 
-def _rates(run: ResolvedRun, last: int) -> list[Any]:
-    """Learning rate and schedule of the recipe, and those of its stages up to `last`."""
-    return [(run.optim.lr, run.optim.schedule), *((stage.lr, stage.schedule) for stage in run.stages[: last + 1])]
+def _rates(optim: OptimConfig, stages: Sequence[Stage]) -> list[Any]:
+    """Learning rate and schedule of the recipe, and those of these stages."""
+    return [(optim.lr, optim.schedule), *((stage.lr, stage.schedule) for stage in stages)]
 
 
-def _rate(run: ResolvedRun, progress: Progress, index: int, step: int) -> float:
+def _rate(stages: Sequence[Stage], schedule: ScheduleConfig, progress: Progress, index: int, step: int) -> float:
     """Learning rate of the last step (`step` 0) or the next one (1), which belongs to stage `index`."""
-    stages = run.after_exit(progress.exited_steps).stages
     tokens = stages[progress.stage].tokens_after(progress.step) + step * stages[index].batch_tokens
-    return stage_learning_rate(stages, index, run.optim.schedule, tokens)
+    return stage_learning_rate(stages, index, schedule, tokens)
 
 
 def write_recipe(run_dir: Path, text: str, step: int) -> str | None:

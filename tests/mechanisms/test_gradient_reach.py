@@ -36,7 +36,7 @@ from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
-from moba_train.resolve.data import file_problems
+from moba_train.resolve.evaluations import exit_data_problems
 from tests.evals.questions import built, stage_setting
 from tests.resolved import check, stages_of
 
@@ -228,7 +228,7 @@ def test_without_a_mask_there_is_no_context_and_it_says_so(tmp_path: Path) -> No
     schedule = {"optim": {"schedule": {"kind": "constant"}}}
     config = load(tmp_path, masked=False, stages=stages, **schedule)
     assert "no token without loss before one with loss" in built(GradientReach, config).missing
-    (problem,) = file_problems(config, [stage_setting(config)])
+    (problem,) = exit_data_problems(config.evaluation, [stage_setting(config)])
     assert problem.startswith("stages[0].until: data.validation has no token without loss")
     assert "hold out documents with loss masks" in problem
 

@@ -132,6 +132,8 @@ def _stages(plan: Plan) -> Table:
         "micro-batches per step": lambda item: str(item.layout.micro_batches),
         "time (estimate)": lambda item: ("at most " if item.stage.until else "") + format_duration(item.seconds),
     }
+    if any(item.layout.backends for item in plan.stages):
+        rows["kernels of selected blocks"] = _backends
     if any(item.mesh.tp > 1 for item in plan.stages):
         rows["tp's communication per step, ms"] = lambda item: f"{1e3 * item.tensor_seconds:.0f}"
     return _by_stage(plan, "Stages", rows)
@@ -150,6 +152,12 @@ def _steps(item: StagePlan) -> str:
 def _attention(item: StagePlan) -> str:
     kinds = Counter(item.stage.kinds)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _backends(item: StagePlan) -> str:
+    """The first backend of each attention to selected blocks; a batch may take a later one."""
+    first = {f"{choice.order[0]} ({layer.kind})": None for layer, choice in item.layout.backends.items()}
+    return ", ".join(first) or "-"
 
 
 def _flops(plan: Plan) -> Table:
