@@ -58,10 +58,6 @@ class Boundary:
             self.recent = []
 
 
-_RENAMED = {"gated_steps": "exited_steps"}
-"""Keys of older checkpoints, and what they are called now."""
-
-
 @with_config(ConfigDict(extra="forbid"))
 @dataclass
 class Progress:
@@ -74,7 +70,7 @@ class Progress:
     stage: int = 0
     """Index of the current stage."""
     stage_end: int = 0
-    """Step at which the current stage was to end, as of the last checkpoint; 0 in those of earlier versions."""
+    """Step at which the current stage was to end, as of the last checkpoint."""
     stage_planned_end: int = 0
     """Step at which the `tokens` of the current stage were to be consumed, likewise; with `until` it may end later."""
     starts: dict[str, int] = field(default_factory=dict)
@@ -172,7 +168,7 @@ class Progress:
         """True if the current stage ends, or may end by its criterion, at `step` by the present recipe, and did not by
         that of the checkpoint: evaluations that are due at the end of a stage have not run then."""
         ends = (stage.end_step, self.stage_end), (stage.planned_end_step, self.stage_planned_end)
-        return any(self.step == now and before not in (0, now) for now, before in ends)
+        return any(self.step == now != before for now, before in ends)
 
     def to_meta(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -182,10 +178,8 @@ class Progress:
     def from_meta(meta: Any, stages: int) -> "Progress":
         """The inverse of `to_meta`, for a recipe with this number of stages.
 
-        Reads what older versions wrote, too. Raises CheckpointError when a key is unknown or a value has a wrong type.
+        Raises CheckpointError when a key is unknown or a value has a wrong type.
         """
-        if isinstance(meta, dict):
-            meta = {_RENAMED.get(key, key): value for key, value in meta.items()}
         try:
             progress = TypeAdapter(Progress).validate_python(meta)
         except ValidationError as error:
@@ -261,12 +255,9 @@ def check_resumable(run: ResolvedRun, progress: Progress, where: str) -> None:
     """
     stages = run.after_exit(progress.exited_steps).stages
     now = data_plan(run.setup.shape, run.data, run.seed, stages[: progress.stage + 1])
-    by_content = "data" in progress.data_plan
-    if not by_content:  # earlier versions saved neither the validation corpora nor what a corpus holds
-        del now["data"]
     for key, before, after in _differences(progress.data_plan, now, ""):
-        if by_content and key.endswith(".path"):
-            continue
+        if key.endswith(".path"):
+            continue  # the contents are compared
         if key == "data.validation" and not (before and after):
             continue  # evaluation was switched on or off
         raise CheckpointError(

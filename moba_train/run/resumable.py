@@ -110,9 +110,10 @@ def check_corpora(
 
     Raises DataError, naming the key, both paths and the difference.
     """
-    saved_stages = progress.data_plan.get("stages", [])
+    plan = progress.data_plan  # empty at the first start
+    saved_stages = plan["stages"] if plan else []
     saved_train = saved_stages[stage.index]["train"] if stage.index < len(saved_stages) else []
-    saved_validation = progress.data_plan.get("data", {}).get("validation") or []
+    saved_validation = plan["data"]["validation"] if plan else []
     found = validation_fingerprints(validation)
     seen = progress.fingerprints
     _compare(stage.key("train"), saved_train, stage.sources, data.fingerprints, seen)

@@ -34,13 +34,6 @@ def test_any_record_is_progress_or_refused(meta: object) -> None:
     assert Progress.from_meta(progress.to_meta(), stages=2) == progress
 
 
-def test_a_record_of_an_older_version_is_read_with_its_old_names() -> None:
-    now = Progress(step=8, stage=1, exited_steps={"activate": 5}, trailing_loss=2.5, run_id="abc")
-    old = now.to_meta()
-    old["gated_steps"] = old.pop("exited_steps")
-    assert Progress.from_meta(old, stages=2) == now
-
-
 def test_the_longest_window_of_the_spike_detector_fits_into_a_checkpoint() -> None:
     (longest,) = (bound.le for bound in SpikeConfig.model_fields["window"].metadata if hasattr(bound, "le"))
     detector = SpikeDetector(longest, warn_sigma=6.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from moba_train.optim import gradients
 from moba_train.run.recovery import Recovery
 from moba_train.run.step import StepLosses, StepResult
 from moba_train.run.trainer import Trainer
@@ -59,13 +60,13 @@ def test_nothing_waits_between_the_update_and_the_log(run: Run, monkeypatch: pyt
 
 def test_gradients_are_read_once_for_all_norms(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    norm = torch._foreach_norm
+    norm = gradients.foreach_norm
 
     def norm_and_count(tensors: Any, *given: Any) -> Any:
         read.append(len(tensors))
         return norm(tensors, *given)
 
-    monkeypatch.setattr(torch, "_foreach_norm", norm_and_count)
+    monkeypatch.setattr(gradients, "foreach_norm", norm_and_count)
     assert run.train_here() == 0
     weights = 3 + 9 * run.recipe["model"]["layers"]  # embedding, norm, output; in a block seven products and two norms
     assert read == [weights] * 12
