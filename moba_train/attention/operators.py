@@ -69,7 +69,7 @@ def _attend(
             # Continues in parallel/context/engine.py.
             out, lse, selection = engine.forward(q, k, v, local, whole)
             return out.contiguous(), lse.contiguous(), list(selection)
-        part = whole if q_ranges is None else argument_layout(*layout, q_ranges)
+        part = whole if q_ranges is None else argument_layout(*call[:5])
         if selected is None:
             selection = local.select(q, local.summarize(k, whole), part)
         else:
@@ -87,7 +87,7 @@ def _attend_backward(
     engine = by_handle(engine_handle)
     local = observed(by_handle(attention_handle), engine.observers)
     state = BackwardState(dout, *_rows_side_by_side(q, k, v), out, lse)
-    part = whole_layout(*layout) if q_ranges is None else argument_layout(*layout, q_ranges)
+    part = whole_layout(*layout) if q_ranges is None else argument_layout(*call[:5])
     with on_the_device_of(q):
         if q_ranges is None and isinstance(engine, AcrossRanks):
             # Continues in parallel/context/engine.py.
