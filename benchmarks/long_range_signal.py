@@ -41,8 +41,8 @@ from moba_train.evals.position_wise import position_wise_loss
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
-from moba_train.resolve.saved_recipe import read_checkpoint
 from moba_train.tools.evaluate import load_on_this_machine
+from moba_train.tools.saved_recipe import read_checkpoint
 
 MODEL = {"hidden_size": 384, "intermediate_size": 1024, "layers": 6, "heads": 6, "kv_heads": 3}
 STAGES: list[dict[str, Any]] = [

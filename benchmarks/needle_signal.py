@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.plotting import GREY, STYLE, plain, powers_of_two, stamp
 from benchmarks.record import markdown, save
-from moba_train.mechanisms.probes.needle_signal import MODELS
+from moba_train.tools.needle.needle_signal import MODELS
 
 Row = Mapping[str, Any]
 RETRIEVAL_MASS = 0.1

@@ -31,7 +31,7 @@ from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.initial_weights import load_initial_weights
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.resolve.saved_recipe import load_trained, open_checkpoint
+from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
-from moba_train.hf.config import CONFIG, hf_config
-from moba_train.hf.weights import write_safetensors
+from moba_train.hf.config import CONFIG
+from moba_train.tools.convert.hf_export import hf_config, write_safetensors
 
 _PARTS = {
     "attn_norm": "input_layernorm",

@@ -359,7 +359,7 @@ def sft(
     from data_tools.outputs import skipped_file
     from data_tools.sft import make_sft_corpus
     from data_tools.show import load_decoder, show_documents
-    from moba_train.data.load_template import load_chat_template
+    from moba_train.tools.chat.load import load_chat_template
 
     files = _find_files(inputs, ("*.jsonl", "*.json"), ())
     chat_template = load_chat_template(template, end_of_turn)

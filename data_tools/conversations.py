@@ -15,9 +15,9 @@ from typing import Any
 
 from data_tools.documents import DOCUMENT_BYTES, BadRecord, json_type, read_lines
 from moba_train.config.explain import did_you_mean
-from moba_train.data.chat_template import Conversation, Message
 from moba_train.errors import DataError
 from moba_train.foreign_files import open_foreign, parse_json, read_foreign
+from moba_train.tools.chat.template import Conversation, Message
 
 LIST_BYTES = 1 << 30
 """Largest .json file, which is read as a whole."""

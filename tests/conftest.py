@@ -128,7 +128,7 @@ def ranks() -> Iterator["Ranks"]:
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer and a corpus, for evaluations that ask questions."""
-    from tests.evals import questions
+    from tests.tools import questions
 
     folder = tmp_path_factory.mktemp("texts")
     questions.write_data(folder)

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moba_train.environment import OPTIONAL_PACKAGES
+from moba_train.tools.environment import OPTIONAL_PACKAGES
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = "python3,python3-pip,python3-dev,python-is-python3,g++,git,ca-certificates"

@@ -17,7 +17,6 @@ ORDER = (
     "health",
     "hf",
     "checkpoint",
-    "inference",
     "memory",
     "parallel",
     "telemetry",

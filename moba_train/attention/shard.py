@@ -43,7 +43,7 @@ class Shard:
 
     This class is the shard of one device: the whole sequence. Under context parallelism it is the rows of a rank
     (parallel/context/engine.py); while tokens are generated, the new rows, after those that the cache holds
-    (inference/cache.py). All ranks must make the same calls in the same order.
+    (tools/inference/cache.py). All ranks must make the same calls in the same order.
     """
 
     generation: Generation | None = None

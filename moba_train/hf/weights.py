@@ -3,18 +3,16 @@
 The tensors are those of `model.transformer.Transformer` under other names: rotary embeddings pair the two halves of a
 head on both sides, so nothing is permuted. A folder holds `model.safetensors`, or several files and
 `model.safetensors.index.json`, which names the file of each tensor. A reader opens one file at a time and reads the
-bytes asked for; a writer holds the tensors of one file.
+bytes asked for.
 """
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -141,51 +139,6 @@ class SafetensorsFolder:
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:
         return CheckpointError(f"{self.folder / file}: cannot be read ({error}); get the file again")
-
-
-def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Write `tensors` (names and CPU tensors) into files of at most `shard_bytes`; a larger tensor has its own file.
-
-    `tensors` is consumed as it is written: no more than a file's worth is held. One file is `model.safetensors`,
-    several get an index.
-    """
-    files: list[list[str]] = []
-    waiting: dict[str, Tensor] = {}
-    total = 0
-
-    def write() -> None:
-        # Final names contain the number of files, which is known only at the end.
-        file = folder / _part(len(files))
-        save_file(waiting, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors makes files that only their owner can read
-        files.append(list(waiting))
-        waiting.clear()
-
-    for name, tensor in tensors:
-        if waiting and _bytes(tensor) + sum(map(_bytes, waiting.values())) > shard_bytes:
-            write()
-        waiting[name] = tensor.contiguous()
-        total += _bytes(tensor)
-    write()
-    if len(files) == 1:
-        (folder / _part(0)).rename(folder / SINGLE)
-        return
-    final = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    for number, file in enumerate(final):
-        (folder / _part(number)).rename(folder / file)
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {name: file for file, names in zip(final, files, strict=True) for name in names},
-    }
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _part(number: int) -> str:
-    return f"part-{number:05d}.safetensors"
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 _DERIVED = ("rotary_emb.inv_freq",)

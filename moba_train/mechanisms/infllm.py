@@ -39,10 +39,10 @@ from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import StatisticsObserver, statistics_observer
 from moba_train.attention.shard import attends_to_all, own_rows, padded
 from moba_train.attention.statistics import SOFTMAX, Statistics, joined
-from moba_train.attention.window import WindowAttention
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
 from moba_train.errors import UserError
+from moba_train.mechanisms.window import WindowAttention
 
 
 class MemorySizes(NamedTuple):

@@ -278,7 +278,7 @@ def _say(text: str, of_every_rank: bool = False) -> None:
 
 
 CLOSING_S = 30
-"""Plots, and at most 30 s that wandb is waited for (telemetry/wandb_sink.py)."""
+"""Plots, and at most 30 s that wandb is waited for (tools/sinks/wandb.py)."""
 ROUNDED_TO_S = 30
 SAFETY = 3
 """The launcher kills ranks that take this many times as long as measured. When a whole cluster is told to stop, all

@@ -332,8 +332,8 @@ def moba_to_hf(
     full attention."""
     import torch
 
-    from moba_train.resolve.saved_recipe import open_checkpoint
     from moba_train.tools.convert.hf import describe_folder, export_to_hf
+    from moba_train.tools.saved_recipe import open_checkpoint
 
     saved = open_checkpoint(checkpoint)
     left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30))
@@ -383,7 +383,7 @@ def checkpoints(
 @app.command()
 def env() -> None:
     """Report versions, GPUs and optional packages, with a command to install what is missing."""
-    from moba_train.environment import print_environment
+    from moba_train.tools.environment import print_environment
 
     print_environment(table_console())
 

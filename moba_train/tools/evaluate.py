@@ -47,10 +47,10 @@ from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import World, gather_over_ranks, joined_world
 from moba_train.resolve.initial_weights import is_hf_folder
 from moba_train.resolve.run import resolve_unchecked, setup_on, stage_layout
-from moba_train.resolve.saved_recipe import SavedRun, Training, load_trained, overridden_kinds, saved_training
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.evaluated_recipe import EvaluationOptions, evaluated_setting
 from moba_train.tools.report.sink import plotly_is_installed
+from moba_train.tools.saved_recipe import SavedRun, Training, load_trained, overridden_kinds, saved_training
 
 
 def tracked(items: Sequence[int], what: str) -> Iterable[int]:

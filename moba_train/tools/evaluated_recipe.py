@@ -23,9 +23,9 @@ from moba_train.resolve.evaluations import evaluation_settings
 from moba_train.resolve.initial_weights import is_hf_folder
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.resolve.saved_recipe import SavedPaths, SavedRun, check_paths, evaluation_corpora, read_checkpoint
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.lm_eval.options import LmEvalOptions
+from moba_train.tools.saved_recipe import SavedPaths, SavedRun, check_paths, evaluation_corpora, read_checkpoint
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from moba_train.mechanisms.moa.spans import SpanRule, Spans
 from moba_train.model.build import build_attention, observed_layers
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.forward import training_loss
-from moba_train.resolve.saved_recipe import SavedRun
 from moba_train.telemetry.jsonl import write_atomically
 from moba_train.tools.evaluate import load_on_this_machine, tracked, training_of
+from moba_train.tools.saved_recipe import SavedRun
 
 
 @torch.no_grad()

@@ -18,9 +18,9 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.protocol import LocalAttention
-from moba_train.hf.config import parse_layer
-from moba_train.inference.cache import Decode, check_decode
 from moba_train.model.build import build_attention
+from moba_train.tools.convert.hf_export import parse_layer
+from moba_train.tools.inference.cache import Decode, check_decode
 
 _decode: Decode = "full"
 

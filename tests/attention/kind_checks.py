@@ -20,13 +20,13 @@ from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, Sub
 from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
-from moba_train.inference.cache import CachedAttention, CachePlan, Decode
 from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.engine import ContextParallel, RankShard
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import Transport
+from moba_train.tools.inference.cache import CachedAttention, CachePlan, Decode
 from tests.thread_ranks import thread_transports
 
 MODEL = ModelConfig(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from moba_train.inference import generate as generate_module
 from torch import Tensor
 
 from moba_train.attention.decoding import CachedKeys, last_tokens
@@ -11,8 +12,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
-from moba_train.inference import generate as generate_module
-from moba_train.inference.generate import generate
+from moba_train.tools.inference.generate import generate
 from tests.attention.kind_checks import MODEL, small_model
 
 LENGTHS = [451, 1, 128, 700]

@@ -14,7 +14,6 @@ from moba_train.attention.kind import MicroBatch
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.moba.key_convolution import previous
 from moba_train.attention.registry import KINDS
-from moba_train.hf.config import layer_entry, layer_problem
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
@@ -116,9 +115,6 @@ def test_the_plan_counts_its_parameters_and_operations():
     batch = MicroBatch(width=2, seq_len=64, tokens=64, cp=1)
     without, with_it = (kind.costs(MODEL).token_bytes(batch).saved for kind in (off, on))
     assert with_it == without + 2 * MODEL.kv_heads * 8 * 4
-    assert layer_problem(off, MODEL) == ""
-    assert f"{weights} parameters" in layer_problem(on, MODEL)
-    assert "key_conv" not in layer_entry(off)
 
 
 @st.composite

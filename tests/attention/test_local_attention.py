@@ -14,7 +14,7 @@ from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.protocol import BackwardState, LocalAttention
 from moba_train.attention.registry import KINDS
-from moba_train.attention.window import WindowAttention
+from moba_train.mechanisms.window import WindowAttention
 from tests.attention.helpers import make_qkv
 
 # The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.

@@ -28,7 +28,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.world import World, joined_world
-from tests.evals.questions import stage_setting
+from tests.evals.setting import stage_setting
 
 SEQ_LEN, VOCAB = 16, 200
 LENGTHS = [16, 5, 17, 40, 0, 33, 15]

@@ -17,9 +17,6 @@ from moba_train.attention.layout import packed_layout
 from moba_train.attention.observer import observing
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
-from moba_train.hf.config import layer_problem
-from moba_train.inference.cache import CachedAttention, CachePlan
-from moba_train.inference.generate import generate
 from moba_train.mechanisms.gates import grid
 from moba_train.mechanisms.gates.grid import causal_chunks
 from moba_train.mechanisms.probes.gate_probe import LayerProbe
@@ -28,6 +25,9 @@ from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.data_shard import DataShard
+from moba_train.tools.convert.hf_export import layer_problem
+from moba_train.tools.inference.cache import CachedAttention, CachePlan
+from moba_train.tools.inference.generate import generate
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,

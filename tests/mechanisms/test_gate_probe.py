@@ -28,7 +28,7 @@ from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.telemetry.jsonl import read_records
 from moba_train.train import main
-from tests.evals.questions import built
+from tests.evals.setting import built
 from tests.resolved import check, spec_of, stages_of
 
 BLOCK, HEAD_DIM = 8, 16

@@ -37,7 +37,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.evaluations import exit_data_problems
-from tests.evals.questions import built, stage_setting
+from tests.evals.setting import built, stage_setting
 from tests.resolved import check, stages_of
 
 BLOCK, VOCAB = 8, 64

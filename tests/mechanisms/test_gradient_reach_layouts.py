@@ -20,7 +20,7 @@ from moba_train.parallel.activations import set_activations
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.run import resolve_unchecked
-from tests.evals.questions import built
+from tests.evals.setting import built
 from tests.resolved import shard_of, sharded_of, stages_of
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks

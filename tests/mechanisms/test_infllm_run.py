@@ -9,8 +9,8 @@ from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Kind
 from moba_train.memory.flops import layer_flops
-from moba_train.resolve.saved_recipe import open_checkpoint
 from moba_train.tools.convert.hf import export_to_hf
+from moba_train.tools.saved_recipe import open_checkpoint
 from tests.resolved import check, stages_of
 from tests.run.tiny_run import Run, assert_same_tensors
 

@@ -10,8 +10,8 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError
-from moba_train.hf.config import layer_problem
 from moba_train.model.build import build_model
+from moba_train.tools.convert.hf_export import layer_problem
 from tests.resolved import check, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks

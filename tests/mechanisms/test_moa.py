@@ -12,12 +12,12 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kind import StageContext
 from moba_train.attention.observer import observing
 from moba_train.attention.shard import Generation
-from moba_train.evals.answers import SelectedBlocks
-from moba_train.hf.config import layer_entry, layer_problem, parse_layer
 from moba_train.mechanisms.moa import moa_kind as moa_attention
 from moba_train.mechanisms.moa.moa_kind import MoaKind
 from moba_train.mechanisms.moa.spans import Spans
 from moba_train.model.rope import apply_rope, rope_cos_sin
+from moba_train.tools.convert.hf_export import layer_entry, layer_problem, parse_layer
+from moba_train.tools.needle.answers import SelectedBlocks
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,

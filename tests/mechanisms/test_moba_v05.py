@@ -15,10 +15,10 @@ from moba_train.attention.layout import packed_layout
 from moba_train.attention.observer import Observer, observing
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.registry import KINDS
-from moba_train.hf.config import layer_problem
 from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
+from moba_train.tools.convert.hf_export import layer_problem
 from tests.attention.helpers import make_qkv
 from tests.attention.kind_checks import (
     MODEL,

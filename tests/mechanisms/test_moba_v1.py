@@ -10,10 +10,10 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.protocol import AttentionFacts
 from moba_train.attention.registry import KINDS
-from moba_train.hf.config import layer_entry, layer_problem
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape
+from moba_train.tools.convert.hf_export import layer_entry, layer_problem
 from moba_train.tools.transformers_attention import attention_forward
 from tests.attention.helpers import make_qkv
 from tests.attention.kernel_checks import build_summed, error, inputs, layout_of, run

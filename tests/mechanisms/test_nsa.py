@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from moba_train.attention import window
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.registry import KINDS
+from moba_train.mechanisms import window
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
 from moba_train.mechanisms.nsa.nsa_kind import Compression, NsaKind, NsaOptions
 from moba_train.mechanisms.nsa.selection import BlockChoice

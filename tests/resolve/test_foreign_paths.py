@@ -10,7 +10,7 @@ from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import ROOTS
-from moba_train.resolve.saved_recipe import check_paths, open_checkpoint
+from moba_train.tools.saved_recipe import check_paths, open_checkpoint
 
 
 def recipe(validation: str, tokenizer: str | None = None) -> RunConfig:

@@ -12,8 +12,8 @@ import torch
 from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.config.load import load_config
 from moba_train.errors import CheckpointError, ConfigError
-from moba_train.resolve.saved_recipe import open_checkpoint
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
+from moba_train.tools.saved_recipe import open_checkpoint
 from tests.resolved import check
 from tests.run.tiny_run import Run
 

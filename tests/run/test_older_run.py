@@ -15,9 +15,9 @@ from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta, verify_checkpoint, write_json
 from moba_train.checkpoint.publish import latest_checkpoint, published
-from moba_train.resolve.saved_recipe import open_checkpoint
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
+from moba_train.tools.saved_recipe import open_checkpoint
 from moba_train.train import main
 from tests.run.trainer_ranks import Ranks
 

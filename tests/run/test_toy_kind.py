@@ -243,8 +243,8 @@ def test_evaluation_repeats_the_runs_own_number(finished: Run) -> None:
 def test_generation_decodes_through_the_cache(finished: Run) -> None:
     """Token by token what one pass over the whole text predicts."""
     from moba_train.attention.layout import packed_layout
-    from moba_train.inference.generate import generate
-    from moba_train.resolve.saved_recipe import load_trained, open_checkpoint
+    from moba_train.tools.inference.generate import generate
+    from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 
     model = load_trained(open_checkpoint(finished.run_dir), torch.device("cpu"), torch.float64)
     prompt = list(range(1, 40))

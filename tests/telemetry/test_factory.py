@@ -48,7 +48,7 @@ def test_the_sinks_asked_for(tmp_path, capsys, section: dict, console: bool, fil
 def test_a_sink_without_its_package_is_refused_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("moba_train.telemetry.sinks", "moba_train.telemetry.wandb_sink"):
+    for module in ("moba_train.telemetry.sinks", "moba_train.tools.sinks.wandb"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
     assert list(sink_problems(TelemetryConfig(report=False))) == []
     asked = TelemetryConfig.model_validate({"tensorboard": True, "report": False, "wandb": {"mode": "offline"}})

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moba_train.errors import UserError
 from moba_train.telemetry.jsonl import JsonlSink, read_records
-from moba_train.telemetry.sinks import ConsoleSink, TensorBoardSink
+from moba_train.telemetry.sinks import ConsoleSink
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.tools.compare import compare
 
@@ -121,14 +121,3 @@ def test_console_shows_the_time_left() -> None:
     assert output.getvalue().splitlines()[-1].endswith("left 0:02:40")
     sink.write({"type": "metrics", "time": 20.0, "step": 21, "stage": "short"})  # the clock was set back
     assert output.getvalue().splitlines()[-1].endswith("left 0:02:38")
-
-
-def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    telemetry = Telemetry([TensorBoardSink(tmp_path, None)])
-    report(telemetry)
-    telemetry.close()
-    events = event_accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.5)]
-    assert [(event.step, round(event.value, 6)) for event in events.Scalars("eval_loss")] == [(1, 3.4)]

@@ -12,9 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
-from moba_train.environment import OPTIONAL_PACKAGES, import_problem
+from moba_train.environment import import_problem
 from moba_train.tools.cli import app
 from moba_train.tools.cli_options import table_console
+from moba_train.tools.environment import OPTIONAL_PACKAGES
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/models/tiny.yaml"
@@ -118,7 +119,7 @@ def test_schema_prints_json():
 
 
 def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(recipe, monkeypatch):
-    monkeypatch.setattr("moba_train.telemetry.wandb_sink.find_spec", lambda name: None)
+    monkeypatch.setattr("moba_train.tools.sinks.wandb.find_spec", lambda name: None)
     done = runner.invoke(app, ["plan", str(recipe), "telemetry.wandb.mode=offline"])
     assert done.exit_code == 2
     assert (
@@ -128,7 +129,7 @@ def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(rec
 
 
 def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("moba_train.environment.import_problem", lambda features: "ModuleNotFoundError: gone")
+    monkeypatch.setattr("moba_train.tools.environment.import_problem", lambda features: "ModuleNotFoundError: gone")
     done = runner.invoke(app, ["env"], env={"COLUMNS": "300"})
     assert done.exit_code == 0
     for package in OPTIONAL_PACKAGES:

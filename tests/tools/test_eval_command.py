@@ -16,12 +16,12 @@ from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash, tokenizer_hash
 from moba_train.errors import ConfigError, DataError
 from moba_train.foreign_files import ROOTS
 from moba_train.mechanisms.probes.gate_probe import GateProbe, GateProbeConfig
-from moba_train.resolve.saved_recipe import Training, open_checkpoint, saved_training
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.evaluated_recipe import check_tokenizer, evaluated_setting
+from moba_train.tools.saved_recipe import Training, open_checkpoint, saved_training
 from moba_train.train import main
-from tests.evals.questions import stage_setting
+from tests.evals.setting import stage_setting
 from tests.resolved import check
 
 RECIPE = """

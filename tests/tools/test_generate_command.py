@@ -11,7 +11,6 @@ import sentencepiece
 from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
-from moba_train.data.corpus_marks import CorpusMarks
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
 from moba_train.foreign_files import ROOTS
@@ -19,6 +18,7 @@ from moba_train.model.build import build_attention, build_model, initialize_weig
 from moba_train.model.transformer import Transformer
 from moba_train.tools.cli import app
 from moba_train.tools.generate import generate_text
+from moba_train.tools.inference.corpus_marks import CorpusMarks
 from moba_train.train import main
 from tests.guide import ROOT, blocks
 from tests.resolved import spec_of, stages_of
@@ -144,7 +144,7 @@ def test_overrides_change_the_attention_of_the_prompt_and_of_new_tokens(
 def test_reading_a_long_prompt_says_how_far_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reading" not in generated(run, "--prompt-file", "-", stdin=TEXT)[1]
     monkeypatch.setattr("moba_train.tools.generate.REPORT_EVERY", 0.0)
-    monkeypatch.setattr("moba_train.inference.generate.PREFILL_TOKENS", 700)
+    monkeypatch.setattr("moba_train.tools.inference.generate.PREFILL_TOKENS", 700)
     warning, *lines = generated(run, "--prompt-file", "-", stdin=TEXT * 20)[1].splitlines()
     assert warning.startswith("warning: ")
     assert len(lines) > 1

@@ -20,21 +20,21 @@ import yaml
 from typer.testing import CliRunner
 
 from data_tools.train_tokenizer import train_tokenizer
-from moba_train.data.corpus_marks import corpus_marks
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import UserError
-from moba_train.evals.answers import Question, generated_answers
 from moba_train.parallel.world import World
-from moba_train.resolve.saved_recipe import open_checkpoint
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import export_to_hf
+from moba_train.tools.inference.corpus_marks import corpus_marks
+from moba_train.tools.needle.answers import Question, generated_answers
 from moba_train.tools.report.chart import Shown
 from moba_train.tools.report.evaluation_charts import lm_eval_charts
 from moba_train.tools.report.history import read_history
 from moba_train.tools.ruler.ruler_tasks import found_share
+from moba_train.tools.saved_recipe import open_checkpoint
 from moba_train.train import main
-from tests.evals.questions import Reader, context, recipe
+from tests.tools.questions import Reader, context, recipe
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
@@ -249,7 +249,7 @@ def test_an_answer_ends_before_each_stop_token(run: Path, tmp_path: Path) -> Non
 
 
 def test_a_stopped_answer_takes_no_further_steps(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moba_train.inference import generate
+    from moba_train.tools.inference import generate
 
     ours = native(run, 64, tmp_path / "tok")
     options = {"until": [], "max_gen_toks": 30}

@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from moba_train.errors import ConfigError, DataError
-from moba_train.evals.haystack import needle_frame, needle_sentence
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
+from moba_train.tools.needle.haystack import needle_frame, needle_sentence
 from moba_train.tools.ruler.ruler import Ruler, RulerTexts
 from moba_train.tools.ruler.ruler_tasks import DEPTHS, TASKS, found_share
-from tests.evals.questions import Reader, built, context, recipe, stage_setting
+from tests.evals.setting import built, stage_setting
 from tests.resolved import check
+from tests.tools.questions import Reader, context, recipe
 
 LENGTH = 3072
 SENTENCES = "It rained all day. The fox slept. Dogs ran over the hill and back. Nothing else was seen."

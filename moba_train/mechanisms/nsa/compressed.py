@@ -31,7 +31,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common.merge import nothing_seen
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
-from moba_train.attention.window import heads_at_once
+from moba_train.mechanisms.window import heads_at_once
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from moba_train.attention.moba.moba_kind import attended_pairs
 from moba_train.attention.observer import statistics_observer
 from moba_train.attention.shard import Shard, attends_to_all, own_rows, padded
 from moba_train.attention.statistics import SOFTMAX, Statistics
-from moba_train.attention.window import WindowAttention
 from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.nsa import selection as operators
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
+from moba_train.mechanisms.window import WindowAttention
 
 
 class Compression(nn.Module):

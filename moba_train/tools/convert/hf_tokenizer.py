@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moba_train.data.corpus_marks import CorpusMarks
 from moba_train.data.tokenizer import (
     CHAT_TEMPLATES,
     GENERATION_CONFIG,
@@ -28,6 +27,7 @@ from moba_train.data.tokenizer import (
 from moba_train.errors import DataError
 from moba_train.foreign_files import TOKENIZER_BYTES, parse_json, read_foreign
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
+from moba_train.tools.inference.corpus_marks import CorpusMarks
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"

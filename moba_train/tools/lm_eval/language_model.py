@@ -16,11 +16,11 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from moba_train.data.chat_template import Template
 from moba_train.errors import UserError
-from moba_train.inference.cache import Decode
-from moba_train.inference.generate import Sampling, generate_batch
 from moba_train.model.transformer import Transformer
+from moba_train.tools.chat.template import Template
+from moba_train.tools.inference.cache import Decode
+from moba_train.tools.inference.generate import Sampling, generate_batch
 from moba_train.tools.lm_eval.scoring import Continuation, score
 
 logger = logging.getLogger(__name__)

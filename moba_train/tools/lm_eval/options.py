@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moba_train.errors import UserError
-from moba_train.inference.cache import Decode
+from moba_train.tools.inference.cache import Decode
 
 INSTALL = 'pip install "moba-train[eval]"'
 

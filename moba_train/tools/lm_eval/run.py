@@ -18,9 +18,6 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 
 from moba_train.config.base import format_count
-from moba_train.data.chat_template import Template
-from moba_train.data.corpus_marks import CorpusMarks, corpus_marks
-from moba_train.data.load_template import load_chat_template
 from moba_train.data.tokenizer import (
     CHAT_TEMPLATES,
     GENERATION_CONFIG,
@@ -32,12 +29,15 @@ from moba_train.errors import DataError, UserError
 from moba_train.evals.evaluation import EvaluationResult, name_of, variants
 from moba_train.foreign_files import parse_json
 from moba_train.model.build import build_attention
-from moba_train.resolve.saved_recipe import SavedRun
+from moba_train.tools.chat.load import load_chat_template
+from moba_train.tools.chat.template import Template
 from moba_train.tools.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
 from moba_train.tools.evaluate import load_on_this_machine, measured_json, recipe_layers, training_of, write_results
+from moba_train.tools.inference.corpus_marks import CorpusMarks, corpus_marks
 from moba_train.tools.lm_eval.language_model import NativeLM
 from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
+from moba_train.tools.saved_recipe import SavedRun
 
 _CLASS = "PreTrainedTokenizerFast"
 _UNLIMITED = 10**30

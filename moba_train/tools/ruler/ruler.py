@@ -13,9 +13,9 @@ from moba_train.config.base import MOST_SAMPLES, format_count
 from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.explain import did_you_mean
 from moba_train.errors import DataError
-from moba_train.evals.answers import Question, encode_segments, generated_answers, predicted_answers, share
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
-from moba_train.evals.haystack import (
+from moba_train.tools.needle.answers import Question, encode_segments, generated_answers, predicted_answers, share
+from moba_train.tools.needle.haystack import (
     Conversation,
     corpus_of,
     length_problems,

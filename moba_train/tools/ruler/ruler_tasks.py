@@ -2,7 +2,7 @@
 
 Tasks, prompt templates and their numbers are those of RULER (Hsieh et al. 2024, arXiv:2404.06654; NVIDIA,
 github.com/NVIDIA/RULER, Apache-2.0), misspellings included, because scores can only be compared if the words are the
-same. Text of the validation corpus replaces RULER's essays, and evals/haystack.py its word package.
+same. Text of the validation corpus replaces RULER's essays, and tools/needle/haystack.py its word package.
 """
 
 import math
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moba_train.evals.haystack import (
+from moba_train.tools.needle.haystack import (
     NOISE,
     SINGLE_WORDS,
     WORDS,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moba_train.attention.registry import KINDS
 from moba_train.checkpoint.index import Part
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import read_meta
@@ -17,11 +18,12 @@ from moba_train.checkpoint.writer import ShardFile, write_checkpoint
 from moba_train.config.attention import resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import hf_config, layer_entry, parse_layer, read_model_config
+from moba_train.hf.config import read_model_config
 from moba_train.hf.weights import INDEX
 from moba_train.model.build import build_attention
-from moba_train.resolve.saved_recipe import open_checkpoint
 from moba_train.tools.convert.hf import export_to_hf, imported_recipe
+from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, parse_layer
+from moba_train.tools.saved_recipe import open_checkpoint
 from moba_train.tools.transformers_attention import register
 from tests.tools.convert.hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens, save_as_checkpoint
 
@@ -63,6 +65,14 @@ def test_config_and_tokenizer_survive_the_round_trip(exported: tuple[Path, Path]
     assert read_model_config(before) == read_model_config(after)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (after / name).read_text() == (before / name).read_text()
+
+
+def test_parameters_of_a_kind_are_what_an_export_would_lose() -> None:
+    model = ModelConfig(vocab_size=50, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=8)
+    off, on = (KINDS["moba"](KINDS["moba"].Options(block_size=8, topk=2, key_conv=width), 8) for width in (0, 3))
+    assert layer_problem(off, model) == ""
+    assert f"{2 * 8 * 3} parameters" in layer_problem(on, model)
+    assert "key_conv" not in layer_entry(off)
 
 
 def test_what_most_layers_have_is_the_default_of_an_imported_recipe(exported: tuple[Path, Path]) -> None:

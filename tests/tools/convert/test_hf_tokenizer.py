@@ -12,10 +12,10 @@ import sentencepiece
 from typer.testing import CliRunner
 
 from data_tools.sft import make_sft_corpus
-from moba_train.data.chat_template import BUILT_IN
 from moba_train.data.indexed import IndexedDataset
-from moba_train.data.load_template import load_chat_template
 from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
+from moba_train.tools.chat.load import load_chat_template
+from moba_train.tools.chat.template import BUILT_IN
 from moba_train.tools.cli import app
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
 from tests.tools.convert.hf_models import make_hf_model, save_as_checkpoint

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from moba_train.attention import window
 from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import BackwardState
-from moba_train.attention.window import WindowAttention, bands
+from moba_train.mechanisms import window
+from moba_train.mechanisms.window import WindowAttention, bands
 from tests.attention.helpers import make_qkv
 
 

@@ -24,7 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moba_train.data.chat_template import (
+from moba_train.errors import DataError
+from moba_train.tools.chat.template import (
     ChatTemplate,
     Conversation,
     Message,
@@ -32,7 +33,6 @@ from moba_train.data.chat_template import (
     template_fingerprint,
     texts,
 )
-from moba_train.errors import DataError
 
 BATCH_CHARACTERS = 1 << 16
 """Text that is rendered at a time. With conversations of 1,700 characters on average `moba-data sft` runs at 0.91 of

@@ -9,7 +9,8 @@ from moba_train.attention.layout import TokenRange
 from moba_train.config.base import format_count
 from moba_train.config.evaluation import HiddenNeedles, NeedleConfig
 from moba_train.errors import DataError
-from moba_train.evals.answers import (
+from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
+from moba_train.tools.needle.answers import (
     Question,
     SelectedBlocks,
     encode_segments,
@@ -17,8 +18,7 @@ from moba_train.evals.answers import (
     predicted_answers,
     share,
 )
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
-from moba_train.evals.haystack import (
+from moba_train.tools.needle.haystack import (
     Conversation,
     corpus_of,
     draw_keys,

@@ -28,9 +28,7 @@ from moba_train.evals.evaluation import (
     name_of,
     with_full,
 )
-from moba_train.evals.needle import Needle
 from moba_train.evals.registry import EVALUATIONS, evaluation_of
-from moba_train.mechanisms.probes.needle_signal import NeedleSignalEvaluation
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
@@ -38,11 +36,14 @@ from moba_train.parallel.world import World, joined_world
 from moba_train.run.evaluations import StageEvaluations
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
+from moba_train.tools.needle.needle import Needle
+from moba_train.tools.needle.needle_signal import NeedleSignalEvaluation
 from moba_train.tools.ruler.ruler import Ruler
 from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.train import main
-from tests.evals import questions
+from tests.evals.setting import stage_setting
 from tests.resolved import stages_of
+from tests.tools import questions
 
 RECIPE = """
 name: test
@@ -103,7 +104,7 @@ def test_an_evaluation_gives_what_it_declares(
 ) -> None:
     config = asking if evaluation in (Needle, NeedleSignalEvaluation, Ruler) else load_config(recipe)
     (stage,) = stages_of(config)
-    setting = questions.stage_setting(config)
+    setting = stage_setting(config)
     options = config.evaluation.options_of(evaluation.name) or evaluation.default_options(setting)
     model = Transformer(config.model).to(world.device)
     initialize_weights(model, 0)
@@ -136,7 +137,7 @@ def test_a_criterion_gets_the_numbers_it_compares_and_no_other_step_has_them(rec
     initialize_weights(model, 0)
     telemetry = SimpleNamespace(event=lambda *_, **__: None)
     context = EvaluationContext(model, stage, DataShard(), world.device)
-    evaluations = StageEvaluations(config.evaluation, questions.stage_setting(config), context, telemetry)  # type: ignore[arg-type]
+    evaluations = StageEvaluations(config.evaluation, stage_setting(config), context, telemetry)  # type: ignore[arg-type]
     found = evaluations.run_due(2, 128)
     assert {"eval_loss", "trailing_loss", "trailing_loss_full"} <= found.keys()
     assert evaluations.numbers_at(2) == found
@@ -159,7 +160,7 @@ def test_an_evaluation_that_is_stopped_leaves_the_model_as_the_stage_trains_it(r
     context = EvaluationContext(model, stage, DataShard(), world.device, between_batches=stop_at_full_attention)
     reported: list[str] = []
     telemetry = SimpleNamespace(event=lambda _step, _tokens, name, *_, **__: reported.append(name))
-    evaluations = StageEvaluations(config.evaluation, questions.stage_setting(config), context, telemetry)  # type: ignore[arg-type]
+    evaluations = StageEvaluations(config.evaluation, stage_setting(config), context, telemetry)  # type: ignore[arg-type]
     with pytest.raises(EvaluationStoppedError):
         evaluations.run_due(2, 128)
     assert tried[-1] == ["full", "full"]

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from moba_train.data.chat_template import BUILT_IN, ChatTemplate, Template
-from moba_train.data.confined_template import ConfinedTemplate
 from moba_train.data.tokenizer import TOKENIZER_CONFIG, special_tokens
 from moba_train.errors import DataError
 from moba_train.foreign_files import folder_roots, read_foreign, read_foreign_json
+from moba_train.tools.chat.confined_template import ConfinedTemplate
+from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Template
 
 TEMPLATE_BYTES = 1 << 20
 """Largest chat template; those of models have up to 20 kB."""

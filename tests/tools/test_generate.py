@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from moba_train.inference import generate as generate_module
 
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.layout import Layout, packed_layout
@@ -12,11 +13,10 @@ from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
 from moba_train.config.model import ModelConfig
-from moba_train.inference import generate as generate_module
-from moba_train.inference.cache import CachedAttention, CachePlan
-from moba_train.inference.generate import Sampling, _sample, generate, generate_batch
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
+from moba_train.tools.inference.cache import CachedAttention, CachePlan
+from moba_train.tools.inference.generate import Sampling, _sample, generate, generate_batch
 
 CONFIG = ModelConfig(vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2)
 FULL = FullKind(FullKind.Options(), CONFIG.head_width)

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,15 +15,13 @@ from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
-from moba_train.evals.answers import encode_segments
-from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationSetting, with_full
-from moba_train.evals.haystack import NOISE, WORDS
-from moba_train.evals.needle import Needle, NeedleTexts
-from moba_train.evals.registry import asked_evaluations
+from moba_train.evals.evaluation import EvaluationContext, with_full
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
-from moba_train.resolve.evaluations import evaluation_settings
-from moba_train.resolve.run import resolve_unchecked
+from moba_train.tools.needle.answers import encode_segments
+from moba_train.tools.needle.haystack import NOISE, WORDS
+from moba_train.tools.needle.needle import Needle, NeedleTexts
+from tests.evals.setting import stage_setting
 from tests.resolved import stages_of
 
 VOCAB = 512
@@ -76,20 +74,6 @@ def recipe(folder: Path, seq_len: int, evaluation: dict[str, Any], **keys: Any) 
         "telemetry": {"console": False, "report": False, "wandb": {"mode": "disabled"}},
     }
     return parse_config(yaml.safe_dump(values | keys), "test")
-
-
-def stage_setting(config: RunConfig) -> EvaluationSetting:
-    """Setting of evaluations in the recipe's first stage."""
-    return evaluation_settings(resolve_unchecked(config))[0]
-
-
-AnyEvaluation = TypeVar("AnyEvaluation", bound=Evaluation[Any])
-
-
-def built(evaluation: type[AnyEvaluation], config: RunConfig) -> AnyEvaluation:
-    """The evaluation of the recipe's first stage, which asks for it."""
-    asked = asked_evaluations(config.evaluation, config.data.validation)
-    return evaluation(asked[evaluation], stage_setting(config))
 
 
 def recipe_texts(config: RunConfig) -> NeedleTexts:

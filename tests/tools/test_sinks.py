@@ -1,4 +1,4 @@
-"""wandb receives everything when it works, and costs nothing when it does not."""
+"""wandb receives everything when it works, and costs nothing when it does not; TensorBoard gets the numbers."""
 
 import logging
 import os
@@ -14,9 +14,10 @@ import pytest
 
 import moba_train
 from moba_train.config.telemetry import WandbConfig
-from moba_train.telemetry import wandb_sink
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.telemetry.wandb_sink import WandbHistory, WandbSink
+from moba_train.tools.sinks import wandb as wandb_sink
+from moba_train.tools.sinks.tensorboard import TensorBoardSink
+from moba_train.tools.sinks.wandb import WandbHistory, WandbSink
 
 
 class FakeRun:
@@ -246,7 +247,7 @@ _HANGING = """
 import os, signal, sys, time
 from pathlib import Path
 from moba_train.config.telemetry import WandbConfig
-from moba_train.telemetry.wandb_sink import WandbSink
+from moba_train.tools.sinks.wandb import WandbSink
 
 def children():
     found = []
@@ -278,3 +279,15 @@ if os.fork() == 0:  # ends wandb's process once we are gone
         os.kill(pid, signal.SIGKILL)
     os._exit(0)
 """
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    telemetry = Telemetry([TensorBoardSink(tmp_path, None)])
+    telemetry.log(1, 4096, {"loss": 3.5})
+    telemetry.event(1, 4096, "validation_loss", "loss 3.4", eval_loss=3.4)
+    telemetry.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.5)]
+    assert [(event.step, round(event.value, 6)) for event in events.Scalars("eval_loss")] == [(1, 3.4)]

@@ -32,14 +32,14 @@ from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.config.base import Length, Section, format_count
 from moba_train.config.evaluation import HiddenNeedles
 from moba_train.config.stages import Stage
-from moba_train.evals.answers import Question, answer_batch, padded_length
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
-from moba_train.evals.haystack import stage_lengths
-from moba_train.evals.needle import NeedleTexts, text_problems
 from moba_train.mechanisms.probes.probing import gathered, gathered_rows
 from moba_train.model.build import observed_layers
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import sum_over_ranks
+from moba_train.tools.needle.answers import Question, answer_batch, padded_length
+from moba_train.tools.needle.haystack import stage_lengths
+from moba_train.tools.needle.needle import NeedleTexts, text_problems
 
 MODELS = {
     "paper": "one key of the needle, products of all other keys with the variance 1 / d",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.engine import LOCAL_ENGINE
-from moba_train.inference.cache import CachedAttention, CachePlan, Decode, check_decode
 from moba_train.model.transformer import Transformer
+from moba_train.tools.inference.cache import CachedAttention, CachePlan, Decode, check_decode
 
 PREFILL_TOKENS = 65_536
 """Tokens of a prompt in one forward pass, or as near to it as `KindFacts.prefill_unit` allows: that bounds the

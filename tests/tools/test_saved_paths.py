@@ -7,7 +7,7 @@ import pytest
 
 from moba_train.checkpoint import manifest, publish
 from moba_train.config.load import parse_config
-from moba_train.resolve.saved_recipe import SavedPaths, _origin
+from moba_train.tools.saved_recipe import SavedPaths, _origin
 
 
 def test_the_folder_of_a_run_is_found_for_a_user_whom_the_system_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:

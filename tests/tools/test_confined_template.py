@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moba_train.data.chat_template import BUILT_IN, ChatTemplate, Conversation
-from moba_train.data.confined_template import ConfinedTemplate, Limits
-from moba_train.data.load_template import TEMPLATE_BYTES, load_chat_template
 from moba_train.errors import DataError
+from moba_train.tools.chat.confined_template import ConfinedTemplate, Limits
+from moba_train.tools.chat.load import TEMPLATE_BYTES, load_chat_template
+from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation
 
 MESSAGES = [{"role": "user", "content": "What is two?"}, {"role": "assistant", "content": "A number."}]
 SMALL = Limits(seconds=1, memory=64 << 20)

@@ -12,17 +12,18 @@ import torch
 
 from moba_train.config.mesh import MeshSizes
 from moba_train.data.tokenizer import load_tokenizer
-from moba_train.evals.answers import predicted_answers
 from moba_train.evals.evaluation import EvaluationContext, with_full
-from moba_train.evals.needle import Needle
 from moba_train.mechanisms.probes.gate_probe import GateProbe
-from moba_train.mechanisms.probes.needle_signal import NeedleSignalEvaluation
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.world import World, joined_world
+from moba_train.tools.needle.answers import predicted_answers
+from moba_train.tools.needle.needle import Needle
+from moba_train.tools.needle.needle_signal import NeedleSignalEvaluation
 from moba_train.tools.ruler.ruler import Ruler
-from tests.evals.questions import built, recipe, recipe_texts
+from tests.evals.setting import built
 from tests.forked import forked
 from tests.resolved import shard_of, sharded_of, stages_of
+from tests.tools.questions import recipe, recipe_texts
 
 LENGTH = 403
 """Odd, so that samples are padded for the ranks."""

@@ -17,19 +17,20 @@ from moba_train.attention.observer import Observer, observing
 from moba_train.config.load import dump_config
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import ConfigError, DataError
-from moba_train.evals import answers
-from moba_train.evals.answers import Question, SelectedBlocks, answer_batch, encode_segments, predicted_answers
-from moba_train.evals.haystack import noise_tokens
-from moba_train.evals.needle import Needle, NeedleTexts
 from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import World
 from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
+from moba_train.tools.needle import answers
+from moba_train.tools.needle.answers import Question, SelectedBlocks, answer_batch, encode_segments, predicted_answers
+from moba_train.tools.needle.haystack import noise_tokens
+from moba_train.tools.needle.needle import Needle, NeedleTexts
 from moba_train.train import main
-from tests.evals.questions import Reader, built, context, recipe, recipe_texts
+from tests.evals.setting import built
 from tests.resolved import check, stages_of
+from tests.tools.questions import Reader, context, recipe, recipe_texts
 
 LENGTH = 448
 

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from benchmarks.needle_signal import main as program
 from moba_train.errors import ConfigError
-from moba_train.evals.needle import Needle
-from moba_train.mechanisms.probes.needle_signal import (
+from moba_train.model.build import build_model, initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import World
+from moba_train.tools.needle.needle import Needle
+from moba_train.tools.needle.needle_signal import (
     GateSize,
     HeadSignal,
     NeedleSignal,
@@ -22,11 +25,9 @@ from moba_train.mechanisms.probes.needle_signal import (
     needle_signal,
     outranked_rate,
 )
-from moba_train.model.build import build_model, initialize_weights
-from moba_train.model.transformer import Transformer
-from moba_train.parallel.world import World
-from tests.evals.questions import VOCAB, built, context, recipe
+from tests.evals.setting import built
 from tests.resolved import check, spec_of
+from tests.tools.questions import VOCAB, context, recipe
 
 LENGTH = 448
 WIDTH, BLOCKS, HEADS, DRAWS = 64, 15, 16, 60

@@ -1,0 +1,165 @@
+"""The files of an exported Hugging Face folder: `config.json`, with each layer's attention, and weights.
+
+A writer holds the tensors of one file.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moba_train.attention.kind import AttentionKind, parameter_count
+from moba_train.attention.registry import KINDS
+from moba_train.config.attention import LayerAttention
+from moba_train.config.explain import explain, given
+from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.errors import CheckpointError
+from moba_train.hf.config import ARCHITECTURES, CONFIG, ROPE_KEYS, SAME_VALUES, read_config, read_model_config
+from moba_train.hf.weights import INDEX, SINGLE
+from moba_train.model.build import build_attention
+
+
+def hf_rope(rope: RopeConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` of a `config.json`. With yarn, transformers before 5 also goes by `hf_length`."""
+    if rope.kind in ("none", "abf"):
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    rope_type = "linear" if rope.kind == "pi" else rope.kind
+    values = rope.model_dump() | {"beta_fast": rope.fast_turns}
+    scaling = {theirs: values[ours] for ours, theirs in ROPE_KEYS[rope_type].items()}
+    return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope_type} | scaling}
+
+
+def hf_length(rope: RopeConfig, trained: int) -> int:
+    """`max_position_embeddings` of a `config.json`, for a model whose last stage was `trained` tokens long.
+
+    With yarn it is the length that the model is extended to, if that is more: transformers 4 takes this number over
+    `original_max_position_embeddings` as the factor, and with a smaller number would rotate by other angles. A model
+    that was trained on longer sequences gets a larger factor from transformers 4 in any case.
+    """
+    if rope.kind != "yarn" or rope.original_seq_len is None:
+        return trained
+    return max(trained, round(rope.factor * rope.original_seq_len))
+
+
+def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str) -> dict[str, Any]:
+    """Contents of `config.json` for `model` with `rope`, trained on sequences of `max_length` tokens.
+
+    Raises CheckpointError for a shape that no Hugging Face architecture has.
+    """
+    if model.qk_norm and model.qkv_bias:
+        raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
+    model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    if model_type == "llama" and model.hidden_size % model.heads:
+        raise CheckpointError(
+            f"model.heads: given {model.heads}; allowed in an export as {ARCHITECTURES[model_type]}: a divisor of "
+            f"model.hidden_size ({model.hidden_size}), because transformers refuses other models of this architecture"
+        )
+    return {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        **{theirs: getattr(model, ours) for ours, theirs in SAME_VALUES.items()},
+        "head_dim": model.head_width,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position_embeddings": hf_length(rope, max_length),
+        **hf_rope(rope),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def read_layers(folder: Path) -> dict[str, Any]:
+    """`attention` section of a recipe: the layers in config.json's entry `moba`, and full attention in others.
+
+    The section's default is the attention of most layers, so that a recipe that extends it can give them another kind.
+    """
+    model = read_model_config(folder)
+    moba = read_config(folder).get("moba") or {}
+    entries = moba.get("layers", []) if isinstance(moba, dict) else None
+    if not isinstance(entries, list) or len(entries) > model.layers:
+        raise CheckpointError(
+            f"{folder / CONFIG}: moba is {given(moba)}; allowed: {{'layers': a list of at most {model.layers} entries}}"
+        )
+    layers = [layer_entry(kind) for kind in build_attention(map(parse_layer, entries), model.head_width)]
+    layers += [{"kind": "full"}] * (model.layers - len(layers))
+    common = max(layers, key=layers.count)
+    options = {key: value for key, value in common.items() if key != "kind"}
+    overrides = {layer: entry for layer, entry in enumerate(layers) if entry != common}
+    return {"default": common["kind"], "overrides": overrides} | ({common["kind"]: options} if options else {})
+
+
+def layer_entry(kind: AttentionKind) -> dict[str, Any]:
+    """A layer's entry in an exported config.json, as JSON values: what decides which keys it attends to."""
+    return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude=set(kind.facts.not_exported))}
+
+
+def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
+    """What an exported model would lose of a layer: its kind's parameters; empty if it has none."""
+    count = parameter_count(kind, model)
+    if not count:
+        return ""
+    return f"kind {kind.name!r} has {count} parameters in a layer, which no Hugging Face architecture can hold"
+
+
+def parse_layer(entry: dict[str, Any]) -> LayerAttention:
+    """Attention of a layer from its entry by `layer_entry`. Raises CheckpointError for other entries."""
+    try:
+        options = KINDS[entry["kind"]].Options
+        return LayerAttention(
+            entry["kind"], options.model_validate({key: value for key, value in entry.items() if key != "kind"})
+        )
+    except ValidationError as error:
+        raise CheckpointError(f"{CONFIG}: moba.layers: {'; '.join(explain(error, options))}") from None
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{CONFIG}: moba.layers: {given(entry)} is no entry of the kinds {', '.join(KINDS)}"
+        ) from error
+
+
+def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Write `tensors` (names and CPU tensors) into files of at most `shard_bytes`; a larger tensor has its own file.
+
+    `tensors` is consumed as it is written: no more than a file's worth is held. One file is `model.safetensors`,
+    several get an index.
+    """
+    files: list[list[str]] = []
+    waiting: dict[str, Tensor] = {}
+    total = 0
+
+    def write() -> None:
+        # Final names contain the number of files, which is known only at the end.
+        file = folder / _part(len(files))
+        save_file(waiting, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors makes files that only their owner can read
+        files.append(list(waiting))
+        waiting.clear()
+
+    for name, tensor in tensors:
+        if waiting and _bytes(tensor) + sum(map(_bytes, waiting.values())) > shard_bytes:
+            write()
+        waiting[name] = tensor.contiguous()
+        total += _bytes(tensor)
+    write()
+    if len(files) == 1:
+        (folder / _part(0)).rename(folder / SINGLE)
+        return
+    final = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for number, file in enumerate(final):
+        (folder / _part(number)).rename(folder / file)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, names in zip(final, files, strict=True) for name in names},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _part(number: int) -> str:
+    return f"part-{number:05d}.safetensors"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,133 @@
+"""`moba-train env`: versions, GPUs and optional packages of this machine. A package is probed by importing the features
+that we use."""
+
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from moba_train import __version__
+from moba_train.environment import import_problem
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """A package that some part of this one uses where it is installed."""
+
+    name: str
+    """Name of the distribution, as pip knows it."""
+    gives: str
+    """The gain, and the feature that has it."""
+    features: tuple[tuple[str, str], ...]
+    """The (module, attribute) pairs that we use."""
+    install: str
+
+
+def _pip(name: str, gives: str, module: str, attribute: str, extra: str = "") -> OptionalPackage:
+    install = f'pip install "moba-train[{extra}]"' if extra else f"pip install {name}"
+    return OptionalPackage(name, gives, ((module, attribute),), install)
+
+
+OPTIONAL_PACKAGES = (
+    OptionalPackage(
+        "flash-attn",
+        "attention.full.backend: flash2, and attention.moba.backend: composed where torch lacks its own kernel",
+        tuple(
+            ("flash_attn.flash_attn_interface", f"_wrapped_flash_attn_varlen_{way}") for way in ("forward", "backward")
+        ),
+        "pip install --no-build-isolation flash-attn==2.8.3.post2",
+    ),
+    # Has only pre-releases, which share the namespace of flash-attn. Pinned versions are those that were tried.
+    OptionalPackage(
+        "flash-attn-4",
+        "the fastest kernel of full attention, and of MoBA from block size 2048",
+        (("flash_attn.cute.interface", "_flash_attn_fwd"), ("flash_attn.cute.interface", "_flash_attn_bwd")),
+        "pip install flash-attn-4==4.0.0b18 'nvidia-cutlass-dsl[cu13]==4.5.2' quack-kernels==0.5.0",
+    ),
+    OptionalPackage(
+        "fla-core",
+        "kernels of the attention kinds lightning and kda; kda trains on a GPU with them only",
+        (("fla.ops.simple_gla", "chunk_simple_gla"), ("fla.ops.kda", "chunk_kda")),
+        'pip install "moba-train[linear]"',
+    ),
+    OptionalPackage(
+        "torchao",
+        "precision.linear: fp8",
+        (
+            ("torchao.float8", "convert_to_float8_training"),
+            ("torchao.float8", "precompute_float8_dynamic_scale_for_fsdp"),
+        ),
+        'pip install "moba-train[fp8]"',
+    ),
+    # Not on PyPI, where `apex` is an unrelated project.
+    OptionalPackage(
+        "apex",
+        "optim.implementation: apex, norm_implementation: apex",
+        (("amp_C", "multi_tensor_adam"), ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")),
+        "build NVIDIA's repository with its CUDA extensions: docs/packages.md",
+    ),
+    OptionalPackage(
+        "transformer-engine",
+        "optim.implementation: transformer_engine, precision.implementation: transformer_engine",
+        (("transformer_engine.pytorch", "Linear"), ("transformer_engine_torch", "multi_tensor_adam")),
+        "pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2': docs/packages.md",
+    ),
+    OptionalPackage(
+        "deepspeed",
+        "optim.implementation: deepspeed_cpu",
+        (("deepspeed.ops.adam", "DeepSpeedCPUAdam"),),
+        "pip install deepspeed==0.19.8 ninja",
+    ),
+    _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init", "wandb"),
+    _pip("plotly", "report.html at the end of a run, moba-train report", "plotly.offline", "get_plotlyjs", "report"),
+    _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter", "tensorboard"),
+    _pip("tokenizers", "tokenizer.json files, in moba-data and generate", "tokenizers", "Tokenizer"),
+    _pip("tiktoken", "moba-data tokenize --tokenizer tiktoken:NAME", "tiktoken", "get_encoding"),
+    _pip("fastokens", "moba-data tokenize, several times as fast", "fastokens", "Tokenizer"),
+    _pip("pyarrow", "moba-data: .parquet input", "pyarrow.parquet", "ParquetFile"),
+    _pip("zstandard", "moba-data: .zst input", "zstandard", "ZstdDecompressor"),
+    OptionalPackage(
+        "lm_eval",
+        "moba-train lm-eval: the tasks of lm-evaluation-harness",
+        (("lm_eval.evaluator", "evaluate"),),
+        'pip install "moba-train[eval]"',
+    ),
+    _pip("transformers", "exported models in Hugging Face's programs", "transformers", "AutoConfig"),
+)
+
+
+def print_environment(console: Console) -> None:
+    """Print versions, GPUs and the state of every optional package."""
+    versions = {
+        "moba-train": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton") or "absent (comes with torch's GPU builds)",
+        "CUDA of torch": torch.version.cuda or "none: a CPU build of torch",
+    }
+    for name, version in versions.items():
+        console.print(f"{name}: {version}", highlight=False)
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        console.print(f"GPU {index}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}")
+    if not torch.cuda.device_count():
+        console.print("GPU: none")
+
+    table = Table(title="Optional packages", title_justify="left")
+    for column in ("package", "what it gives", "version", "state"):
+        table.add_column(column, overflow="fold")
+    for package in OPTIONAL_PACKAGES:
+        reason = import_problem(package.features)
+        state = "usable" if not reason else f"{reason}\n{package.install}"
+        table.add_row(package.name, package.gives, _version(package.name) or "-", state)
+    console.print(table)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""Evaluations that hide numbers in long texts and ask for them."""

@@ -1,0 +1,1 @@
+"""Telemetry sinks of packages that are extras: wandb and TensorBoard."""
