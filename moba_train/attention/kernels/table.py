@@ -359,7 +359,6 @@ class BackendChoice(NamedTuple):
     why: str
 
 
-@cache
 def resolve_backend(key: str, wanted: str, facts: Facts) -> BackendChoice:
     """The backends for `wanted`: auto, triton, composed or reference. `key`: its YAML key, for messages.
 
