@@ -26,7 +26,7 @@ from moba_train.attention.statistics import Statistics
 
 
 class AttendsToBlocks(Protocol):
-    """What attends to a selection: `BlockAttention`, or that with a selection of its own."""
+    """Attention to a selection: `BlockAttention`, or a mechanism that changes the selection and then calls it."""
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 SOFTMAX = {
     "max_lse": "largest log-sum-exp of a query's attention scores: at least its largest logit, at most that + ln(keys)"
 }
-"""What every attention that runs through an engine shows."""
+"""Statistics of every attention that runs through an engine, by name, with their meaning."""
 
 
 class Statistics:

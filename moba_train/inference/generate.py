@@ -19,7 +19,7 @@ memory of activations."""
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn."""
+    """Rule by which the next token is drawn: temperature, nucleus and random seed."""
 
     temperature: float = 1.0
     """0 takes the most likely token."""

@@ -46,7 +46,7 @@ from moba_train.errors import UserError
 
 
 class MemorySizes(NamedTuple):
-    """What a memory looks at."""
+    """Sizes of a memory: its window, its blocks, and how many of these a query selects."""
 
     window: int
     """Tokens of the window, L."""

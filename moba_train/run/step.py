@@ -1,6 +1,6 @@
-"""How fast a step was: tokens per second, memory, and model FLOPs utilisation (MFU).
+"""Results of one optimizer step: losses, gradient norm, counts of all ranks, and throughput.
 
-One optimizer step as the trainer hands it around: this rank's data, its losses, and the counts of all ranks.
+Throughput is tokens per second, memory, and model FLOPs utilisation (MFU).
 """
 
 import math
@@ -79,7 +79,7 @@ class StepLosses:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What forward and backward pass of a step gave, over all ranks; the gradients are in the model."""
+    """Losses and norms from a step's forward and backward pass, over all ranks; the gradients are in the model."""
 
     own_loss_sum: Tensor
     """Sum of this rank's weighted token losses, a scalar."""
@@ -104,7 +104,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient norm are; equal on all ranks."""
+        """True if loss and gradient norm are finite; equal on all ranks."""
         return all(map(math.isfinite, self.numbers.values()))
 
 

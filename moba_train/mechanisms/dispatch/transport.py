@@ -233,7 +233,7 @@ class _Owner:
 
 
 class _Routing:
-    """Which of this rank's queries go to which rank, for one call. Creating it waits for the device, and for others."""
+    """Destinations of this rank's queries in one call. Creating it waits for the device and for the other ranks."""
 
     def __init__(self, owner: _Owner, call: ShardedCall, selection: Selection, kv_heads: int) -> None:
         self.communicator = owner.communicator

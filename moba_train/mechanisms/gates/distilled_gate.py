@@ -1,10 +1,9 @@
-"""What kinds with a distilled gate share: warm-up under full attention, then attention to the blocks that the gate
+"""Base of the kinds with a distilled gate: warm-up under full attention, then attention to the blocks that the gate
 selects.
 
-A gate gives each query the blocks that it should attend to. Selecting has no gradient, so the gate learns from a
-distribution of its own: its softmax over blocks is pulled to attention's probability in the blocks, by their KL
-divergence. The gate's inputs are detached: the divergence trains the gate alone, and the loss of the language model
-never reaches it.
+A gate gives each query the blocks that it should attend to. Selecting has no gradient, so the gate learns by
+distillation: the KL divergence pulls its softmax over blocks to attention's probability in the blocks. The gate's
+inputs are detached: the divergence trains the gate alone, and the loss of the language model never reaches it.
 """
 
 from abc import abstractmethod
@@ -36,7 +35,7 @@ from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.base import Length, Section
 
 Features = tuple[Tensor, Tensor]
-"""What the gate compares: features of queries and of keys, with the gate's gradient."""
+"""Features of queries and features of keys, which the gate compares; differentiable in the gate's parameters."""
 
 
 class GateOptions(Section):

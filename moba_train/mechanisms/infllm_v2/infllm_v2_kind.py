@@ -177,7 +177,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
             return max(self.dense_len, self.topk * self.block_size)
 
         def contradictions(self) -> list[str]:
-            """What is wrong with these options together, each text beginning with the option."""
+            """Contradictions among these options, each text beginning with the option."""
             found = []
             if self.topk < self.first_blocks + self.local_blocks:
                 found.append(
@@ -338,6 +338,6 @@ class InfLLMV2Costs(KindCosts):
 
 
 def _kernels_refuse(options: InfLLMV2Attention.Options, context: StageContext) -> str:
-    """Why the Triton kernels cannot run in this stage; empty when they can."""
+    """Reason why the Triton kernels cannot run in this stage; empty if they can."""
     remote = options.topk - options.local_blocks
     return triton_problem(context.device, context.model.head_width, options.block_size, remote)

@@ -22,7 +22,7 @@ SCORES = TileShape(rows=64, keys=64, warps=4, stages=2)
 
 
 def able(q_THD: Tensor) -> bool:
-    """Whether the kernels take queries like these."""
+    """True if the kernels take queries of this shape, dtype and device."""
     half = q_THD.dtype in (torch.float16, torch.bfloat16) or not q_THD.is_cuda  # the interpreter takes float32 too
     return q_THD.shape[-1] in (64, 128) and q_THD.dtype != torch.float64 and half and triton_runs_on(q_THD)
 

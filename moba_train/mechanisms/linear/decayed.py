@@ -98,7 +98,7 @@ class _Input(NamedTuple):
     x_nHd: Tensor
     """With query heads or key/value heads."""
     silu: bool = False
-    """Whether silu is to be applied, to some rows at a time."""
+    """True if silu is still to be applied, to some rows at a time."""
 
 
 def _silu(x_nHd: Tensor) -> _Input:
@@ -106,7 +106,7 @@ def _silu(x_nHd: Tensor) -> _Input:
 
 
 class _State(NamedTuple):
-    """What one group of chunks hands to the next."""
+    """The state that one group of chunks hands to the next."""
 
     sums_Hdd: Tensor
     segment: Tensor

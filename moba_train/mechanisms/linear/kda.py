@@ -79,7 +79,7 @@ class KdaParameters(nn.Module):
         return self.q_conv, self.k_conv, self.v_conv
 
     def delta_inputs(self, x_nD: Tensor, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor) -> DeltaInputs:
-        """What the delta rule needs, from the layer's input and its convolved queries, keys and values."""
+        """Inputs of the delta rule, from the layer's input and its convolved queries, keys and values."""
         decay_nHd = self.decay_up(self.decay_down(x_nD)).view_as(q_nHd)
         return DeltaInputs(q_nHd, k_nKd, v_nKd, decay_nHd, self.beta(x_nD), self.A_log, self.dt_bias)
 
