@@ -26,7 +26,7 @@ from moba_train.attention.statistics import Statistics
 
 
 class AttendsToBlocks(Protocol):
-    """Attention to a selection: `BlockAttention`, or a mechanism that changes the selection and then calls it."""
+    """Attention to a selection: `BlockAttention`, or a wrapper of it that defines its own form of selection."""
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection

@@ -24,7 +24,7 @@ from moba_train.config.model import ModelConfig
 
 
 class LayerInput(NamedTuple):
-    """Arguments of `AttentionKind.mix`: tensors of the layer, and how and where they are computed."""
+    """Arguments of `AttentionKind.mix`: the layer's tensors, its rotary embedding, the layout and the engine."""
 
     x_TD: Tensor
     """The layer's normalised input."""

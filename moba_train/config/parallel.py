@@ -10,8 +10,7 @@ from moba_train.config.explain import did_you_mean
 from moba_train.registry import TRANSPORTS
 
 CPLayout = Literal["contiguous", "zigzag"]
-"""The way in which a sequence's tokens are dealt to the ranks of a context-parallel group
-(parallel/context/layout.py)."""
+"""Assignment of a sequence's tokens to the ranks of a context-parallel group (parallel/context/layout.py)."""
 
 PipelineSchedule = Literal["1f1b", "interleaved_1f1b", "zero_bubble"]
 """The order in which a pipeline's ranks run micro-batches forward and backward (parallel/pipeline)."""

@@ -189,7 +189,7 @@ class HostAdamW(KernelAdamW):
 
     def _reset_step(self, group: dict[str, Any]) -> None:
         """Make the next call depend on its step alone. The kernel multiplies the powers of beta up from step to step,
-        and a run that resumes would round them otherwise; after a step 0 it computes them anew."""
+        and a run that resumes would round them otherwise; after a step 0 it computes them from the step."""
         nothing = torch.empty(0)
         self._call(0, group, Shards(nothing, nothing, nothing, nothing))
 

@@ -45,7 +45,7 @@ class OptimizerSpec:
     """Its section of the recipe, `optim.NAME`; None: it has no keys of its own."""
 
     def state_bytes(self, matrices: int, others: int) -> int:
-        """Bytes of optimizer state for so many numbers in `block_matrices` and in all other parameters."""
+        """Bytes of optimizer state. `matrices`, `others`: elements of `block_matrices` and of all other parameters."""
         return matrices * sum(self.matrix_state.values()) + others * sum(self.state.values())
 
 
@@ -82,7 +82,9 @@ def learning_rate(schedule: ScheduleConfig, peak: float, tokens: int, span: int)
 def stage_learning_rate(stages: Sequence[Stage], index: int, run_schedule: ScheduleConfig, tokens: int) -> float:
     """Learning rate of the step of stage `index` that brings the run to `tokens` consumed tokens.
 
-    A stage with a schedule of its own starts it anew and spans it over the stage; otherwise the run's schedule goes on.
+    A stage with its own schedule starts it from the beginning and spans it over the stage; otherwise the run's schedule
+    goes on.
+
     Schedules count planned tokens: while a stage goes on beyond its `tokens` (`until`), their time stands still, so the
     rate stays what it is at the end of the stage's `tokens`, and later stages have the rates of a run without `until`.
     """

@@ -54,7 +54,8 @@ class PageLockedMemory:
 
 
 def _unlock(buffers: list[tuple[Tensor, int]]) -> None:
-    """By a thread of its own, as the driver waits for all work of the GPU first, and nobody may wait for ever."""
+    """Unlocks the pages of these buffers in another thread, as the driver waits for all work of the GPU first, which
+    may never end. The caller waits for that at most LONGEST_WAIT_S."""
     idle = threading.Event()
 
     def work() -> None:
@@ -153,7 +154,8 @@ class HostMemory:
         return event
 
     def _settle(self, unsettled: int) -> None:
-        """Free the tensors that were sent, but for the last `unsettled` blocks, once their copies are complete."""
+        """Free the tensors that were sent, except those of the last `unsettled` blocks, once their copies are
+        complete."""
         while len(self._sending) > unsettled:
             copied, sent = self._sending.popleft()
             self.wait_for(copied)

@@ -207,7 +207,7 @@ class Recovery:
         )
 
     def _goes_on(self, last: int, doubt: str, fatal: bool) -> str:
-        """Sentence that says from which checkpoint the next start goes on. `last`: step of the last finite one."""
+        """Clause that says from which checkpoint the next start goes on. `last`: step of the last finite one."""
         if doubt and last == self._checkpoints.saved_step:
             return doubt
         if fatal and last == self._checkpoints.begun.step and self._run.checkpoint.every is not None:

@@ -1,18 +1,13 @@
-"""Attention to blocks that all query heads of a key/value head select together, kept once for the group, and to local
-blocks besides, which need no ids at all.
+"""InfLLM-V2 as a LocalAttention and as the kind `infllm_v2`: mean keys score blocks, and `SharedBlocks` attends to the
+best of them and to local ones.
 
-`BlockAttention` keeps ids for each query head, and the kernels' lists beside them: with 64 blocks more bytes than q
-has. Here a selection is the ids of each key/value head alone. Ids for all heads and lists exist for some heads at a
-time, and are made anew in the backward pass.
+All query heads of a key/value head select together. `BlockAttention` would keep ids for each query head, and the
+kernels' lists in addition: with 64 blocks more bytes than q has. `SharedBlocks` keeps the ids of each key/value head
+alone, and none of local blocks. Ids for all heads and lists exist for some heads at a time, and are made again in the
+backward pass.
 
-Shape suffixes: T queries, S keys, H query heads, K key/value heads, G = H / K, D head width, C selected blocks.
-
-InfLLM-V2 as a LocalAttention: mean keys score blocks, `SharedBlocks` attends to the best and to local ones.
-
-Shape suffixes: T queries, t a chunk of them, S keys, U units, N blocks, H query heads, K key/value heads, D head width,
-C selected blocks.
-
-The kind `infllm_v2`: what a recipe, a plan and an export need to know about InfLLM-V2.
+Shape suffixes: T queries, t a chunk of them, S keys, U units, N blocks, H query heads, K key/value heads, G = H / K,
+D head width, C selected blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,7 +55,7 @@ _ENTRIES = 2**25
 class SharedBlocks:
     """`BlockAttention` for selections that the query heads of a key/value head share, and to local blocks.
 
-    The Triton kernels attend to the local blocks as one span of keys; other backends are given their ids, too.
+    The Triton kernels attend to the local blocks as one span of keys; other backends are also given their ids.
     """
 
     blocks: BlockAttention

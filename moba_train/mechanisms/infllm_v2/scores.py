@@ -95,7 +95,7 @@ class BlockScores:
         return self._block_maxima(mass_KtW, layout, within)
 
     def _visible(self, layout: Layout, rows: slice, within: "Reach") -> Tensor:
-        """Mask, bool [t, W]: True where a window in reach belongs to the query's document and is complete before it."""
+        """Mask, bool [t, W]: True where a window in reach is of the query's document and complete at the query."""
         first_T, end_T = self._complete_windows(layout)
         ids_W = torch.arange(within.units.start, within.units.stop, device=first_T.device)
         return (first_T[rows, None] <= ids_W) & (ids_W < end_T[rows, None])

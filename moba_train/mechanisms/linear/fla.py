@@ -89,7 +89,7 @@ def fla_delta_attention(
     recomputed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rule of `kda` inside segments, from the results of its projections; and the states behind the segments,
-    float32, if wanted. `edges`: of the segments, as `ranges.segment_edges` gives them. `recomputed`: whether it is
+    float32, if wanted. `edges`: of the segments, as `states.segment_edges` gives them. `recomputed`: True if it is
     called again right before its backward pass, which then need not compute half of it once more.
 
     Norms and sigmoid are PyTorch's: fla-core's kernels for them take nine of its thirty launches, for which the host

@@ -71,7 +71,7 @@ def all_ranges(shard: Shard) -> tuple[TokenRange, ...]:
 
 
 def gather_ranges(x_r: Tensor, shard: Shard) -> Tensor:
-    """The rows of all ranks' ranges, [N, ...], in the order of `all_ranges`, from this rank's `x_r`; differentiable."""
+    """`x_r` of all ranks, [N, ...]: one entry for each range, in the order of `all_ranges`; differentiable."""
     missing = _most_ranges(shard) - len(x_r)
     return shard.all_ranks(torch.cat([x_r, x_r.new_zeros((missing, *x_r.shape[1:]))])).flatten(0, 1)
 

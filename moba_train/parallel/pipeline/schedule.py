@@ -207,7 +207,7 @@ def _end_accumulation(model: PipelineModel, _gradient: Tensor) -> None:
 
 
 def _hold_weights(model: PipelineModel, hold: bool) -> None:
-    """Makes the weights that a pass gathers stay for the next one, and gradients stay on the rank, while `hold`."""
+    """Sets whether the weights that a pass gathers stay for the next one, and gradients stay on the rank."""
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_forward(not hold)
     model.set_reshard_after_backward(not hold)

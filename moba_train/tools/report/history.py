@@ -98,7 +98,7 @@ class History:
         """The record that began each stage.
 
         A stage whose first steps were lost may have begun again with a changed recipe, at the same step: the last one
-        counts. In place of a record that is lost, it is the first from which the run resumed.
+        counts. If that record is lost, the first `resume` record of the stage replaces it.
         """
         began: dict[str, Record] = {}
         for event in self.of_type("stage", "resume"):
