@@ -19,7 +19,7 @@ class Statistics:
         """`weight`: of the means among the values, for example the queries that they are taken over."""
         self.values = dict(values or {})
         self.weights = dict.fromkeys(self.values, weight)
-        """By name; those of extremes mean nothing."""
+        """Weights of the means by name; those of extremes mean nothing."""
 
 
 def joined(parts: Iterable[Statistics]) -> Statistics:

@@ -49,7 +49,7 @@ class Stage:
     planned_steps: int
     """Steps that `tokens` make. The learning rate knows no others, see optim/spec.py."""
     max_steps: int
-    """With an exit criterion, steps that `max_tokens` make; else `planned_steps`."""
+    """Steps that `max_tokens` make with an exit criterion; else `planned_steps`."""
     first_step: int
     end_step: int
     first_token: int

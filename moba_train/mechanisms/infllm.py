@@ -52,10 +52,10 @@ class MemorySizes(NamedTuple):
     """Tokens of the window, L."""
     block_size: int
     representatives: int
-    """Tokens of a block whose keys stand for it."""
+    """Tokens of a block whose keys represent it."""
     first_blocks: int
     topk: int
-    """Blocks besides the first ones."""
+    """Selected blocks, the first ones not counted."""
 
 
 class Readers(NamedTuple):

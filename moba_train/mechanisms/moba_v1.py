@@ -284,7 +284,7 @@ class MobaV1Kind(MobaKind):
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """Those of MoBA, and Triton kernels for sums, which do not exist."""
+        """Problems of MoBA, and Triton kernels for sums, which do not exist."""
         assert isinstance(options, MobaV1Kind.Options)
         if options.backend == "triton" and options.merge != "softmax":
             yield f"backend: given 'triton' {context.layers} with merge: {options.merge}, {NO_TRITON_SUMS}"
@@ -299,7 +299,7 @@ class MobaV1Kind(MobaKind):
         return SummedMoba(options, self.head_dim, section=section, gated=options.merge == "gate")
 
     def costs(self, model: ModelConfig) -> "MobaV1Costs":
-        """Those of MoBA, with the weights of blocks."""
+        """Costs of MoBA, with the weights of blocks."""
         return MobaV1Costs(self, model)
 
 

@@ -102,7 +102,7 @@ class _Account:
     silent: list[int]
     """Ranks without a report."""
     last_seen: list[str]
-    """For each of the first silent ranks, a sentence about its last heartbeat."""
+    """Sentences about the last heartbeats of the first silent ranks, one for each."""
     code: int | None
     """Exit code of an error of the user's, from the first rank that has one."""
 

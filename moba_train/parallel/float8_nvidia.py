@@ -50,7 +50,7 @@ def _linear_class() -> Any:
     recipe = Float8CurrentScaling()
 
     class Float8Linear(te.Linear):
-        """Pads the rows, and has no state beside its parameters."""
+        """Pads the rows, and has no state other than its parameters."""
 
         get_extra_state = nn.Module.get_extra_state  # state of delayed scaling, which a checkpoint would contain
         set_extra_state = nn.Module.set_extra_state

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 LONGEST_WAIT_S = 10.0
-"""For a GPU to become idle before memory is unlocked: a collective whose other ranks have gone never ends."""
+"""Longest wait for a GPU to become idle before memory is unlocked: a collective whose other ranks have gone never
+ends."""
 
 
 class PageLockedMemory:

@@ -86,7 +86,7 @@ class StepResult:
     numbers: dict[str, float]
     """`loss`, and `grad_norm`, the L2 norm of all gradients before clipping; on the host."""
     further: dict[str, float]
-    """For the log, on the host: the norm of the gradients of each attention kind's layers, and auxiliary losses."""
+    """Further metrics, on the host: the norm of the gradients of each attention kind's layers, and auxiliary losses."""
 
     @staticmethod
     def read(losses: StepLosses, own_loss_sum: Tensor, grad_norm: Tensor, norms: dict[str, Tensor]) -> "StepResult":
@@ -153,7 +153,7 @@ class StepCounts(NamedTuple):
         return StepCounts(*sum_over_ranks([*self]))
 
     def metrics(self, batch_tokens: int) -> dict[str, float]:
-        """For the log; `batch_tokens`: tokens of the step over all ranks."""
+        """Metrics of these counts, by name. `batch_tokens`: tokens of the step over all ranks."""
         return {
             "loss_tokens": self.loss_tokens,
             "loss_token_fraction": self.loss_tokens / batch_tokens,

@@ -103,7 +103,7 @@ class StopRequest:
         return self._asked.wait(seconds)
 
     def joined(self) -> None:
-        """From now on the other ranks depend on this one, and requests are only noted."""
+        """Declares that the other ranks depend on this one from now on, so that requests are only noted."""
         with self._lock:
             self._joined = True
 
@@ -185,7 +185,8 @@ class _Listener:
         os.close(self._read_end)
 
     def forget_in_child(self) -> None:
-        """In a process that was just forked: it must neither survive a signal nor report it to its parent."""
+        """Stops listening in a process that was just forked, which must neither survive a signal nor report it to its
+        parent."""
         if os.getpid() != self._process:
             self._process = os.getpid()
             self._restore()

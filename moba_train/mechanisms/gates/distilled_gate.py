@@ -183,7 +183,7 @@ class GateCosts(KindCosts):
     kind: DistilledGate
 
     def pairs(self, lengths: Sequence[int]) -> float:
-        """Those of full attention in the warm-up; else own blocks up to the query, and at most topk - 1 complete blocks
+        """Pairs of full attention in the warm-up; else own blocks up to the query, and at most topk - 1 complete blocks
         before."""
         options = self.kind.gate_options
         if options.mode == "warmup":
@@ -203,8 +203,8 @@ class GateCosts(KindCosts):
         """Operations of the gate and of its divergence."""
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """In mode sparse, selected block ids and their inverse lists, int32 each, are saved, and keys and values
-        gathered; full attention in the warm-up is an engine call."""
+        """Saved in mode sparse are selected block ids and their inverse lists, int32 each, and gathered are keys and
+        values; full attention in the warm-up is an engine call."""
         workspace = super().token_bytes(batch).workspace if self.kind.needs_full else 0
         options, model = self.kind.gate_options, self.model
         if options.mode == "warmup":

@@ -74,12 +74,12 @@ class SharedBlocks:
         return tuple(q_THD.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
     def selected_blocks(self, selection: Selection) -> Tensor:
-        """All blocks that a query attends to besides its own, local ones included: int32 [H, T, C]."""
+        """All blocks that a query attends to except its own, local ones included: int32 [H, T, C]."""
         kv_heads = list(self.selected_by_kv_head(selection))
         return torch.stack(kv_heads).repeat_interleave(selection[2].shape[0] // len(kv_heads), dim=0)
 
     def selected_by_kv_head(self, selection: Selection) -> Iterator[Tensor]:
-        """All blocks that a query attends to besides its own, int32 [T, C], for one key/value head after the other."""
+        """All blocks that a query attends to except its own, int32 [T, C], for one key/value head after the other."""
         selected_KTC, local_T2, sizes_HL0 = selection
         for selected_1TC in selected_KTC.split(1):
             yield with_local_blocks(selected_1TC, local_T2, sizes_HL0.shape[1]).squeeze(0)
@@ -213,8 +213,8 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
         return pool(k_SKD, layout, stride)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """The history blocks that each group of query heads selects besides the local ones, int32 [K, T, C], as
-        `SharedBlocks` keeps them; nothing where every block is selected."""
+        """The history blocks that each group of query heads selects in addition to the local ones, int32 [K, T, C], as
+        `SharedBlocks` keeps them; () if every block is selected."""
         if self.is_full(layout):
             return ()
         assert summaries is not None

@@ -98,8 +98,8 @@ def block_scores(
 def together(group: int) -> int:
     """Query heads whose queries are on their way to a program at the same time: all of a small group.
 
-    Each has a tile of shared memory. With all of 8 heads of 128, a multiprocessor has room for one program in place
-    of four (0.96 ms for 0.52 at 32K tokens); with all of 16, for none.
+    Each has a tile of shared memory. With all of 8 heads of 128, the shared memory of a multiprocessor holds one
+    program instead of four (0.96 ms instead of 0.52 at 32K tokens); with all of 16, it holds none.
     """
     return group if group <= 4 else 1
 

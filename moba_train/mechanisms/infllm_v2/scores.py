@@ -179,7 +179,7 @@ def _token_of_row(layout: Layout, row: int) -> int:
 
 
 def _units_before(edges: tuple[int, ...], size: int) -> list[int]:
-    """For each document, the units of `size` tokens in the documents before it."""
+    """Number of units of `size` tokens before each document, with the number of all units at the end."""
     return [0, *accumulate(-(-(stop - start) // size) for start, stop in pairwise(edges))]
 
 

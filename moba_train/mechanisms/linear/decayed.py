@@ -96,7 +96,7 @@ class _Input(NamedTuple):
     """A factor of the sums."""
 
     x_nHd: Tensor
-    """With query heads or key/value heads."""
+    """Factor of each row, with query heads or key/value heads."""
     silu: bool = False
     """True if silu is still to be applied, to some rows at a time."""
 

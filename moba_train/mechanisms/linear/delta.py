@@ -18,8 +18,8 @@ heads, d head width.
 
 The delta rule over many rows, part by part: each hands its last state on, and the backward pass repeats it.
 
-Kernels of the delta rule make some thirty tensors of the size of q in the backward pass; of a part these are small
-beside the layer's own.
+Kernels of the delta rule make some thirty tensors of the size of q in the backward pass. Those of a part are small
+compared with the layer's own.
 
 Shape suffixes: n rows of a part, H query heads, d head width, N segments.
 """

@@ -92,7 +92,7 @@ class Spans:
         return starts_hN.clamp(max=self.rules[0].sinks)
 
     def history(self, own_N: Tensor) -> Tensor:
-        """int64 [h, N]: blocks attended to besides the own one."""
+        """int64 [h, N]: blocks attended to, the query's own not counted."""
         starts_hN = self.starts(own_N)
         return own_N - starts_hN + self.sinks(starts_hN)
 

@@ -121,7 +121,7 @@ class _Part(nn.Module):
         return self._models[0]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the part; while FSDP holds the weights, the whole ones. Zero bubble asks for them."""
+        """Parameters of the part, not sharded while FSDP holds the weights. The zero-bubble schedule asks for them."""
         return self.model.parameters_of(self.number)
 
     def begin_step(self, batches: Sequence[Batch]) -> None:

@@ -35,7 +35,7 @@ _MOST_EVALUATIONS = 200
 _LINE_BYTES = 1 << 24
 """Longest line of metrics.jsonl that is parsed."""
 _YEAR_10000 = 253_402_300_800
-"""In seconds since 1970: the first time that Python cannot show."""
+"""The first time that Python cannot show, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
