@@ -148,8 +148,7 @@ class AttentionKind(ABC):
     Options: ClassVar[type[Section]]
     """The kind's section in YAML; its defaults are usable."""
     statistics: ClassVar[Mapping[str, str]] = SOFTMAX
-    """Statistics that a `StatisticsObserver` collects from a layer, by name, with their meaning. The default: those of
-    an engine call."""
+    """Statistics that `StatisticsObserver` collects, by name, with their meaning. Default: those of an engine call."""
     facts: KindFacts = KindFacts()
     attentions: tuple[LocalAttention, ...]
     """The local attentions that `mix` runs through the engine."""

@@ -208,10 +208,7 @@ class _Attention(torch.autograd.Function):
 
 def attention_operator() -> Callable[..., Any]:
     """The function to call: (q, k, v, selected, *call) -> (out [T, H, D], lse [H, T], ...), with `_CALL`'s arguments.
-
-    All results except `lse` are differentiable. `selected`: int32 [H, T, C] for an attention that takes a selection,
-    else None.
-    """
+    `lse` alone is not differentiable. `selected`: int32 [H, T, C] if the attention takes a selection, else None."""
     return _operator if torch.compiler.is_compiling() else cast(Callable[..., Any], _Attention.apply)
 
 
