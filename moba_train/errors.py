@@ -84,7 +84,7 @@ class CheckpointError(UserError):
 
 class ForeignFileError(UserError, ValueError):
     """A file from elsewhere that is not read: not a regular file, too large, nested too deeply, or outside of the
-    folders that are allowed. A ValueError too, so that readers that add a remedy to errors of content add it here."""
+    folders that are allowed. Also a ValueError, so that readers that add a remedy to errors of content add it here."""
 
 
 class LaunchError(UserError):
@@ -159,7 +159,7 @@ def print_error(error: UserError) -> None:
 def _tell_torchrun(text: str) -> None:
     """Make `text` what plain torchrun's report names as this rank's failure.
 
-    Ranks that print nothing do it, too: torchrun ends its report with the rank that failed first. The launcher
+    Ranks that print nothing also do it: torchrun ends its report with the rank that failed first. The launcher
     (`tools/launch/torchrun.py`) needs no such file, and torchrun in it would log that it cannot be copied.
     """
     if TORCHRUN_ERROR_FILE in os.environ and REFUSED_FILE not in os.environ:

@@ -26,7 +26,7 @@ from moba_train.attention.statistics import Statistics
 
 
 class AttendsToBlocks(Protocol):
-    """What attends to a selection: `BlockAttention`, or that with a selection of its own."""
+    """Attention to a selection: `BlockAttention`, or a wrapper of it that defines its own form of selection."""
 
     def attend(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, layout: Layout, selection: Selection

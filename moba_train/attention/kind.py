@@ -1,4 +1,4 @@
-"""What a kind of attention owns: options, checks, parameters, the layer's mixing, and its costs.
+"""Attention kinds: each owns its options, checks, parameters, the layer's mixing, and its costs.
 
 A kind is one subclass of `AttentionKind` and one entry point. Nothing else in the package asks which kind a layer has:
 it asks the kind. An instance holds the options of one or more layers and no parameters, so that equal layers share it
@@ -24,7 +24,7 @@ from moba_train.config.model import ModelConfig
 
 
 class LayerInput(NamedTuple):
-    """What a layer hands to its kind."""
+    """Arguments of `AttentionKind.mix`: the layer's tensors, its rotary embedding, the layout and the engine."""
 
     x_TD: Tensor
     """The layer's normalised input."""
@@ -43,7 +43,7 @@ class LayerInput(NamedTuple):
 
 
 class SublayerInput(NamedTuple):
-    """What a block hands to the second sublayer of a kind; see `LayerInput`."""
+    """Arguments of a kind's second sublayer; fields with the names of `LayerInput`'s mean what they mean there."""
 
     x_TD: Tensor
     """The residual stream after the attention, not normalised."""
@@ -70,7 +70,7 @@ class StageContext:
 
 
 class MicroBatch(NamedTuple):
-    """What the bytes of a layer depend on."""
+    """Sizes on which the bytes of a layer depend."""
 
     width: int
     """Bytes of an element in the compute dtype."""
@@ -124,7 +124,7 @@ class KindCosts(ABC):
 
 
 class KindFacts(NamedTuple):
-    """What exports, generation and checks of a recipe need to know about a kind with its options."""
+    """Properties of a kind with its options, for exports, generation and the checks of a recipe."""
 
     not_exported: frozenset[str] = frozenset({"backend"})
     """Options that an exported model does not carry: they say how the layer is computed, not what."""
@@ -133,7 +133,7 @@ class KindFacts(NamedTuple):
     prefill_unit: int = 1
     """Tokens of a unit that no two parts of a long prompt share: each part but the last is a multiple of it."""
     own_decode_problem: str = ""
-    """Why new tokens cannot attend as the kind does (`decode: own`); empty when they can."""
+    """Reason why new tokens cannot attend as the kind does (`decode: own`); empty if they can."""
 
 
 class AttentionKind(ABC):
@@ -148,7 +148,7 @@ class AttentionKind(ABC):
     Options: ClassVar[type[Section]]
     """The kind's section in YAML; its defaults are usable."""
     statistics: ClassVar[Mapping[str, str]] = SOFTMAX
-    """What a `StatisticsObserver` sees of a layer, by name, with its meaning; by default what an engine call shows."""
+    """Statistics that `StatisticsObserver` collects, by name, with their meaning. Default: those of an engine call."""
     facts: KindFacts = KindFacts()
     attentions: tuple[LocalAttention, ...]
     """The local attentions that `mix` runs through the engine."""
@@ -160,7 +160,7 @@ class AttentionKind(ABC):
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """What the kind cannot do in a stage, each text beginning with the option: `topk: given 1 in layer 3, ...`."""
+        """Reasons why the kind cannot run in a stage. Each begins with the option: `topk: given 1 in layer 3, ...`."""
         return iter(())
 
     @classmethod
@@ -206,7 +206,7 @@ class TwoSublayers(ABC):
 
 
 def parameter_count(kind: AttentionKind, model: ModelConfig, least_dimensions: int = 0) -> int:
-    """Elements of the kind's own parameters that have so many dimensions, in one layer."""
+    """Elements of the kind's own parameters in one layer, counting those of at least `least_dimensions` dimensions."""
     with torch.device("meta"):
         module = kind.parameters(kind.options, model, layer=0)
     parameters = () if module is None else module.parameters()

@@ -54,7 +54,7 @@ class StatisticsObserver(Observer):
 
     def __init__(self) -> None:
         self.statistics = Statistics()
-        """Of all calls so far."""
+        """Statistics of all calls so far."""
 
     def selected(self, attention: LocalAttention, selection: Selection, layout: Layout) -> None:
         """Adds the description of the selection, if the attention has one."""

@@ -54,7 +54,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class AttentionFacts(NamedTuple):
-    """What engines need to know about an attention before any tensor exists."""
+    """Properties of an attention that engines need before any tensor exists."""
 
     alignment: int = 1
     """Tokens of a unit, counted from each document's start. `summarize` must be given whole units; the last unit of a

@@ -6,4 +6,4 @@ from moba_train import registry
 from moba_train.attention.kind import AttentionKind
 
 KINDS = cast(registry.Registry[type[AttentionKind]], registry.ATTENTION_KINDS)
-"""By name."""
+"""Attention kinds by name."""

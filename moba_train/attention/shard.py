@@ -20,7 +20,7 @@ from moba_train.attention.protocol import LocalAttention
 
 
 class ShardPlace(NamedTuple):
-    """Which rank's rows a shard has."""
+    """Place of a shard in its sequence: the rank that holds it, and the tokens of every rank."""
 
     rank: int
     """Number of this rank among the R that share the sequence, from 0."""
@@ -29,7 +29,7 @@ class ShardPlace(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """What a kind must know, and may keep, while tokens are generated."""
+    """Decoding mode, and states that a kind may keep from call to call, while tokens are generated."""
 
     attends_to_all: bool
     """True for new tokens with `decode: full`: then a kind that selects keys attends to all."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 SOFTMAX = {
     "max_lse": "largest log-sum-exp of a query's attention scores: at least its largest logit, at most that + ln(keys)"
 }
-"""What every attention that runs through an engine shows."""
+"""Statistics of every attention that runs through an engine, by name, with their meaning."""
 
 
 class Statistics:
@@ -19,7 +19,7 @@ class Statistics:
         """`weight`: of the means among the values, for example the queries that they are taken over."""
         self.values = dict(values or {})
         self.weights = dict.fromkeys(self.values, weight)
-        """By name; those of extremes mean nothing."""
+        """Weights of the means by name; those of extremes mean nothing."""
 
 
 def joined(parts: Iterable[Statistics]) -> Statistics:

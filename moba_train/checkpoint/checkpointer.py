@@ -4,8 +4,8 @@
 with further threads where there is much) and publishes the result (publisher.py). The threads use a gloo group of their
 own, because all NCCL collectives must be issued from one thread in one order, and that thread is busy training.
 
-Why not `torch.distributed.checkpoint.async_save` with a pinned, asynchronous DefaultStager (torch 2.13)? It plans every
-save anew, which costs the training thread 0.40 s a save on a CPU, against 0.01 s with one save plan
+Why not `torch.distributed.checkpoint.async_save` with a pinned, asynchronous DefaultStager (torch 2.13)? It makes a new
+plan for every save, which costs the training thread 0.40 s a save on a CPU, against 0.01 s with one save plan
 (benchmarks/checkpoint_python.py); its plan caching still makes and compares all local plans. Its staging stream does
 not wait for the training stream; the host must wait for the copies before the update, where here the GPU's stream does;
 its memory is page-locked in the first save. Its index is a pickle. Its safetensors storage (HuggingFaceStorageWriter)
@@ -70,9 +70,9 @@ class Checkpointer:
     the next.
 
     A save that fails on any rank fails on all, and its half-written folder is removed. It is then written into the
-    `fallback`, if there is one. Where that fails too, the error is logged, its text is kept in `last_error` (None after
-    a good save), `failed_saves` counts it (in a row), and the run goes on with the checkpoints it had. A save in which
-    a rank does not answer within RANKS_APART fails, too, and the next one begins with new connections.
+    `fallback`, if there is one. If that also fails, the error is logged, its text is kept in `last_error` (None after a
+    good save), `failed_saves` counts it (in a row), and the run goes on with the checkpoints it had. A save in which a
+    rank does not answer within RANKS_APART also fails, and the next one begins with new connections.
 
     `check_lock` is called on rank 0 before anything is written, published or removed. It raises LaunchError when the
     folder is not this run's any more, and OSError when that cannot be told. After a LaunchError, or `max_failures`

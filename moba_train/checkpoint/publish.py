@@ -97,7 +97,7 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
 
 
 def install(temporary: Path, final: Path, step: int, files: dict[str, FileEntry]) -> None:
-    """Makes a finished temporary folder the checkpoint `final` beside it, in the place of one that has this name.
+    """Makes a finished temporary folder the checkpoint `final` in the same folder, replacing one that has this name.
 
     Arguments and errors as of `publish`, which also makes it the newest.
     """

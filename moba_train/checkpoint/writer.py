@@ -1,8 +1,8 @@
 """A rank's part of a checkpoint: which parts of which tensors it writes, and the safetensors files that hold them.
 
-The save plan says which rank writes which part. It serves all saves of the same tensors, and a save is little more than
-writing: planned anew, a thousand tensors take 0.4 s of Python, more with more ranks, and meanwhile the training thread
-of the same process hardly gets a turn (benchmarks/results/checkpoint-python-cpu.json).
+The save plan says which rank writes which part. It serves all saves of the same tensors, so a save is little more than
+writing. To plan a thousand tensors again would take 0.4 s of Python, more with more ranks, during which the training
+thread of the same process would hardly get a turn (benchmarks/results/checkpoint-python-cpu.json).
 
 Any program that reads safetensors can read the files; a part that is not a whole tensor has its box in its name
 (`model.norm.weight[0:16]`). They are written here rather than by the package safetensors because a file is hashed while

@@ -70,7 +70,7 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A section that holds, besides keys of its own, a section of options for each member of a registry.
+    """A section that holds, in addition to its own keys, a section of options for each member of a registry.
 
     A member's options are its attribute `Options`, a class derived from `Section`, or None for a member that has none.
     Members are imported when they are named.

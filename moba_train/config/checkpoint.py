@@ -6,8 +6,8 @@ from moba_train.config.base import Section
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and which are kept. The last one, the newest good one and the newest one without
-    NaN or infinite values are always kept."""
+    """Interval, retention and fallback of checkpoints. The last one, the newest good one and the newest one without NaN
+    or infinite values are always kept."""
 
     every: int | None = Field(
         100,

@@ -361,7 +361,8 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """As in PyYAML, whose own errors for text that a tag such as !!bool does not allow say nothing about it."""
+        """The object that PyYAML constructs. Raises ConstructorError, with the text and the tag, for text that a tag
+        such as !!bool does not allow: PyYAML's own errors do not name it."""
         try:
             return super().construct_object(node, deep)
         except (KeyError, IndexError, AttributeError, TypeError) as error:

@@ -22,7 +22,7 @@ class MeshSizes(NamedTuple):
     dp_replicate: int = 1
     """Copies of the sharded parameters."""
     dp_shard: int = 1
-    """With cp, ranks that share one copy of the parameters."""
+    """Shards of a copy of the parameters, together with cp: dp_shard x cp ranks share one copy."""
     cp: int = 1
     """Ranks that share a sequence."""
     tp: int = 1

@@ -10,7 +10,7 @@ from moba_train.config.explain import did_you_mean
 from moba_train.registry import TRANSPORTS
 
 CPLayout = Literal["contiguous", "zigzag"]
-"""Which tokens of a sequence each rank of a context-parallel group holds (parallel/context/layout.py)."""
+"""Assignment of a sequence's tokens to the ranks of a context-parallel group (parallel/context/layout.py)."""
 
 PipelineSchedule = Literal["1f1b", "interleaved_1f1b", "zero_bubble"]
 """The order in which a pipeline's ranks run micro-batches forward and backward (parallel/pipeline)."""
@@ -59,7 +59,7 @@ class ContextParallelConfig(Section):
 
 
 def unknown_transport(name: str) -> str:
-    """What is wrong with a transport's name that is not registered."""
+    """Text of the error for a transport's name that is not registered."""
     hint = did_you_mean(name, ["auto", *TRANSPORTS])
     return f"{name!r} given, which is no registered transport{hint}; allowed: auto, {', '.join(TRANSPORTS)}"
 

@@ -8,7 +8,7 @@ from moba_train.config.base import Section
 
 
 class Float8Config(Section):
-    """How linear layers compute with `precision.linear: fp8`."""
+    """FP8 in linear layers, used with `precision.linear: fp8`."""
 
     scaling: Literal["tensorwise", "rowwise"] = Field(
         "tensorwise",
@@ -43,7 +43,7 @@ class PrecisionConfig(Section):
 
     @property
     def gathers_fp8(self) -> bool:
-        """Whether FSDP gathers the weights of linear layers in FP8."""
+        """True if FSDP gathers the weights of linear layers in FP8."""
         return self.linear == "fp8" and self.implementation == "torchao" and self.fp8.scaling == "tensorwise"
 
 

@@ -38,7 +38,7 @@ class Stage:
     trainable: tuple[str, ...]
     """Glob patterns on the names of the parameters that this stage trains."""
     evaluate: bool
-    """Whether the recipe's evaluations run in this stage."""
+    """True if the recipe's evaluations run in this stage."""
     lr: float
     schedule: ScheduleConfig | None
     """The stage's own schedule, or None while the run's schedule goes on."""
@@ -49,7 +49,7 @@ class Stage:
     planned_steps: int
     """Steps that `tokens` make. The learning rate knows no others, see optim/spec.py."""
     max_steps: int
-    """With an exit criterion, steps that `max_tokens` make; else `planned_steps`."""
+    """Steps that `max_tokens` make with an exit criterion; else `planned_steps`."""
     first_step: int
     end_step: int
     first_token: int
@@ -116,7 +116,7 @@ def merge_parallel(base: ParallelConfig, over: ContextParallelConfig | None) -> 
 def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
     """All stages of a recipe, in order, with their latest possible ends. Raises ConfigError as `resolve_layers` does.
 
-    Only `resolve.run.resolve` calls it; whoever has a resolved run has its stages.
+    Only `resolve.run.resolve` calls it: a resolved run holds its stages.
     """
     stages: list[Stage] = []
     planned_token = 0

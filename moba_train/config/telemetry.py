@@ -40,8 +40,8 @@ class TelemetryConfig(OpenSection):
     @model_validator(mode="before")
     @classmethod
     def _read_plots(cls, value: Any) -> Any:
-        """Read `plots`, the former name of `report`. Checkpoints of before 30 November 2026 hold it in their recipe,
-        as true where nobody chose it."""
+        """Read `plots`, the former name of `report`. Recipes in checkpoints of before 30 November 2026 hold it, as true
+        if the user had not set it."""
         if not isinstance(value, dict) or "plots" not in value or "report" in value:
             return value
         renamed = {"report" if key == "plots" else key: given for key, given in value.items()}

@@ -1,1 +1,1 @@
-"""From corpora on disk to micro-batches. Only stage_data, batch and loader need torch."""
+"""Data pipeline from corpora on disk to micro-batches. Only stage_data, batch and loader need torch."""

@@ -13,7 +13,7 @@ from moba_train.evals.evaluation import Evaluation, EvaluationSetting
 from moba_train.evals.validation_loss import ValidationLoss
 
 EVALUATIONS = cast(registry.Registry[type[Evaluation[Any]]], registry.EVALUATIONS)
-"""By name, in the order in which they run."""
+"""Evaluations by name, in the order in which they run."""
 
 Asked = dict[type[Evaluation[Any]], Section | None]
 """Evaluations with their options, in the order in which they run. The validation loss has no options."""

@@ -1,4 +1,4 @@
-"""Every kind of attention besides `full` and `moba`, with its kernels, costs and probes.
+"""Every kind of attention other than `full` and `moba`, with its kernels, costs and probes.
 
 Nothing in the core imports this folder; kinds and probes are found by name (entry points in pyproject.toml).
 """

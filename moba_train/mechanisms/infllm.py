@@ -46,16 +46,16 @@ from moba_train.mechanisms.window import WindowAttention
 
 
 class MemorySizes(NamedTuple):
-    """What a memory looks at."""
+    """Sizes of a memory: its window, its blocks, and how many of these a query selects."""
 
     window: int
     """Tokens of the window, L."""
     block_size: int
     representatives: int
-    """Tokens of a block whose keys stand for it."""
+    """Tokens of a block whose keys represent it."""
     first_blocks: int
     topk: int
-    """Blocks besides the first ones."""
+    """Selected blocks, the first ones not counted."""
 
 
 class Readers(NamedTuple):

@@ -59,9 +59,9 @@ class SummedBlocks:
     key: str
     """YAML key of `backend`, for messages."""
     weighted: bool = False
-    """Whether `selection` is given weights; otherwise all are 1."""
+    """True if `selection` is given weights; otherwise all are 1."""
     own: bool = True
-    """Whether queries attend to their own block at all."""
+    """True if queries attend to their own block; False: to selected ones only."""
 
     def selection(
         self, selected_HTC: Tensor, weights_HTC: Tensor | None, q_THD: Tensor, layout: Layout, kv_heads: int
@@ -104,7 +104,7 @@ class SummedBlocks:
         return out_THD.to(q_THD.dtype), lse_HT
 
     def attend_backward(self, state: BackwardState, layout: Layout, selection: Selection) -> Gradients:
-        """(dq, dk, dv) of `attend`; computes the results of each block anew."""
+        """(dq, dk, dv) of `attend`; computes the results of each block again."""
         selected_HTC, join, lists = self._taken_apart(selection)
         if self._composes(state.q, layout):
             made = selected_HTC, *lists
@@ -138,7 +138,7 @@ class SummedBlocks:
             yield mask, None if weights_HTC is None else weights_HTC[..., slot]
 
     def _composes(self, q_THD: Tensor, layout: Layout) -> bool:
-        """Whether composed.py takes the call, and not the plain PyTorch below; kept with the layout."""
+        """True if composed.py takes the call, False if the plain PyTorch below does; kept with the layout."""
         key = ("summed blocks compose", self, q_THD.shape, q_THD.dtype, q_THD.device)
         return layout.cached(key, lambda: self._can_compose(q_THD, layout))
 
@@ -284,7 +284,7 @@ class MobaV1Kind(MobaKind):
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """Those of MoBA, and Triton kernels for sums, which do not exist."""
+        """Problems of MoBA, and Triton kernels for sums, which do not exist."""
         assert isinstance(options, MobaV1Kind.Options)
         if options.backend == "triton" and options.merge != "softmax":
             yield f"backend: given 'triton' {context.layers} with merge: {options.merge}, {NO_TRITON_SUMS}"
@@ -299,7 +299,7 @@ class MobaV1Kind(MobaKind):
         return SummedMoba(options, self.head_dim, section=section, gated=options.merge == "gate")
 
     def costs(self, model: ModelConfig) -> "MobaV1Costs":
-        """Those of MoBA, with the weights of blocks."""
+        """Costs of MoBA, with the weights of blocks."""
         return MobaV1Costs(self, model)
 
 
@@ -310,7 +310,7 @@ class MobaV1Costs(MobaCosts):
         """Saved are the selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
         options = self.kind.options
         assert isinstance(options, MobaV1Kind.Options)
-        if options.merge != "softmax":  # short sequences select, too
+        if options.merge != "softmax":  # short sequences also select
             batch = batch._replace(seq_len=max(batch.seq_len, options.topk * options.block_size + 1))
         found = super().token_bytes(batch)
         weights = 4 * self.model.heads * options.history_blocks if options.merge == "gate" else 0

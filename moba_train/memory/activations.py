@@ -33,13 +33,13 @@ class StageActivations:
 
     layers: tuple[LayerActivations, ...]
     rank_memory: tuple[Memory, ...]
-    """At the step's peak on each rank of a pipeline; of the only one without."""
+    """Memory at the step's peak on each rank of a pipeline; without one, a single entry."""
     host_bytes: int
     """Page-locked memory that each GPU takes from its host."""
 
     @property
     def memory(self) -> Memory:
-        """At the step's peak on each GPU; in a pipeline, on those of the rank that needs most."""
+        """Memory at the step's peak on each GPU; in a pipeline, on those of the rank that needs most."""
         return max(self.rank_memory, key=lambda memory: memory.total)
 
     @property

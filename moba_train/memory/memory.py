@@ -93,10 +93,10 @@ class MemoryEstimate:
 
     def reserved(self, layers: Sequence[LayerActivations], transport: TransportMemory = NO_TRANSPORT) -> int:
         """GPU memory with which a step never waits for more, on the rank of a pipeline that needs most: all gradients,
-        and beside them what else the moment takes that takes most.
+        and in addition the most that any moment takes without them.
 
-        FSDP reduces gradients on a stream of its own, and torch keeps the memory of each stream for it. Where that
-        leaves too little, torch waits for the GPU and gives back what is free, in each step again.
+        FSDP reduces gradients on a separate stream, and torch keeps the memory of each stream for it. If that leaves
+        too little, torch waits for the GPU and gives back what is free, in each step again.
         """
         moments = [rank.every(layers, transport) for rank in self._ranks]
         return max(

@@ -25,7 +25,7 @@ class Weights:
     ends: int
     """Parameters of the ends in the rank's tp part."""
     outer: int
-    """Those of them in FSDP's outermost unit: without the output projection where that is in a unit of its own."""
+    """Parameters of the ends in FSDP's outermost unit: without the output projection if that is a separate unit."""
     blocks: Mapping[int, int]
     """Parameters of each of the rank's blocks in its tp part, by layer."""
     head: int

@@ -46,7 +46,7 @@ class BlockCounts(NamedTuple):
 
     parameters: int
     matrices: int
-    """Those in the weights of linear layers (`optim.spec.block_matrices`)."""
+    """Parameters in the weights of linear layers (`optim.spec.block_matrices`)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ModelSpec:
 
     config: ModelConfig
     kinds: tuple[Mapping[str, Section], ...]
-    """For each layer, the attention kinds that any stage uses there, with the options of the first that does."""
+    """Attention kinds that any stage uses in each layer, with the options of the first that does."""
     kind_shapes: Mapping[tuple[int, str], Shapes]
     """Shapes of the parameters of attention kinds, by layer and kind and by their name there; only kinds that have
     parameters."""
@@ -94,7 +94,7 @@ def model_spec(config: ModelConfig, stages: Iterable[Sequence[LayerAttention]]) 
 
 
 def kind_parameters(config: ModelConfig, kinds: Sequence[Mapping[str, Section]]) -> list[dict[str, nn.Module]]:
-    """For each layer, new parameter modules of the attention kinds that have any, by the kind's name.
+    """New parameter modules of the attention kinds that have any: for each layer, by the kind's name.
 
     kinds: for each layer, the options of its attention kinds. The modules are made on torch's current device.
     """

@@ -1,1 +1,1 @@
-"""From gradients to an update."""
+"""Optimizers: from gradients to an update."""

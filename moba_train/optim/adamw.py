@@ -141,14 +141,14 @@ class _FusedAdamW(KernelAdamW):
 
 
 class ApexAdamW(_FusedAdamW):
-    """By the kernel of `apex.optimizers.FusedAdam`."""
+    """AdamW by the kernel of `apex.optimizers.FusedAdam`."""
 
     modules = ("amp_C",)
     install = "build NVIDIA apex from its source with its CUDA extensions, see docs/packages.md"
 
 
 class TransformerEngineAdamW(_FusedAdamW):
-    """By the kernel of `transformer_engine.pytorch.optimizers.FusedAdam`."""
+    """AdamW by the kernel of `transformer_engine.pytorch.optimizers.FusedAdam`."""
 
     modules = ("transformer_engine.pytorch", "transformer_engine_torch")  # the first loads what the second links to
     install = "pip install --no-build-isolation 'transformer-engine[pytorch]', see docs/packages.md"
@@ -189,7 +189,7 @@ class HostAdamW(KernelAdamW):
 
     def _reset_step(self, group: dict[str, Any]) -> None:
         """Make the next call depend on its step alone. The kernel multiplies the powers of beta up from step to step,
-        and a run that resumes would round them otherwise; after a step 0 it computes them anew."""
+        and a run that resumes would round them otherwise; after a step 0 it computes them from the step."""
         nothing = torch.empty(0)
         self._call(0, group, Shards(nothing, nothing, nothing, nothing))
 
@@ -298,7 +298,7 @@ IMPLEMENTATIONS: dict[AdamWImplementation, type[KernelAdamW]] = {
     "transformer_engine": TransformerEngineAdamW,
     "deepspeed_cpu": HostAdamW,
 }
-"""Those that are kernels of other packages; `torch` is torch's own optimizer."""
+"""Implementations that are kernels of other packages; `torch` is torch's own optimizer."""
 
 
 def implementation_problem(config: OptimConfig, device: str | None) -> str:

@@ -52,7 +52,7 @@ class MatrixExchange:
             dist.all_gather_object(regions, own, group=group)
         self._regions = [[_Region(*of_rank[index]) for of_rank in regions] for index in range(len(matrices))]
         self._holders = [_holders(of_ranks) for of_ranks in self._regions]
-        """For each matrix, the ranks that hold each region, in their order."""
+        """Ranks that hold each region of each matrix, in their order."""
 
     def gather(self, round_: Sequence[int], shards: Sequence[Tensor]) -> Callable[[], Tensor | None]:
         """Begin to gather the matrices with the indices `round_`, the i-th on rank i of the group; `shards` are this

@@ -67,8 +67,8 @@ class Gradients:
         return {f"grad_norm_{name}": norm for name, norm in zip(weights, norms, strict=True)}
 
     def norms_by_module(self) -> tuple[list[float], dict[str, float]]:
-        """Norms of the gradients of each layer of the whole model, and of each module besides the layers, by its name;
-        on the host."""
+        """Norms of the gradients of each layer of the whole model, and of each module outside of the layers, by its
+        name; on the host."""
         model = self._transformer()
         by_layer: list[list[nn.Parameter]] = [[] for _ in range(model.config.layers)]
         for layer, block in zip(own_layers(model), model.blocks, strict=True):

@@ -1,12 +1,11 @@
-"""Newton-Schulz iteration: the orthogonal factor of a matrix by matrix products alone.
+"""Muon (Jordan et al. 2024) for the weights of the blocks' linear layers, AdamW for all other parameters.
 
-Muon (Jordan et al. 2024) for the weights of the blocks' linear layers, AdamW for all other parameters.
+The update of a matrix is its momentum with all singular values made about equal, which a Newton-Schulz iteration does
+by matrix products alone (`orthogonalize`). Scaled by 0.2 sqrt(max(rows, columns)) it has the root mean square of
+AdamW's, so both take the same learning rate and weight decay (Liu et al. 2025, Muon is Scalable for LLM Training,
+arXiv:2502.16982, section 2.2).
 
-The update of a matrix is its momentum with all singular values made about equal (`optim.newton_schulz`). Scaled by
-0.2 sqrt(max(rows, columns)) it has the root mean square of AdamW's, so both take the same learning rate and weight
-decay (Liu et al. 2025, Muon is Scalable for LLM Training, arXiv:2502.16982, section 2.2).
-
-Why not torch.optim.Muon: on DTensors each of its matrix products gathers or reduces anew and every rank computes all
+Why not torch.optim.Muon: on DTensors each of its matrix products gathers or reduces once more, every rank computes all
 matrices, and it computes in bf16 everywhere. Here a matrix is gathered once, by the rank that computes it
 (`optim.exchange`), in bf16 on a GPU and in its own dtype on a CPU, where a run then does not depend on the ranks.
 """

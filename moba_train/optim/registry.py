@@ -12,7 +12,7 @@ from moba_train.config.optim import OptimConfig
 from moba_train.optim.spec import OptimizerSpec
 
 OPTIMIZERS = cast(registry.Registry[OptimizerSpec], registry.OPTIMIZERS)
-"""By name."""
+"""Optimizers by name."""
 
 
 def build_optimizer(

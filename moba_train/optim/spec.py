@@ -32,10 +32,10 @@ class OptimizerSpec:
     """An optimizer: how it is built, and the state that it keeps."""
 
     build: Callable[[nn.Module, OptimConfig, torch.device, dist.ProcessGroup | None], Optimizer]
-    """From the model (under FSDP2 its parameters are DTensors), its section of the recipe, the device of the run and
-    all ranks that hold shards of the model (None: one process without a group) to a torch optimizer over all
-    parameters. Each of its parameter groups has an `lr_factor`: its learning rate is that of the run times this factor.
-    A parameter without gradient is not stepped and its state stays as it is."""
+    """Returns a torch optimizer over all parameters. Arguments: the model (under FSDP2 its parameters are DTensors),
+    its section of the recipe, the device of the run, and all ranks that hold shards of the model (None: one process
+    without a group). Each parameter group of the optimizer has an `lr_factor`, by which the run's learning rate is
+    multiplied. A parameter without gradient is not stepped and its state stays as it is."""
     state: Mapping[str, int]
     """The state tensors of each parameter, by the names that checkpoints give them, with their bytes for each number of
     the parameter; 0: a single number whatever the parameter's size."""
@@ -45,7 +45,7 @@ class OptimizerSpec:
     """Its section of the recipe, `optim.NAME`; None: it has no keys of its own."""
 
     def state_bytes(self, matrices: int, others: int) -> int:
-        """Bytes of optimizer state for so many numbers in `block_matrices` and in all other parameters."""
+        """Bytes of optimizer state. `matrices`, `others`: elements of `block_matrices` and of all other parameters."""
         return matrices * sum(self.matrix_state.values()) + others * sum(self.state.values())
 
 
@@ -82,7 +82,9 @@ def learning_rate(schedule: ScheduleConfig, peak: float, tokens: int, span: int)
 def stage_learning_rate(stages: Sequence[Stage], index: int, run_schedule: ScheduleConfig, tokens: int) -> float:
     """Learning rate of the step of stage `index` that brings the run to `tokens` consumed tokens.
 
-    A stage with a schedule of its own starts it anew and spans it over the stage; otherwise the run's schedule goes on.
+    A stage with its own schedule starts it from the beginning and spans it over the stage; otherwise the run's schedule
+    goes on.
+
     Schedules count planned tokens: while a stage goes on beyond its `tokens` (`until`), their time stands still, so the
     rate stays what it is at the end of the stage's `tokens`, and later stages have the rates of a run without `until`.
     """

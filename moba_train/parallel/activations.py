@@ -1,4 +1,4 @@
-"""What each block keeps for its backward pass, and where: in the GPU's memory or in the host's.
+"""Activation checkpointing: tensors that a block keeps for its backward pass, in the GPU's memory or in the host's.
 
 A block that does not keep everything is recomputed by torch's selective activation checkpointing, whose policy names
 the operators that are not: attention (with its selection, and without its communication) and matrix products. Under
@@ -31,12 +31,12 @@ BlockResult = tuple[Tensor, Tensor | None]
 
 FEED_FORWARD_ROWS = 32_768
 """Rows that the feed-forward takes at once where the results of its products are not kept: with more rows, its widest
-tensors are what a step needs most memory for. So many rows fill a GPU; whether products of more are faster has not
-been measured."""
+tensors are what a step needs most memory for. This number of rows fills a GPU; whether products of more are faster has
+not been measured."""
 
 
 class Kept(IntEnum):
-    """What a block keeps for its backward pass. Each value adds to the one before; the rest is recomputed."""
+    """Tensors that a block keeps for its backward pass. Each value adds to the one before; the rest is recomputed."""
 
     INPUT = 0
     """The block's input alone."""
@@ -51,17 +51,17 @@ class Kept(IntEnum):
 
 
 class LayerActivations(NamedTuple):
-    """What one layer keeps from its forward to its backward pass, and where."""
+    """Tensors that one layer keeps from its forward to its backward pass, and the memory that holds them."""
 
     kept: Kept
     on_host: bool = False
-    """Whether that waits in page-locked host memory until the backward pass."""
+    """True if the kept tensors wait in page-locked host memory until the backward pass."""
     weights: bool = False
-    """Whether the weights that FSDP has gathered stay, too."""
+    """True if the weights that FSDP has gathered also stay."""
 
 
 def sent_to_host(layers: Sequence[LayerActivations]) -> tuple[LayerActivations, ...]:
-    """The layers with what they keep on the host, but for the last one, whose backward pass begins at once."""
+    """The layers, all but the last with their kept tensors on the host: the last one's backward pass begins at once."""
     return (*(layer._replace(on_host=True) for layer in layers[:-1]), layers[-1])
 
 
@@ -88,7 +88,7 @@ _DESCRIPTIONS = {
 
 
 class BlockForward:
-    """A block's forward pass, which a stage can set to keep more or less; in place of the block's own `forward`."""
+    """A block's forward pass, which a stage can set to keep more or less; replaces the block's own `forward`."""
 
     def __init__(self, block: Block, plain: Callable[..., BlockResult], recomputed: Callable[..., BlockResult]) -> None:
         self._block = block
@@ -96,9 +96,9 @@ class BlockForward:
         self._recomputed = recomputed
         self.kept = Kept.ALL
         self.host_memory: HostMemory | None = None
-        """Where the kept tensors wait for the backward pass; None: on the device."""
+        """Memory in which the kept tensors wait for the backward pass; None: the device's."""
         self.weights = False
-        """Whether gathered weights stay until the backward pass (forward.py)."""
+        """True if gathered weights stay until the backward pass (forward.py)."""
 
     def __call__(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> BlockResult:
         inputs = (x_TD, cos, sin, layout)
@@ -147,7 +147,7 @@ def set_activations(model: Transformer, layers: Sequence[LayerActivations], devi
 
 
 def keeps_weights(block: nn.Module) -> bool:
-    """Whether the block's gathered weights stay until its backward pass."""
+    """True if the block's gathered weights stay until its backward pass."""
     return isinstance(block.forward, BlockForward) and block.forward.weights
 
 
@@ -173,9 +173,9 @@ def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
     The down projection's result is never kept, as no gradient needs it. Of the output projection, tensor parallelism
     keeps the sum over its ranks, of which each has a part of the rows, instead of the rank's own summand of all rows.
 
-    Products are told apart by the shapes of their weights: under torch.compile a policy does not see which weight it
-    is. An `intermediate_size` equal to `hidden_size` or to the width of all (key/value) heads confuses them, of which
-    resolve/warnings.py warns.
+    The policy distinguishes products by the shapes of their weights: under torch.compile it does not see which weight
+    it is. An `intermediate_size` equal to `hidden_size` or to the width of all (key/value) heads confuses them, of
+    which resolve/warnings.py warns.
     """
     sums: Counter[bool] = Counter()
 

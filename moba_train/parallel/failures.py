@@ -1,7 +1,7 @@
 """Heartbeats and failure reports of all ranks, in a store that every rank can read: they name the rank that ended the
 run, and its error.
 
-The store, torchrun's, outlives the ranks. A rank whose torchrun dies is killed, too.
+The store, torchrun's, outlives the ranks. A rank whose torchrun dies is also killed.
 """
 
 import ctypes
@@ -102,7 +102,7 @@ class _Account:
     silent: list[int]
     """Ranks without a report."""
     last_seen: list[str]
-    """For each of the first silent ranks, a sentence about its last heartbeat."""
+    """Sentences about the last heartbeats of the first silent ranks, one for each."""
     code: int | None
     """Exit code of an error of the user's, from the first rank that has one."""
 
@@ -238,8 +238,8 @@ def _digest(text: str) -> str:
 
 
 def _collective(error: BaseException) -> str | None:
-    """The function of torch.distributed that raised `error`; None if it was raised elsewhere: torch.distributed calls
-    the model, too, whose errors are its own."""
+    """The function of torch.distributed that raised `error`; None if it was raised elsewhere: torch.distributed also
+    calls the model, whose errors are not torch.distributed's."""
     frames = traceback.extract_tb(error.__traceback__)
     while frames and (frames[-1].name in ("wrapper", "_fn") or frames[-1].filename.endswith("torch/_ops.py")):
         frames.pop()

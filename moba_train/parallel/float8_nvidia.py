@@ -18,14 +18,14 @@ _MULTIPLE = 16
 
 
 def problem() -> str:
-    """Why Transformer Engine cannot be used here; empty when it can."""
+    """Reason why Transformer Engine cannot be used here; empty if it can."""
     reason = import_problem([("transformer_engine.pytorch", "Linear")])
     install = "pip install --no-build-isolation 'transformer-engine[pytorch]', see docs/packages.md"
     return f"transformer_engine.pytorch cannot be used: {reason} ({install})" if reason else ""
 
 
 def replace_linears(model: nn.Module, names: list[str]) -> None:
-    """Put a layer of Transformer Engine in the place of each of these linear layers, with the same parameters."""
+    """Replace each of these linear layers by a layer of Transformer Engine with the same parameters."""
     kind = _linear_class()
     for name in names:
         parent, _, child = name.rpartition(".")
@@ -50,7 +50,7 @@ def _linear_class() -> Any:
     recipe = Float8CurrentScaling()
 
     class Float8Linear(te.Linear):
-        """Pads the rows, and has no state beside its parameters."""
+        """Pads the rows, and has no state other than its parameters."""
 
         get_extra_state = nn.Module.get_extra_state  # state of delayed scaling, which a checkpoint would contain
         set_extra_state = nn.Module.set_extra_state

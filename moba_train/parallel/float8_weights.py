@@ -20,7 +20,7 @@ class CastOnce(Float8Weight):
     later (`begin`)."""
 
     kept: Any
-    """What the first gather returned; None: there was none since the last scales."""
+    """Result of the first gather since the scales were last computed; None: there was no gather since."""
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
         """The cast numbers, and their scale, for a gather over `mesh`."""
@@ -52,7 +52,7 @@ def compile_cast() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
 
 def begin(model: nn.Module, weights: list[Float8Weight]) -> None:
     """Compute the scales of all weights that are gathered in FP8, with one all-reduce; `weights`: this rank's parts of
-    them, whose next gather casts them anew. A collective."""
+    them, whose next gather casts them again. A collective."""
     precompute_float8_dynamic_scale_for_fsdp(model)
     for weight in weights:
         weight.__class__ = CastOnce

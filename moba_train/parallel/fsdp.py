@@ -41,9 +41,9 @@ class Computation:
     """The way in which the layers compute, in all stages of a run."""
 
     dtype: torch.dtype
-    """Of matrix products and activations; weights, gradients and optimizer state are float32."""
+    """Dtype of matrix products and activations; weights, gradients and optimizer state are float32."""
     precision: PrecisionConfig
-    """Of linear layers, which may multiply in FP8."""
+    """Precision of linear layers, which may multiply in FP8."""
     norms: Literal["torch", "apex"]
     """Implementation of RMS norms."""
     compiled: bool

@@ -14,15 +14,16 @@ class Links(NamedTuple):
     """Bytes per second that a rank receives over each kind of link."""
 
     node: float = 300e9
-    """Over its node's links: 4 x H200, messages of 256 MiB (ring 302, all-gather 325, all-to-all 305 GB/s)."""
+    """Bytes per second over its node's links, measured on 4 x H200 with messages of 256 MiB (ring 302, all-gather 325,
+    all-to-all 305 GB/s)."""
     network: float = 50e9
-    """From other nodes, through its own adapter: 400 Gbit/s, not measured."""
+    """Bytes per second from other nodes, through its own adapter: 400 Gbit/s, not measured."""
     hop_s: float = 5e-6
     """Seconds that a collective waits for each further node of a ring; assumed, not measured."""
 
 
 LINKS = Links()
-"""Those of an H200 in its node, with one adapter of 400 Gbit/s for each GPU."""
+"""Links of an H200 in its node, with one adapter of 400 Gbit/s for each GPU."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Traffic:
         return Traffic(self.node + other.node, self.network + other.network)
 
     def times(self, count: float) -> "Traffic":
-        """That of `count` such transfers."""
+        """Traffic of `count` such transfers."""
         return Traffic(self.node * count, self.network * count)
 
     def seconds(self, links: Links) -> float:

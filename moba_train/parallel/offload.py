@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 LONGEST_WAIT_S = 10.0
-"""For a GPU to become idle before memory is unlocked: a collective whose other ranks have gone never ends."""
+"""Longest wait for a GPU to become idle before memory is unlocked: a collective whose other ranks have gone never
+ends."""
 
 
 class PageLockedMemory:
@@ -54,7 +55,8 @@ class PageLockedMemory:
 
 
 def _unlock(buffers: list[tuple[Tensor, int]]) -> None:
-    """By a thread of its own, as the driver waits for all work of the GPU first, and nobody may wait for ever."""
+    """Unlocks the pages of these buffers in another thread, as the driver waits for all work of the GPU first, which
+    may never end. The caller waits for that at most LONGEST_WAIT_S."""
     idle = threading.Event()
 
     def work() -> None:
@@ -153,7 +155,8 @@ class HostMemory:
         return event
 
     def _settle(self, unsettled: int) -> None:
-        """Free the tensors that were sent, but for the last `unsettled` blocks, once their copies are complete."""
+        """Free the tensors that were sent, except those of the last `unsettled` blocks, once their copies are
+        complete."""
         while len(self._sending) > unsettled:
             copied, sent = self._sending.popleft()
             self.wait_for(copied)

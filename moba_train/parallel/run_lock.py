@@ -40,8 +40,8 @@ class RunLock:
         """Raises LaunchError if the run folder is gone or belongs to another run by now, and OSError if that cannot be
         told. Does nothing on ranks other than 0.
 
-        A lock belongs to a file, not to its name: in a folder that was removed and made anew, a second run can hold a
-        lock of its own.
+        A lock belongs to a file, not to its name: in a folder that was removed and made again, a second run can hold
+        its own lock.
         """
         if self._file is None:
             return

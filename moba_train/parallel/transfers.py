@@ -69,7 +69,7 @@ class ExchangedGradients(ABC):
 
 
 class AllToAllReduceScatter(ExchangedGradients):
-    """By one all-to-all."""
+    """Reduce-scatter by one all-to-all."""
 
     def reduce(self, parts: Tensor, result: Tensor) -> None:
         """`result` [n] becomes the sum of row `rank` of all ranks' `parts` [ranks, n]; on the current stream."""
@@ -99,13 +99,14 @@ class SharedBuffer:
 
     own: Tensor
     theirs: Mapping[int, Tensor]
-    """By rank in the group, without this rank's."""
+    """Buffers of the other ranks, by rank in the group."""
     barrier: Callable[[int], object]
-    """Make the current stream wait for those of all ranks of the group; its argument, 0 or 1, tells barriers apart."""
+    """Make the current stream wait for those of all ranks of the group; its argument, 0 or 1, distinguishes
+    barriers."""
 
 
 MakeBuffer = Callable[[dist.ProcessGroup, torch.device, int, timedelta], SharedBuffer]
-"""From a group, a device, bytes, and how long a barrier may wait; a collective."""
+"""Makes a shared buffer from a group, a device, a number of bytes and the timeout of barriers; a collective."""
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int, timeout: timedelta) -> SharedBuffer:

@@ -32,8 +32,8 @@ def block_backends(
     """The backends of each attention of the stage that attends to selected blocks; other attention takes the fastest
     kernel for each batch. Raises ConfigError if one cannot run that the recipe names.
 
-    Before each call the layers look their own facts up in the same table, which are these but for the number of rows of
-    a batch, and take the first backend that can do the batch.
+    Before each call the layers look up their own facts in the same table and take the first backend that can do the
+    batch. Those facts differ from these only in the number of rows of a batch.
     """
     model = setup.shape
     tokens = stage.micro_batch_size * stage.seq_len // mesh.cp

@@ -1,4 +1,4 @@
-"""From a recipe to a resolved run, by way of all checks."""
+"""Resolution of a recipe, through all checks, to a resolved run."""
 
 from moba_train.config.mesh import WorldSize
 from moba_train.config.schema import RunConfig

@@ -56,7 +56,7 @@ class RunFolders:
     run: Path
     """Metrics, recipe, and what else the run leaves."""
     checkpoints: tuple[Path, ...]
-    """In the run's folder and, if the recipe names one, in checkpoint.fallback_dir."""
+    """Folders of checkpoints: in the run's folder and, if the recipe names one, in checkpoint.fallback_dir."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ LAST_SAVE_S = 30.0
 
 @dataclass(frozen=True)
 class Start:
-    """What a start of the run begins with: a checkpoint, the weights of `init_from`, or new ones."""
+    """State with which a start of the run begins: from a checkpoint, with the weights of `init_from`, or new."""
 
     progress: Progress
     step: int = 0
@@ -53,7 +53,7 @@ class Start:
     numbers: Numbers | None = None
     """Numbers of the evaluations that were due at the checkpoint; None where they must be run."""
     note: str = ""
-    """See `Loaded`."""
+    """End of a sentence about parameters that begin again because the checkpoint did not have them (`Loaded`)."""
     initial_weights: str = ""
     """Sentence about the weights that `init_from` has given; empty: none."""
     seconds: float = 0.0

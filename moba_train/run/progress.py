@@ -66,7 +66,7 @@ class Progress:
     step: int = 0
     """Optimizer steps done, over all stages (skipped ones included)."""
     evaluation_due: bool = False
-    """Whether evaluations are due after `step` that have not been completed: a checkpoint comes before them."""
+    """True if evaluations are due after `step` and not completed yet: a checkpoint comes before them."""
     stage: int = 0
     """Index of the current stage."""
     stage_end: int = 0
@@ -101,7 +101,7 @@ class Progress:
     """Layer and name of the attention kinds whose parameters the stages so far have used, also by recipes before the
     present one."""
     data_plan: dict[str, Any] = field(default_factory=dict)
-    """What determines the order of the data (the function `data_plan`), as of the last checkpoint."""
+    """Values that determine the order of the data (the function `data_plan`), as of the last checkpoint."""
     tokenizer: str = ""
     """SHA-256 of the tokenizer (the function `tokenizer_hash`), as of the last checkpoint."""
 

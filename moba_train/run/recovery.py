@@ -207,7 +207,7 @@ class Recovery:
         )
 
     def _goes_on(self, last: int, doubt: str, fatal: bool) -> str:
-        """What the next start does with the checkpoint of step `last`, the last one that is finite."""
+        """Clause that says from which checkpoint the next start goes on. `last`: step of the last finite one."""
         if doubt and last == self._checkpoints.saved_step:
             return doubt
         if fatal and last == self._checkpoints.begun.step and self._run.checkpoint.every is not None:
@@ -218,8 +218,8 @@ class Recovery:
         return "the same command goes on from the newest that is intact and finite"
 
     def _from_before(self) -> str:
-        """Which checkpoint a rollback would take where the same command goes on from a later one, as the end of a
-        sentence. Called when no save is running."""
+        """End of a sentence that says how to go on from before the spike, as a rollback would, if the same command goes
+        on from a later checkpoint; else empty. Called when no save is running."""
         progress = self._progress
         if self._run.health.spike.reaction != "rollback":
             return ""

@@ -3,7 +3,7 @@
 `restarts.json` in the run folder lists the starts since the run last made progress, which is when a start finds a
 checkpoint newer than the ones that all of them began with. A start that ends in order, finished or stopped as asked,
 does not count. One that was killed counts, but says nothing about the checkpoint. One that ended because loss or
-gradient norm were not finite does: when it brought no newer checkpoint, the next start takes an older one. Starts of a
+gradient norm were not finite does: when it saved no newer checkpoint, the next start takes an older one. Starts of a
 recipe that saves nothing (`checkpoint.every: null`) are not listed. A run that has had checkpoints which are not found
 does not begin at step 0.
 """
@@ -75,7 +75,7 @@ def _newest_in_history(run_dir: Path) -> int:
 
 
 def _evidence_of_checkpoint(run_dir: Path) -> str | None:
-    """What says that the run has had a checkpoint, or may have had one; None where it has had none."""
+    """Evidence that the run has had a checkpoint, or may have had one, as a clause; None if it has had none."""
     latest = run_dir / "checkpoints" / LATEST
     with contextlib.suppress(OSError):
         return f"has had one: {latest} names {latest.read_text(encoding='utf-8', errors='replace').strip()}"

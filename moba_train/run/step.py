@@ -1,6 +1,6 @@
-"""How fast a step was: tokens per second, memory, and model FLOPs utilisation (MFU).
+"""Results of one optimizer step: losses, gradient norm, counts of all ranks, and throughput.
 
-One optimizer step as the trainer hands it around: this rank's data, its losses, and the counts of all ranks.
+Throughput is tokens per second, memory, and model FLOPs utilisation (MFU).
 """
 
 import math
@@ -79,14 +79,14 @@ class StepLosses:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What forward and backward pass of a step gave, over all ranks; the gradients are in the model."""
+    """Losses and norms from a step's forward and backward pass, over all ranks; the gradients are in the model."""
 
     own_loss_sum: Tensor
     """Sum of this rank's weighted token losses, a scalar."""
     numbers: dict[str, float]
     """`loss`, and `grad_norm`, the L2 norm of all gradients before clipping; on the host."""
     further: dict[str, float]
-    """For the log, on the host: the norm of the gradients of each attention kind's layers, and auxiliary losses."""
+    """Further metrics, on the host: the norm of the gradients of each attention kind's layers, and auxiliary losses."""
 
     @staticmethod
     def read(losses: StepLosses, own_loss_sum: Tensor, grad_norm: Tensor, norms: dict[str, Tensor]) -> "StepResult":
@@ -104,7 +104,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient norm are; equal on all ranks."""
+        """True if loss and gradient norm are finite; equal on all ranks."""
         return all(map(math.isfinite, self.numbers.values()))
 
 
@@ -153,7 +153,7 @@ class StepCounts(NamedTuple):
         return StepCounts(*sum_over_ranks([*self]))
 
     def metrics(self, batch_tokens: int) -> dict[str, float]:
-        """For the log; `batch_tokens`: tokens of the step over all ranks."""
+        """Metrics of these counts, by name. `batch_tokens`: tokens of the step over all ranks."""
         return {
             "loss_tokens": self.loss_tokens,
             "loss_token_fraction": self.loss_tokens / batch_tokens,

@@ -76,16 +76,16 @@ class StoppedBeforeTrainingError(Exception):
 
 
 class StopRequest:
-    """Whether this process is asked to stop."""
+    """Request that this process stop, and the process's state on which the answer depends."""
 
     def __init__(self, stopped_code: int = 0) -> None:
         """`stopped_code`: exit code of a process that is alone and asked to stop before it trains."""
         self.training = False
-        """Whether steps are made: what ends the process is no longer part of the set-up."""
+        """True once steps are made: an end of the process is then no longer one of the set-up."""
         self.takes_s: int | None = None
         """Seconds that an orderly stop takes at most, once known."""
         self.saves = True
-        """Whether the run saves checkpoints."""
+        """True if the run saves checkpoints."""
         self._stopped_code = stopped_code
         self._asked = threading.Event()
         self._joined = False
@@ -95,15 +95,15 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has asked for the end."""
+        """True if a signal has asked for the end."""
         return self._asked.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a request, at most `seconds`; whether there is one."""
+        """Wait for a request, at most `seconds`; True if there is one."""
         return self._asked.wait(seconds)
 
     def joined(self) -> None:
-        """From now on the other ranks depend on this one, and requests are only noted."""
+        """Declares that the other ranks depend on this one from now on, so that requests are only noted."""
         with self._lock:
             self._joined = True
 
@@ -185,7 +185,8 @@ class _Listener:
         os.close(self._read_end)
 
     def forget_in_child(self) -> None:
-        """In a process that was just forked: it must neither survive a signal nor report it to its parent."""
+        """Stops listening in a process that was just forked, which must neither survive a signal nor report it to its
+        parent."""
         if os.getpid() != self._process:
             self._process = os.getpid()
             self._restore()
@@ -259,12 +260,13 @@ def _tell_launcher(name: str, content: str) -> None:
 
 
 def _left_behind() -> bool:
-    """Whether the launcher says that another rank has failed."""
+    """True if the launcher says that another rank has failed."""
     return LAUNCHER_FOLDER in os.environ and os.path.exists(os.path.join(os.environ[LAUNCHER_FOLDER], LEFT_BEHIND))
 
 
 def _ignore_signals() -> None:
-    """When Python ends, it would put back the system's handlers, and a signal would then change the exit code."""
+    """Ignores signals from here to the end: Python would put back the system's handlers as it ends, and a signal would
+    then change the exit code."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

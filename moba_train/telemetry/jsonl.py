@@ -211,7 +211,7 @@ def discard_after(path: Path, step: int | None, repeated: Collection[str] = ()) 
 
 
 def _finish_earlier_move(path: Path, discarded: Path, journal: Path) -> None:
-    """If a move was interrupted before the records were taken out of `path`, take them out of `discarded` again."""
+    """Undo a move that was interrupted before the records were taken out of `path`: take them out of `discarded`."""
     if not journal.exists():
         return
     with contextlib.suppress(ValueError, KeyError, TypeError):  # it is never half-written: then it is not ours

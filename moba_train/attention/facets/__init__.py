@@ -1,1 +1,1 @@
-"""What only some attentions can do: each facet is a class that such an attention also inherits from."""
+"""Abilities that only some attentions have: each facet is a class that such an attention also inherits from."""

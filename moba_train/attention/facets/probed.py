@@ -35,7 +35,7 @@ class Probed(ABC):
 
 
 class Gate(NamedTuple):
-    """What a gate selects, and the scores by which it selects."""
+    """The blocks that a gate selects, and the scores by which it selects them."""
 
     selected: SelectedBlocks
     scores: Tensor | None

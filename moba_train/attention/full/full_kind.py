@@ -75,10 +75,10 @@ class FullAttention(LocalAttention, Decodes):
         return calls.attend_backward(self.pick(state.q, layout), state, layout, self.scale)
 
     def fixed_order_by_blocks(self, q_THD: Tensor, layout: Layout) -> bool:
-        """Whether every block is attended to with the kernels of block attention.
+        """True if the call goes to the kernels of block attention, with every block selected.
 
-        They always add in a fixed order, for which FlashAttention-2 pays: under torch's deterministic algorithms they
-        replace it where they were measured to be faster, on one whole document.
+        They always add in a fixed order, which makes FlashAttention-2 slower: under torch's deterministic algorithms
+        they replace it where they were measured to be faster, on one whole document.
         """
         if self.options.backend != "auto" or not torch.are_deterministic_algorithms_enabled():
             return False

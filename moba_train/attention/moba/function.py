@@ -74,7 +74,7 @@ def moba_attention(
 
 @torch.compiler.assume_constant_result
 def _attention(options: dict[str, Any], head_dim: int, softmax_scale: float | None) -> MobaAttention:
-    """One object for equal settings: operators find it by its handle, and a new handle would be compiled anew."""
+    """One object for equal settings: operators find it by its handle, and a new handle would be compiled again."""
     return _cached(MobaAttention.Options(**options), head_dim, softmax_scale)
 
 

@@ -233,7 +233,7 @@ class _Owner:
 
 
 class _Routing:
-    """Which of this rank's queries go to which rank, for one call. Creating it waits for the device, and for others."""
+    """Destinations of this rank's queries in one call. Creating it waits for the device and for the other ranks."""
 
     def __init__(self, owner: _Owner, call: ShardedCall, selection: Selection, kv_heads: int) -> None:
         self.communicator = owner.communicator
@@ -250,7 +250,7 @@ class _Routing:
         self.sent_KR, self.received_KR = torch.stack([sent_RK.T, received_RK.T]).tolist()
 
     def routes(self) -> Iterator[tuple[int, "_Route"]]:
-        """(key/value head, its messages); nothing where no query selects any unit besides its own, on any rank."""
+        """(key/value head, its messages); nothing if no query on any rank selects a unit other than its own."""
         if self.units_HnC.shape[2]:
             for kv_head in range(self.kv_heads):
                 yield kv_head, self._route(kv_head)

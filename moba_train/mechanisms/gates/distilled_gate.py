@@ -1,10 +1,9 @@
-"""What kinds with a distilled gate share: warm-up under full attention, then attention to the blocks that the gate
+"""Base of the kinds with a distilled gate: warm-up under full attention, then attention to the blocks that the gate
 selects.
 
-A gate gives each query the blocks that it should attend to. Selecting has no gradient, so the gate learns from a
-distribution of its own: its softmax over blocks is pulled to attention's probability in the blocks, by their KL
-divergence. The gate's inputs are detached: the divergence trains the gate alone, and the loss of the language model
-never reaches it.
+A gate gives each query the blocks that it should attend to. Selecting has no gradient, so the gate learns by
+distillation: the KL divergence pulls its softmax over blocks to attention's probability in the blocks. The gate's
+inputs are detached: the divergence trains the gate alone, and the loss of the language model never reaches it.
 """
 
 from abc import abstractmethod
@@ -36,7 +35,7 @@ from moba_train.attention.statistics import SOFTMAX
 from moba_train.config.base import Length, Section
 
 Features = tuple[Tensor, Tensor]
-"""What the gate compares: features of queries and of keys, with the gate's gradient."""
+"""Features of queries and features of keys, which the gate compares; differentiable in the gate's parameters."""
 
 
 class GateOptions(Section):
@@ -184,7 +183,7 @@ class GateCosts(KindCosts):
     kind: DistilledGate
 
     def pairs(self, lengths: Sequence[int]) -> float:
-        """Those of full attention in the warm-up; else own blocks up to the query, and at most topk - 1 complete blocks
+        """Pairs of full attention in the warm-up; else own blocks up to the query, and at most topk - 1 complete blocks
         before."""
         options = self.kind.gate_options
         if options.mode == "warmup":
@@ -204,8 +203,8 @@ class GateCosts(KindCosts):
         """Operations of the gate and of its divergence."""
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """In mode sparse, selected block ids and their inverse lists, int32 each, are saved, and keys and values
-        gathered; full attention in the warm-up is an engine call."""
+        """Saved in mode sparse are selected block ids and their inverse lists, int32 each, and gathered are keys and
+        values; full attention in the warm-up is an engine call."""
         workspace = super().token_bytes(batch).workspace if self.kind.needs_full else 0
         options, model = self.kind.gate_options, self.model
         if options.mode == "warmup":

@@ -27,9 +27,9 @@ class BlockGrid:
     """The blocks of a packed sequence, and where the layout's queries are among them."""
 
     tokens_NB: Tensor
-    """int64: index of each block's tokens in the packed sequence; a valid index, too, where there is no token."""
+    """int64: index of each block's tokens in the packed sequence; also a valid index where there is no token."""
     present_NB: Tensor
-    """bool: whether there is a token. Short and unused blocks have places without."""
+    """bool: True where there is a token. Short and unused blocks have places without one."""
     tokens_n: Tensor
     """int64: index of each query in the packed sequence."""
     own_n: Tensor
@@ -42,7 +42,7 @@ class BlockGrid:
     """`first_n` in CPU memory."""
 
     def visible(self, queries: slice, blocks: slice) -> Tensor:
-        """Whether the queries may see the tokens of these blocks: bool [t, blocks, B]."""
+        """Mask, bool [t, blocks, B]: True where a query may see a token of these blocks."""
         return self.visible_from(self.tokens_n[queries], self.first_n[queries], blocks)
 
     def visible_from(self, tokens_t: Tensor, first_t: Tensor, blocks: slice) -> Tensor:
@@ -86,9 +86,9 @@ class QueryRows:
     first_l: Tensor
     """int64 [bound]: the first block of its document."""
     queries_lB: Tensor
-    """int64: the layout's query at each place; a valid number, too, where there is none."""
+    """int64: the layout's query at each place; also a valid number where there is none."""
     present_lB: Tensor
-    """bool: whether there is one."""
+    """bool: True where there is a query."""
     row_n: Tensor
     """int64: row of each query."""
     edges: tuple[int, ...]

@@ -109,8 +109,8 @@ class MsaCosts(GateCosts):
     """Costs of a layer with MiniMax Sparse Attention."""
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """In mode sparse, index keys are also gathered; in the warm-up, keys and index keys of other ranks are kept,
-        from which the gate learns."""
+        """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
+        other ranks are kept, from which the gate learns."""
         found, index = super().token_bytes(batch), self._index_width
         if found.gathered is not None:
             return found._replace(gathered=found.gathered + batch.width * index)

@@ -1,8 +1,9 @@
-"""What the kind `msa` computes from index queries and index keys, as torch operators: torch.compile keeps them whole.
+"""Scores and selection of the kind `msa` from index queries and index keys, as torch operators, which torch.compile
+keeps whole.
 
 The score of a block is that of its best token, so gradients go to one token of each block. Scores and probabilities
 come from Triton kernels where these can run (msa_kernels.py), else from plain PyTorch (msa_reference.py). Callers give
-`operators.layout_arguments` in place of the layout.
+`operators.layout_arguments` instead of the layout.
 
 Shape suffixes: n queries of this rank, t a chunk of them, T tokens of the sequence, b blocks of a chunk, H query heads,
 K key/value heads and index query heads, g groups of heads at once, d head width, w index width, C selected blocks, S

@@ -21,7 +21,7 @@ _LONGEST = 128
 
 
 def able(block_size: int) -> bool:
-    """Whether the kernel takes blocks of this size."""
+    """True if the kernel takes blocks of this size."""
     return block_size <= _LONGEST
 
 

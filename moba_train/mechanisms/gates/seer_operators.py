@@ -1,6 +1,7 @@
-"""What the kind `seer` computes from q, k and block-level features, as torch operators: torch.compile keeps them whole.
+"""Gate of the kind `seer`, computed from q, k and block-level features by torch operators, which torch.compile keeps
+whole.
 
-Callers give `operators.layout_arguments` in place of the layout, always the last arguments before the numbers.
+Callers give `operators.layout_arguments` instead of the layout, always the last arguments before the numbers.
 
 Shape suffixes: n queries of this rank, T tokens of the sequence, N blocks of the sequence, l blocks that hold queries
 of this rank (a bound), c a chunk of these, B tokens of a block, H query heads, K key/value heads, G = H / K, d head
@@ -114,7 +115,7 @@ def _gate_logits(q_gate_NHw: Tensor, k_gate_NKw: Tensor, rows: QueryRows) -> Ite
 
 
 def _candidates(rows: QueryRows, part: slice, blocks: slice) -> Tensor:
-    """Whether a block is in a row's document and not after the row's own block, bool [c, blocks]."""
+    """Mask, bool [c, blocks]: True where a block is in the row's document and not after the row's own block."""
     ids_b = torch.arange(blocks.start, blocks.stop, device=rows.ids_l.device)
     return (rows.first_l[part, None] <= ids_b) & (ids_b <= rows.ids_l[part, None])
 

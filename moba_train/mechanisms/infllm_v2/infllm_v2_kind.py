@@ -1,18 +1,13 @@
-"""Attention to blocks that all query heads of a key/value head select together, kept once for the group, and to local
-blocks besides, which need no ids at all.
+"""InfLLM-V2 as a LocalAttention and as the kind `infllm_v2`: mean keys score blocks, and `SharedBlocks` attends to the
+best of them and to local ones.
 
-`BlockAttention` keeps ids for each query head, and the kernels' lists beside them: with 64 blocks more bytes than q
-has. Here a selection is the ids of each key/value head alone. Ids for all heads and lists exist for some heads at a
-time, and are made anew in the backward pass.
+All query heads of a key/value head select together. `BlockAttention` would keep ids for each query head, and the
+kernels' lists in addition: with 64 blocks more bytes than q has. `SharedBlocks` keeps the ids of each key/value head
+alone, and none of local blocks. Ids for all heads and lists exist for some heads at a time, and are made again in the
+backward pass.
 
-Shape suffixes: T queries, S keys, H query heads, K key/value heads, G = H / K, D head width, C selected blocks.
-
-InfLLM-V2 as a LocalAttention: mean keys score blocks, `SharedBlocks` attends to the best and to local ones.
-
-Shape suffixes: T queries, t a chunk of them, S keys, U units, N blocks, H query heads, K key/value heads, D head width,
-C selected blocks.
-
-The kind `infllm_v2`: what a recipe, a plan and an export need to know about InfLLM-V2.
+Shape suffixes: T queries, t a chunk of them, S keys, U units, N blocks, H query heads, K key/value heads, G = H / K,
+D head width, C selected blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,7 +55,7 @@ _ENTRIES = 2**25
 class SharedBlocks:
     """`BlockAttention` for selections that the query heads of a key/value head share, and to local blocks.
 
-    The Triton kernels attend to the local blocks as one span of keys; other backends are given their ids, too.
+    The Triton kernels attend to the local blocks as one span of keys; other backends are also given their ids.
     """
 
     blocks: BlockAttention
@@ -79,12 +74,12 @@ class SharedBlocks:
         return tuple(q_THD.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
     def selected_blocks(self, selection: Selection) -> Tensor:
-        """All blocks that a query attends to besides its own, local ones included: int32 [H, T, C]."""
+        """All blocks that a query attends to except its own, local ones included: int32 [H, T, C]."""
         kv_heads = list(self.selected_by_kv_head(selection))
         return torch.stack(kv_heads).repeat_interleave(selection[2].shape[0] // len(kv_heads), dim=0)
 
     def selected_by_kv_head(self, selection: Selection) -> Iterator[Tensor]:
-        """All blocks that a query attends to besides its own, int32 [T, C], for one key/value head after the other."""
+        """All blocks that a query attends to except its own, int32 [T, C], for one key/value head after the other."""
         selected_KTC, local_T2, sizes_HL0 = selection
         for selected_1TC in selected_KTC.split(1):
             yield with_local_blocks(selected_1TC, local_T2, sizes_HL0.shape[1]).squeeze(0)
@@ -177,7 +172,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
             return max(self.dense_len, self.topk * self.block_size)
 
         def contradictions(self) -> list[str]:
-            """What is wrong with these options together, each text beginning with the option."""
+            """Contradictions among these options, each text beginning with the option."""
             found = []
             if self.topk < self.first_blocks + self.local_blocks:
                 found.append(
@@ -218,8 +213,8 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
         return pool(k_SKD, layout, stride)
 
     def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """The history blocks that each group of query heads selects besides the local ones, int32 [K, T, C], as
-        `SharedBlocks` keeps them; nothing where every block is selected."""
+        """The history blocks that each group of query heads selects in addition to the local ones, int32 [K, T, C], as
+        `SharedBlocks` keeps them; () if every block is selected."""
         if self.is_full(layout):
             return ()
         assert summaries is not None
@@ -338,6 +333,6 @@ class InfLLMV2Costs(KindCosts):
 
 
 def _kernels_refuse(options: InfLLMV2Attention.Options, context: StageContext) -> str:
-    """Why the Triton kernels cannot run in this stage; empty when they can."""
+    """Reason why the Triton kernels cannot run in this stage; empty if they can."""
     remote = options.topk - options.local_blocks
     return triton_problem(context.device, context.model.head_width, options.block_size, remote)

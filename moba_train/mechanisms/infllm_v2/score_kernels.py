@@ -22,7 +22,7 @@ SCORES = TileShape(rows=64, keys=64, warps=4, stages=2)
 
 
 def able(q_THD: Tensor) -> bool:
-    """Whether the kernels take queries like these."""
+    """True if the kernels take queries of this shape, dtype and device."""
     half = q_THD.dtype in (torch.float16, torch.bfloat16) or not q_THD.is_cuda  # the interpreter takes float32 too
     return q_THD.shape[-1] in (64, 128) and q_THD.dtype != torch.float64 and half and triton_runs_on(q_THD)
 
@@ -98,8 +98,8 @@ def block_scores(
 def together(group: int) -> int:
     """Query heads whose queries are on their way to a program at the same time: all of a small group.
 
-    Each has a tile of shared memory. With all of 8 heads of 128, a multiprocessor has room for one program in place
-    of four (0.96 ms for 0.52 at 32K tokens); with all of 16, for none.
+    Each has a tile of shared memory. With all of 8 heads of 128, the shared memory of a multiprocessor holds one
+    program instead of four (0.96 ms instead of 0.52 at 32K tokens); with all of 16, it holds none.
     """
     return group if group <= 4 else 1
 

@@ -95,7 +95,7 @@ class BlockScores:
         return self._block_maxima(mass_KtW, layout, within)
 
     def _visible(self, layout: Layout, rows: slice, within: "Reach") -> Tensor:
-        """Whether each window in reach is complete at each query and of its document, bool [t, W]."""
+        """Mask, bool [t, W]: True where a window in reach is of the query's document and complete at the query."""
         first_T, end_T = self._complete_windows(layout)
         ids_W = torch.arange(within.units.start, within.units.stop, device=first_T.device)
         return (first_T[rows, None] <= ids_W) & (ids_W < end_T[rows, None])
@@ -116,7 +116,7 @@ class BlockScores:
 
     @property
     def _overlapping(self) -> range:
-        """Where windows begin that overlap a block, in units from its first one."""
+        """Offsets of the windows that overlap a block: first units, counted from the block's first unit."""
         return range(1 - self.sizes.window // self.sizes.stride, self.sizes.block // self.sizes.stride)
 
     def _complete_windows(self, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def _kernel(q_THD: Tensor) -> ModuleType | None:
 
 @dataclass(frozen=True)
 class Reach:
-    """What the queries of a chunk may look at: units and blocks of their documents, up to the last query."""
+    """Units and blocks that the queries of a chunk may look at: those of their documents, up to the last query."""
 
     units: slice
     blocks: slice
@@ -179,7 +179,7 @@ def _token_of_row(layout: Layout, row: int) -> int:
 
 
 def _units_before(edges: tuple[int, ...], size: int) -> list[int]:
-    """For each document, the units of `size` tokens in the documents before it."""
+    """Number of units of `size` tokens before each document, with the number of all units at the end."""
     return [0, *accumulate(-(-(stop - start) // size) for start, stop in pairwise(edges))]
 
 

@@ -59,7 +59,7 @@ class ShortConvolution(nn.Module):
 
 
 class Places(NamedTuple):
-    """Where the rows are among those with rows before each document; all int64."""
+    """Indices of the rows in the layout that puts `BEFORE` further rows before each document; tensors are int64."""
 
     rows: int
     """Rows in all, R; some are unused."""

@@ -96,9 +96,9 @@ class _Input(NamedTuple):
     """A factor of the sums."""
 
     x_nHd: Tensor
-    """With query heads or key/value heads."""
+    """Factor of each row, with query heads or key/value heads."""
     silu: bool = False
-    """Whether silu is to be applied, to some rows at a time."""
+    """True if silu is still to be applied, to some rows at a time."""
 
 
 def _silu(x_nHd: Tensor) -> _Input:
@@ -106,7 +106,7 @@ def _silu(x_nHd: Tensor) -> _Input:
 
 
 class _State(NamedTuple):
-    """What one group of chunks hands to the next."""
+    """The state that one group of chunks hands to the next."""
 
     sums_Hdd: Tensor
     segment: Tensor
@@ -186,7 +186,7 @@ class _Sums:
         kept_mc = segments_mc == lasts_m[:, None]
         k_Hmcd = k_Hmcd * self._powers(steps, k_Hmcd)[:, None, :, None] * kept_mc[..., None]
         added_Hmdd = k_Hmcd.transpose(-1, -2) @ v_Hmcd
-        # The same sum again, with chunks in place of rows: the carried state counts as the first one.
+        # The same sum again, over chunks instead of rows: the carried state counts as the first one.
         added_Hmdd = torch.cat([state.sums_Hdd[:, None], added_Hmdd], 1)
         segments_m = torch.cat([state.segment[None], lasts_m])
         chunks = torch.arange(count + 1, device=segments_mc.device)

@@ -18,8 +18,8 @@ heads, d head width.
 
 The delta rule over many rows, part by part: each hands its last state on, and the backward pass repeats it.
 
-Kernels of the delta rule make some thirty tensors of the size of q in the backward pass; of a part these are small
-beside the layer's own.
+Kernels of the delta rule make some thirty tensors of the size of q in the backward pass. Those of a part are small
+compared with the layer's own.
 
 Shape suffixes: n rows of a part, H query heads, d head width, N segments.
 """
@@ -74,7 +74,7 @@ def delta_attention(
 
 
 class DeltaInputs(NamedTuple):
-    """What the delta rule needs of each row, before norms and activations, and of each head."""
+    """Inputs of the delta rule, of each row and of each head, before norms and activations."""
 
     q_nHd: Tensor
     k_nKd: Tensor
@@ -213,7 +213,7 @@ it, its edges, and the states before its segments."""
 
 
 def most_rows(channels: int) -> int:
-    """The most rows of a part of a layer whose queries have so many channels, all heads together."""
+    """The most rows of a part of a layer whose queries have this number of channels, all heads together."""
     return max(_ROWS, _ROWS * _CHANNELS // channels // _CHUNK * _CHUNK)
 
 
@@ -227,10 +227,10 @@ def in_parts(
     most: int,
     lookback: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `run` gives for all rows at once, computed for at most `most` of them at a time.
+    """Results of `run` for all rows, computed for at most `most` rows at a time.
 
-    A part is given the `lookback` rows before it, of which parts have at least as many: zeros for those that its
-    document does not have, None if it has none of them.
+    `run` is also given the `lookback` rows before its part: zeros for those that its document does not have, None if
+    the document has none of them. Every part has at least `lookback` rows.
     """
     bounds = edges[1].tolist()
     sizes = _part_sizes(bounds[-1], most)

@@ -19,12 +19,12 @@ PACKAGE = "fla-core"
 
 @cache
 def has_fla() -> bool:
-    """Whether the package is installed; it is not imported."""
+    """True if the package is installed; it is not imported."""
     return importlib.util.find_spec("fla") is not None
 
 
 def fla_refuses(x: Tensor) -> str:
-    """Why the kernels cannot work on tensors like this one; empty when they can."""
+    """Reason why the kernels cannot work on tensors of this device and dtype; empty if they can."""
     if not x.is_cuda:
         return f"tensors are on {x.device.type}, not on CUDA"
     if x.dtype == torch.float64:
@@ -35,7 +35,7 @@ def fla_refuses(x: Tensor) -> str:
 
 
 def fla_problem(device: str | None, deterministic: bool) -> str:
-    """Why the kernels cannot train a run on `device`, where it is known; empty when they can.
+    """Reason why the kernels cannot train a run on `device` (None: not known yet); empty if they can.
 
     Their block sizes are chosen by timing, so that two runs may sum in different orders.
     """
@@ -89,12 +89,12 @@ def fla_delta_attention(
     recomputed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rule of `kda` inside segments, from the results of its projections; and the states behind the segments,
-    float32, if wanted. `edges`: of the segments, as `ranges.segment_edges` gives them. `recomputed`: whether it is
+    float32, if wanted. `edges`: of the segments, as `states.segment_edges` gives them. `recomputed`: True if it is
     called again right before its backward pass, which then need not compute half of it once more.
 
-    Norms and sigmoid are PyTorch's: fla-core's own for them take nine of its thirty launches, which are what the host
-    has no time for, and are tuned anew for each number of rows. Its rows of length sqrt(d) in place of 1 are made up
-    for by beta / d, and by states divided by sqrt(d).
+    Norms and sigmoid are PyTorch's: fla-core's kernels for them take nine of its thirty launches, for which the host
+    has no time, and are tuned again for each number of rows. PyTorch's rows have length sqrt(d) instead of 1, for which
+    beta / d, and states divided by sqrt(d), compensate.
     """
     from fla.ops.kda import chunk_kda
 

@@ -75,11 +75,11 @@ class KdaParameters(nn.Module):
 
     @property
     def convolutions(self) -> tuple[ShortConvolution, ShortConvolution, ShortConvolution]:
-        """Those of q, k and v."""
+        """Convolutions of q, k and v."""
         return self.q_conv, self.k_conv, self.v_conv
 
     def delta_inputs(self, x_nD: Tensor, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor) -> DeltaInputs:
-        """What the delta rule needs, from the layer's input and its convolved queries, keys and values."""
+        """Inputs of the delta rule, from the layer's input and its convolved queries, keys and values."""
         decay_nHd = self.decay_up(self.decay_down(x_nD)).view_as(q_nHd)
         return DeltaInputs(q_nHd, k_nKd, v_nKd, decay_nHd, self.beta(x_nD), self.A_log, self.dt_bias)
 
@@ -137,8 +137,8 @@ class KdaKind(AttentionKind):
 
     @classmethod
     def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
-        """As in the published code: A uniform in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1], convolutions
-        uniform as PyTorch's own."""
+        """Initial values of the published code: A uniform in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1],
+        convolutions uniform as PyTorch's own."""
         values = torch.empty(shape, device=generator.device)
         if parameter == "A_log":
             return values.uniform_(1, 16, generator=generator).log()
@@ -275,7 +275,7 @@ class KdaCosts(KindCosts):
     """Costs of a layer with Kimi Delta Attention."""
 
     def pairs(self, lengths: Sequence[int]) -> float:
-        """Those of full attention: a state holds something of all earlier tokens."""
+        """Pairs of full attention: a state holds something of all earlier tokens."""
         return full_pairs(lengths)
 
     def flops(self, lengths: Sequence[int]) -> float:
@@ -286,10 +286,10 @@ class KdaCosts(KindCosts):
         return (18.0 * model.heads * model.head_width**2 + 6.0 * weights) * sum(lengths)
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
-        """With fla's kernels: the convolutions' inputs and sums, convolved queries and keys, these normed, keys and
-        values repeated for each query head, decays, two products in chunks of 64 tokens, and the result before norm and
-        gate. Of more than `most_rows` a rank that shares its sequence with no other keeps nothing. No more than a few
-        states are gathered."""
+        """Saved with fla's kernels are the convolutions' inputs and sums, convolved queries and keys, these normed,
+        keys and values repeated for each query head, decays, two products in chunks of 64 tokens, and the result before
+        norm and gate. A rank that shares its sequence with no other keeps nothing if it has more rows than `most_rows`.
+        No more than a few states are gathered."""
         model = self.model
         if batch.cp == 1 and batch.tokens > most_rows(model.heads * model.head_width):
             return TokenBytes(gathered=0)
@@ -313,7 +313,7 @@ def _decays_and_steps(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """In float32, or float64 as it is."""
+    """`x` in float32, or as it is if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

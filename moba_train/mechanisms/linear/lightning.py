@@ -166,7 +166,7 @@ class LightningCosts(KindCosts):
     """Costs of a layer with lightning attention."""
 
     def pairs(self, lengths: Sequence[int]) -> float:
-        """Those of full attention: the sum is over all earlier tokens, though their weights shrink."""
+        """Pairs of full attention: the sum is over all earlier tokens, though their weights shrink."""
         return full_pairs(lengths)
 
     def flops(self, lengths: Sequence[int]) -> float:

@@ -45,7 +45,7 @@ STATES = {
     "output_norm": "norm of a head's output before the output norm",
     "max_output_norm": "the largest",
 }
-"""What a kind with states shows."""
+"""Statistics of a kind with states, by name, with their meaning."""
 
 
 @torch.compiler.disable
@@ -71,7 +71,7 @@ def all_ranges(shard: Shard) -> tuple[TokenRange, ...]:
 
 
 def gather_ranges(x_r: Tensor, shard: Shard) -> Tensor:
-    """What all ranks have for their ranges, [N, ...], in the order of `all_ranges`; differentiable."""
+    """`x_r` of all ranks, [N, ...]: one entry for each range, in the order of `all_ranges`; differentiable."""
     missing = _most_ranges(shard) - len(x_r)
     return shard.all_ranks(torch.cat([x_r, x_r.new_zeros((missing, *x_r.shape[1:]))])).flatten(0, 1)
 
@@ -180,9 +180,9 @@ class _Ranges:
     lengths: list[int]
     lengths_r: Tensor
     same_as_first_rL: Tensor
-    """Whether each token is in the document that its range begins in; False for padding."""
+    """True for tokens of the document in which their range begins; False for padding."""
     same_as_last_rL: Tensor
-    """Whether each token is in the document that its range ends in; False for padding."""
+    """True for tokens of the document in which their range ends; False for padding."""
 
     @classmethod
     def of_queries(cls, layout: Layout) -> "_Ranges":
@@ -198,7 +198,7 @@ class _Ranges:
         return torch.einsum("rlkgd,rlke->rkgde", k_rLKGd, v_rLKd).flatten(1, 2)
 
     def added_by(self, before_rHdd: Tensor, q_nHd: Tensor, log_decay_H: Tensor) -> Tensor:
-        """What the states before the ranges add to the rows, [n, H, d]."""
+        """Contribution of the states before the ranges to the rows' outputs, [n, H, d]."""
         weights_rLH = _powers(log_decay_H, self._places() + 1, before_rHdd.dtype) * self.same_as_first_rL[..., None]
         q_rLHd = F.silu(self._by_range(q_nHd)) * weights_rLH[..., None]
         added_rLHd = torch.einsum("rlhd,rhde->rlhe", q_rLHd, before_rHdd)

@@ -364,7 +364,7 @@ class MoaCosts(KindCosts):
 
 
 def _triton_refuses(options: SpanAttention.Options, context: StageContext) -> str:
-    """Why the Triton kernels cannot attend in these spans; empty when they can."""
+    """Reason why the Triton kernels cannot attend in these spans; empty if they can."""
     reasons = (_rule_refuses(rule, context) for rule in set(options.rules()) if rule.block_size)
     return next(filter(None, reasons), "")
 

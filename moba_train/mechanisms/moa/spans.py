@@ -1,4 +1,4 @@
-"""Which blocks the queries of a head attend to: the sinks at the document's start, and a span that ends with their own.
+"""Blocks that the queries of a head attend to: the sinks at the document's start, and a span that ends with their own.
 
 A query in block b of its document (blocks of B tokens, counted from 0) has the span S = alpha + beta N, where
 N = (b + 1) B is the length of the document up to the end of the query's block; it attends to ceil(S / B) blocks, its
@@ -92,7 +92,7 @@ class Spans:
         return starts_hN.clamp(max=self.rules[0].sinks)
 
     def history(self, own_N: Tensor) -> Tensor:
-        """int64 [h, N]: blocks attended to besides the own one."""
+        """int64 [h, N]: blocks attended to, the query's own not counted."""
         starts_hN = self.starts(own_N)
         return own_N - starts_hN + self.sinks(starts_hN)
 
@@ -101,7 +101,7 @@ class Spans:
         return int(self.history(self._last_block(length)).max())
 
     def hold(self, length: int) -> bool:
-        """Whether every query in a document of this many tokens attends to everything before it."""
+        """True if every query in a document of `length` tokens attends to everything before it."""
         last = self._last_block(length)
         return bool((self.history(last) == last).all())
 

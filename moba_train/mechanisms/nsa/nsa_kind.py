@@ -90,7 +90,7 @@ class NsaParameters(nn.Module):
 
 
 BRANCHES = ("compressed", "selected", "window")
-"""In the order of their gates."""
+"""Names of the branches, in the order of their gates."""
 
 
 class NsaOptions(Section):
@@ -222,7 +222,7 @@ class NsaKind(AttentionKind):
     def _keys_and_values(
         self, layer: LayerInput, shard: Shard, parameters: NsaParameters
     ) -> tuple[SequenceKeysAndValues, SequenceKeysAndValues, SequenceKeysAndValues]:
-        """Those of the compressed (not rotated), the selected and the window branch."""
+        """Keys and values of the compressed (not rotated), the selected and the window branch."""
 
         def gather(name: str, x_LKd: Tensor) -> Tensor:
             return shard.gather(name, own_rows(x_LKd, shard))

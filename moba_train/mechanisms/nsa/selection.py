@@ -1,22 +1,19 @@
-"""Which blocks the selected branch attends to, by the probabilities of the compressed branch.
+"""Selection of blocks by the probabilities of the compressed branch, for the selected branch of the kind `nsa`.
 
 The score of a selection block is the sum of the probabilities of the compressed blocks that overlap with it, each
 counted once for every stride that the two share, over the query heads of a group (arXiv:2502.11089, equations 8 to 10).
 Equation 9 as printed, p[(B / s) j - m - n], ends with the first stride of block j; its sum is taken here over the
 strides of block j itself, p[(B / s) j + m - n], as the text describes it and as published implementations do.
 
-Probabilities are computed anew from the compressed branch's log-sum-exp; they carry no gradient. On a GPU a kernel
-(kernel.py) keeps them in registers; in plain PyTorch they exist for a chunk of queries at a time.
+Probabilities are computed again from the compressed branch's log-sum-exp; they carry no gradient. On a GPU a kernel
+(selection_kernel.py) keeps them in registers; in plain PyTorch they exist for a chunk of queries at a time.
+
+The places of compressed blocks and the choice are torch operators, which torch.compile keeps whole: if it traced them,
+values kept with the layout would make a recomputed layer differ from the first pass. Their callers give
+`operators.layout_arguments` instead of the layout.
 
 Shape suffixes: n queries of the layout, t a chunk of them, N compressed blocks, M selection blocks, O offsets,
 H query heads, K key/value heads, D head width, C selected blocks of a query.
-
-What the kind `nsa` computes from the layout, and its choice of blocks, as torch operators: torch.compile keeps them
-whole. Traced, what is kept with the layout would make a recomputed layer another one than the first time.
-
-Callers give `operators.layout_arguments` in place of the layout.
-
-Shape suffixes: n queries of the layout, N compressed blocks, H query heads, C selected blocks of a query.
 """
 
 from collections import Counter
@@ -145,7 +142,7 @@ def group_probabilities(
 
 
 def _kernel(q_nHD: Tensor, count: int) -> ModuleType | None:
-    """kernel.py, imported at the first use; None where it cannot choose `count` blocks for queries like these."""
+    """selection_kernel.py, imported at the first use; None if it cannot choose `count` blocks for such queries."""
     if not triton_runs_on(q_nHD):
         return None
     from moba_train.mechanisms.nsa import selection_kernel as kernel

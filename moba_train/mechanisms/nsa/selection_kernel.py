@@ -22,7 +22,7 @@ from moba_train.attention.kernels.triton.highest_scores import HIGHEST, enter, f
 
 
 def able(q_nHD: Tensor, count: int) -> bool:
-    """Whether the kernel takes queries like these, and chooses `count` blocks for each."""
+    """True if the kernel takes queries of this shape, dtype and device, and can choose `count` blocks for each."""
     half = q_nHD.dtype in (torch.float16, torch.bfloat16) or not q_nHD.is_cuda  # the interpreter takes float32 too
     possible = half and q_nHD.dtype != torch.float64 and triton_runs_on(q_nHD)
     return possible and not TRITON.size_problem(q_nHD.shape[-1], None, count)

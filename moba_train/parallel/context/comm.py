@@ -207,7 +207,7 @@ class Ranks(NamedTuple):
     group: ProcessGroup
     device: torch.device
     timeout: timedelta | None
-    """Of the groups that the transport creates; None: torch's own."""
+    """Timeout of the groups that the transport creates; None: torch's default."""
 
     @property
     def communicator(self) -> Communicator:

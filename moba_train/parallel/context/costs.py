@@ -2,9 +2,9 @@
 
 It predicts the bytes that a rank receives over the links of its node and from other nodes, the bytes that it copies and
 sums in its own memory for the exchange, the seconds that both take at measured rates, and the memory of the buffers.
-For 64K tokens per GPU on 4 x H200 the predicted seconds are within 20 % of those measured when exchanges were messages,
-but for a ring, whose messages take 1.5 times as long (benchmarks/results/context-parallel-h200.json); for 16K tokens,
-launching many small kernels takes up to 4 ms longer than predicted.
+For 64K tokens per GPU on 4 x H200 the predicted seconds are within 20 % of those measured when exchanges were messages.
+The ring is an exception: its messages take 1.5 times as long (benchmarks/results/context-parallel-h200.json). For 16K
+tokens, launching many small kernels takes up to 4 ms longer than predicted.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ the transfers measured on H200 (see above)."""
 
 
 class TransportMemory(NamedTuple):
-    """What a transport makes of a rank's memory in one layer."""
+    """Effects of a transport on a rank's memory in one layer."""
 
     buffers: float = 0.0
     """Bytes of its buffers."""
@@ -67,7 +67,7 @@ class TransportCost:
 
 
 def most_memory(costs: Iterable[TransportCost]) -> TransportMemory:
-    """What the layers with these costs make of a rank's memory at most."""
+    """Largest effects on a rank's memory among layers with these costs, each field by itself."""
     found = [cost.memory for cost in costs]
     return TransportMemory(max(one.buffers for one in found), max(one.heads_at_once for one in found))
 

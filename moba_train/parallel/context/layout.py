@@ -72,7 +72,7 @@ class SequenceLayout:
     placed_ranges: tuple[PlacedRange, ...] = field(init=False, repr=False, compare=False)
     """The tokens of all ranks in ascending order, adjacent ranges in adjacent rows merged."""
     _is_packed: bool = field(init=False, repr=False, compare=False)
-    """Whether the concatenation of all shards has the tokens in ascending order, with padding only at its end."""
+    """True if the concatenation of all shards has the tokens in ascending order, with padding only at its end."""
     _total_tokens: int = field(init=False, repr=False, compare=False)
     """Number of tokens of all ranks."""
 
@@ -235,7 +235,7 @@ def _joined(groups: tuple[TokenRanges, ...]) -> TokenRanges:
 
 
 def sees(queries: TokenRanges, keys: TokenRanges, edges: tuple[int, ...]) -> bool:
-    """Whether any of the queries sees any of the keys under causal attention inside documents.
+    """True if any of the queries sees any of the keys under causal attention inside documents.
 
     `edges`: document boundaries, as `Layout.edges`.
     """

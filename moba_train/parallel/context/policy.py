@@ -1,6 +1,6 @@
-"""Which transport a stage's context parallelism takes, and why.
+"""Choice of the transport for a stage's context parallelism, with its reasons.
 
-What a transport can do and costs is its own to say (`TransportSpec`); transports are found by name.
+Each transport says itself what it can do and what it costs (`TransportSpec`); transports are found by name.
 """
 
 from collections.abc import Sequence
@@ -126,7 +126,7 @@ class _Choice:
         return min((one for one in variants if one), key=lambda strategy: self.cost(strategy).memory_bytes)
 
     def fits(self, strategy: CPStrategy) -> bool:
-        """Whether the buffers of a layer fit in the memory that is left for them."""
+        """True if the buffers of a layer fit in the memory that is left for them."""
         return self.memory_bytes is None or self.cost(strategy).memory_bytes <= self.memory_bytes
 
     def preference(self, strategy: CPStrategy) -> tuple[bool, float]:

@@ -1,4 +1,4 @@
-"""How a sequence is shared by the ranks of a context-parallel group, and the attention it is shared for: plain data."""
+"""Sharding of a sequence over a context-parallel group, and shape of the attention it is made for: plain data."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from moba_train.config.parallel import CPLayout
 
 @dataclass(frozen=True)
 class CPStrategy:
-    """How the tokens of a sequence are sharded over ranks, and how the ranks exchange queries, keys and values."""
+    """Sharding of a sequence's tokens over ranks, and the ranks' exchange of queries, keys and values."""
 
     ranks: int
     """Ranks of the context-parallel group: `parallel.cp`."""

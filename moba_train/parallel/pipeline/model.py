@@ -1,12 +1,10 @@
-"""Which layers the ranks of a pipeline have.
+"""Pipeline parallelism: layers of each rank, and a model that has one rank's layers.
 
 The layers are cut into parts of consecutive ones, and part i is on rank i % pp: with as many parts as ranks, each rank
 has one; with more of them (interleaved schedules), a rank has several that lie apart.
 
-A rank's part of a model whose layers are spread over the ranks of a pipeline.
-
 Only hidden states [T, D] travel from rank to rank: each rank has the tokens, document boundaries and loss tokens of a
-micro-batch from the data. Here is one pass of one micro-batch, for evaluation; training runs many at once
+micro-batch from the data. The model runs one pass of one micro-batch, for evaluation; training runs many at once
 (schedule.py).
 """
 
@@ -31,7 +29,7 @@ AUTO_INTERLEAVED = 2
 
 
 def number_of_parts(parallel: ParallelConfig) -> int:
-    """Into how many parts the layers are cut."""
+    """Number of parts into which the layers are cut."""
     if parallel.pp_layers != "auto":
         return len(parallel.pp_layers)
     return parallel.pp * (AUTO_INTERLEAVED if parallel.pp_schedule == "interleaved_1f1b" else 1)

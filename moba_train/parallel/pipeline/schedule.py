@@ -110,7 +110,7 @@ class _Part(nn.Module):
         self.number = number
         self.layers = model.place.parts[number].layers
         self.sums: list[LossSums] = []
-        """What the part adds to the loss sums of each micro-batch, without gradient."""
+        """The part's contributions to the loss sums of each micro-batch, without gradient."""
         self._models = [model]  # not a submodule: FSDP's root would be called through this module
         self._count = count
         self._batches: Iterator[Batch] = iter(())
@@ -121,7 +121,7 @@ class _Part(nn.Module):
         return self._models[0]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the part; while FSDP holds the weights, the whole ones. Zero bubble asks for them."""
+        """Parameters of the part, not sharded while FSDP holds the weights. The zero-bubble schedule asks for them."""
         return self.model.parameters_of(self.number)
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
@@ -185,7 +185,7 @@ def _torch_stage(part: _Part, rows: int, device: torch.device) -> PipelineStage:
 
 
 class _WithLoss(torch.autograd.Function):
-    """A hidden state as it is; the backward pass through it begins the one of a loss, too."""
+    """Returns a hidden state as it is; the backward pass through it also begins that of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, loss: Tensor) -> Tensor:
@@ -198,7 +198,8 @@ class _WithLoss(torch.autograd.Function):
 
 
 def _end_accumulation(model: PipelineModel, _gradient: Tensor) -> None:
-    """Where the last backward pass of the rank begins: in it, FSDP reduces all gradients and frees the weights."""
+    """Ends gradient accumulation as the rank's last backward pass begins: in it, FSDP reduces all gradients and frees
+    the weights."""
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)
@@ -206,7 +207,7 @@ def _end_accumulation(model: PipelineModel, _gradient: Tensor) -> None:
 
 
 def _hold_weights(model: PipelineModel, hold: bool) -> None:
-    """Whether the weights that a pass gathers stay there for the next one, and gradients stay on the rank."""
+    """Sets whether the weights that a pass gathers stay for the next one, and gradients stay on the rank."""
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_forward(not hold)
     model.set_reshard_after_backward(not hold)

@@ -49,7 +49,7 @@ class Limits(NamedTuple):
     memory: int = 1 << 30
     """Bytes, beyond what the child needs without the template. Not enforced by the kernel of macOS."""
     text: int = 1 << 20
-    """Bytes that the template may write besides `growth` times the conversation's."""
+    """Bytes that the template may write in addition to `growth` times the conversation's."""
     growth: int = 16
     breaches: int = 5
     """Conversations that may exceed a limit before the template is given up."""

@@ -98,7 +98,7 @@ def layer_entry(kind: AttentionKind) -> dict[str, Any]:
 
 
 def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
-    """What an exported model would lose of a layer: its kind's parameters; empty if it has none."""
+    """Reason why a layer cannot be exported without loss: its kind has parameters. Empty if it has none."""
     count = parameter_count(kind, model)
     if not count:
         return ""

@@ -102,7 +102,7 @@ def _write_converted(
 
 
 class _Record:
-    """Inert object in the place of whatever a pickle names."""
+    """Inert object that replaces any class or function that a pickle names."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

@@ -34,10 +34,10 @@ def check_decode(decode: str) -> None:
 
 
 class CachePlan:
-    """Which rows of every layer's cache each sequence has, and what the next call of the model brings.
+    """Allocation of the rows of every layer's cache to sequences, and the tokens of the model's next call.
 
     The rows of a sequence are neighbours: all of its tokens and room for those to come. A call either reads tokens of
-    one prompt (`read`) or brings one new token of each running sequence (`decode`).
+    one prompt (`read`) or takes one new token of each running sequence (`decode`).
     """
 
     def __init__(self, capacities: Sequence[int], device: torch.device) -> None:
@@ -84,7 +84,7 @@ class CachePlan:
 
 @dataclass
 class _Stored:
-    """What one layer holds for one of its attentions."""
+    """Cached keys, values and summaries of one attention of one layer."""
 
     k_RKD: Tensor
     v_RKD: Tensor
@@ -186,7 +186,7 @@ class CachedAttention(Engine):
         return torch.cat([*parts, stored.summaries.new_zeros((unused, *stored.summaries.shape[1:]))])
 
     def _unit_edges(self, alignment: int) -> list[int]:
-        """Where the units of each sequence begin among the rows of summaries, and where the last ones end.
+        """Offsets of each sequence's units among the rows of summaries, with the end of the last ones.
 
         Each sequence has a row more than it needs, which stays zero.
         """

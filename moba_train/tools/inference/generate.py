@@ -19,7 +19,7 @@ memory of activations."""
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn."""
+    """Rule by which the next token is drawn: temperature, nucleus and random seed."""
 
     temperature: float = 1.0
     """0 takes the most likely token."""
@@ -28,7 +28,7 @@ class Sampling:
     arXiv:1904.09751)."""
     seed: int = 0
     vocab_size: int | None = None
-    """Only token ids below this are drawn: those of the tokenizer, where the model has more rows; None: any."""
+    """Bound of the token ids that are drawn: the tokenizer's size, where the model has more rows; None: no bound."""
 
     def check(self) -> None:
         """Raises ValueError for values out of range."""

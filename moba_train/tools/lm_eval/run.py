@@ -78,7 +78,7 @@ NAME = "lm_eval"
 """Key of the results in the JSON file."""
 
 Metrics = dict[str, dict[str, float]]
-"""By task, by metric: its value, or its standard error under the name `<metric>_stderr`."""
+"""Values by task and metric, and their standard errors under the name `<metric>_stderr`."""
 
 
 def evaluate_with_lm_eval(

@@ -114,7 +114,7 @@ class Question:
         return [place for answer in self.answers for place in range(*answer)]
 
     def right(self, predicted: Sequence[int]) -> list[bool]:
-        """For each answer, True if all of its tokens are right, given a prediction for each token of the answers."""
+        """Verdict on each answer: True if all of its tokens are right. `predicted`: one token for each of theirs."""
         found = dict(zip(self.places, predicted, strict=True))
         return [all(found[place] == self.tokens[place] for place in range(*answer)) for answer in self.answers]
 

@@ -132,7 +132,7 @@ class Needle(Evaluation[NeedleConfig]):
         return found
 
     def _generated(self, context: EvaluationContext, questions: Sequence[Question], what: str) -> list[bool]:
-        """For each question, True if the generated answer has every value."""
+        """Verdict on each question: True if the generated answer has every value."""
         tokenizer = self._texts.tokenizer
         tokens = GENERATED * self._options.needles + max(q.places[-1] + 1 - q.prompt_length for q in questions)
         answers = generated_answers(context, questions, tokens, tokenizer, f"{what}, generated")

@@ -242,7 +242,7 @@ def miss_rate(distance: float, spread: float, others: int, slots: int) -> float:
 
 
 Signals = dict[tuple[int, GateSize], NeedleSignal]
-"""By layer and gate."""
+"""Signals by layer and gate."""
 
 
 class GateSizeConfig(Section):

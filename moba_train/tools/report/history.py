@@ -35,7 +35,7 @@ _MOST_EVALUATIONS = 200
 _LINE_BYTES = 1 << 24
 """Longest line of metrics.jsonl that is parsed."""
 _YEAR_10000 = 253_402_300_800
-"""In seconds since 1970: the first time that Python cannot show."""
+"""The first time that Python cannot show, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class History:
         """The record that began each stage.
 
         A stage whose first steps were lost may have begun again with a changed recipe, at the same step: the last one
-        counts. In place of a record that is lost, it is the first from which the run resumed.
+        counts. If that record is lost, the first `resume` record of the stage replaces it.
         """
         began: dict[str, Record] = {}
         for event in self.of_type("stage", "resume"):

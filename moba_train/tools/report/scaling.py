@@ -220,7 +220,7 @@ class Gap:
 
     @property
     def compute(self) -> float:
-        """In PFLOP/s-days."""
+        """Largest compute that the runs of both laws reach, in PFLOP/s-days."""
         return min(max(point[0] for point in one.points) for one in (self.fit, self.reference))
 
     @property

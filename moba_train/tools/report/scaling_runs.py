@@ -47,7 +47,7 @@ class ScalingRun:
     compute: dict[str, float]
     """PFLOP/s-days of the complete run, by the ways of `COMPUTES`."""
     losses: dict[str, float]
-    """By metric, in nats per token."""
+    """Losses by metric, in nats per token."""
     documents: str
     """Origin of the document lengths that real FLOPs count."""
     config: RunConfig

@@ -22,7 +22,7 @@ from moba_train.attention.layout import Layout
 from moba_train.attention.statistics import Statistics, joined
 
 KEY_SHARE = {"key_share": "keys attended to over keys before the query, its own included"}
-"""What every attention that leaves keys out also shows."""
+"""Further statistics of every attention that leaves keys out, by name, with their meaning."""
 
 SELECTION = KEY_SHARE | {
     "load_imbalance": "selections of the busiest block over the mean of the document's candidates; 1: even",
@@ -30,7 +30,7 @@ SELECTION = KEY_SHARE | {
     "first_block_share": "share of the queries that selected their document's first block, the attention sink",
     "distance": "how many blocks back the selected one lies, relative to the mean of the query's candidates",
 }
-"""What an attention that selects blocks also shows."""
+"""Further statistics of an attention that selects blocks, by name, with their meaning."""
 
 
 def choose_blocks(

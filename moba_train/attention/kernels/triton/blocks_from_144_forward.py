@@ -1,7 +1,7 @@
 """The forward pass of blocks from 144 keys on, which are several tiles of keys, by tiles of rows.
 
 A program has a tile of rows, gathered from a block's list, or of a diagonal block, causally, and walks the block's
-keys. All rows that selected a block stand in its list, so tiles are full however long the sequence is, and a block's
+keys. All rows that selected a block are in its list, so tiles are full however long the sequence is, and a block's
 keys are read by consecutive programs (from L2). A program's row costs its gather (2 * D bytes) and its partial result
 (2 * D bytes, and once more to combine it) against 4 * D * BLOCK operations: with 128 keys 85 operations per byte, bound
 by memory; from 512 keys on bound by the matrix units, so row tiles are as large as registers allow.

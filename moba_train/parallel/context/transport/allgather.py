@@ -182,7 +182,7 @@ class AllGather(Transport):
         return all_gather(*(contiguous(x[:, heads[0]]) for x in (k_LKD, v_LKD)))
 
     def _gathers(self, k_LKD: Tensor, v_LKD: Tensor, slices: list[Heads]) -> Iterator[tuple[Heads, Work]]:
-        """Yield each slice with the handle of its gather; the gather of the next slice is in flight, too."""
+        """Yield each slice with the handle of its gather, while the gather of the next slice is also in flight."""
         gather = self._gather(k_LKD, v_LKD, slices[0])
         for heads, following in zip_longest(slices, slices[1:]):
             next_gather = self._gather(k_LKD, v_LKD, following) if following else gather

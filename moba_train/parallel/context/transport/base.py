@@ -90,7 +90,7 @@ class TransportSpec(ABC):
     needs_nodes: ClassVar[bool] = False
     """True if it needs several nodes, so that nothing can be said while the ranks of a node are not known."""
     not_for_auto: ClassVar[str] = ""
-    """Why `auto` does not take it; empty if it may."""
+    """Reason why `auto` does not take it; empty if it may."""
 
     @abstractmethod
     def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
@@ -105,8 +105,8 @@ class TransportSpec(ABC):
         return None
 
     def check_attention(self, strategy: CPStrategy, heads: int, kv_heads: int, facts: AttentionFacts) -> None:
-        """Raises ValueError, naming the YAML key, if the transport cannot run an attention of so many heads on one
-        rank."""
+        """Raises ValueError, naming the YAML key, if the transport cannot run an attention with these numbers of heads
+        on one rank."""
         return None
 
     def check_shape(self, strategy: CPStrategy, shape: AttentionShape) -> None:
@@ -116,8 +116,8 @@ class TransportSpec(ABC):
     def problems(
         self, kinds: Sequence[AttentionKind], model: ModelConfig, device: str | None, compute: str
     ) -> Iterator[str]:
-        """What the transport cannot do in a stage with these kinds of layers, on a device ("cuda" or "cpu", None if not
-        known) and in a compute dtype (`precision.compute`), each text beginning with `which`."""
+        """Reasons why the transport cannot run a stage with these kinds of layers, on a device ("cuda" or "cpu", None
+        if not known) and in a compute dtype (`precision.compute`). Each is a clause that begins with "which"."""
         return iter(())
 
     def has_unequal_shards(self, work_grows: bool) -> bool:

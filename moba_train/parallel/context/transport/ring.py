@@ -96,7 +96,7 @@ class RingSpec(TransportSpec):
         return replace(strategy, ring_depth=2) if shape.facts.merges else None
 
     def describe(self, strategy: CPStrategy) -> str:
-        """How many chunks an attention call takes, if not all."""
+        """Number of chunks that an attention call takes, for messages; empty if it takes all."""
         if strategy.chunks_per_call == strategy.ranks:
             return ""
         return f", {strategy.chunks_per_call} of {strategy.ranks} chunks in an attention call"
@@ -117,7 +117,7 @@ class ArrivedChunks(NamedTuple):
     """The chunks that one attention call takes."""
 
     steps: range
-    """How many places behind this rank, in the ring, their owners are."""
+    """Distances of their owners behind this rank in the ring."""
     owners: SequenceLayout
     """The layout with the shards of the owners only, in the order of `steps`."""
     keys: tuple[Tensor, Tensor] | None

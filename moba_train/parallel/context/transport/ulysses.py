@@ -122,7 +122,7 @@ class HierarchicalSpec(UlyssesSpec):
         return strategy.node_size
 
     def has_unequal_shards(self, work_grows: bool) -> bool:
-        """Only if a query's work grows: zigzag shards cost a copy."""
+        """True only if a query's work grows: zigzag shards cost a copy."""
         return work_grows
 
     def is_preferred(self, strategy: CPStrategy, shape: AttentionShape) -> bool:

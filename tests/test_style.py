@@ -1,0 +1,70 @@
+"""Limits that only fall: sizes of files, openings of docstrings, words that names.md and writing.md replace."""
+
+import ast
+import io
+import re
+import statistics
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "moba_train"
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "configs" not in path.parts]
+PROSE = [*FILES, *sorted((ROOT / "data_tools").rglob("*.py"))]
+"""Files whose docstrings and comments are read."""
+OPENINGS = re.compile(r"(What|Whether|How|Where|Who|Whose|When|Why|Which|Of|The same|See `)\b")
+WORDS = re.compile(
+    r"\b(mend(s|ed)?|whoever|nobody|so many|be it|besides|brought|anew"
+    r"|t(old|ell|ells) apart|but for|in (the )?place of)\b|, too([.,;:)]|$)",
+    re.IGNORECASE,
+)
+MOST_CORE_LINES = 34_000
+MOST_LINES = 500
+"""Most lines of a file."""
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of every docstring, those of attributes included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value.strip()
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of every comment."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def is_core(path: Path) -> bool:
+    return path.relative_to(PACKAGE).parts[0] not in ("mechanisms", "tools")
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_begin_with_a_noun_or_a_verb_in_the_words_of_the_field(path: Path) -> None:
+    openings = [(line, text.splitlines()[0]) for line, text in docstrings(path) if OPENINGS.match(text)]
+    assert openings == []
+    prose = [(line, " ".join(text.split())) for line, text in (*docstrings(path), *comments(path))]
+    words = [(line, found[0]) for line, text in prose for found in WORDS.finditer(text)]
+    assert words == []
+
+
+def test_a_file_is_one_whole_idea() -> None:
+    sizes = {path: lines(path) for path in FILES if path.name != "__init__.py"}
+    assert [path for path, size in sizes.items() if size > MOST_LINES] == []
+    assert 150 <= statistics.median(sizes.values()) <= 220
+
+
+def test_the_core_is_small_enough_to_be_held() -> None:
+    assert sum(lines(path) for path in FILES if is_core(path)) <= MOST_CORE_LINES
