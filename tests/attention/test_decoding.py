@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moba_train.inference import generate as generate_module
 from torch import Tensor
 
 from moba_train.attention.decoding import CachedKeys, last_tokens
@@ -12,6 +11,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
+from moba_train.tools.inference import generate as generate_module
 from moba_train.tools.inference.generate import generate
 from tests.attention.kind_checks import MODEL, small_model
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from moba_train.inference import generate as generate_module
 
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.layout import Layout, packed_layout
@@ -15,6 +14,7 @@ from moba_train.attention.protocol import LocalAttention
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
+from moba_train.tools.inference import generate as generate_module
 from moba_train.tools.inference.cache import CachedAttention, CachePlan
 from moba_train.tools.inference.generate import Sampling, _sample, generate, generate_batch
 
