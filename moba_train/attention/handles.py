@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
+# Weak: code that torch.compile caches would otherwise keep every attention of the process alive by its handle.
 _objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -23,6 +24,8 @@ class Handled:
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         member = super().__new__(cls)
+        # The number keeps equal objects apart; the arguments make a handle of another run with other options another
+        # text.
         member.handle = f"{cls.__name__} {next(_numbers)}: {', '.join(map(repr, (*arguments, options)))}"
         member._settings = arguments, options
         _objects[member.handle] = member
