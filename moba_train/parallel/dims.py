@@ -145,6 +145,7 @@ def hierarchical_groups(
     all_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_ranks, dist.get_process_group_ranks(group))
     own: dict[str, dist.ProcessGroup] = {}
+    # Every rank creates every group, in one order: `new_group` is a collective of the whole world.
     for ranks in sorted(set(map(tuple, all_ranks))):
         nodes = [ranks[first : first + node_size] for first in range(0, len(ranks), node_size)]
         across = [ranks[position::node_size] for position in range(node_size)]

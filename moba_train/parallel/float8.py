@@ -120,6 +120,7 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
     options = replace(
         Float8LinearConfig.from_recipe_name(precision.fp8.scaling),
         emulate=precision.fp8.emulate,
+        # torchao gathers in FP8 with one scale a tensor alone.
         enable_fsdp_float8_all_gather=precision.fp8.scaling == "tensorwise",
         pad_inner_dim=True,  # the gradient of a weight sums over tokens, of which a rank may have any number
     )

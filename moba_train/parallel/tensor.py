@@ -37,6 +37,8 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     ranks. Norm weights are replicated; their gradients are summed over the ranks.
     """
     attention: dict[str, ParallelStyle] = {
+        # Norms work on a rank's rows, not on all of them: activations between the layers shrink by tp, and an
+        # all-gather and a reduce-scatter send as much as the all-reduce that they replace.
         "attention_norm": SequenceParallel(sequence_dim=0),
         "attention": PrepareModuleInput(
             input_layouts=(Shard(0), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
@@ -62,6 +64,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     if model.output is not None:
         ends["output"] = _ShardedRows()
     in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
+    # None: nothing is sent from rank 0, as the model is on the meta device.
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
     model.gather_output_weight = _gather_weight
 

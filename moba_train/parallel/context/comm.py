@@ -189,6 +189,8 @@ class Communicator:
             if self._stream is None:
                 call()
                 return Work(received)
+            # Work given to the current stream later does not hold the transfer up: an event of this moment is waited
+            # for.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 call()

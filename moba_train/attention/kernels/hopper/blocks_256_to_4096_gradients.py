@@ -44,8 +44,8 @@ def wait_for_earlier_tiles(done, key_tile):
     # A value that the compiler cannot fold, so that the loop keeps its load.
     seen = key_tile * 0
     while seen < key_tile:
+        # Acquire, at the scope of the GPU: other multiprocessors' parts of dq must be seen once their counter is.
         seen = gl.inline_asm_elementwise(
-            # Acquire, at the scope of the GPU: other multiprocessors' parts of dq must be seen once their counter is.
             "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [done], dtype=gl.int32, is_pure=False, pack=1
         )
 
