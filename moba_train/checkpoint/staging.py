@@ -25,6 +25,8 @@ class Stager:
     """
 
     def __init__(self) -> None:
+        # With copies from the training thread a save of 1,166 tensors stalled it for 161 ms of a step of 1.07 s: the
+        # queue takes about a thousand (benchmarks/results/checkpoint-stall-8b-h200-x2.json).
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
         self._issued = threading.Event()
@@ -62,8 +64,10 @@ class Stager:
                     copies[name].copy_(part, non_blocking=True)
                 copied = self._copied = self._stream.record_event() if self._stream is not None else None
         finally:
+            # Also after an error, or the training thread would wait for ever.
             self._issued.set()
         if copied is not None:
+            # This thread waits, not the training thread.
             copied.synchronize()
         return copies, *check.result(copies)
 

@@ -169,6 +169,7 @@ class _Choice:
     def most(self) -> tuple[LayerActivations, ...]:
         """Activations that `budget` keeps where the GPU does not hold everything."""
         steps = [*_dearest_first(self._to_attention()), *_dearest_first(self._beyond_attention())]
+        # Memory grows with every step that is taken, so a bisection finds the last one that fits.
         taken = bisect_left(range(1, len(steps) + 1), True, key=lambda count: not self.fits(self._after(steps[:count])))
         return self._after(steps[:taken])
 
