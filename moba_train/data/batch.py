@@ -55,6 +55,7 @@ class Batch:
 
         Both must be on the CPU. `first_row` is that of the result.
         """
+        # On the host, so that the step's total is known before the forward pass.
         weight_sum = float(weight.sum(dtype=torch.float64))
         tokens = int(weight.count_nonzero())
         if not index.numel():

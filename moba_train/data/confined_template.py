@@ -265,5 +265,6 @@ def _limit_memory(extra: int) -> None:
 def _limit_time(seconds: int) -> None:
     """Have the kernel end this process (SIGXCPU) after `seconds` more of processor time."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    # The kernel counts from the process's start, so the limit moves along with each batch of calls.
     soft = math.ceil(time.process_time()) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

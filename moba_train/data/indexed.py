@@ -65,6 +65,7 @@ class TokenFile:
         at = first * self._itemsize
         wanted = count * self._itemsize
         try:
+            # pread has no shared position, so threads need no lock.
             found = os.pread(self._file, wanted, at)
             # One call reads 2 GiB at most.
             while len(found) < wanted and (more := os.pread(self._file, wanted - len(found), at + len(found))):

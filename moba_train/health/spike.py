@@ -86,6 +86,7 @@ class SpikeDetector:
 
         z_loss, z_grad = self._loss.z_score(loss), self._grad.z_score(grad_norm)
         if z_loss > self._warn_sigma and self._recovery_limit is None:
+            # Fixed at the spike: a limit that followed the loss would rise with it.
             self._recovery_limit = self._loss.recovery_limit()
         flagged = [
             f"{name} {value:.4g} is {z:.1f} sigma above {window.reference}"

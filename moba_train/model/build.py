@@ -86,6 +86,7 @@ def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
 
 def _generator(like: Tensor, name: str, seed: int) -> torch.Generator:
     """A generator on the parameter's device that depends on the seed and the parameter's name alone."""
+    # By name, not in turn: a layer or a kind more leaves all other weights as they are. 7 bytes fit into any seed.
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(like.device).manual_seed(int.from_bytes(digest[:7], "little"))
 
