@@ -122,9 +122,9 @@ class Gradients:
                 by_copies.setdefault(_copies(weight.grad), []).append(self._norms[id(weight)])
         if not by_copies:
             return self._zero()
+        # A weight that several ranks hold would count as often in the sum over ranks; divided in float32, exactly for
+        # powers of two.
         squares = [
-            # A weight that several ranks hold would count as often in the sum over ranks; divided in float32, exactly
-            # for powers of two.
             torch.linalg.vector_norm(torch.stack(norms)).square() / copies for copies, norms in by_copies.items()
         ]
         return torch.stack(squares).sum()
