@@ -81,6 +81,7 @@ def _check_fixed_values(section: str, own: dict[str, Any], rope: RopeConfig) -> 
     if rope.kind != "yarn" or sharpened is None:
         return
     ours = attention_factor(rope)
+    # Not `> 1e-6`, which NaN is not.
     if not isinstance(sharpened, int | float) or not abs(sharpened - ours) <= 1e-6:
         raise CheckpointError(f"{section}.attention_factor is {given(sharpened)}, allowed: {ours} or none")
 
@@ -171,6 +172,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     values.setdefault("kv_heads", values.get("heads"))
     values.setdefault("norm_eps", 1e-6)  # the default of Hugging Face, not ours
     values |= {
+        # Qwen3's default in transformers, whatever the hidden size.
         "head_dim": config.get("head_dim", 128 if model_type == "qwen3" else None),
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type == "qwen3",
@@ -205,6 +207,7 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
         "attention_bias": False,
         "max_position_embeddings": hf_length(rope, max_length),
         **hf_rope(rope),
+        # Newer releases of transformers read the first, older ones the second.
         "dtype": dtype,
         "torch_dtype": dtype,
     }

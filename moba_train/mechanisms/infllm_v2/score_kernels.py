@@ -102,7 +102,7 @@ def together(group: int) -> int:
     of four (0.96 ms for 0.52 at 32K tokens); with all of 16, for none.
     """
     # Up to 4 are faster together: 32 heads of 128 on 8 key/value heads take 0.46 ms, one by one 0.61 (H200, 32K tokens;
-    # commit 8e779836).
+    # benchmarks/LOG.md, Selection and lists).
     return group if group <= 4 else 1
 
 
