@@ -89,6 +89,7 @@ class Batch:
             tokens=move(self.tokens),
             labels=move(self.labels),
             positions=move(self.positions),
+            # The layout's copy on the host stays there: shapes are computed from it without waiting for the GPU.
             layout=dataclasses.replace(self.layout, cu_seqlens=move(self.layout.cu_seqlens)),
             loss_index=move(self.loss_index),
             loss_weight=move(self.loss_weight),

@@ -249,6 +249,7 @@ def _answer(template: ChatTemplate, method: str, *arguments: Any) -> tuple[Any, 
 
 
 def _encode(value: Any) -> bytes:
+    # JSON texts may hold half a surrogate pair, which plain UTF-8 refuses.
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -259,6 +260,7 @@ def _limit_memory(extra: int) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (used + extra, used + extra))
+    # A process that the kernel ends would leave a file of its memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

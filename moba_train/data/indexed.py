@@ -253,6 +253,7 @@ class IndexedDataset:
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise IndexError(f"tokens {start}:{stop} of a document of {length}")
+        # Reading a mapped page behind the end of a truncated file kills the process (SIGBUS), without a message.
         self._index_file.check_size()
         first, end = self._table[index : index + 2].tolist()
         if end == first + 1:  # as in most corpora; this is twice as fast as the loop below

@@ -213,6 +213,7 @@ class _Window:
         logs = [math.log(max(other, TINY)) for other in self.values]
         median = statistics.median(logs)
         mad = statistics.median(abs(other - median) for other in logs)
+        # Of a normal distribution the MAD is the standard deviation / 1.4826.
         return median, max(1.4826 * mad, SCALE_FLOOR)
 
     def recovery_limit(self) -> float:
@@ -239,6 +240,7 @@ def _statistics_from(saved: Any) -> Statistics | None:
         median, deviation = map(float, saved)
     except (TypeError, ValueError):
         median = deviation = math.nan
+    # exp of more than 709 overflows in float64.
     if not (abs(median) < 700 and 0 < deviation < math.inf):
         raise CheckpointError(f"the checkpoint's spike detector holds {saved!r} as statistics of the stage before")
     return median, deviation

@@ -184,6 +184,7 @@ class _Choice:
         layers = []
         room = self._host_bytes if self._host_bytes is not None else float("inf")
         for index, level in enumerate(kept):
+            # Not the last layer's, which the backward pass takes first: they would be back at once.
             on_host = self._offload and level <= Kept.ATTENTION and index < len(kept) - 1
             size = self._estimate.kept_bytes(index, level)
             on_host = on_host and size <= room

@@ -67,6 +67,8 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
 def _initial_std(model: Transformer, name: str) -> float:
     std = model.config.init_std
     if not kind_of_parameter(name) and name.endswith(("o_proj.weight", "down_proj.weight")):
+        # Each layer adds two of these outputs to the residual stream, whose variance would grow with depth otherwise
+        # (GPT-2).
         return std / math.sqrt(2 * model.config.layers)
     return std
 
