@@ -24,8 +24,6 @@ class Handled:
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         member = super().__new__(cls)
-        # The number keeps equal objects apart; the arguments make a handle of another run with other options another
-        # text.
         member.handle = f"{cls.__name__} {next(_numbers)}: {', '.join(map(repr, (*arguments, options)))}"
         member._settings = arguments, options
         _objects[member.handle] = member

@@ -153,7 +153,6 @@ def packed_layout(lengths: list[int], device: torch.device | str = "cpu") -> Lay
     """The layout of whole documents of these `lengths` (tokens, >= 0), one after the other."""
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    # Without waiting: the host's own copy is kept for readers on the CPU.
     on_device = cu_seqlens.to(device, non_blocking=True)
     return Layout(on_device, max(lengths, default=0), sum(lengths), cu_seqlens_cpu=cu_seqlens)
 
@@ -162,7 +161,6 @@ LayoutArguments = tuple[Tensor, Tensor | None, int, int, list[int]]
 """A layout as torch operators take it: cu_seqlens, cu_seqlens_cpu, max_seqlen, total, and the token ranges of the
 queries: start, stop, start, stop, ..."""
 
-# One is enough: the layers of a micro-batch come one after the other.
 _last_layout: tuple[Layout, int] | None = None
 
 

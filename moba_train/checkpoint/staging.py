@@ -52,7 +52,9 @@ class Stager:
         try:
             if self._stream is not None:
                 # A new thread's current device is GPU 0. Leaving a stream context returns to it, which creates a
-                # context on GPU 0, and for seconds no other thread of the process can launch anything.
+                # context on GPU 0, and for seconds no other thread of the process can launch anything: the step after a
+                # save took 3.4 s, not 1.1 (benchmarks/results/checkpoint-stall-8b-h200-x4-contexts.json,
+                # checkpoint-stall-8b-h200-x4.json).
                 torch.cuda.set_device(self._stream.device)
             with torch.cuda.stream(self._stream):
                 if ready is not None:
@@ -121,6 +123,8 @@ class FiniteCheck:
         finite = dict(zip(self._on_gpu, self._flags.tolist(), strict=True))
         on_host = [name for name in self._names if name not in finite]
         if on_host:
+            # NaN passes through the extrema as well, and they need no mask of a tensor's size (1.3 ms for the quick
+            # start's model, benchmarks/results/finite-check-cpu.json).
             extrema = [extremum for name in on_host for extremum in torch.aminmax(copies[name])]
             flags = torch.stack(extrema).isfinite().view(-1, 2).all(dim=1)
             finite |= zip(on_host, flags.tolist(), strict=True)

@@ -79,6 +79,9 @@ def overlap_transfers(mesh: DeviceMesh) -> None:
     from GPU to GPU.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    # Gains 4 to 7 % of a step with tp alone and costs 28 % of one with tp 2 and cp 2: 1,280 barriers and 1,352 copies a
+    # step make the hosts late (benchmarks/results/training-profile-8b-tp2-cp2-overlap-h200-x4.json; benchmarks/LOG.md,
+    # "Four GPUs").
     pipeline_transfers_with_products()
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 needs no such call, 2.11 does
         symmetric_memory().enable_symm_mem_for_group(mesh.get_group().group_name)
