@@ -167,7 +167,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradients(ctx: Any, dout: Tensor | None, *_others: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
     call = (cu_seqlens, cu_seqlens_cpu, *ctx.rest)
-    # A rank without a gradient goes on, too, as the other ranks of its sequence may have one.
+    # A rank without a gradient goes on as well, as the other ranks of its sequence may have one.
     dout = torch.zeros_like(q) if dout is None else dout.contiguous()
     out = dout if out is None else out  # which is then ignored: `AttentionFacts.merges`
     run = _backward_operator if _is_watched(dout, q, k, v) else _attend_backward

@@ -160,7 +160,7 @@ def in_threads(action: Callable[[Item], T], items: Sequence[Item], threads: int)
             worker.start()
         for worker in workers:
             worker.join()
-    except BaseException:  # Ctrl-C, for which no one waits
+    except BaseException:  # Ctrl-C, which no thread waits for
         pending.clear()
         raise
     if errors:

@@ -311,7 +311,7 @@ class MobaV1Costs(MobaCosts):
         """Saved are the selected block ids and their inverse lists, int32 each, and the weights by gates, float32."""
         options = self.kind.options
         assert isinstance(options, MobaV1Kind.Options)
-        if options.merge != "softmax":  # short sequences select, too
+        if options.merge != "softmax":  # short sequences select as well
             batch = batch._replace(seq_len=max(batch.seq_len, options.topk * options.block_size + 1))
         found = super().token_bytes(batch)
         weights = 4 * self.model.heads * options.history_blocks if options.merge == "gate" else 0

@@ -82,7 +82,7 @@ def history_pairs(layout: Layout, block_size: int, groups: int) -> Iterator[Pair
     edges_N = block_edges(layout, block_size)
     numbers = groups * _NUMBERS_PER_BLOCK
     for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, numbers, edges_N.device):
-        edges_b = edges_N[blocks.start : blocks.stop + 1].clone()  # aligned, or the kernels would be compiled anew
+        edges_b = edges_N[blocks.start : blocks.stop + 1].clone()  # aligned, or the kernels would be compiled again
         tokens_t = grid.tokens_n[queries]
         # Tokens ascend, and with them documents: the queries that see a block are neighbours.
         begin_b = torch.searchsorted(tokens_t, edges_b[:-1].long(), out_int32=True)

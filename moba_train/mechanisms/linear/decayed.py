@@ -189,7 +189,7 @@ class _Sums:
         kept_mc = segments_mc == lasts_m[:, None]
         k_Hmcd = k_Hmcd * self._powers(steps, k_Hmcd)[:, None, :, None] * kept_mc[..., None]
         added_Hmdd = k_Hmcd.transpose(-1, -2) @ v_Hmcd
-        # The same sum again, with chunks in place of rows: the carried state counts as the first one.
+        # The same sum again, with chunks, not rows: the carried state counts as the first one.
         added_Hmdd = torch.cat([state.sums_Hdd[:, None], added_Hmdd], 1)
         segments_m = torch.cat([state.segment[None], lasts_m])
         chunks = torch.arange(count + 1, device=segments_mc.device)

@@ -282,7 +282,7 @@ class _Step:
         forward_s, attention_s = (tokens * seconds for seconds in self._attention[attention])
         float8 = rates.float8_products if self._computation.precision.linear == "fp8" else None
         product_s = 2 * tokens / (float8 or rates.products)  # of a weight, forward
-        # In FP8, too, the inputs of products are read and written in the layer's precision.
+        # Also in FP8 the inputs of products are read and written in the layer's precision.
         block = block_bytes(model, self._width, self._sizes.tp, self._computation.compiled, input_width=self._width)
         passes = rates.compiled_passes if self._computation.compiled else rates.eager_passes
         memory_s = passes * (block.attention + block.feed_forward) * tokens / rates.memory
