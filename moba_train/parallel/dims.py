@@ -115,8 +115,8 @@ class ParallelDims:
         """The DeviceMesh (pp, dp_replicate, dp_shard_cp, tp), where all but dp_shard_cp are left out when they have one
         rank: over dp_replicate, FSDP2 would all-reduce the gradients of each layer, with one copy too."""
         groups = {name: rank_groups(self.sizes, *dimensions) for name, dimensions in _MESH.items()}
-        # A step of a tiny model takes 0.94 of its time without dp_replicate (benchmarks/LOG.md, "Host time of small
-        # models").
+        # On a CPU a step of a tiny model takes 0.94 of its time without dp_replicate (benchmarks/LOG.md, "Host time of
+        # small models").
         kept = {name: found for name, found in groups.items() if name == SHARD or len(found[0]) > 1}
         ranks = torch.arange(self.world.size).view([len(found[0]) for found in kept.values()])
         # Not init_device_mesh, whose groups would have torch's default timeout.
