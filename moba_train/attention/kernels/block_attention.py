@@ -149,6 +149,8 @@ class BlockAttention:
         Around a ring, `attend` meets layouts that `selection` did not, of a part of the keys: there the reference may
         take the call, whatever made the selection.
         """
+        # Kept with the layout, as a look at table and packages in every call of every layer would take the host 20 us
+        # each.
         key = ("block backend", self, history_blocks, q_THD.shape, q_THD.dtype, q_THD.device)
         return layout.cached(key, lambda: self.pick(q_THD, layout, history_blocks))
 

@@ -167,6 +167,9 @@ class Ulysses(Transport):
     ) -> tuple[Tensor, Tensor, Selection]:
         """Exchange tokens for heads, attend, and exchange the results back."""
         swap = _Swap(self, call)
+        # In one piece. Cut into slices of heads, half of the exchange was to be hidden; attention in smaller launches
+        # lost as much (512/8 at 256K 131 ms, 130 with two slices), and the composition more (benchmarks/LOG.md,
+        # "Transfers").
         q_NhD, k_NhD, v_NhD = swap.to_heads(q_LHD, k_LKD, v_LKD)
         out_NhD, lse_hN, selection = self.across.forward(q_NhD, k_NhD, v_NhD, swap.call)
         out_LHD, lse_LH1 = swap.to_rows(out_NhD, lse_hN.T.unsqueeze(-1))
@@ -220,6 +223,7 @@ class _Swap:
         sent = []
         for x_LHD in tensors_LHD:
             if x_LHD.shape[1] < self.size:
+                # Every rank gets its head's copy in the same exchange; their gradients are summed by `_sum_copies`.
                 x_LHD = x_LHD.repeat_interleave(self.size // x_LHD.shape[1], dim=1)
             sent.append(contiguous(x_LHD.unflatten(1, (self.size, -1)).transpose(0, 1)).flatten(0, 1))
         return [self.joint.to_shards(self.group.to_packed(x)) for x in self.communicator.all_to_all(*sent).wait()]
