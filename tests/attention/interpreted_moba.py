@@ -1,9 +1,11 @@
 """MoBA in Triton's interpreter: selection, lists, output and gradients, in shards and in bounded memory."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from moba_train.attention.kernels.common import call, reference
 from moba_train.attention.kernels.common.geometry import block_bound
@@ -31,7 +33,9 @@ from tests.attention.quick_interpreter import quicken
 quicken()
 
 
-def case(lengths, heads, kv_heads, head_dim, dtype=torch.float32, **options):
+def case(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> ParameterSet:
     return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
 
 
@@ -136,7 +140,7 @@ def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeyp
     want, selection = run(ours, tensors, layout)
     seen = []
 
-    def record(lists, kv_heads, most):
+    def record(lists: Any, kv_heads: int, most: int) -> list[tuple[int, int]]:
         parts = list(work_ranges(lists, kv_heads, most))
         seen.append(len(parts))
         return parts

@@ -1,6 +1,8 @@
 """Gradients of long blocks by kernels in Gluon, from their own source; test_triton_interpreter.py starts it."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ quicken()
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels' own source, by tiles of 16 rows and 16 keys."""
     shape = TileShape(16, 16, 4, 2)
     monkeypatch.setattr(
@@ -35,7 +37,9 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_256_to_4096_gradients.py")
 
 
-def gradients(lengths, heads, kv_heads, dtype, options):
+def gradients(
+    lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
     """(dq, dk, dv), and what they should be."""
     q, k, v, dout = tensors = inputs(lengths, heads, kv_heads, 64, dtype, "cpu")
     layout, ours = layout_of(lengths, "cpu"), build("triton", 64, **options)

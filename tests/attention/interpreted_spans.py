@@ -1,8 +1,12 @@
 """Attention to spans of neighbouring keys, alone and beside selected blocks, in Triton's interpreter."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from moba_train.attention.kernels.common import call
+from moba_train.attention.layout import Layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.moa.moa_kind import SpanAttention
 from tests.attention.kernel_checks import assert_results, exact, inputs, layout_of, run, run_in_parts
@@ -23,14 +27,20 @@ def test_spans_of_heads_with_blocks_of_several_sizes():
     assert_results(got, want)
 
 
-def infllm_v2(lengths, heads, **options):
+def infllm_v2(lengths: list[int], heads: int, **options: Any) -> tuple[InfLLMV2Attention, list[torch.Tensor], Layout]:
     """An attention of local and selected blocks, its inputs and their layout; one key/value head."""
     sizes = {"block_size": 64, "topk": 3, "local_blocks": 2, "window": 32, "stride": 16}
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**sizes | options, backend="triton"), 64)
     return attention, inputs(lengths, heads, 1, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
 
 
-def assert_selected_and_local(attention, tensors, layout, found, selection):
+def assert_selected_and_local(
+    attention: InfLLMV2Attention,
+    tensors: Sequence[torch.Tensor],
+    layout: Layout,
+    found: Sequence[torch.Tensor],
+    selection: Any,
+) -> None:
     """The results are those of one mask over all blocks, of which more than the selected ones are local."""
     selected = attention.blocks.selected_blocks(selection)
     assert (selected >= 0).sum() > len(selected) * (selection[0] >= 0).sum() > 0

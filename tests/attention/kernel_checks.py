@@ -1,5 +1,7 @@
 """What the Triton kernels are held to, in the interpreter and on a GPU: the reference, and the selection held fixed."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,24 +14,34 @@ from moba_train.mechanisms.moba_v1 import MobaV1Kind, SummedMoba
 from tests.attention.helpers import make_qkv
 
 
-def build(kind: str, head_dim: int, **options) -> MobaAttention:
+def build(kind: str, head_dim: int, **options: Any) -> MobaAttention:
     return MobaAttention(MobaAttention.Options(backend=kind, **options), head_dim)
 
 
-def build_summed(kind: str, head_dim: int, merge: str, **options) -> SummedMoba:
+def build_summed(kind: str, head_dim: int, merge: str, **options: Any) -> SummedMoba:
     """A softmax for each block; `merge`: sum or gate."""
     chosen = MobaV1Kind.Options(backend=kind, merge=merge, **options)
     return SummedMoba(chosen, head_dim, section="attention.moba_v1", gated=merge == "gate")
 
 
-def inputs(lengths, heads, kv_heads, head_dim, dtype, device, seed=0) -> list[Tensor]:
+def inputs(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+) -> list[Tensor]:
     """q, k, v, dout."""
     q, k, v = make_qkv(sum(lengths), heads, kv_heads, head_dim, device, dtype, seed)
     dout = make_qkv(sum(lengths), heads, kv_heads, head_dim, device, dtype, seed + 1)[0]
     return [x.detach() for x in (q, k, v, dout)]
 
 
-def run(attention: LocalAttention, tensors: list[Tensor], layout: Layout, selection=None) -> tuple[list[Tensor], tuple]:
+def run(
+    attention: LocalAttention, tensors: list[Tensor], layout: Layout, selection: Any = None
+) -> tuple[list[Tensor], tuple]:
     """[out, lse, dq, dk, dv] and the selection."""
     q, k, v, dout = tensors
     selection = selection or attention.select(q, attention.summarize(k, layout), layout)
@@ -110,7 +122,7 @@ def assert_results(got: list[Tensor], want: list[Tensor], limit: float = 2e-6) -
         assert error(a, b.double()) < limit, name
 
 
-def list_bounds(lists) -> tuple[Tensor, Tensor]:
+def list_bounds(lists: Any) -> tuple[Tensor, Tensor]:
     """[lists] each: where every list begins and ends."""
     edges = lists.starts[:: lists.chunks]
     return edges[:-1], edges[1:]
@@ -133,5 +145,5 @@ def check_lists(selected: Tensor, slots: Tensor, starts: Tensor, kv_heads: int, 
 PACKED = [200, 0, 1, 70, 0, 129, 64, 0]
 
 
-def layout_of(lengths, device) -> Layout:
+def layout_of(lengths: list[int], device: torch.device | str) -> Layout:
     return packed_layout(lengths, device)

@@ -1,7 +1,9 @@
 """Which backend a batch gets, and what is said about it. No GPU needed: nothing is computed."""
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from moba_train.attention.kernels import block_attention, composed, table
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common import reference
+from moba_train.attention.layout import Layout
 from moba_train.attention.moba import gate
 from moba_train.attention.moba.moba_local import pick_selector
 from moba_train.attention.protocol import BackwardState
@@ -19,7 +22,7 @@ KEY = "attention.moba.backend"
 
 
 @pytest.fixture(autouse=True)
-def a_gpu_with_triton_and_flash(monkeypatch):
+def a_gpu_with_triton_and_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     packages = frozenset({"torch's FlashAttention-2"})
     machine = table.Machine("cuda", (9, 0), "3.6.0", packages=packages)
     monkeypatch.setattr(
@@ -34,11 +37,13 @@ def a_gpu_with_triton_and_flash(monkeypatch):
     table._selection_problem.cache_clear()
 
 
-def q(head_dim=128, dtype=torch.bfloat16) -> SimpleNamespace:
+def q(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
     return SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=dtype, shape=(64, 2, head_dim))
 
 
-def pick(wanted="auto", x=None, block_size=512, history_blocks=2, layout=None):
+def pick(
+    wanted: str = "auto", x: Any = None, block_size: int = 512, history_blocks: int = 2, layout: Layout | None = None
+) -> Any:
     return BlockAttention(block_size, 1.0, wanted, KEY).pick(x or q(), layout or packed([64], "cpu"), history_blocks)
 
 
@@ -75,7 +80,7 @@ def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason():
 
 
 def test_flash_shares_the_selection_kernels_where_they_can_run():
-    def pick(wanted: str, x: torch.Tensor, count: int = 2):
+    def pick(wanted: str, x: torch.Tensor, count: int = 2) -> Any:
         return pick_selector(wanted, x, packed([1], "cpu"), block_size=64, history_blocks=count)
 
     assert pick("composed", q(128)) == "triton"
@@ -101,7 +106,7 @@ def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_key
     picked = []
     pick = BlockAttention.pick
 
-    def watched(self, q, layout, history_blocks):
+    def watched(self: BlockAttention, q: torch.Tensor, layout: Layout, history_blocks: int) -> Any:
         picked.append(layout)
         return pick(self, q, layout, history_blocks)
 

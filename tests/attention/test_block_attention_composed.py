@@ -1,13 +1,17 @@
 """MoBA composed of varlen flash attention is the same function: on the CPU in float64, on a GPU with every kernel."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from moba_train.attention.kernels import composed, varlen
+from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba import moba_attention
+from moba_train.attention.protocol import BackwardState
 from tests.attention.helpers import make_qkv
 from tests.attention.kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive, run, run_in_parts
 from tests.attention.oracle_checks import assert_equals_oracle
@@ -50,18 +54,22 @@ class Call(NamedTuple):
     causal: bool
 
 
-def watch(monkeypatch, most_segments=2**31, dq_buffers=1) -> list[Call]:
+def watch(monkeypatch: pytest.MonkeyPatch, most_segments: int = 2**31, dq_buffers: int = 1) -> list[Call]:
     """Every call of the kernel from now on."""
     calls = []
 
     class Watched(varlen.Cpu):
         @staticmethod
-        def forward(q, k, v, segments, scale):
+        def forward(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             calls.append(Call(q.shape[0], segments.cu_q.numel() - 1, segments.causal))
             return varlen.Cpu.forward(q, k, v, segments, scale)
 
         @staticmethod
-        def backward(state, segments, scale, deterministic):
+        def backward(
+            state: BackwardState, segments: Segments, scale: float, deterministic: bool
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             calls.append(Call(state.q.shape[0], segments.cu_q.numel() - 1, segments.causal))
             assert deterministic
             return varlen.Cpu.backward(state, segments, scale, deterministic)
@@ -131,7 +139,15 @@ def test_lower_precision_is_as_exact_as_attention_written_plainly_and_repeats_bi
     )
 
 
-def check_errors(got, tensors, layout, selected, block_size, scale, slack=0.0):
+def check_errors(
+    got: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    layout: Layout,
+    selected: torch.Tensor,
+    block_size: int,
+    scale: float,
+    slack: float = 0.0,
+) -> None:
     """No worse than attention as one would write it in that dtype; `slack`: the CPU kernel's own exp is less exact."""
     want = exact(tensors, layout, selected, block_size, scale)
     plain = naive(tensors, layout, selected, block_size, scale)
@@ -186,7 +202,9 @@ def test_what_cannot_be_composed_is_left_to_the_reference(q_ranges, k_ranges, mo
 LONG = [1500, 0, 1, 333, 0, 700, 128]
 
 
-def case(lengths, heads, kv_heads, head_dim, dtype=torch.bfloat16, **options):
+def case(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> ParameterSet:
     return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
 
 

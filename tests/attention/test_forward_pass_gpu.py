@@ -1,10 +1,14 @@
 """The forward pass of long blocks by warps that have roles, on a Hopper GPU."""
 
 import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import LocalAttention
 from tests.attention.helpers import make_qkv
 
 triton = pytest.importorskip("triton")
@@ -20,7 +24,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.fixture
-def kernels_in_gluon(monkeypatch):
+def kernels_in_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A test that does not launch them fails."""
     if torch.cuda.get_device_capability() != (9, 0) or not triton.__version__.startswith("3.6."):
         pytest.skip("needs a Hopper GPU and Triton 3.6")
@@ -33,7 +37,9 @@ def kernels_in_gluon(monkeypatch):
     assert launched
 
 
-def attend(attention, tensors, layout, selection=None):
+def attend(
+    attention: LocalAttention, tensors: Sequence[torch.Tensor], layout: Layout, selection: Any = None
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Any]:
     """(out, lse) and the selection."""
     q, k, v, _ = tensors
     selection = selection or attention.select(q, attention.summarize(k, layout), layout)

@@ -1,5 +1,7 @@
 """Full attention: all backends give equal results."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.full.kernels import BACKENDS
 from moba_train.attention.kernels.common import reference
 from moba_train.attention.layout import packed_layout
+from moba_train.attention.protocol import LocalAttention
 from moba_train.run.determinism import deterministic
 from tests.attention.helpers import assert_all_close, make_qkv, run
 from tests.attention.oracle import full as oracle_full
@@ -52,7 +55,7 @@ def test_a_fixed_order_by_blocks_on_a_gpu(tokens):
     layout = packed_layout([tokens], "cuda")
     attention, flash = (FullAttention(FullAttention.Options(backend=name), 128) for name in ("auto", "flash"))
 
-    def computed(attention):
+    def computed(attention: LocalAttention) -> tuple[torch.Tensor, ...]:
         out, lse = LOCAL_ENGINE(q, k, v, attention, layout)
         return out.detach(), lse, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
 
@@ -66,7 +69,7 @@ def test_a_fixed_order_by_blocks_on_a_gpu(tokens):
         assert (ours - theirs).float().norm() < 0.01 * theirs.float().norm()
 
 
-def results(backend, qkv, lengths):
+def results(backend: str, qkv: Sequence[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
     attention = FullAttention(FullAttention.Options(backend=backend), qkv[0].shape[-1])
     layout = packed_layout(lengths, qkv[0].device)
     return run(lambda q, k, v: LOCAL_ENGINE(q, k, v, attention, layout), qkv)
@@ -93,7 +96,7 @@ def test_reference_gives_the_same_when_it_works_in_chunks(device, monkeypatch):
     assert_all_close(results("reference", qkv, [30, 20]), want)
 
 
-def assert_within_rounding(backend, qkv, lengths):
+def assert_within_rounding(backend: str, qkv: Sequence[torch.Tensor], lengths: list[int]) -> None:
     """At most three times the reference's own error; the fused kernels' exp is good to 1e-5 in 16 bit."""
     slack = 1e-6 if qkv[0].dtype == torch.float32 else 1e-5
     exact = results("reference", tuple(x.double() for x in qkv), lengths)

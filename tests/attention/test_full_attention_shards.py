@@ -1,5 +1,6 @@
 """Shards: the calls that attention between ranges of a sequence is cut into cover exactly what causality allows."""
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise, product
 
@@ -11,7 +12,7 @@ from moba_train.attention.full.calls import kernel_calls, query_chunks
 from moba_train.attention.full.kernels import Cudnn
 from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.layout import Layout, TokenRanges
-from moba_train.attention.protocol import BackwardState
+from moba_train.attention.protocol import BackwardState, LocalAttention
 from tests.attention.helpers import NAMES, assert_all_close, edges, make_qkv, run
 from tests.attention.oracle import full as oracle_full
 
@@ -120,7 +121,12 @@ def upstream(out: torch.Tensor) -> torch.Tensor:
 
 
 def by_shards(
-    attention, qkv, cu_seqlens, max_seqlen, queries: list[TokenRanges], keys: list[TokenRanges] | None
+    attention: LocalAttention,
+    qkv: Sequence[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    queries: list[TokenRanges],
+    keys: list[TokenRanges] | None,
 ) -> list[torch.Tensor]:
     """[out, lse, dq, dk, dv] put together from a call for each pair of shards; `keys` None: of each shard and all keys.
 
@@ -249,7 +255,9 @@ def test_gpu_kernels_by_shards_are_as_exact_as_whole(kind, keys, head_dim, backe
     whole = edges(documents, device), max(documents)
     queries = shards(kind, 4, tokens)
 
-    def results(backend: str, qkv, shards, keys) -> list[torch.Tensor]:
+    def results(
+        backend: str, qkv: Sequence[torch.Tensor], shards: list[TokenRanges], keys: list[TokenRanges] | None
+    ) -> list[torch.Tensor]:
         attention = FullAttention(FullAttention.Options(backend=backend), head_dim)
         return by_shards(attention, qkv, *whole, shards, keys)
 

@@ -1,5 +1,7 @@
 """All gradients in one pass over gathered rows, on a Hopper GPU: the checks of test_triton_gpu.py by that path."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ SIZES = (128,)
 
 
 @pytest.fixture
-def gathered_rows(monkeypatch):
+def gathered_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A test that does not launch the kernel fails."""
     if torch.cuda.get_device_capability() != (9, 0) or not triton.__version__.startswith("3.6."):
         pytest.skip("needs a Hopper GPU and Triton 3.6")

@@ -3,6 +3,7 @@ changes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ CONV = {"key_conv": 3}
 widths = pytest.mark.parametrize("width", [3, 5])
 
 
-def convolved(k, weight, lengths):
+def convolved(k: torch.Tensor, weight: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """k + silu(convolution of k), token by token, from the document's first token on."""
     taps = weight.T.unflatten(1, k.shape[1:])
     rows, start = [], 0
@@ -55,7 +56,7 @@ def test_output_and_every_gradient_are_those_of_convolved_keys(kind, width):
     layer = make_layer(kind, {**SMALL, "key_conv": width}, LENGTHS)
     assert layer.named_parameters()["weight"].shape == (2 * 8, width)
 
-    def plain(layer):
+    def plain(layer: Layer) -> Any:
         keys = convolved(layer.k, layer.parameters.weight, LENGTHS)
         without = KINDS[kind](KINDS[kind].Options(**SMALL), 8)
         return run_layer(Layer(without, None, layer.x, layer.q, keys, layer.v, layer.layout, layer.model))
@@ -122,7 +123,7 @@ def test_the_plan_counts_its_parameters_and_operations():
 
 
 @st.composite
-def shared_sequences(draw):
+def shared_sequences(draw: st.DrawFn) -> tuple[CPStrategy, list[int]]:
     """Also ranges shorter than the rows before them, so that a token comes before two ranges of a rank."""
     ranks = draw(st.integers(1, 6))
     lengths = draw(st.lists(st.integers(0, 20), min_size=1, max_size=3).filter(lambda found: sum(found) >= ranks))
@@ -143,7 +144,7 @@ def test_previous_rows_arrive_from_their_ranks_and_gradients_return(shared, coun
     weight_cTD = torch.randn_like(want_cTD)
     (want_grad_TD,) = torch.autograd.grad((want_cTD * weight_cTD).sum(), x_TD)
 
-    def rank(engine):
+    def rank(engine: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shard = engine.shard(layout)
         tokens = shard.layout.q_tokens
         own_nD = x_TD.detach()[tokens].requires_grad_()

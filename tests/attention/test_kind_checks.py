@@ -15,6 +15,8 @@ from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from tests.attention.kind_checks import (
     STRATEGIES,
+    Layer,
+    Results,
     assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
@@ -103,7 +105,7 @@ def test_what_is_given_is_what_is_attended_to():
     """Against a mask in plain softmax."""
     layer = make_layer("first", {}, LENGTHS)
 
-    def plain(layer):
+    def plain(layer: Layer) -> list[Tensor]:
         keys = layer.parameters(rotated(layer, layer.k)).repeat_interleave(2, 1)
         scores = torch.einsum("thd,shd->hts", rotated(layer, layer.q), keys) * 8**-0.5
         document, position, token = layer.layout.q_documents, layer.positions, torch.arange(40)
@@ -117,13 +119,13 @@ def test_what_is_given_is_what_is_attended_to():
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-def rotated(layer, x):
+def rotated(layer: Layer, x: Tensor) -> Tensor:
     from moba_train.model.rope import apply_rope, rope_cos_sin
 
     return apply_rope(x, *rope_cos_sin(layer.positions, layer.model.rope, 8))
 
 
-def flat(found):
+def flat(found: Results) -> list[Tensor]:
     outputs, inputs, parameters = found
     return [*outputs, *inputs, *parameters.values()]
 

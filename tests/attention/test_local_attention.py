@@ -4,6 +4,7 @@ that is one engine call, and for the attentions that kinds with several calls ar
 A new attention is its own file, one line in the registry and one entry in `CASES`.
 """
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -56,7 +57,7 @@ every_kind_that_merges = pytest.mark.parametrize(
 )
 
 
-def part(whole: Layout, rows=None, keys=None) -> Layout:
+def part(whole: Layout, rows: torch.Tensor | None = None, keys: torch.Tensor | None = None) -> Layout:
     """The layout of the queries `rows` and the keys `keys`: ascending indices, None = all."""
     ranges = [None if index is None else as_ranges(index.tolist()) for index in (rows, keys)]
     return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, *ranges)
@@ -69,16 +70,16 @@ def as_ranges(index: list[int]) -> TokenRanges:
 
 
 @pytest.fixture
-def qkv(device):
+def qkv(device: torch.device | str) -> tuple[torch.Tensor, ...]:
     return tuple(x.detach() for x in make_qkv(TOKENS, 4, 2, HEAD_DIM, device))
 
 
 @pytest.fixture
-def whole(device):
+def whole(device: torch.device | str) -> Layout:
     return packed_layout(LENGTHS, device)
 
 
-def key_subsets(device) -> list[torch.Tensor]:
+def key_subsets(device: torch.device | str) -> list[torch.Tensor]:
     """Disjoint key sets that cover the sequence: a zigzag shard, nothing, a straddling one, the rest."""
     index = torch.arange(TOKENS, device=device)
     return [index[(index < 6) | (index >= 34)], index[:0], index[6:21], index[21:34]]
@@ -122,7 +123,7 @@ def test_gradients_are_the_derivatives(kind, options, device):
     inputs = make_qkv(13, 2, 1, HEAD_DIM, device)
     weights = make_qkv(13, 2, 1, HEAD_DIM, device, seed=1)[0].detach()
 
-    def total(inputs):
+    def total(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return (weights * LOCAL_ENGINE(*inputs, attention, layout)[0]).sum()
 
     grads = torch.autograd.grad(total(inputs), inputs)

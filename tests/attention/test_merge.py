@@ -1,5 +1,7 @@
 """Partial results joined by online softmax: exact, order-free, and safe where one side or both saw nothing."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ def softmax_over(scores_HTS: torch.Tensor, v_SHD: torch.Tensor, keys: slice) -> 
 
 
 @pytest.fixture
-def partials(device):
+def partials(device: torch.device | str) -> Any:
     """Scores with row-wise offsets, values, and the partial results over keys 0..2, 3..6 and 7..8."""
     generator = torch.Generator().manual_seed(0)
     scores = (10 * torch.randn(H, T, 9, dtype=torch.float64, generator=generator)).to(device)

@@ -1,9 +1,11 @@
 """`moba_attention` is the function that the paper describes, line by line of its specification (docs/kernels.md)."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
@@ -255,8 +257,8 @@ def test_cu_seqlens_may_be_reused_and_edited_in_place(device):
     qkv = make_qkv(24, 2, 1, 16, device)
     buffer = torch.zeros(4, dtype=torch.int32, device=device)
 
-    def through_buffer(lengths):
-        def function(q, k, v):
+    def through_buffer(lengths: list[int]) -> list[torch.Tensor]:
+        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             buffer.copy_(edges(lengths))
             out, lse = moba_attention(q, k, v, block_size=4, topk=2, cu_seqlens=buffer, return_lse=True)
             buffer.copy_(edges([24, 0, 0]))  # the next batch arrives before this one's backward
@@ -269,7 +271,7 @@ def test_cu_seqlens_may_be_reused_and_edited_in_place(device):
         assert_all_close(through_buffer(lengths), want)
 
 
-def _bad(argument, message=None, **changes):
+def _bad(argument: str, message: str | None = None, **changes: Any) -> ParameterSet:
     return pytest.param(argument, changes, id=message or argument)
 
 

@@ -1,6 +1,8 @@
 """Which blocks a query attends to. In 16-bit dtypes near-ties may flip, so there the selection is checked as a
 selection, and the attention with that selection held fixed."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from tests.attention import oracle
 from tests.attention.helpers import make_qkv
 
 
-def selected_by(q, k, lengths, **options) -> Tensor:
+def selected_by(q: Tensor, k: Tensor, lengths: list[int], **options: Any) -> Tensor:
     attention = MobaAttention(MobaAttention.Options(backend="reference", **options), q.shape[-1])
     layout = packed_layout(lengths, q.device)
     return attention.select(q, attention.summarize(k, layout), layout)[0]
@@ -23,7 +25,9 @@ def as_lists(selected_HTC: Tensor) -> oracle.Selection:
     return [[[block for block in row if block >= 0] for row in head] for head in selected_HTC.tolist()]
 
 
-def rank_one(gates: list[float], block_size: int, device: torch.device, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+def rank_one(
+    gates: list[float], block_size: int, device: torch.device, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
     """q [T, 1, 8] and k of one document in which every query's gate of block i is exactly gates[i]."""
     q = torch.zeros(len(gates) * block_size, 1, 8, dtype=dtype, device=device)
     q[..., 0] = 1

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from moba_train.attention.kernels.common.reference import selected_mask
 from moba_train.attention.kernels.common.selection import Choice, routing_statistics
-from moba_train.attention.layout import Layout, packed_layout
+from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
@@ -62,11 +63,13 @@ def counted(mask_HTS: Tensor, tokens: list[int], lengths: list[int], choice: Cho
     }
 
 
-def build(topk: int, **options) -> MobaAttention:
+def build(topk: int, **options: Any) -> MobaAttention:
     return MobaAttention(MobaAttention.Options(block_size=BLOCK, topk=topk, **options), 8)
 
 
-def statistics_of(attention: LocalAttention, q: Tensor, k: Tensor, whole: Layout, ranges=None) -> tuple[dict, Tensor]:
+def statistics_of(
+    attention: LocalAttention, q: Tensor, k: Tensor, whole: Layout, ranges: TokenRanges | None = None
+) -> tuple[dict, Tensor]:
     """The description of what the queries in `ranges` select, with the number of free selections, and the selected
     blocks."""
     part = whole.part(ranges, None)
@@ -109,7 +112,9 @@ def test_local_blocks_and_dense_queries_are_not_free(dense_len, ranges, device):
     assert compare(attention, q, k, Choice(*sizes.values()), ranges, alike=2)["selected"]
 
 
-def compare(attention: LocalAttention, q: Tensor, k: Tensor, choice: Choice, ranges, alike: int = 1) -> dict:
+def compare(
+    attention: LocalAttention, q: Tensor, k: Tensor, choice: Choice, ranges: TokenRanges | None, alike: int = 1
+) -> dict:
     """The counted statistics, which must be the attention's; of `alike` query heads that share keys it counts one."""
     whole = packed_layout(LENGTHS, q.device)
     found, selected = statistics_of(attention, q, k, whole, ranges)

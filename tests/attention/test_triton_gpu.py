@@ -3,9 +3,11 @@
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from tests.attention.helpers import make_qkv
 
@@ -35,7 +37,9 @@ from tests.attention.kernel_checks import (  # noqa: E402
 LONG = [1500, 0, 1, 333, 0, 700, 128]
 
 
-def case(lengths, heads, kv_heads, head_dim, dtype=torch.bfloat16, **options):
+def case(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> ParameterSet:
     return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
 
 
@@ -116,7 +120,7 @@ def test_later_layers_follow_the_current_stream():
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def misaligned(x):
+def misaligned(x: torch.Tensor) -> torch.Tensor:
     """A copy whose address is no multiple of 16."""
     return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
 

@@ -1,5 +1,8 @@
 """Kernels for attention inside many segments: each gives what one explicit softmax per segment gives."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,13 +24,20 @@ DEEP = [(3, 7), (0, 4), (5, 5), (1, 6), (0, 0), (2, 2)]
 LONG_DEEP = [(300, 513), (0, 100), (70, 70), (1, 600), (0, 0), (129, 700)]
 
 
-def segments_of(lengths, causal, device="cpu") -> Segments:
+def segments_of(lengths: Sequence[tuple[int, int]], causal: bool, device: torch.device | str = "cpu") -> Segments:
     """A bound that is not exact, as callers may give."""
     cu_q, cu_k = (torch.tensor([0, *(n[i] for n in lengths)]).cumsum(0).to(device, torch.int32) for i in range(2))
     return Segments(cu_q, cu_k, max(n[0] for n in lengths), max(n[1] for n in lengths), causal)
 
 
-def inputs(lengths, heads, kv_heads, head_dim, dtype=torch.float64, device="cpu") -> list[Tensor]:
+def inputs(
+    lengths: Sequence[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> list[Tensor]:
     """q, k, v, dout."""
     queries, keys = (sum(n[i] for n in lengths) for i in range(2))
     q, dout, _ = make_qkv(queries, heads, heads, head_dim, device, dtype)
@@ -35,7 +45,7 @@ def inputs(lengths, heads, kv_heads, head_dim, dtype=torch.float64, device="cpu"
     return [x.detach() for x in (q, k, v, dout)]
 
 
-def plainly(q, k, v, segments, scale) -> tuple[Tensor, Tensor]:
+def plainly(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) by one softmax over all keys, in q's dtype, differentiable."""
     rows, keys = torch.arange(q.shape[0], device=q.device), torch.arange(k.shape[0], device=q.device)
     q_segment = torch.searchsorted(segments.cu_q[1:], rows, right=True)
@@ -52,14 +62,14 @@ def plainly(q, k, v, segments, scale) -> tuple[Tensor, Tensor]:
     return torch.einsum("hns,shd->nhd", weights, v.repeat_interleave(group, 1)), lse
 
 
-def results(kernel, tensors, segments, scale=0.3) -> list[Tensor]:
+def results(kernel: Any, tensors: Sequence[Tensor], segments: Segments, scale: float = 0.3) -> list[Tensor]:
     """[out, lse, dq, dk, dv]."""
     q, k, v, dout = tensors
     out, lse = kernel.forward(q, k, v, segments, scale)
     return [out, lse, *kernel.backward(BackwardState(dout, q, k, v, out, lse), segments, scale, deterministic=True)]
 
 
-def exactly(tensors, segments, scale=0.3) -> list[Tensor]:
+def exactly(tensors: Sequence[Tensor], segments: Segments, scale: float = 0.3) -> list[Tensor]:
     q, k, v, dout = (x.double().requires_grad_() for x in tensors)
     out, lse = plainly(q, k, v, segments, scale)
     return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), dout))]
@@ -75,7 +85,15 @@ def test_cpu_kernel_equals_one_softmax_per_segment(lengths, causal, heads, kv_he
         torch.testing.assert_close(got, want, rtol=0, atol=2e-13, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def check_against_exact(kernel, lengths, causal, heads, kv_heads, head_dim, dtype):
+def check_against_exact(
+    kernel: Any,
+    lengths: Sequence[tuple[int, int]],
+    causal: bool,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> None:
     """Relative errors in norm below 4 units in the last place; (0, -inf) exactly where nothing is seen."""
     tensors = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda")
     if reason := kernel.refuses(tensors[0]):
@@ -113,7 +131,7 @@ def test_gpu_kernels_with_several_heads(kernel, lengths, causal, heads, kv_heads
     check_against_exact(kernel, lengths, causal, heads, kv_heads, 128, torch.bfloat16)
 
 
-def check_parts_of_gradients(kernel, tensors, dtype, atol):
+def check_parts_of_gradients(kernel: Any, tensors: Sequence[Tensor], dtype: torch.dtype, atol: float) -> None:
     """Gradients of attention to all keys are the sum of those to each half, given the out and lse of the whole."""
     q, k, v, dout = tensors
     rows, keys = q.shape[0], k.shape[0]

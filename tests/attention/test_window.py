@@ -1,11 +1,14 @@
 """Sliding windows against a mask, in several tiles; the LocalAttention contract is in test_local_attention.py."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from moba_train.attention import window
 from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward
+from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import BackwardState
 from moba_train.attention.window import WindowAttention, bands
@@ -32,7 +35,15 @@ def test_bands_have_every_pair_in_a_window_once_and_no_key_outside_of_it(width, 
     assert sorted(found) == [(q, k) for q in queries for k in keys if 0 <= q - k < width]
 
 
-def results(q, k, v, layout: Layout, width: int, engine: Engine = LOCAL_ENGINE, backend: str = "auto") -> list:
+def results(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    width: int,
+    engine: Engine = LOCAL_ENGINE,
+    backend: str = "auto",
+) -> list:
     """[out, dq, dk, dv]."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out, _ = engine(*leaves, WindowAttention(width, q.shape[-1], backend), layout)
@@ -40,7 +51,7 @@ def results(q, k, v, layout: Layout, width: int, engine: Engine = LOCAL_ENGINE, 
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-def masked(q, k, v, layout: Layout, width: int) -> list:
+def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, width: int) -> list:
     token, document = layout.q_tokens, layout.q_documents
     back = token[:, None] - token[None]
     seen = ((document[:, None] == document[None]) & (back >= 0) & (back < width)).unsqueeze(0)
@@ -66,11 +77,11 @@ class MaskedKernel:
     most_segments = 8
 
     @staticmethod
-    def refuses(q):
+    def refuses(q: torch.Tensor) -> str:
         return ""
 
     @staticmethod
-    def mask(segments, queries, keys):
+    def mask(segments: Segments, queries: int, keys: int) -> Callable[[slice, slice], torch.Tensor]:
         row, key = torch.arange(queries), torch.arange(keys)
         q_segment = torch.searchsorted(segments.cu_q[1:].long(), row, right=True)
         k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)
@@ -80,12 +91,16 @@ class MaskedKernel:
         return lambda rows, columns: seen[None, rows, columns]
 
     @classmethod
-    def forward(cls, q, k, v, segments, scale):
+    def forward(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert segments.causal
         return masked_attend(q, k, v, cls.mask(segments, len(q), len(k)), scale, prefix=False)
 
     @classmethod
-    def backward(cls, state, segments, scale, deterministic):
+    def backward(
+        cls, state: BackwardState, segments: Segments, scale: float, deterministic: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mask = cls.mask(segments, len(state.q), len(state.k))
         return masked_attend_backward(state, mask, scale, prefix=False)
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import subprocess
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]:
     """Run the script with a program in Python's place that writes down what it is given and ends with `status`."""
 
     def run(

@@ -1,6 +1,6 @@
 """Process groups and a small FSDP2 model for the checkpoint tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.forked import run_processes
 
 
 @contextmanager
-def process_group(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu"):
+def process_group(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu") -> Iterator[None]:
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]

@@ -1,6 +1,7 @@
 """What a run resumes from: the newest checkpoint whose every byte is right, or nothing in silence."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.checkpoint.test_publish import cut_in_half, failing_reads, flip_byte,
 
 
 @pytest.fixture(autouse=True)
-def _one_rank(tmp_path: Path):
+def _one_rank(tmp_path: Path) -> Iterator[None]:
     with process_group(tmp_path / "store"):
         yield
 

@@ -1,5 +1,6 @@
 """What is saved comes back bit by bit, on the same and on another number of ranks."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tests.checkpoint.checkpoint_ranks import assert_equal, build, full_values, 
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path):
+def one_rank(tmp_path: Path) -> Iterator[None]:
     with process_group(tmp_path / "store"):
         yield
 

@@ -7,6 +7,7 @@ import shlex
 import string
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -42,7 +43,7 @@ values = st.recursive(
 )
 
 
-def problems(*args, **kwargs) -> list[str]:
+def problems(*args: Any, **kwargs: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(*args, **kwargs)
     return caught.value.problems
@@ -483,7 +484,7 @@ HIDDEN = [
 def test_an_override_that_every_stage_hides_is_refused_with_the_one_to_give(recipe, write, override, given):
     stages = [{"name": name, "seq_len": 2048, "tokens": 10**6} for name in ("one", "two")]
 
-    def file(*own):
+    def file(*own: dict[str, Any]) -> Path:
         content = {"extends": recipe.name, "stages": [stage | more for stage, more in zip(stages, own, strict=True)]}
         return write("other.yaml", yaml.safe_dump(content))
 

@@ -2,6 +2,8 @@
 
 import sys
 import types
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from moba_train.mechanisms.linear.kda import KdaKind, KdaParameters
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
+    Layer,
+    Results,
     assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
@@ -34,7 +38,7 @@ NAMES = (
 )
 
 
-def convolved(x, weight):
+def convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu of the last four rows' weighted sum, row by row; `x` [T, heads, d] of one document."""
     rows = []
     for token in range(len(x)):
@@ -46,11 +50,11 @@ def convolved(x, weight):
     return torch.stack(rows)
 
 
-def unit(x):
+def unit(x: torch.Tensor) -> torch.Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def oracle(layer, lengths=LENGTHS):
+def oracle(layer: Layer, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
     """The layer's output, document by document, head by head, token by token, with the transition as a matrix."""
     p, heads, width = layer.parameters, MODEL.heads, MODEL.head_width
     group = heads // MODEL.kv_heads
@@ -83,7 +87,7 @@ def oracle(layer, lengths=LENGTHS):
     return [torch.stack(rows)]
 
 
-def flat(found):
+def flat(found: Results) -> list[torch.Tensor]:
     outputs, inputs, parameters = found
     return [*outputs, *inputs, *parameters.values()]
 
@@ -115,7 +119,7 @@ def test_ranks_that_share_a_sequence(lengths, strategy):
     assert_ranks_equal_one_device(make_layer("kda", {}, lengths), strategy, atol=1e-10)
 
 
-def context(**changes):
+def context(**changes: Any) -> StageContext:
     values = {"seq_len": 64, "cp": 1, "tp": 1, "deterministic": False, "device": "cpu", "layers": "in layer 0"}
     return StageContext(**{"model": MODEL, **values, **changes})
 
@@ -132,14 +136,14 @@ def test_the_rule_part_by_part(rows, with_states):
     initial = initial if with_states else None
     rule = KdaKind(KdaKind.Options(backend="torch"), 8)._rule
 
-    def gradients(out, behind):
+    def gradients(out: torch.Tensor, behind: torch.Tensor) -> list[torch.Tensor]:
         loss = out.sin().sum() + (behind.cos().sum() if with_states else 0)
         wanted = [*leaves, initial] if with_states else leaves
         return [out, *([behind] if with_states else []), *torch.autograd.grad(loss, wanted)]
 
     whole = gradients(*rule(DeltaInputs(*leaves), (edges, edges), initial, with_states))
 
-    def part(rows, before, *arguments):
+    def part(rows: Sequence[torch.Tensor], before: Any, *arguments: Any) -> Any:
         assert before is None
         return rule(DeltaInputs(*rows, *leaves[5:]), *arguments)
 
@@ -187,7 +191,7 @@ def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
     inputs = {x.untyped_storage().data_ptr() for x in [*layer.inputs(), *layer.parameters.parameters()]}
     kept = {}
 
-    def pack(x):
+    def pack(x: torch.Tensor) -> torch.Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
@@ -204,7 +208,7 @@ def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
 
 
 def test_backends_that_cannot_run_are_refused(monkeypatch):
-    def problems(backend="auto", **changes):
+    def problems(backend: str = "auto", **changes: Any) -> list[Any]:
         return list(KdaKind.problems(KdaKind.Options(backend=backend), context(**changes)))
 
     assert problems() == problems(device=None) == problems("torch", device="cuda") == []
@@ -257,10 +261,20 @@ def test_flops_and_pairs():
     assert kind.costs(MODEL).flops(lengths) == 13 * (3 * 4 * 3 * 2 * 8 * 8 + 6 * matrices)
 
 
-def stand_in(recomputed=None):
+def stand_in(recomputed: bool | None = None) -> Callable[..., Any]:
     """`chunk_kda` with the interface of fla-core 0.6.0, one token after the other."""
 
-    def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, **options):
+    def chunk_kda(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        scale: float | None = None,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert options["use_gate_in_kernel"]
         assert not {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"} & set(options)
         assert recomputed is None or options["disable_recompute"] is recomputed

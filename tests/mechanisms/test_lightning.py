@@ -3,6 +3,8 @@
 import math
 import sys
 import types
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from moba_train.mechanisms.linear.states import segment_edges
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
+    Layer,
+    Results,
     assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
@@ -31,18 +35,20 @@ LENGTHS = [12, 0, 1, 27]
 OPTIONS = [{}, {"decay": "geometric"}]
 
 
-def decays(decay, heads, layer, layers):
+def decays(decay: str, heads: int, layer: int, layers: int) -> list[float]:
     """lambda of each head by the formulas, one by one."""
     if decay == "linear":
         return [math.exp(-(8 / heads) * (1 - layer / layers) * h) for h in range(1, heads + 1)]
     return [math.exp(-(2 ** (-8 * h / heads)) * (1 - layer / (layers - 1) + 1e-5)) for h in range(1, heads + 1)]
 
 
-def silu(x):
+def silu(x: torch.Tensor) -> torch.Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def recurrence(q, k, v, decay, lengths):
+def recurrence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: Sequence[float] | torch.Tensor, lengths: list[int]
+) -> torch.Tensor:
     """[T, H, d]: token by token and head by head, with an empty state where a document begins."""
     group = q.shape[1] // k.shape[1]
     rows = []
@@ -57,7 +63,7 @@ def recurrence(q, k, v, decay, lengths):
     return torch.stack(rows, 1)
 
 
-def oracle(layer, lengths=LENGTHS):
+def oracle(layer: Layer, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
     """The layer's output from the paper's formulas."""
     options, parameters = layer.kind.options, layer.parameters
     decay = decays(options.decay, MODEL.heads, layer.index, MODEL.layers)
@@ -67,13 +73,13 @@ def oracle(layer, lengths=LENGTHS):
     return [(normed * gate).view_as(layer.q)]
 
 
-def make(options, lengths=LENGTHS, index=0):
+def make(options: dict[str, Any], lengths: list[int] = LENGTHS, index: int = 0) -> Layer:
     layer = make_layer("lightning", options, lengths, layer=index)
     layer.index = index
     return layer
 
 
-def flat(found):
+def flat(found: Results) -> list[torch.Tensor]:
     outputs, inputs, parameters = found
     return [*outputs, *inputs, *parameters.values()]
 
@@ -200,7 +206,7 @@ def test_planned_activations_are_what_the_backward_pass_keeps():
     layer = make({"backend": "torch"}, [64])
     kept = {}
 
-    def pack(x):
+    def pack(x: torch.Tensor) -> torch.Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
@@ -214,13 +220,13 @@ def test_planned_activations_are_what_the_backward_pass_keeps():
     assert planned <= own <= planned + 64 * 16  # and the segment of each token
 
 
-def context(**changes):
+def context(**changes: Any) -> StageContext:
     values = {"seq_len": 64, "cp": 2, "tp": 1, "deterministic": False, "device": "cpu", "layers": "in layer 0"}
     return StageContext(MODEL, **{**values, **changes})
 
 
 def test_backends_that_cannot_run_are_refused(monkeypatch):
-    def problems(backend, **changes):
+    def problems(backend: str, **changes: Any) -> list[Any]:
         return list(LightningKind.problems(LightningKind.Options(backend=backend), context(**changes)))
 
     assert problems("auto") == problems("torch") == []
@@ -246,7 +252,17 @@ def test_segments_given_to_fla():
 def test_what_fla_is_asked_for(monkeypatch):
     """With a stand-in that has the interface of fla-core 0.6.0 and takes one token after the other."""
 
-    def chunk_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, *, cu_seqlens, cu_seqlens_cpu):
+    def chunk_simple_gla(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: None = None,
+        g_gamma: Any = None,
+        scale: Any = None,
+        *,
+        cu_seqlens: torch.Tensor,
+        cu_seqlens_cpu: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
         assert g is None
         assert cu_seqlens.dtype == torch.int64
         lengths = cu_seqlens_cpu.diff().tolist()

@@ -2,7 +2,9 @@
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from pydantic import ValidationError
 
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kind import StageContext
+from moba_train.attention.layout import Layout
 from moba_train.attention.observer import observing
 from moba_train.attention.shard import Generation
 from moba_train.evals.answers import SelectedBlocks
@@ -21,6 +24,8 @@ from moba_train.model.rope import apply_rope, rope_cos_sin
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
+    Layer,
+    Results,
     assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
@@ -43,7 +48,7 @@ CASES = [("mixed", MIXED), ("one", {"alpha": 5, "beta": 0.25, "sink_tokens": 0, 
 each = pytest.mark.parametrize("options", [options for _, options in CASES], ids=[name for name, _ in CASES])
 
 
-def attended(length, alpha, beta, size, sinks):
+def attended(length: int, alpha: int, beta: float, size: int, sinks: int) -> torch.Tensor:
     """Mask [length, length] of one head in one document, token by token; size 0: all earlier tokens."""
     mask = torch.zeros(length, length, dtype=torch.bool)
     for query in range(length):
@@ -55,7 +60,7 @@ def attended(length, alpha, beta, size, sinks):
     return mask
 
 
-def masks(layer, sizes):
+def masks(layer: Layer, sizes: Sequence[int]) -> torch.Tensor:
     """[H, T, T] of a layer."""
     options = layer.kind.options
     rules = options.rules() * (4 // len(options.rules()))
@@ -67,7 +72,7 @@ def masks(layer, sizes):
     return torch.stack(heads).bool()
 
 
-def oracle(layer, sizes):
+def oracle(layer: Layer, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Softmax over what the masks admit, in float64."""
     cos_sin = rope_cos_sin(layer.positions, layer.model.rope, 8)
     q, k = (apply_rope(x, *cos_sin) for x in (layer.q, layer.k))
@@ -76,12 +81,12 @@ def oracle(layer, sizes):
     return [torch.einsum("hts,shd->thd", weights, layer.v.repeat_interleave(2, 1))]
 
 
-def flat(found):
+def flat(found: Results) -> list[torch.Tensor]:
     outputs, inputs, parameters = found
     return [*outputs, *inputs, *parameters.values()]
 
 
-def assert_equal(got, want, atol=1e-12):
+def assert_equal(got: Results, want: Results, atol: float = 1e-12) -> None:
     for one, other in zip(flat(got), flat(want), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
@@ -167,7 +172,7 @@ def test_new_tokens_may_attend_to_everything():
     """`decode: full`, which the shard says."""
 
     class Engine:
-        def shard(self, layout):
+        def shard(self, layout: Layout) -> Any:
             shard = LOCAL_ENGINE.shard(layout)
             shard.generation = Generation(attends_to_all=True, states={})
             return shard

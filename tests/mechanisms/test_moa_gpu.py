@@ -1,5 +1,7 @@
 """The kind `moa` on a GPU, in 16 bits: as near to the definition as rounding allows, and within the memory allowed."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,7 +68,7 @@ def test_memory_of_forward_and_backward_is_within_half_more_than_dense_attention
         options = {"alpha": (256, 2048, 2000, 0) * 4, "beta": (0.0, 0.0, 0.125, 1.0) * 4}
     layout = packed_layout([tokens], "cuda")
 
-    def peak(attention):
+    def peak(attention: Any) -> int:
         qkv = [x.detach().requires_grad_() for x in make_qkv(tokens, heads, kv_heads, head_dim, "cuda", torch.bfloat16)]
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """Influences by blocks, what a rule masks of them, and the spans that heads get for them."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from tests.mechanisms.test_moa import attended
 TOKENS, SIZES = 61, {"block_size": 4, "sink_tokens": 3, "max_length": 64}
 
 
-def random(*shape, seed=0):
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
-def tensors():
+def tensors() -> list[torch.Tensor]:
     """q, k, v and dout of 4 heads, 2 of which share keys."""
     return [random(TOKENS, heads, 8, seed=seed) for seed, heads in enumerate((4, 2, 2, 4))]
 
@@ -104,10 +105,10 @@ def test_no_change_of_one_head_is_better_within_the_budget(seed):
     loss = masked.mean(0)
     chosen = choose_spans(masked, density, budget)
 
-    def within(choice):
+    def within(choice: Sequence[int]) -> bool:
         return bool((density[:, list(choice)].mean(1) <= budget).all())
 
-    def total(choice):
+    def total(choice: Sequence[int]) -> float:
         return sum(loss[head, candidate].item() for head, candidate in enumerate(choice))
 
     assert within(chosen)

@@ -1,8 +1,9 @@
 """MoBA's v0.5, self attention inside segments and a sublayer of cross attention: against loops in float64."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from tests.attention.kind_checks import (
     MODEL,
     RING_IN_PARTS,
     STRATEGIES,
+    Layer,
+    Results,
     assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
@@ -42,7 +45,7 @@ SMALL = {"block_size": 4, "topk": 3}
 KIND = KINDS["moba_v05"]
 
 
-def own_segment(q, k, v, lengths, block_size):
+def own_segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], block_size: int) -> torch.Tensor:
     """Causal attention inside each query's segment, query by query."""
     blocks = cut_blocks(lengths, block_size)
     rows = []
@@ -52,7 +55,9 @@ def own_segment(q, k, v, lengths, block_size):
     return torch.stack(rows)
 
 
-def earlier_segments(q, k, v, lengths, block_size, topk):
+def earlier_segments(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], block_size: int, topk: int
+) -> torch.Tensor:
     """The sum, over the topk - 1 earlier segments whose mean key fits best, of attention to each."""
     blocks = cut_blocks(lengths, block_size)
     chosen = select_blocks(q, k, lengths, block_size=block_size, topk=topk)
@@ -66,7 +71,7 @@ def earlier_segments(q, k, v, lengths, block_size, topk):
     return torch.stack(rows)
 
 
-def attended(q, k, v, token, seen):
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: int, seen: slice | list[int]) -> torch.Tensor:
     """Attention of one token with all heads, [H, d], to the keys `seen`."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x[seen].repeat_interleave(group, 1) for x in (k, v))
@@ -74,7 +79,7 @@ def attended(q, k, v, token, seen):
     return torch.einsum("hs,shd->hd", scores.softmax(-1), values)
 
 
-def oracle(layer, lengths):
+def oracle(layer: Layer, lengths: list[int]) -> list[torch.Tensor]:
     """[self attention before its projection, update by the second sublayer for the residual stream x]."""
     rope = rope_cos_sin(layer.positions, layer.model.rope, 8)
     own = own_segment(apply_rope(layer.q, *rope), apply_rope(layer.k, *rope), layer.v, lengths, 4)
@@ -92,7 +97,7 @@ def oracle(layer, lengths):
     return [own, out.flatten(1) @ p["o_proj.weight"].T]
 
 
-def flat(found):
+def flat(found: Results) -> dict[str, torch.Tensor]:
     outputs, inputs, parameters = found
     return {f"output {i}": x for i, x in enumerate(outputs)} | dict(zip("xqkv", inputs, strict=True)) | parameters
 
@@ -150,7 +155,7 @@ def test_decoding(decode):
     assert_decodes_like_training("moba_v05", SMALL, decode=decode)
 
 
-def models(kind, options, **changes):
+def models(kind: str, options: dict[str, Any], **changes: Any) -> Transformer:
     """A float64 model of this kind with initial weights."""
     model = MODEL.model_copy(update=changes)
     modules = [{"moba_v05": KIND.parameters(KIND.Options(), model, layer)} for layer in range(model.layers)]
@@ -185,7 +190,7 @@ def test_compiled_and_recomputed_blocks_give_equal_numbers():
     calls = []
 
     class Count(Observer):
-        def around(self, function):
+        def around(self, function: str) -> AbstractContextManager[None]:
             calls.append(function)
             return nullcontext()
 

@@ -1,6 +1,8 @@
 """MoBA's v1, a softmax for each block: against loops in float64, on ranks, in packed documents, while decoding."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tests.attention.kind_checks import (
     MODEL,
     RING_IN_PARTS,
     STRATEGIES,
+    Layer,
     assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
@@ -35,7 +38,19 @@ SMALL = {"block_size": 4, "topk": 3}
 merges = pytest.mark.parametrize("merge", ["sum", "gate"])
 
 
-def oracle(q, k, v, lengths, *, merge, block_size, topk, select="head", always=("current",), scale=None):
+def oracle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    *,
+    merge: str,
+    block_size: int,
+    topk: int,
+    select: str = "head",
+    always: Sequence[str] = ("current",),
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): every query and head has a list of blocks, and each block a softmax written out; autograd's
     gradients. Weights are numbers without gradient."""
     tokens, heads, width = q.shape
@@ -65,7 +80,7 @@ def oracle(q, k, v, lengths, *, merge, block_size, topk, select="head", always=(
     return torch.stack(out).view(tokens, heads, width), torch.stack(lse).view(tokens, heads).T
 
 
-def attention_of(options, head_dim=8):
+def attention_of(options: dict[str, Any], head_dim: int = 8) -> Any:
     (attention,) = KINDS["moba_v1"](KINDS["moba_v1"].Options(**options), head_dim).attentions
     return attention
 
@@ -101,7 +116,7 @@ def test_output_lse_and_gradients_equal_the_loops(merge, backend, lengths, heads
 def test_the_layer_is_the_loops_on_rotated_queries_and_keys(merge):
     layer = make_layer("moba_v1", {**SMALL, "merge": merge}, LENGTHS)
 
-    def plain(layer):
+    def plain(layer: Layer) -> list[torch.Tensor]:
         rope = rope_cos_sin(layer.positions, layer.model.rope, 8)
         q, k = (apply_rope(x, *rope) for x in (layer.q, layer.k))
         return [oracle(q, k, layer.v, LENGTHS, merge=merge, **SMALL)[0]]
@@ -250,7 +265,7 @@ def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(merge, head_dim, heads,
             assert error(a, b) < 0.02, (name, limit, float(error(a, b)))
 
 
-def context(**changes):
+def context(**changes: Any) -> StageContext:
     values = {"seq_len": 64, "cp": 1, "tp": 1, "deterministic": False, "device": None, "layers": "in layer 0"}
     return StageContext(MODEL, **{**values, **changes})
 

@@ -1,7 +1,8 @@
 """Native Sparse Attention against the paper written out query by query, in float64."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.registry import KINDS
+from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
 from moba_train.mechanisms.nsa.nsa_kind import Compression, NsaKind, NsaOptions
 from moba_train.mechanisms.nsa.selection import BlockChoice
@@ -24,6 +26,7 @@ from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
     Layer,
+    Results,
     assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
@@ -102,7 +105,7 @@ def selected(t: int, probabilities: Tensor, starts: list[int], options: NsaOptio
     return sorted([*forced, *others[: options.topk - len(forced | {own})]])
 
 
-def branch(module, x: Tensor, model) -> tuple[Tensor, Tensor]:
+def branch(module: Any, x: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
     shape = len(x), model.kv_heads, model.head_width
     k, v = x @ module.k_proj.weight.T, x @ module.v_proj.weight.T
     if model.qkv_bias:
@@ -113,7 +116,7 @@ def branch(module, x: Tensor, model) -> tuple[Tensor, Tensor]:
     return k.view(shape), v.view(shape)
 
 
-def compress(module, x: Tensor, starts: list[int], block: int) -> Tensor:
+def compress(module: Any, x: Tensor, starts: list[int], block: int) -> Tensor:
     """[blocks, K, d]: the MLP of each block's vectors, each with its position's embedding, one after the other."""
     found = [
         torch.cat([x[start + i, kv] + module.positions[i] for i in range(block)])
@@ -134,14 +137,14 @@ def softmax(q: Tensor, k: Tensor) -> Tensor:
     return (k @ q / q.shape[-1] ** 0.5).softmax(0)
 
 
-def flat(found) -> Iterator[tuple[str, Tensor]]:
+def flat(found: Results) -> Iterator[tuple[str, Tensor]]:
     outputs, inputs, parameters = found
     yield "output", outputs[0]
     yield from zip("xqkv", inputs, strict=True)
     yield from parameters.items()
 
 
-def assert_equal(got, want, atol: float = 1e-11) -> None:
+def assert_equal(got: Results, want: Results, atol: float = 1e-11) -> None:
     for (name, a), (_, b) in zip(flat(got), flat(want), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -165,8 +168,8 @@ def test_heads_may_be_taken_one_after_the_other(monkeypatch):
     assert calls == [1, 1]
 
 
-def counted(function, calls: list[int]):
-    def attend(q, k, *rest):
+def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    def attend(q: Tensor, k: Tensor, *rest: Any) -> Any:
         calls.append(k.shape[1])
         return function(q, k, *rest)
 
@@ -245,7 +248,7 @@ def test_ranks_without_tokens():
 def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch):
     counts = []
 
-    def counted(module, x, first):
+    def counted(module: Any, x: Tensor, first: Any) -> Tensor:
         counts.append(len(first))
         return compress(module, x, first)
 
@@ -278,7 +281,7 @@ def test_compiled_and_recomputed_layers_give_equal_numbers():
     assert_equal(results(layer, torch.compile(run_layer, backend="aot_eager")), want, atol=1e-12)
 
     def recomputed(layer: Layer) -> list[Tensor]:
-        def contexts():
+        def contexts() -> Any:
             return create_selective_checkpoint_contexts(list(SAVED_OPERATORS))
 
         return checkpoint(run_layer, layer, use_reentrant=False, context_fn=contexts)

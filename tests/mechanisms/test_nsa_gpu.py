@@ -4,6 +4,8 @@ fla-core wants 16 query heads for each key/value head, and averages its compress
 selected ones and do not overlap: with blocks averaged alike, everything can be compared but the MLP.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kernels.common.geometry import first_blocks, query_blocks
-from moba_train.attention.layout import packed_layout
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.mechanisms.nsa import selection
 from moba_train.mechanisms.nsa import selection_kernel as kernel
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
@@ -35,7 +37,9 @@ def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-def compressed(attention: CompressedAttention, q: Tensor, k: Tensor, v: Tensor, layout) -> tuple[list[Tensor], Tensor]:
+def compressed(
+    attention: CompressedAttention, q: Tensor, k: Tensor, v: Tensor, layout: Layout
+) -> tuple[list[Tensor], Tensor]:
     """[out, dq, dk, dv] and lse."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out, lse = LOCAL_ENGINE.shard(layout).attend(*leaves, attention)
@@ -69,7 +73,9 @@ def test_probabilities_in_plain_pytorch_equal_float64(head_dim, heads, kv_heads)
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
 
 
-def queries_and_keys(blocks: CompressedBlocks, layout, heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
+def queries_and_keys(
+    blocks: CompressedBlocks, layout: Layout, heads: int, kv_heads: int, head_dim: int
+) -> list[Tensor]:
     """Random queries, compressed keys, and the queries' log-sum-exp over those they see."""
     q = make_qkv(layout.total, heads, kv_heads, head_dim, "cuda", torch.bfloat16)[0].detach()
     _, k, v = make_qkv(blocks.bound(layout), heads, kv_heads, head_dim, "cuda", torch.bfloat16, seed=1)
@@ -128,7 +134,7 @@ def test_the_layer_equals_float64_with_the_same_selection(separate_kv, monkeypat
     chosen = []
     choose = BlockChoice.choose
 
-    def record(*arguments):
+    def record(*arguments: Any) -> Any:
         chosen.append(choose(*arguments))
         return chosen[-1]
 

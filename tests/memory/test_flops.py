@@ -3,6 +3,7 @@
 import io
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14
 LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=6)
 
 
-def real(lengths: list[int], **attention) -> float:
+def real(lengths: list[int], **attention: Any) -> float:
     layers = resolve_layers(AttentionConfig.model_validate(attention), LLAMA_8B.layers)
     return real_flops(LLAMA_8B, layers, lengths)
 

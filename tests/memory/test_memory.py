@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -32,7 +33,7 @@ LLAMA_8B_BLOCK = 218_112_000
 LAYERS = 32
 
 
-def config(model: str, seq_len: str, attention: dict, **changes) -> RunConfig:
+def config(model: str, seq_len: str, attention: dict, **changes: Any) -> RunConfig:
     """A recipe with one stage of the model in configs/models."""
     recipe = {
         "name": "measured",
@@ -46,17 +47,17 @@ def config(model: str, seq_len: str, attention: dict, **changes) -> RunConfig:
     return RunConfig.model_validate(recipe)
 
 
-def planned(model: str, world_size: int, *arguments, **changes) -> StagePlan:
+def planned(model: str, world_size: int, *arguments: Any, **changes: Any) -> StagePlan:
     """The plan of the only stage of `config`."""
     return plan_of(config(model, *arguments, **changes), world_size, 989, 0.4).stages[0]
 
 
-def memory(*arguments, **changes) -> Memory:
+def memory(*arguments: Any, **changes: Any) -> Memory:
     return planned(*arguments, **changes).memory
 
 
 @pytest.fixture
-def logits_twice(monkeypatch):
+def logits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """These runs were measured when the backward pass computed the logits again, where FSDP holds nothing of its last
     gather any more."""
     now = estimates.rank_weights
@@ -64,7 +65,7 @@ def logits_twice(monkeypatch):
 
 
 @pytest.fixture
-def before(monkeypatch, logits_twice):
+def before(monkeypatch: pytest.MonkeyPatch, logits_twice: None) -> None:
     """These runs were measured before `compile: true` compiled the loss, and with feed-forwards of all rows at once."""
     monkeypatch.setattr(moments, "bytes_per_logit", lambda _: 12)
     monkeypatch.setattr(layer_memory, "FEED_FORWARD_ROWS", 1 << 30)
@@ -383,7 +384,7 @@ def test_a_stage_that_does_not_fit_the_gpu_is_named():
 def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory():
     """Muon keeps one number for each of the blocks' 6,979,321,856 weights in matrices, AdamW two for any."""
 
-    def state(**optim) -> tuple[int, int]:
+    def state(**optim: Any) -> tuple[int, int]:
         found = memory("llama3-8b", 2, "8K", FULL, batch_tokens="16K", optim=optim)
         return found.optimizer, found.host_optimizer
 
@@ -412,7 +413,7 @@ def test_offloaded_activations_leave_room_on_the_host_for_saves_and_the_optimize
     """The host takes as many layers, the last one left out, as there is room for beside the copy of a save, which is of
     weights and AdamW's state, and beside that state."""
 
-    def offloaded(host_gib: float, every: int | None, **optim) -> int:
+    def offloaded(host_gib: float, every: int | None, **optim: Any) -> int:
         changes = {"batch_tokens": "8K", "activation_offload": True, "optim": optim, "memory": {"gpu_gib": 1}}
         recipe = config("llama-1b", "8K", FULL, checkpoint={"every": every}, **changes)
         layers = plan_of(recipe, 1, 989, 0.4, host_bytes=host_gib * 2**30).stages[0].activations.layers

@@ -1,11 +1,12 @@
 """Initial weights: a pure function of the seed and a parameter's name."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -16,7 +17,7 @@ from moba_train.model.transformer import Transformer
 SHAPE = {"vocab_size": 401, "hidden_size": 64, "intermediate_size": 150, "layers": 2, "heads": 4, "kv_heads": 2}
 
 
-def initialized(seed=0, **changes) -> dict[str, torch.Tensor]:
+def initialized(seed: int = 0, **changes: Any) -> dict[str, torch.Tensor]:
     model = Transformer(ModelConfig(**{**SHAPE, **changes}))
     initialize_weights(model, seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -61,7 +62,7 @@ def test_a_rank_holds_its_shard_of_the_one_model():
         mesh = init_device_mesh("cpu", (3,))
         model = Transformer(ModelConfig(**SHAPE))
 
-        def shard(_name, module, mesh):
+        def shard(_name: str, module: torch.nn.Module, mesh: DeviceMesh) -> None:
             for key, parameter in list(module.named_parameters(recurse=False)):
                 cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
                 module.register_parameter(key, torch.nn.Parameter(cut))

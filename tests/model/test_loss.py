@@ -1,5 +1,7 @@
 """The loss sum: cross entropy on rows with loss, in chunks, defined without any."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ T, D, V = 23, 8, 31
 
 
 @pytest.fixture
-def case(device):
+def case(device: torch.device | str) -> tuple[torch.Tensor, ...]:
     """hidden, weight, and (labels, index, weights) of 11 of 23 rows."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(T, D, generator=generator).to(device).requires_grad_()
@@ -31,7 +33,9 @@ def case(device):
     return hidden, weight, labels, index, weights
 
 
-def plain(hidden, weight, labels, index, weights):
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     return (F.cross_entropy((hidden @ weight.T)[index], labels, reduction="none") * weights).sum()
 
 
@@ -61,7 +65,7 @@ class Products(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return function(*args, **(kwargs or {}))
 
@@ -132,7 +136,7 @@ def test_the_compiled_loss_is_the_same_and_compiled_for_few_sizes(device, monkey
     leaves = [torch.randn(rows, D, generator=generator).to(device).requires_grad_() for rows in (T, V)]
     labels, weights = torch.randint(V, (T,), generator=generator).to(device), torch.rand(T).to(device)
 
-    def gradients(rows, *of_chunk):
+    def gradients(rows: int, *of_chunk: Any) -> list[torch.Tensor]:
         index = torch.arange(T - rows, T, device=device)
         total = weighted_loss_sum(*leaves, labels[:rows], index, weights[:rows], *of_chunk)
         return [total.detach(), *torch.autograd.grad(total, leaves)]

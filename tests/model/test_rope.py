@@ -16,7 +16,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, config: RopeConfig) -> torc
     return apply_rope(x, *rope_cos_sin(positions.to(x.device), config, HEAD_DIM))
 
 
-def random_heads(tokens: int, device, dtype=torch.float64) -> torch.Tensor:
+def random_heads(tokens: int, device: torch.device | str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(tokens, 2, HEAD_DIM, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
 
 

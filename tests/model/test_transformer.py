@@ -1,11 +1,13 @@
 """The Transformer computes what a plain Llama computes, document by document."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moba_train.attention.full.full_kind import FullKind
-from moba_train.attention.layout import packed_layout
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.build import initialize_weights
@@ -31,7 +33,7 @@ SHAPES = [
 ]
 
 
-def build(device, kinds=None, **changes) -> Transformer:
+def build(device: torch.device | str, kinds: Any = None, **changes: Any) -> Transformer:
     config = ModelConfig(**{**BASE, **changes})
     model = Transformer(config).to(device)
     initialize_weights(model, seed=3)
@@ -44,14 +46,14 @@ def build(device, kinds=None, **changes) -> Transformer:
     return model
 
 
-def inputs(lengths, device):
+def inputs(lengths: list[int], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, Layout]:
     """tokens, positions and layout of packed documents; positions start anew in each."""
     tokens = torch.randint(50, (sum(lengths),), generator=torch.Generator().manual_seed(1)).to(device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
     return tokens, positions, packed_layout(lengths, device)
 
 
-def rms(x, weight, eps):
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
@@ -62,11 +64,11 @@ def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     steps = torch.arange(len(tokens), device=tokens.device, dtype=torch.float32) / config.rope.factor
     angles = torch.outer(steps, config.rope.theta ** (-torch.arange(half, device=tokens.device) / half))
 
-    def rope(x_HTd):
+    def rope(x_HTd: torch.Tensor) -> torch.Tensor:
         a, b = x_HTd[..., :half], x_HTd[..., half:]
         return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
-    def heads(x, layer, name):
+    def heads(x: torch.Tensor, layer: str, name: str) -> torch.Tensor:
         y = F.linear(x, weights[f"{layer}.{name}_proj.weight"], weights.get(f"{layer}.{name}_proj.bias"))
         y = y.view(len(tokens), -1, width).transpose(0, 1)
         return rms(y, weights[f"{layer}.{name}_norm.weight"], eps) if config.qk_norm and name != "v" else y

@@ -1,6 +1,8 @@
 """What works but is hardly meant is said, with the keys to change; the run goes on."""
 
 import hashlib
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +75,7 @@ def test_sizes_by_which_checkpointing_confuses_products_are_named(load, override
     assert [text[: len(begin)] for text in recipe_warnings(config)] == ([begin] if as_large_as else [])
 
 
-def write_corpora(folder, **info):
+def write_corpora(folder: Path, **info: Any) -> None:
     """Corpora `a` and `b` of one document, whose sidecars say `info`."""
     for name in ("a", "b"):
         with IndexedDatasetWriter(folder / "corpora" / name, np.uint16, info) as writer:

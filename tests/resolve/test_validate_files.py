@@ -1,6 +1,7 @@
 """Files that are missing, and corpora that do not fit the recipe or each other, are named before the run begins."""
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):
     assert "late.bin and late.idx" in found[1]
 
 
-def corpus(path, tokenizer, content):
+def corpus(path: Path, tokenizer: str, content: bytes) -> None:
     info = {"tokenizer": tokenizer, "tokenizer_sha256": hashlib.sha256(content).hexdigest(), "vocab_size": 9}
     with IndexedDatasetWriter(path, np.uint16, info) as writer:
         writer.add_document([1, 2, 3])

@@ -1,6 +1,7 @@
 """`moba-train profile-spans`: influences of a whole model, the command, and training with what it wrote."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from moba_train.attention.engine import LOCAL_ENGINE, OperatorEngine
 from moba_train.attention.full import FullAttention
-from moba_train.attention.layout import packed_layout
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
@@ -46,7 +47,7 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
     rows, layout = torch.arange(13), packed_layout([13])
     seen = {}
 
-    def loss():
+    def loss() -> torch.Tensor:
         return F.cross_entropy(model(tokens, rows, layout), labels)  # in float64, as Transformer.loss is not
 
     with _influences(model, seen.__setitem__, 1):
@@ -54,14 +55,27 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
     assert sorted(seen) == [0, 1]
 
     class Moved(OperatorEngine):
-        def __init__(self, *place):
+        def __init__(self, *place: Any) -> None:
             self.place = place
 
-        def __call__(self, q, k, v, attention, layout):
+        def __call__(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Any, layout: Layout
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             out, lse = super().__call__(q, k, v, attention, layout)
             return moved(*self.place, q, k, v, attention, out), lse
 
-    def moved(layer, head, query, key, share, q, k, v, attention, out):
+    def moved(
+        layer: int,
+        head: int,
+        query: int,
+        key: int,
+        share: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attention: Any,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
         scores = attention.scale * k[: query + 1, head // 2] @ q[query, head]
         scores[key] = -torch.inf
         masked = scores.softmax(0) @ v[: query + 1, head // 2] if query else torch.zeros(8, dtype=torch.float64)

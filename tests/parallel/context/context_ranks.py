@@ -5,11 +5,12 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from moba_train.attention.layout import Layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
@@ -89,13 +91,13 @@ Call = tuple[str, int, list[int], list[tuple[int, ...]]]
 
 
 @contextmanager
-def recorded_calls():
+def recorded_calls() -> Iterator[list[Call]]:
     """Record the calls to `Communicator` in order, as far as they must agree on all ranks."""
     calls: list[Call] = []
     names = ("all_gather", "all_gather_by_ring", "all_to_all", "all_to_all_uneven", "all_reduce", "send_recv")
     methods = {name: getattr(Communicator, name) for name in names}
 
-    def recording(name: str, communicator: Communicator, *args, **options):
+    def recording(name: str, communicator: Communicator, *args: Any, **options: Any) -> Any:
         sizes = [] if name == "all_to_all_uneven" else [tuple(x.shape) for x in args if isinstance(x, Tensor)]
         calls.append((name, communicator.size, [x % communicator.size for x in args if isinstance(x, int)], sizes))
         return methods[name](communicator, *args, **options)
@@ -217,7 +219,9 @@ def compiles_without_graph_breaks(member: Member) -> None:
         engine, attention = member.engine(strategy), case.attention()
         shards = [engine.sequence(case.total).shard(x, engine.transport.rank) for x in case.inputs()]
 
-        def run(q: Tensor, k: Tensor, v: Tensor, layout, engine=engine, attention=attention) -> Tensor:
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, layout: Layout, engine: Any = engine, attention: Any = attention
+        ) -> Tensor:
             return engine(q * 1.5, k, v, attention, layout)[0]
 
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)

@@ -6,7 +6,7 @@ from tests.parallel.context.context_ranks import CHECKS, run_checks
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory) -> dict[str, str]:
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return run_checks(4, CHECKS, tmp_path_factory.mktemp("context"))
 
 

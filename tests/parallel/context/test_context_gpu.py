@@ -83,7 +83,7 @@ def soak(member: Member) -> None:
 
 
 @pytest.fixture(scope="module")
-def errors(request, tmp_path_factory) -> dict[str, str]:
+def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The errors of the selected checks: `-k ring` runs only those."""
     selected = {item.callspec.params["check"] for item in request.session.items if item.function is test_between_gpus}
     checks = {name: check for name, check in CHECKS.items() if name in selected}

@@ -1,8 +1,10 @@
 """Attention over a sharded sequence equals attention on one device. Ranks are threads, numbers are float64."""
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from moba_train import registry
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import Layout, TokenRanges
 from moba_train.attention.observer import StatisticsObserver
+from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.parallel.context.context_cases import (
     Case,
@@ -166,11 +169,13 @@ def test_the_ring_sends_chunks_on_before_it_attends(ring, before_each_attention,
     send_recv = ThreadCommunicator.send_recv
     attend = FullAttention.attend
 
-    def counted_send_recv(communicator, *args, **options):
+    def counted_send_recv(communicator: Communicator, *args: Any, **options: Any) -> Any:
         begun[threading.get_ident()] = begun.get(threading.get_ident(), 0) + 1
         return send_recv(communicator, *args, **options)
 
-    def counted_attend(attention, q, k, v, layout, selection):
+    def counted_attend(
+        attention: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, selection: Any
+    ) -> Any:
         if layout.q_ranges == ((28, 32),):
             counts.append(begun[threading.get_ident()])
         return attend(attention, q, k, v, layout, selection)
@@ -189,7 +194,7 @@ def test_a_ring_inside_a_node_attends_to_all_keys_in_one_call(depth, monkeypatch
     for name, keys in calls.items():
         function = getattr(FullAttention, name)
 
-        def recorded(*arguments, function=function, keys=keys):
+        def recorded(*arguments: Any, function: Callable[..., Any] = function, keys: list[Any] = keys) -> Any:
             (layout,) = (x for x in arguments if isinstance(x, Layout))
             keys.append(layout.k_ranges)
             return function(*arguments)

@@ -1,6 +1,7 @@
 """Strategies that are impossible are refused with the key to change."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ MOBA = MobaAttention(MobaAttention.Options(), 16)
 FULL = FullAttention(FullAttention.Options(), 16)
 
 
-def check(strategy, heads, kv_heads, **facts):
+def check(strategy: CPStrategy, heads: int, kv_heads: int, **facts: Any) -> None:
     transport_spec(strategy.transport).check_attention(strategy, heads, kv_heads, AttentionFacts(**facts))
 
 

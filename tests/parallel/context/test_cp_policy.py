@@ -1,6 +1,7 @@
 """What `auto` takes and what it says about it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,9 @@ from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 LLAMA_8B = AttentionShape(tokens=2**17, heads=32, kv_heads=8, head_dim=128)
 
 
-def auto(shape: AttentionShape = LLAMA_8B, ranks: int = 4, node_size: int | None = None, **limits):
+def auto(
+    shape: AttentionShape = LLAMA_8B, ranks: int = 4, node_size: int | None = None, **limits: Any
+) -> tuple[CPStrategy, str]:
     return choose_strategy("auto", "auto", shape, ranks=ranks, node_size=node_size or ranks, **limits)
 
 
@@ -101,7 +104,7 @@ def test_the_configured_transport_is_taken():
 
 
 def test_one_slice_inside_a_node_unless_it_does_not_fit():
-    def slices(transport: str, ranks: int = 4, node_size: int = 4, **limits) -> int:
+    def slices(transport: str, ranks: int = 4, node_size: int = 4, **limits: Any) -> int:
         return choose_strategy(transport, "auto", LLAMA_8B, ranks=ranks, node_size=node_size, **limits)[0].slices
 
     assert slices("allgather") == 1

@@ -10,7 +10,7 @@ from moba_train.parallel.context.units import OwnedUnits
 
 
 @st.composite
-def situations(draw):
+def situations(draw: st.DrawFn) -> tuple[list[int], SequenceLayout, int]:
     lengths = draw(st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda lengths: sum(lengths) >= 6))
     ranks, size = draw(st.integers(1, 6)), draw(st.integers(1, 20))
     sequence = SequenceLayout.split(sum(lengths), ranks, draw(st.sampled_from(["contiguous", "zigzag"])))

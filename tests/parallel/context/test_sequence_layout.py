@@ -11,7 +11,7 @@ LAYOUTS = ("contiguous", "zigzag")
 
 
 @st.composite
-def layouts(draw) -> SequenceLayout:
+def layouts(draw: st.DrawFn) -> SequenceLayout:
     ranks = draw(st.integers(1, 9))
     return SequenceLayout.split(draw(st.integers(ranks, 200)), ranks, draw(st.sampled_from(LAYOUTS)))
 

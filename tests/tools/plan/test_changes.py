@@ -3,10 +3,12 @@
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import Result
 from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
@@ -49,7 +51,7 @@ stages:
     return path
 
 
-def plan(recipe: Path, *arguments: str):
+def plan(recipe: Path, *arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(recipe), *arguments])
 
 
@@ -176,7 +178,7 @@ def test_replicas_become_shards():
     first = plan_of(config, 8, 989, 0.4)
     seen: list[tuple[str, ...]] = []
 
-    def replan(changes, gpus: int) -> Plan:
+    def replan(changes: Sequence[str], gpus: int) -> Plan:
         seen.append(changes)
         if gpus > 8 or changes != ("parallel.dp_replicate=2", "parallel.dp_shard=-1"):
             raise ConfigError(["not here"])

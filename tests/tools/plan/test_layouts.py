@@ -3,12 +3,13 @@
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
@@ -43,7 +44,7 @@ def step(config: RunConfig, index: int, sizes: MeshSizes, machine: Machine = FOU
 
 
 @pytest.fixture
-def search(recipe: Path):
+def search(recipe: Path) -> Callable[..., list[Layout]]:
     """The best layouts of the small recipe with overrides, each checked as `launch` would."""
 
     def search(*overrides: str, nodes: int = 2, machine: Machine = FOUR, most: int = 100) -> list[Layout]:
@@ -192,7 +193,7 @@ def test_this_machines_gpu_has_the_bandwidth_of_its_name(monkeypatch: pytest.Mon
 
 
 def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: Path) -> None:
-    def plan(*arguments: str):
+    def plan(*arguments: str) -> Result:
         return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(recipe), "--no-data", *arguments])
 
     done = plan("--nodes", "2", "--gpus-per-node", "4", "--network", "200", "--gpu", "h200")

@@ -2,6 +2,7 @@
 
 import io
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +18,7 @@ from tests.resolved import plan_of
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "layers": 32, "heads": 32}
 
 
-def config(**changes) -> RunConfig:
+def config(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "demo",
@@ -104,7 +105,7 @@ def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_com
 
 
 def test_moba_layers_of_several_sizes_take_their_own_time():
-    def attention_seconds(**options) -> list[float]:
+    def attention_seconds(**options: Any) -> list[float]:
         found = plan_of(config(parallel={"cp": 8}, attention=options), 16, 989, 0.4).stages[1]
         return [found.context.attention_seconds[layer] for layer in found.stage.attention]
 
