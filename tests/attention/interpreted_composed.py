@@ -23,7 +23,9 @@ quicken()
     ("lengths", "limit", "kv_heads", "block_size", "topk"),
     [([150, 70], None, 2, 64, 3), ([130, 0, 1, 90], 300, 1, 50, 2)],
 )
-def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads, block_size, topk, monkeypatch):
+def test_the_composition_gathers_and_joins_with_kernels(
+    lengths: list[int], limit: int | None, kv_heads: int, block_size: int, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if limit:
         monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: limit)
     tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
@@ -40,7 +42,9 @@ def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads
 
 @pytest.mark.parametrize("merge", ["sum", "gate"])
 @pytest.mark.parametrize(("lengths", "limit", "kv_heads"), [([150, 70], None, 2), ([130, 0, 1, 90], 300, 1)])
-def test_the_composition_adds_up_blocks_with_kernels(merge, lengths, limit, kv_heads, monkeypatch):
+def test_the_composition_adds_up_blocks_with_kernels(
+    merge: str, lengths: list[int], limit: int | None, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if limit:
         monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: limit)
     tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")

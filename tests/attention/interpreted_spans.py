@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from moba_train.attention.kernels.common import call
@@ -15,7 +16,7 @@ from tests.attention.quick_interpreter import quicken
 quicken()
 
 
-def test_spans_of_heads_with_blocks_of_several_sizes():
+def test_spans_of_heads_with_blocks_of_several_sizes() -> None:
     """The kind `moa`: heads that share keys, with blocks of 64 and 256 tokens, and one with full attention."""
     options = {"alpha": (64, -200, 0), "beta": (0.0, 0.6, 1.0), "max_length": 6000}
     tensors, layout = inputs([300, 20], 3, 1, 64, torch.float32, "cpu"), layout_of([300, 20], "cpu")
@@ -48,7 +49,7 @@ def assert_selected_and_local(
     assert_results(found, want)
 
 
-def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeypatch):
+def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short blocks, whose lists are cut into work ranges."""
     attention, tensors, layout = infllm_v2([210, 0, 1, 20], 2, dense_len=1)
     monkeypatch.setattr(call.BlockCall, "limit", 100)
@@ -57,6 +58,6 @@ def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeyp
     assert_selected_and_local(attention, tensors, layout, found, selection)
 
 
-def test_local_and_selected_blocks_may_be_long():
+def test_local_and_selected_blocks_may_be_long() -> None:
     attention, tensors, layout = infllm_v2([480, 10], 1, dense_len=200, block_size=192, local_blocks=1)
     assert_selected_and_local(attention, tensors, layout, *run(attention, tensors, layout))

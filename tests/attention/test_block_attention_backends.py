@@ -47,7 +47,7 @@ def pick(
     return BlockAttention(block_size, 1.0, wanted, KEY).pick(x or q(), layout or packed([64], "cpu"), history_blocks)
 
 
-def test_auto_takes_triton_and_says_so_once(caplog):
+def test_auto_takes_triton_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert [pick(), pick()] == ["triton", "triton"]
     assert [record.message for record in caplog.records] == [
@@ -55,14 +55,14 @@ def test_auto_takes_triton_and_says_so_once(caplog):
     ]
 
 
-def test_auto_warns_when_only_plain_pytorch_is_left_and_names_every_reason():
+def test_auto_warns_when_only_plain_pytorch_is_left_and_names_every_reason() -> None:
     with pytest.warns(
         UserWarning, match=r"plain PyTorch.*dtype torch\.float32.*FlashAttention-2: dtype torch\.float32"
     ):
         assert pick(x=q(dtype=torch.float32)) == "reference"
 
 
-def test_a_backend_is_resolved_once_for_a_stage(monkeypatch):
+def test_a_backend_is_resolved_once_for_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers and batches give equal facts: only what depends on a batch alone is asked for again."""
     attention = BlockAttention(512, 1.0, "auto", "of.a.stage")
     first = attention.pick(q(), packed([64], "cpu"), 2)
@@ -70,7 +70,7 @@ def test_a_backend_is_resolved_once_for_a_stage(monkeypatch):
     assert attention.pick(q(), packed([32, 32], "cpu"), 2) == first
 
 
-def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason():
+def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason() -> None:
     part = packed([256], "cpu").part(None, ((0, 64), (96, 160)))
     message = (
         rf"{KEY}: 'triton' cannot do this batch: a shard whose token ranges 0-64, 96-160 are less than .*use 'auto'"
@@ -79,7 +79,7 @@ def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason():
         pick("triton", block_size=64, layout=part)
 
 
-def test_flash_shares_the_selection_kernels_where_they_can_run():
+def test_flash_shares_the_selection_kernels_where_they_can_run() -> None:
     def pick(wanted: str, x: torch.Tensor, count: int = 2) -> Any:
         return pick_selector(wanted, x, packed([1], "cpu"), block_size=64, history_blocks=count)
 
@@ -92,7 +92,9 @@ def test_flash_shares_the_selection_kernels_where_they_can_run():
     assert pick("auto", torch.zeros(1, 1, 128)) is gate
 
 
-def test_the_selection_of_flash_is_the_blocks_alone_and_of_the_shape_that_tracing_is_told(monkeypatch):
+def test_the_selection_of_flash_is_the_blocks_alone_and_of_the_shape_that_tracing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     x = torch.zeros(9, 2, 16)
     attention, layout = build("composed", 16, block_size=4, topk=3), packed([9], "cpu")
@@ -101,7 +103,9 @@ def test_the_selection_of_flash_is_the_blocks_alone_and_of_the_shape_that_tracin
     assert (empty.shape, empty.dtype) == (selected.shape, selected.dtype)
 
 
-def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_keys(monkeypatch):
+def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     picked = []
     pick = BlockAttention.pick
@@ -123,7 +127,7 @@ def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_key
     assert picked == [layout, part]
 
 
-def test_the_reference_takes_a_selection_that_the_kernels_made():
+def test_the_reference_takes_a_selection_that_the_kernels_made() -> None:
     """A rank whose queries are one range selects with `triton`, then meets keys that only the reference takes."""
     layout = packed([256], "cpu")
     mine, theirs = layout.part(((96, 160),), None), layout.part(((96, 160),), ((0, 64), (96, 160)))

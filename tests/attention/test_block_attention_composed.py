@@ -9,6 +9,7 @@ from _pytest.mark import ParameterSet
 
 from moba_train.attention.kernels import composed, varlen
 from moba_train.attention.kernels.varlen import Segments
+from moba_train.attention.kernels.varlen.protocol import VarlenKernel
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba import moba_attention
 from moba_train.attention.protocol import BackwardState
@@ -32,19 +33,19 @@ GRID = pytest.mark.parametrize(
 
 @GRID
 @pytest.mark.parametrize("topk", [1, 2, 3, 50])
-def test_output_lse_and_gradients_equal_the_specification(lengths, topk):
+def test_output_lse_and_gradients_equal_the_specification(lengths: list[int], topk: int) -> None:
     assert_equals_oracle(lengths, 4, 2, 16, "cpu", backend="composed", block_size=4, topk=topk)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("select", ["head", "group"])
-def test_any_number_of_queries_may_share_a_key_head(heads, kv_heads, select):
+def test_any_number_of_queries_may_share_a_key_head(heads: int, kv_heads: int, select: str) -> None:
     options = {"block_size": 3, "topk": 3, "select": select, "always": ("current", "first")}
     assert_equals_oracle([13, 7], heads, kv_heads, 16, "cpu", backend="composed", **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 1000])
-def test_every_block_size_from_one_token_to_more_than_the_sequence(block_size):
+def test_every_block_size_from_one_token_to_more_than_the_sequence(block_size: int) -> None:
     assert_equals_oracle([9, 8], 2, 1, 16, "cpu", backend="composed", block_size=block_size, topk=3, scale=0.7)
 
 
@@ -81,7 +82,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, most_segments: int = 2**31, dq_buffer
 
 
 @pytest.mark.parametrize(("limit", "dq_buffers"), [(12, 1), (80, 1), (150, 1), (400, 1), (400, 3)])
-def test_memory_is_bounded_by_parts_that_leave_no_trace(limit, dq_buffers, monkeypatch):
+def test_memory_is_bounded_by_parts_that_leave_no_trace(
+    limit: int, dq_buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranges of three tokens, of 19, one head at once, two at once."""
     lengths, selected, group = [25, 3, 9], 2, 2
     monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: limit)
@@ -92,7 +95,7 @@ def test_memory_is_bounded_by_parts_that_leave_no_trace(limit, dq_buffers, monke
     assert len(history) >= 2 * 3 * sum(lengths) * group * selected // (2 * limit)  # half of them exist
 
 
-def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch):
+def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of more elements than kernels can index; two key/value heads, three of their four queries at once."""
     monkeypatch.setattr(composed, "MOST_ELEMENTS", 3 * 37 * 8)
     calls = watch(monkeypatch)
@@ -100,7 +103,7 @@ def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch):
     assert len([call for call in calls if call.causal]) == 1 + 2 * 2  # all at once in the forward pass
 
 
-def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
+def test_a_kernels_limit_of_segments_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = watch(monkeypatch, most_segments=21)
     assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="composed", block_size=4, topk=3)
     assert max(call.segments for call in calls) <= 21
@@ -109,13 +112,13 @@ def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "head_dim"), [(100, 64), (2**20 * 32, 128), (2**20 * 32, 64), (2**24, 256)])
-def test_a_part_is_half_of_q_at_most_and_within_32_bit_indices(rows, head_dim):
+def test_a_part_is_half_of_q_at_most_and_within_32_bit_indices(rows: int, head_dim: int) -> None:
     entries = composed.slots_at_once(rows, head_dim)
     assert entries * head_dim < 2**31
     assert entries <= max(rows // 2, 2**20)
 
 
-def test_rows_that_select_nothing_are_not_touched_by_what_others_do():
+def test_rows_that_select_nothing_are_not_touched_by_what_others_do() -> None:
     """Documents shorter than a block share parts with long ones; even a NaN there must not reach them."""
     q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))
     q[:20], k[:20], v[:20] = (torch.nan,) * 3
@@ -128,7 +131,7 @@ def test_rows_that_select_nothing_are_not_touched_by_what_others_do():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_is_as_exact_as_attention_written_plainly_and_repeats_bit_by_bit(dtype):
+def test_lower_precision_is_as_exact_as_attention_written_plainly_and_repeats_bit_by_bit(dtype: torch.dtype) -> None:
     tensors, layout = inputs(PACKED, 4, 2, 64, dtype, "cpu"), layout_of(PACKED, "cpu")
     ours = build("composed", 64, block_size=32, topk=4)
     got, selection = run(ours, tensors, layout)
@@ -165,7 +168,9 @@ def check_errors(
         pytest.param([((0, 36),), ((36, 37),), ()], id="one query and none"),
     ],
 )
-def test_shards_of_queries_that_meet_all_keys_are_composed(shards, monkeypatch):
+def test_shards_of_queries_that_meet_all_keys_are_composed(
+    shards: list[tuple[tuple[int, int], ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As all-gather has them; 25 and 9 tokens end in short blocks."""
     lengths = [25, 3, 0, 9]
     tensors, layout = inputs(lengths, 4, 2, 16, torch.float64, "cpu"), layout_of(lengths, "cpu")
@@ -183,7 +188,9 @@ def test_shards_of_queries_that_meet_all_keys_are_composed(shards, monkeypatch):
     ("q_ranges", "k_ranges"),
     [pytest.param(((20, 30),), ((10, 30),), id="some keys"), pytest.param(((20, 22), (23, 30)), None, id="a gap")],
 )
-def test_what_cannot_be_composed_is_left_to_the_reference(q_ranges, k_ranges, monkeypatch):
+def test_what_cannot_be_composed_is_left_to_the_reference(
+    q_ranges: tuple[tuple[int, int], ...], k_ranges: tuple[tuple[int, int], ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = watch(monkeypatch)
     q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))
     layout = layout_of([30], "cpu")
@@ -228,7 +235,17 @@ def case(
     ],
 )
 @pytest.mark.parametrize("limit", [None, 20000])
-def test_gpu_outputs_and_gradients(kernel, lengths, heads, kv_heads, head_dim, dtype, options, limit, monkeypatch):
+def test_gpu_outputs_and_gradients(
+    kernel: type[VarlenKernel],
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    limit: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
     if reason := kernel.refuses(tensors[0]):
         pytest.skip(reason)
@@ -246,7 +263,9 @@ def test_gpu_outputs_and_gradients(kernel, lengths, heads, kv_heads, head_dim, d
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [k for k in varlen.KERNELS if k is not varlen.Cpu], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (512, 3), (1040, 2)])
-def test_gpu_shards_of_queries_that_meet_all_keys(kernel, block_size, topk, monkeypatch):
+def test_gpu_shards_of_queries_that_meet_all_keys(
+    kernel: type[VarlenKernel], block_size: int, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths = [2900, 0, 1, 1195]
     tensors, layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
     if reason := kernel.refuses(tensors[0]):
@@ -265,7 +284,7 @@ def test_gpu_shards_of_queries_that_meet_all_keys(kernel, block_size, topk, monk
 
 
 @pytest.mark.gpu
-def test_gpu_more_than_2_31_elements_in_one_tensor():
+def test_gpu_more_than_2_31_elements_in_one_tensor() -> None:
     """q, out and dq of 2.2e9 elements: own and history blocks of the first, a middle and the last token are right."""
     tokens, heads, head_dim, block_size = 2**19 + 300, 32, 128, 4096
     generator = torch.Generator("cuda").manual_seed(0)

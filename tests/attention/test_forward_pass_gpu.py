@@ -60,7 +60,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("topk", [2, 8])
-def test_blocks_of_one_tile_of_keys(topk, monkeypatch):
+def test_blocks_of_one_tile_of_keys(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the default: benchmarks.attention_forward compares both paths."""
     from moba_train.attention.kernels.common.call import BlockCall
 
@@ -70,7 +70,9 @@ def test_blocks_of_one_tile_of_keys(topk, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_outputs_are_as_near_to_float64_as_attention_written_plainly_and_repeat(case):
+def test_outputs_are_as_near_to_float64_as_attention_written_plainly_and_repeat(
+    case: tuple[list[int], int, int, torch.dtype, dict[str, int]],
+) -> None:
     lengths, heads, kv_heads, dtype, options = case
     tensors, layout = inputs(lengths, heads, kv_heads, 128, dtype, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", 128, **options)
@@ -85,7 +87,7 @@ def test_outputs_are_as_near_to_float64_as_attention_written_plainly_and_repeat(
         assert torch.equal(again[1], lse)
 
 
-def test_later_layers_on_a_layout_have_the_outputs_of_a_first_one():
+def test_later_layers_on_a_layout_have_the_outputs_of_a_first_one() -> None:
     ours, layout = build("triton", 128, block_size=512, topk=3), layout_of([2049, 951], "cuda")
     for seed in range(4):
         tensors = inputs([3000], 8, 2, 128, BF16, "cuda", seed)
@@ -95,7 +97,7 @@ def test_later_layers_on_a_layout_have_the_outputs_of_a_first_one():
 
 @pytest.mark.parametrize("block_size", [512, 1024])
 @pytest.mark.parametrize("cut", [1500, 77])
-def test_shards_of_queries_that_meet_all_keys_have_the_outputs_of_the_whole(cut, block_size):
+def test_shards_of_queries_that_meet_all_keys_have_the_outputs_of_the_whole(cut: int, block_size: int) -> None:
     lengths = [3800, 1, 295]
     tensors, layout = inputs(lengths, 8, 2, 128, BF16, "cuda"), layout_of(lengths, "cuda")
     q, k, v, _ = tensors
@@ -112,7 +114,7 @@ def test_shards_of_queries_that_meet_all_keys_have_the_outputs_of_the_whole(cut,
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), [(512, FP16), (1024, BF16)])
-def test_the_public_function_has_the_gradients_of_float64(block_size, dtype):
+def test_the_public_function_has_the_gradients_of_float64(block_size: int, dtype: torch.dtype) -> None:
     """Forward and backward by autograd, from one strided tensor of queries, keys and values."""
     lengths = [3000, 0, 1, 1099]
     qkv = make_qkv(sum(lengths), 12, 2, 128, "cuda", dtype)[0].detach()
@@ -130,7 +132,7 @@ def test_the_public_function_has_the_gradients_of_float64(block_size, dtype):
         assert error(a, b) <= 1.1 * error(c, b), name
 
 
-def test_results_repeat_bit_by_bit_beside_other_work():
+def test_results_repeat_bit_by_bit_beside_other_work() -> None:
     """Another stream's products make some programs late: no role may overwrite what another one still reads."""
     lengths = [3000, 0, 1, 5191]
     tensors, layout = inputs(lengths, 8, 2, 128, BF16, "cuda"), layout_of(lengths, "cuda")

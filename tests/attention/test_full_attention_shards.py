@@ -45,7 +45,7 @@ def shards(kind: str, ranks: int, tokens: int = TOKENS) -> list[TokenRanges]:
 
 
 @pytest.mark.parametrize("bottom_right", [True, False])
-def test_chunks_show_each_query_exactly_its_past_for_all_sets_of_queries_and_keys(bottom_right):
+def test_chunks_show_each_query_exactly_its_past_for_all_sets_of_queries_and_keys(bottom_right: bool) -> None:
     for q_tokens, k_tokens in product(subsets(6), subsets(6)):
         seen = []
         for chunk in query_chunks(as_ranges(q_tokens), as_ranges(k_tokens)):
@@ -60,7 +60,7 @@ def test_chunks_show_each_query_exactly_its_past_for_all_sets_of_queries_and_key
 
 
 @pytest.mark.parametrize("bottom_right", [True, False])
-def test_documents_of_a_call_are_those_of_its_queries_and_keys(bottom_right):
+def test_documents_of_a_call_are_those_of_its_queries_and_keys(bottom_right: bool) -> None:
     """Pairs that a call lets see each other, for all shards of short packed sequences."""
     for lengths, q_tokens, k_tokens in product(([5], [2, 3], [0, 1, 0, 3, 1]), subsets(5), subsets(5)):
         layout = Layout(edges(lengths), max(lengths), 5, as_ranges(q_tokens), as_ranges(k_tokens))
@@ -84,7 +84,7 @@ def test_documents_of_a_call_are_those_of_its_queries_and_keys(bottom_right):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_step_of_a_ring_is_one_call(ranks):
+def test_a_step_of_a_ring_is_one_call(ranks: int) -> None:
     """Any kernel needs one call for the keys of another rank, and none where all of them are in the future."""
     for kind in ("contiguous", "zigzag"):
         for i, j in product(range(ranks), repeat=2):
@@ -95,7 +95,7 @@ def test_a_step_of_a_ring_is_one_call(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_all_keys_are_one_call_for_each_range_of_queries(ranks):
+def test_all_keys_are_one_call_for_each_range_of_queries(ranks: int) -> None:
     """This holds for kernels whose causal mask may have more keys than queries."""
     for kind, shard in product(("contiguous", "zigzag"), range(ranks)):
         ranges = shards(kind, ranks)[shard]
@@ -165,7 +165,7 @@ def by_shards(
 @pytest.mark.parametrize("documents", LENGTHS)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_attention_by_shards_is_attention(ranks, kind, documents, keys, backend):
+def test_attention_by_shards_is_attention(ranks: int, kind: str, documents: str, keys: str, backend: str) -> None:
     """Forward and backward in float64, with the keys of all ranks at once or of one rank at a time."""
     queries, lengths = shards(kind, ranks), LENGTHS[documents]
     attention = FullAttention(FullAttention.Options(backend=backend), HEAD_DIM)
@@ -176,7 +176,7 @@ def test_attention_by_shards_is_attention(ranks, kind, documents, keys, backend)
 
 @pytest.mark.parametrize("documents", ["one", "packed"])
 @pytest.mark.parametrize("keys", ["whole", "ring"])
-def test_float32_by_shards_is_as_exact_as_float32(documents, keys):
+def test_float32_by_shards_is_as_exact_as_float32(documents: str, keys: str) -> None:
     queries, lengths = shards("zigzag", 3), LENGTHS[documents]
     qkv = tuple(x.float() for x in inputs())
     attention = FullAttention(FullAttention.Options(backend="sdpa"), HEAD_DIM)
@@ -186,7 +186,9 @@ def test_float32_by_shards_is_as_exact_as_float32(documents, keys):
 
 @pytest.mark.parametrize("keys", [((3, 9), (20, 31)), ((10, 20),), ((0, 12), (14, 37)), ()])
 @pytest.mark.parametrize("queries", [((5, 25),), ((0, 8), (8, 8), (15, 37)), ((36, 37),), ()])
-def test_ranges_need_not_be_those_of_a_known_layout(queries, keys):
+def test_ranges_need_not_be_those_of_a_known_layout(
+    queries: tuple[tuple[int, int], ...], keys: tuple[tuple[int, int], ...]
+) -> None:
     """The calls of `sdpa` against the explicit mask of `reference` with one query at a time."""
     q, k, v = inputs()
     rows, seen = torch.tensor(tokens_of(queries)).long(), torch.tensor(tokens_of(keys)).long()
@@ -208,7 +210,7 @@ def test_ranges_need_not_be_those_of_a_known_layout(queries, keys):
     assert all(x.isfinite().all() for x in grads)
 
 
-def test_many_chunks_do_not_round_the_sum_of_their_gradients_each_time():
+def test_many_chunks_do_not_round_the_sum_of_their_gradients_each_time() -> None:
     """A key that 37 lone queries see gets one rounding of the sum, not 36."""
     q, k, v = (x.bfloat16() for x in inputs())
     attention = FullAttention(FullAttention.Options(backend="reference"), HEAD_DIM)
@@ -223,7 +225,7 @@ def test_many_chunks_do_not_round_the_sum_of_their_gradients_each_time():
     assert (dv[0] - exact[0]).norm() < 2**-8 * exact[0].norm()
 
 
-def test_auto_takes_the_fused_kernel_for_shards_too():
+def test_auto_takes_the_fused_kernel_for_shards_too() -> None:
     q, k, v = inputs()
     layout = Layout(edges(LENGTHS["packed"]), 17, TOKENS, ((20, 37),))
     of_auto, of_sdpa = (
@@ -233,7 +235,7 @@ def test_auto_takes_the_fused_kernel_for_shards_too():
     assert all(torch.equal(a, b) for a, b in zip(of_auto, of_sdpa, strict=True))
 
 
-def test_cudnn_is_not_built_anew_for_every_token_that_is_decoded():
+def test_cudnn_is_not_built_anew_for_every_token_that_is_decoded() -> None:
     decoding = Layout(edges([5000]), 5000, 5000, ((4999, 5000),))
     shard = Layout(edges([8192]), 8192, 8192, ((0, 1024), (7168, 8192)))
     assert not Cudnn.pays(decoding)
@@ -248,7 +250,9 @@ def test_cudnn_is_not_built_anew_for_every_token_that_is_decoded():
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("keys", ["whole", "ring"])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-def test_gpu_kernels_by_shards_are_as_exact_as_whole(kind, keys, head_dim, backend, documents, device):
+def test_gpu_kernels_by_shards_are_as_exact_as_whole(
+    kind: str, keys: str, head_dim: int, backend: str, documents: list[int], device: torch.device
+) -> None:
     """In bf16: at most 1.5 times the error of the same kernel on the whole sequence."""
     tokens = sum(documents)
     qkv = tuple(x.detach() for x in make_qkv(tokens, 4, 2, head_dim, device, torch.bfloat16))
@@ -272,7 +276,7 @@ def test_gpu_kernels_by_shards_are_as_exact_as_whole(kind, keys, head_dim, backe
 
 
 @pytest.mark.gpu
-def test_gpu_queries_without_keys_are_zero_and_send_nothing_back(device):
+def test_gpu_queries_without_keys_are_zero_and_send_nothing_back(device: torch.device) -> None:
     """Exactly, with the kernel that packed documents take: most of a ring's pairs of documents are like this."""
     q, k, v = (x.detach() for x in make_qkv(600, 4, 2, 64, device, torch.bfloat16))
     layout = Layout(edges([300, 0, 300], device), 300, 600, ((200, 600),), ((0, 200),))

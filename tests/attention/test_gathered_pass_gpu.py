@@ -1,6 +1,7 @@
 """All gradients in one pass over gathered rows, on a Hopper GPU: the checks of test_triton_gpu.py by that path."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -41,22 +42,26 @@ CASES = [
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
-def test_gradients_are_as_exact_as_attention_written_plainly(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_gradients_are_as_exact_as_attention_written_plainly(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: Any, dtype: Any, options: Any
+) -> None:
     checks.test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options)
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:1])
-def test_later_layers_repeat_the_launches(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_later_layers_repeat_the_launches(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: Any, dtype: Any, options: Any
+) -> None:
     checks.test_later_layers_on_a_layout_give_the_bits_of_a_first_one(
         lengths, heads, kv_heads, head_dim, dtype, options
     )
 
 
 @pytest.mark.parametrize("cut", [1500, 77])
-def test_shards_of_queries(cut):
+def test_shards_of_queries(cut: int) -> None:
     checks.test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut, *SIZES)
 
 
 @pytest.mark.parametrize("topk", [2, 8])
-def test_bits_repeat_beside_another_process(topk):
+def test_bits_repeat_beside_another_process(topk: int) -> None:
     checks.test_results_repeat_bit_by_bit_beside_another_process(128, topk)

@@ -52,7 +52,7 @@ def convolved(k: torch.Tensor, weight: torch.Tensor, lengths: list[int]) -> torc
 
 @widths
 @pytest.mark.parametrize("kind", ["moba", "moba_v1"])
-def test_output_and_every_gradient_are_those_of_convolved_keys(kind, width):
+def test_output_and_every_gradient_are_those_of_convolved_keys(kind: str, width: int) -> None:
     layer = make_layer(kind, {**SMALL, "key_conv": width}, LENGTHS)
     assert layer.named_parameters()["weight"].shape == (2 * 8, width)
 
@@ -66,7 +66,7 @@ def test_output_and_every_gradient_are_those_of_convolved_keys(kind, width):
     assert want[2]["weight"].any(0).all()
 
 
-def test_without_it_nothing_changes_and_at_first_with_it_neither():
+def test_without_it_nothing_changes_and_at_first_with_it_neither() -> None:
     plain, off, on = (make_layer("moba", {**SMALL, **extra}, LENGTHS) for extra in ({}, {"key_conv": 0}, CONV))
     assert off.parameters is None
     nn.init.zeros_(on.parameters.weight)
@@ -85,32 +85,32 @@ MORE_STRATEGIES = [*STRATEGIES, CPStrategy(4, "allgather", "zigzag", 4)]
 
 @widths
 @pytest.mark.parametrize("strategy", MORE_STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(width, strategy):
+def test_ranks_that_share_a_sequence(width: int, strategy: CPStrategy) -> None:
     """Also shards and ranges that are shorter than the convolution, and a rank without tokens."""
     for lengths in (LENGTHS, [5, 4], [9]):
         assert_ranks_equal_one_device(make_layer("moba", {**SMALL, "key_conv": width}, lengths), strategy)
 
 
 @widths
-def test_packed_documents(width):
+def test_packed_documents(width: int) -> None:
     assert_documents_are_independent("moba", {**SMALL, "key_conv": width}, [*LENGTHS, 2, 3, 1])
 
 
 @widths
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(width, decode):
+def test_decoding(width: int, decode: str) -> None:
     """Prompts in parts, one of them shorter than the convolution, then both together."""
     options = {"block_size": 4, "topk": 3 if decode == "own" else 9, "key_conv": width}
     assert_decodes_like_training("moba", options, prompts=(13, 5), decode=decode)
 
 
-def test_a_compiled_layer_gives_equal_numbers():
+def test_a_compiled_layer_gives_equal_numbers() -> None:
     layer = make_layer("moba", {**SMALL, "key_conv": 3}, LENGTHS)
     compiled = torch.compile(run_layer, backend="aot_eager")
     torch.testing.assert_close(results(layer, compiled), results(layer), rtol=0, atol=1e-12)
 
 
-def test_the_plan_counts_its_parameters_and_operations():
+def test_the_plan_counts_its_parameters_and_operations() -> None:
     off, on = (KINDS["moba"](KINDS["moba"].Options(**SMALL, key_conv=width), 8) for width in (0, 3))
     weights = MODEL.kv_heads * 8 * 3
     assert on.costs(MODEL).flops(LENGTHS) == off.costs(MODEL).flops(LENGTHS) + 6 * weights * sum(LENGTHS)
@@ -132,7 +132,9 @@ def shared_sequences(draw: st.DrawFn) -> tuple[CPStrategy, list[int]]:
 
 @given(shared_sequences(), st.integers(1, 12))
 @settings(max_examples=25)
-def test_previous_rows_arrive_from_their_ranks_and_gradients_return(shared, count):
+def test_previous_rows_arrive_from_their_ranks_and_gradients_return(
+    shared: tuple[CPStrategy, list[int]], count: int
+) -> None:
     strategy, lengths = shared
     layout = packed_layout(lengths)
     x_TD = torch.randn(sum(lengths), 2, dtype=torch.float64, requires_grad=True)

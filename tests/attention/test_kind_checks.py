@@ -1,6 +1,7 @@
 """The checks of kind_checks.py on a kind that gathers and is given its blocks, and on the kinds with engine calls."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, Micr
 from moba_train.attention.shard import own_rows, padded
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     STRATEGIES,
     Layer,
@@ -82,26 +84,26 @@ each = pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _
 
 @each
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(name, options, strategy):
+def test_ranks_that_share_a_sequence(name: str, options: dict[str, Any], strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer(name, options, LENGTHS), strategy)
 
 
-def test_ranks_without_tokens():
+def test_ranks_without_tokens() -> None:
     for strategy in STRATEGIES:
         assert_ranks_equal_one_device(make_layer("first", {}, [9]), strategy)  # 3, 3, 3 and none
 
 
 @each
-def test_packed_documents(name, options):
+def test_packed_documents(name: str, options: dict[str, Any]) -> None:
     assert_documents_are_independent(name, options, LENGTHS)
 
 
 @each
-def test_decoding(name, options):
+def test_decoding(name: str, options: dict[str, Any]) -> None:
     assert_decodes_like_training(name, options)
 
 
-def test_what_is_given_is_what_is_attended_to():
+def test_what_is_given_is_what_is_attended_to() -> None:
     """Against a mask in plain softmax."""
     layer = make_layer("first", {}, LENGTHS)
 
@@ -130,7 +132,7 @@ def flat(found: Results) -> list[Tensor]:
     return [*outputs, *inputs, *parameters.values()]
 
 
-def test_compiled_layers_give_equal_numbers():
+def test_compiled_layers_give_equal_numbers() -> None:
     layer = make_layer("first", {}, LENGTHS)
     compiled = torch.compile(run_layer)
     for got, want in zip(flat(results(layer, compiled)), flat(results(layer)), strict=True):

@@ -6,6 +6,7 @@ A new attention is its own file, one line in the registry and one entry in `CASE
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -85,12 +86,12 @@ def key_subsets(device: torch.device | str) -> list[torch.Tensor]:
     return [index[(index < 6) | (index >= 34)], index[:0], index[6:21], index[21:34]]
 
 
-def test_every_registered_kind_with_one_call_is_tested_here():
+def test_every_registered_kind_with_one_call_is_tested_here() -> None:
     assert {case.values[0] for case in CASES} == {*ONE_CALL, *PARTS_OF_KINDS}
 
 
 @pytest.mark.parametrize("kind", sorted(ONE_CALL))
-def test_default_options_are_usable(kind, device):
+def test_default_options_are_usable(kind: str, device: torch.device) -> None:
     (attention,) = KINDS[kind](KINDS[kind].Options(), 16).attentions
     assert attention.facts.alignment >= 1
     q, k, v = make_qkv(20, 4, 2, 16, device, torch.float32)
@@ -102,7 +103,9 @@ def test_default_options_are_usable(kind, device):
 
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(kind, options, dtype, whole, qkv):
+def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(
+    kind: str, options: dict[str, Any], dtype: torch.dtype, whole: Layout, qkv: tuple[torch.Tensor, ...]
+) -> None:
     attention = build(kind, options)
     q, k, v = (x.to(dtype) for x in qkv)
     for layout in (whole, part(whole, whole.q_tokens, whole.k_tokens)):
@@ -115,7 +118,7 @@ def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(kind, option
 
 
 @every_kind
-def test_gradients_are_the_derivatives(kind, options, device):
+def test_gradients_are_the_derivatives(kind: str, options: dict[str, Any], device: torch.device) -> None:
     """A random sum of the outputs changes along random steps of q, k or v as its gradient says: a wrong entry anywhere
     shows in each of them."""
     layout = packed_layout([7, 0, 6], device)
@@ -139,7 +142,9 @@ def test_gradients_are_the_derivatives(kind, options, device):
 
 
 @every_kind
-def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(kind, options, whole, qkv, device):
+def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     """Keys of the future, of another document, or none at all: two thirds of a ring's partial results are like this."""
     attention = build(kind, options)
     q, k, v = qkv
@@ -158,7 +163,9 @@ def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
 
 
 @every_kind_that_merges
-def test_merged_results_over_disjoint_keys_are_the_result_over_all(kind, options, whole, qkv, device):
+def test_merged_results_over_disjoint_keys_are_the_result_over_all(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     attention = build(kind, options)
     q, k, v = qkv
     selection = attention.select(q, attention.summarize(k, whole), whole)
@@ -170,7 +177,9 @@ def test_merged_results_over_disjoint_keys_are_the_result_over_all(kind, options
 
 
 @every_kind_that_merges
-def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(kind, options, whole, qkv, device):
+def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     attention = build(kind, options)
     q, k, v = qkv
     selection = attention.select(q, attention.summarize(k, whole), whole)
@@ -188,7 +197,9 @@ def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(k
 
 
 @every_kind
-def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
+def test_queries_may_be_split_as_well(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     """Each shard of queries selections for itself and attends to all keys; dk and dv add up over the shards."""
     attention = build(kind, options)
     q, k, v = qkv
@@ -212,7 +223,9 @@ def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
 
 
 @every_kind_that_merges
-def test_queries_and_keys_may_both_be_split(kind, options, whole, qkv, device):
+def test_queries_and_keys_may_both_be_split(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     """What a ring does: every shard of queries meets every shard of keys, with one selection for all of them."""
     attention = build(kind, options)
     q, k, v = qkv
@@ -239,7 +252,9 @@ def test_queries_and_keys_may_both_be_split(kind, options, whole, qkv, device):
 
 
 @every_kind
-def test_key_value_heads_may_be_split_as_well(kind, options, whole, qkv):
+def test_key_value_heads_may_be_split_as_well(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...]
+) -> None:
     """A slice of the key/value heads, with the query heads that share them and its slice of the summaries."""
     attention = build(kind, options)
     q, k, v = qkv
@@ -254,7 +269,9 @@ def test_key_value_heads_may_be_split_as_well(kind, options, whole, qkv):
 
 
 @every_kind
-def test_query_heads_that_are_not_coupled_may_be_split(kind, options, whole, qkv):
+def test_query_heads_that_are_not_coupled_may_be_split(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...]
+) -> None:
     attention = build(kind, options)
     assert attention.facts.couples_heads == (options.get("select") == "group" or kind == "infllm_v2")
     q, k, v = qkv
@@ -268,7 +285,9 @@ def test_query_heads_that_are_not_coupled_may_be_split(kind, options, whole, qkv
 
 
 @every_kind
-def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(kind, options, device):
+def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(
+    kind: str, options: dict[str, Any], device: torch.device
+) -> None:
     """Each shard summarises its own keys; blocks it holds nothing of are zero, so that a sum joins them."""
     whole = packed_layout([40], device)
     attention = build(kind, options)

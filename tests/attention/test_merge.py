@@ -24,12 +24,12 @@ def partials(device: torch.device | str) -> Any:
     return softmax_over(scores, v, slice(None)), [softmax_over(scores, v, s) for s in map(slice, (0, 3, 7), (3, 7, 9))]
 
 
-def test_two_disjoint_sets_of_keys_merge_to_their_union(partials):
+def test_two_disjoint_sets_of_keys_merge_to_their_union(partials: Any) -> None:
     whole, (a, b, c) = partials
     torch.testing.assert_close(merge(*merge(*a, *b), *c), whole, rtol=0, atol=1e-14)
 
 
-def test_merging_in_place_is_merging(partials):
+def test_merging_in_place_is_merging(partials: Any) -> None:
     """From nothing on, into a wider dtype, as a ring does."""
     _, parts = partials
     want = torch.zeros(T, H, D, dtype=torch.float64), torch.full((H, T), -torch.inf, dtype=torch.float64)
@@ -41,13 +41,13 @@ def test_merging_in_place_is_merging(partials):
         torch.testing.assert_close(got, want, rtol=1e-15, atol=1e-15)
 
 
-def test_order_and_grouping_do_not_matter(partials):
+def test_order_and_grouping_do_not_matter(partials: Any) -> None:
     _, (a, b, c) = partials
     torch.testing.assert_close(merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c)), rtol=0, atol=1e-14)
     torch.testing.assert_close(merge(*a, *b), merge(*b, *a), rtol=0, atol=0)
 
 
-def test_an_empty_side_changes_nothing(partials):
+def test_an_empty_side_changes_nothing(partials: Any) -> None:
     _, (a, _, _) = partials
     empty = torch.zeros_like(a[0]), torch.full_like(a[1], -torch.inf)
     torch.testing.assert_close(merge(*a, *empty), a, rtol=0, atol=0)
@@ -55,7 +55,7 @@ def test_an_empty_side_changes_nothing(partials):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_two_empty_sides_stay_empty_and_never_become_nan(dtype, device):
+def test_two_empty_sides_stay_empty_and_never_become_nan(dtype: torch.dtype, device: torch.device) -> None:
     out = torch.zeros(T, H, D, dtype=dtype, device=device)
     lse = torch.full((H, T), -torch.inf, device=device)
     got_out, got_lse = merge(out, lse, out, lse)
@@ -65,7 +65,7 @@ def test_two_empty_sides_stay_empty_and_never_become_nan(dtype, device):
 
 @pytest.mark.parametrize("gap", [-200.0, 200.0])
 @pytest.mark.parametrize("level", [-1e4, 0.0, 1e4])
-def test_gaps_of_200_neither_overflow_nor_lose_the_larger_side(gap, level, device):
+def test_gaps_of_200_neither_overflow_nor_lose_the_larger_side(gap: float, level: float, device: torch.device) -> None:
     """float32, as in training: exp(200) is beyond its range, and so is exp(level)."""
     a, b = (torch.full((T, H, D), x, device=device) for x in (1.0, -1.0))
     lse_a = torch.full((H, T), level, device=device)
@@ -74,7 +74,7 @@ def test_gaps_of_200_neither_overflow_nor_lose_the_larger_side(gap, level, devic
     assert torch.equal(lse, lse_a + max(gap, 0))
 
 
-def test_weights_are_float32_and_the_result_is_rounded_once_to_the_outputs_dtype(device):
+def test_weights_are_float32_and_the_result_is_rounded_once_to_the_outputs_dtype(device: torch.device) -> None:
     a = torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16, device=device)
     b = torch.full((1, 1, 1), 2.0, dtype=torch.bfloat16, device=device)
     lse_a, lse_b = (torch.tensor([[x]], device=device).log() for x in (0.3, 0.7))

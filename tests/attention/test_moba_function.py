@@ -38,18 +38,20 @@ moba_attention = partial(any_moba_attention, backend="reference")
     ],
 )
 @pytest.mark.parametrize("topk", [1, 2, 3, 50])
-def test_output_lse_and_gradients_equal_the_specification(lengths, topk, device):
+def test_output_lse_and_gradients_equal_the_specification(lengths: list[int], topk: int, device: torch.device) -> None:
     assert_equals_oracle(lengths, 4, 2, 16, device, block_size=4, topk=topk)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1), (8, 1)])
 @pytest.mark.parametrize("select", ["head", "group"])
-def test_any_number_of_queries_may_share_a_key_head(heads, kv_heads, select, device):
+def test_any_number_of_queries_may_share_a_key_head(
+    heads: int, kv_heads: int, select: str, device: torch.device
+) -> None:
     assert_equals_oracle([13, 7], heads, kv_heads, 16, device, block_size=3, topk=3, select=select)
 
 
 @pytest.mark.parametrize("head_dim", [1, 64, 128])
-def test_every_head_width(head_dim, device):
+def test_every_head_width(head_dim: int, device: torch.device) -> None:
     assert_equals_oracle([19], 2, 1, head_dim, device, block_size=4, topk=3)
 
 
@@ -63,16 +65,18 @@ def test_every_head_width(head_dim, device):
         (("current", "previous", "first"), 4),
     ],
 )
-def test_forced_blocks_are_attended_to_and_count_towards_topk(select, always, topk, device):
+def test_forced_blocks_are_attended_to_and_count_towards_topk(
+    select: str, always: tuple[str, ...], topk: int, device: torch.device
+) -> None:
     assert_equals_oracle([25, 6], 4, 2, 16, device, block_size=4, topk=topk, select=select, always=always)
 
 
-def test_softmax_scale_is_the_callers(device):
+def test_softmax_scale_is_the_callers(device: torch.device) -> None:
     assert_equals_oracle([14], 2, 2, 16, device, block_size=4, topk=2, scale=0.7)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 1000])
-def test_every_block_size_from_one_token_to_more_than_the_sequence(block_size, device):
+def test_every_block_size_from_one_token_to_more_than_the_sequence(block_size: int, device: torch.device) -> None:
     assert_equals_oracle([9, 8], 2, 1, 16, device, block_size=block_size, topk=3)
 
 
@@ -83,18 +87,20 @@ def test_every_block_size_from_one_token_to_more_than_the_sequence(block_size, d
     topk=st.integers(1, 5),
     select=st.sampled_from(["head", "group"]),
 )
-def test_random_documents(lengths, block_size, topk, select):
+def test_random_documents(lengths: list[int], block_size: int, topk: int, select: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert_equals_oracle(lengths, 2, 1, 4, device, block_size=block_size, topk=topk, select=select)
 
 
-def test_results_do_not_depend_on_how_queries_are_chunked(device, monkeypatch):
+def test_results_do_not_depend_on_how_queries_are_chunked(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long sequences are worked on in chunks; a small budget makes a short one take several."""
     monkeypatch.setattr(reference, "_SCORES_PER_CHUNK", {"cpu": 1, "cuda": 1})
     assert_equals_oracle([37, 13], 2, 1, 8, device, block_size=4, topk=3)
 
 
-def test_without_cu_seqlens_the_tokens_are_one_document(device):
+def test_without_cu_seqlens_the_tokens_are_one_document(device: torch.device) -> None:
     q, k, v = make_qkv(21, 2, 1, 16, device)
     out = moba_attention(q, k, v, block_size=4, topk=3)
     torch.testing.assert_close(
@@ -102,7 +108,7 @@ def test_without_cu_seqlens_the_tokens_are_one_document(device):
     )
 
 
-def test_a_document_is_not_changed_by_its_neighbours(device):
+def test_a_document_is_not_changed_by_its_neighbours(device: torch.device) -> None:
     """Blocks start anew with each document, so packing changes nothing, whatever the lengths."""
     q, k, v = make_qkv(33, 4, 2, 16, device)
     lengths = [10, 5, 18]
@@ -114,7 +120,7 @@ def test_a_document_is_not_changed_by_its_neighbours(device):
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-13)
 
 
-def test_the_future_changes_nothing(device):
+def test_the_future_changes_nothing(device: torch.device) -> None:
     """Causality: new tokens behind position 13 leave all earlier outputs bit for bit as they were."""
     q, k, v = (x.detach() for x in make_qkv(30, 2, 1, 16, device))
     before = moba_attention(q, k, v, block_size=4, topk=3)
@@ -125,7 +131,7 @@ def test_the_future_changes_nothing(device):
     assert not torch.equal(before[14:], after[14:])
 
 
-def test_topk_1_is_the_own_block_only(device):
+def test_topk_1_is_the_own_block_only(device: torch.device) -> None:
     """Moonshot's fast code silently makes this full attention; here nothing outside the block is seen."""
     q, k, v = (x.detach() for x in make_qkv(12, 2, 1, 16, device))
     blocks_alone = [
@@ -136,7 +142,7 @@ def test_topk_1_is_the_own_block_only(device):
     )
 
 
-def test_no_gradient_flows_through_the_gate(device):
+def test_no_gradient_flows_through_the_gate(device: torch.device) -> None:
     """A block that was not selected gets exactly no gradient, although its mean took part in the gate."""
     q, k, v = make_qkv(16, 1, 1, 8, device)
     with torch.no_grad():
@@ -150,7 +156,7 @@ def test_no_gradient_flows_through_the_gate(device):
     assert dk[8:12].abs().min() > 0
 
 
-def test_two_runs_are_equal_bit_for_bit(device):
+def test_two_runs_are_equal_bit_for_bit(device: torch.device) -> None:
     qkv = make_qkv(70, 4, 2, 16, device, torch.bfloat16)
     first, second = (
         run(lambda q, k, v: moba_attention(q, k, v, block_size=8, topk=3, return_lse=True), qkv) for _ in range(2)
@@ -158,7 +164,7 @@ def test_two_runs_are_equal_bit_for_bit(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_compiled_it_is_compiled_once():
+def test_compiled_it_is_compiled_once() -> None:
     """torch.compile takes the attention's name as a constant: equal options must be one attention."""
     counter = CompileCounter()
     compiled = torch.compile(partial(any_moba_attention, block_size=4, topk=2), backend=counter)
@@ -177,7 +183,7 @@ def test_compiled_it_is_compiled_once():
 
 
 @pytest.mark.parametrize("lengths", [[29], [9, 0, 20, 1]])
-def test_selecting_every_block_is_full_attention_in_float64(lengths, device):
+def test_selecting_every_block_is_full_attention_in_float64(lengths: list[int], device: torch.device) -> None:
     qkv = make_qkv(sum(lengths), 4, 2, 16, device)
     cu_seqlens = edges(lengths, device)
     got = run(
@@ -190,7 +196,9 @@ def test_selecting_every_block_is_full_attention_in_float64(lengths, device):
 
 
 @pytest.mark.parametrize("lengths", [[29], [9, 0, 20, 1], [32]])
-def test_auto_takes_dense_attention_exactly_where_every_block_is_selected(lengths, device):
+def test_auto_takes_dense_attention_exactly_where_every_block_is_selected(
+    lengths: list[int], device: torch.device
+) -> None:
     """At 32 tokens, 8 blocks of 4, topk 8 selects everything and topk 7 does not: both equal the reference."""
     qkv = make_qkv(sum(lengths), 4, 2, 16, device)
     for topk in (7, 8):
@@ -199,7 +207,9 @@ def test_auto_takes_dense_attention_exactly_where_every_block_is_selected(length
         assert_all_close(got, want)
 
 
-def test_auto_takes_dense_attention_for_packed_documents_none_of_which_has_more_blocks_than_topk(monkeypatch):
+def test_auto_takes_dense_attention_for_packed_documents_none_of_which_has_more_blocks_than_topk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What counts is the longest document, not the length of the sequence."""
     calls = []
     attend = FullAttention.attend
@@ -211,7 +221,7 @@ def test_auto_takes_dense_attention_for_packed_documents_none_of_which_has_more_
         calls.clear()
 
 
-def test_selecting_every_block_is_full_attention_in_bf16_within_rounding(device):
+def test_selecting_every_block_is_full_attention_in_bf16_within_rounding(device: torch.device) -> None:
     """No worse than twice the error that bf16 gives dense attention itself."""
     qkv = make_qkv(150, 4, 2, 64, device, torch.bfloat16)
     layout = packed_layout([100, 50], device)
@@ -230,7 +240,7 @@ def test_selecting_every_block_is_full_attention_in_bf16_within_rounding(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_lse_is_natural_log_in_float32(dtype, device):
+def test_lse_is_natural_log_in_float32(dtype: torch.dtype, device: torch.device) -> None:
     q, k, v = (x.detach() for x in make_qkv(8, 2, 1, 16, device, dtype))
     out, lse = moba_attention(q, k, v, block_size=8, topk=1, return_lse=True)
     assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, (2, 8))
@@ -242,7 +252,7 @@ def test_lse_is_natural_log_in_float32(dtype, device):
 # Line 12: what is legal and what is refused
 
 
-def test_no_tokens_at_all_are_legal(device):
+def test_no_tokens_at_all_are_legal(device: torch.device) -> None:
     q, k, v = make_qkv(0, 4, 2, 16, device)
     out, lse = moba_attention(q, k, v, block_size=4, topk=3, cu_seqlens=edges([0, 0], device), return_lse=True)
     assert out.shape == (0, 4, 16)
@@ -252,7 +262,7 @@ def test_no_tokens_at_all_are_legal(device):
     assert q.grad.shape == q.shape
 
 
-def test_cu_seqlens_may_be_reused_and_edited_in_place(device):
+def test_cu_seqlens_may_be_reused_and_edited_in_place(device: torch.device) -> None:
     """Data loaders refill one buffer: each call counts with what the buffer said at its time, backward included."""
     qkv = make_qkv(24, 2, 1, 16, device)
     buffer = torch.zeros(4, dtype=torch.int32, device=device)
@@ -306,7 +316,7 @@ def _bad(argument: str, message: str | None = None, **changes: Any) -> Parameter
         _bad("cu_seqlens", "other-device", cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")),
     ],
 )
-def test_bad_input_is_a_value_error_that_names_the_argument(argument, changes):
+def test_bad_input_is_a_value_error_that_names_the_argument(argument: str, changes: dict[str, Any]) -> None:
     good = {"q": torch.zeros(8, 4, 16), "k": torch.zeros(8, 2, 16), "v": torch.zeros(8, 2, 16)}
     with pytest.raises(ValueError, match=rf"(?m)^{argument}\b"):
         moba_attention(**{**good, "block_size": 4, "topk": 2, **changes})

@@ -49,7 +49,7 @@ def both_passes(engine: OperatorEngine, attention: MobaAttention) -> list[torch.
     return [out, lse, *torch.autograd.grad(out.sum(), qkv)]
 
 
-def test_every_observer_sees_every_function_while_it_observes(attention):
+def test_every_observer_sees_every_function_while_it_observes(attention: MobaAttention) -> None:
     engine, one, other = OperatorEngine(), Recorder(), Recorder()
     plain = both_passes(engine, attention)
     with observing(engine, one) as same, observing(engine, other):
@@ -62,14 +62,14 @@ def test_every_observer_sees_every_function_while_it_observes(attention):
     assert engine.observers == ()
 
 
-def test_an_observer_of_one_engine_sees_nothing_of_another(attention):
+def test_an_observer_of_one_engine_sees_nothing_of_another(attention: MobaAttention) -> None:
     recorder = Recorder()
     with observing(OperatorEngine(), recorder):
         both_passes(OperatorEngine(), attention)
     assert recorder.seen == []
 
 
-def test_the_timer_adds_up_the_local_functions(attention, monkeypatch):
+def test_the_timer_adds_up_the_local_functions(attention: MobaAttention, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = OperatorEngine()
     attend = MobaAttention.attend
 

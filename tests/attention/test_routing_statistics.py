@@ -95,7 +95,9 @@ def statistics_of(
         (10, {"backend": "reference"}),
     ],
 )
-def test_they_are_what_counting_gives(topk, options, ranges, device):
+def test_they_are_what_counting_gives(
+    topk: int, options: dict[str, Any], ranges: tuple[tuple[int, int], ...] | None, device: torch.device
+) -> None:
     q, k, _ = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8, device))
     always = options.get("always", ())
     choice = Choice(BLOCK, topk, int("first" in always), 1 + ("previous" in always))
@@ -105,7 +107,9 @@ def test_they_are_what_counting_gives(topk, options, ranges, device):
 
 @pytest.mark.parametrize("ranges", [None, ((5, 20), (34, 60))], ids=["all queries", "a shard"])
 @pytest.mark.parametrize("dense_len", [1, 22])
-def test_local_blocks_and_dense_queries_are_not_free(dense_len, ranges, device):
+def test_local_blocks_and_dense_queries_are_not_free(
+    dense_len: int, ranges: tuple[tuple[int, int], ...] | None, device: torch.device
+) -> None:
     q, k, _ = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8, device))
     sizes = {"block_size": BLOCK, "topk": 4, "first_blocks": 1, "local_blocks": 2, "dense_len": dense_len}
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**sizes, window=4, stride=2), 8)
@@ -125,12 +129,12 @@ def compare(
     return want
 
 
-def test_where_every_block_is_selected_all_keys_are_attended_to(device):
+def test_where_every_block_is_selected_all_keys_are_attended_to(device: torch.device) -> None:
     q, k, _ = (x.detach() for x in make_qkv(60, 2, 1, 8, device))
     assert statistics_of(build(15), q, k, packed_layout([60], device)) == ({"key_share": 1.0, "selected": 0}, None)
 
 
-def test_a_gate_that_collapses_onto_one_block_is_seen(device):
+def test_a_gate_that_collapses_onto_one_block_is_seen(device: torch.device) -> None:
     """All queries fit the first block best: 15 candidates, of which one has all selections."""
     whole = packed_layout([64], device)
     q, k = (torch.zeros(64, 1, 8, device=device) for _ in range(2))
@@ -146,7 +150,7 @@ def test_a_gate_that_collapses_onto_one_block_is_seen(device):
     }
 
 
-def test_selecting_at_random_gives_what_the_guide_says(device):
+def test_selecting_at_random_gives_what_the_guide_says(device: torch.device) -> None:
     """8 of 64 blocks are selected; early blocks are candidates of more queries, so a random selection is not even."""
     own_T = torch.arange(64 * 16) // 16
     luck_HTN = torch.rand(4, 64 * 16, 64, generator=torch.Generator().manual_seed(0))
@@ -161,7 +165,7 @@ def test_selecting_at_random_gives_what_the_guide_says(device):
     assert found == pytest.approx({name: told[name] for name in found}, rel=0.05)
 
 
-def test_weights_that_became_nan_leave_finite_numbers(device):
+def test_weights_that_became_nan_leave_finite_numbers(device: torch.device) -> None:
     q, k, _ = (x.detach() for x in make_qkv(64, 2, 1, 8, device))
     q[20:] = torch.nan
     found, _ = statistics_of(build(3), q, k, packed_layout([64], device))

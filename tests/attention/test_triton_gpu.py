@@ -69,7 +69,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
-def test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_outputs_and_gradients_for_the_kernels_own_selection(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", head_dim, **options)
     got, (selected, slots, starts) = run(ours, tensors, layout)
@@ -89,7 +91,9 @@ def test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:4] + CASES[8:10])
-def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: Any, dtype: Any, options: Any
+) -> None:
     """Their launches are repeated from a record (launch.py): for other tensors, aligned or not."""
     ours, layout = build("triton", head_dim, **options), layout_of(lengths, "cuda")
     for seed in range(4):
@@ -102,7 +106,7 @@ def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(lengths, heads, k
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (seed, moved)
 
 
-def test_later_layers_follow_the_current_stream():
+def test_later_layers_follow_the_current_stream() -> None:
     """Else their launches would not wait for the inputs, which come late here."""
     ours, lengths = build("triton", 128, block_size=512, topk=3), [3000]
     layout, stream = layout_of(lengths, "cuda"), torch.cuda.Stream()
@@ -133,7 +137,9 @@ MANY_BLOCKS = [
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES + MANY_BLOCKS)
-def test_the_selection_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_the_selection_is_a_valid_topk(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: Any, dtype: Any, options: Any
+) -> None:
     """Block means are the reference's bit for bit; gates differ from float64 by rounding of the sums alone."""
     (q, k, *_), layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
     ours, reference = (build(kind, head_dim, **options) for kind in ("triton", "reference"))
@@ -157,7 +163,7 @@ def test_the_selection_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype
 
 
 @pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (512, 3), (1040, 2)])
-def test_shards_of_queries_and_keys_give_the_whole(block_size, topk):
+def test_shards_of_queries_and_keys_give_the_whole(block_size: int, topk: int) -> None:
     """As a ring computes it: an equal selection, and results that differ from those of one call by rounding."""
     lengths = [2900, 0, 1, 1195]
     tensors, layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
@@ -172,7 +178,7 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size, topk):
 
 
 @pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (256, 5), (512, 3)])
-def test_gradients_of_shards_repeat_bit_by_bit(block_size, topk):
+def test_gradients_of_shards_repeat_bit_by_bit(block_size: int, topk: int) -> None:
     """Also for keys whose own block has no query here: loads that are not waited for must not overwrite results."""
     lengths = [2900, 0, 1, 1195]
     (q, k, v, dout), layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
@@ -194,7 +200,7 @@ def test_gradients_of_shards_repeat_bit_by_bit(block_size, topk):
 
 
 @pytest.mark.parametrize(("cut", "block_size"), [(1500, 256), (640, 256), (77, 256)])
-def test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut, block_size):
+def test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut: int, block_size: int) -> None:
     """Rows that begin inside their block. On Hopper in one pass, the own blocks' too."""
     lengths = [3800, 1, 295]
     q, k, v, dout = tensors = inputs(lengths, 12, 6, 128, torch.bfloat16, "cuda")
@@ -220,7 +226,7 @@ BESIDE = "import torch; x = torch.randn(4096, 4096, device='cuda'); print('ready
 
 
 @pytest.mark.parametrize(("block_size", "topk"), [(2048, 2), (128, 2), (512, 5)])
-def test_results_repeat_bit_by_bit_beside_another_process(block_size, topk):
+def test_results_repeat_bit_by_bit_beside_another_process(block_size: int, topk: int) -> None:
     """A GPU that changes from process to process makes some warps late: no one may have overwritten what they read."""
     lengths = [3000, 0, 1, 5191]
     tensors, layout = inputs(lengths, 4, 1, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
@@ -247,7 +253,7 @@ def test_results_repeat_bit_by_bit_beside_another_process(block_size, topk):
     assert differs.tolist() == [0] * 5, "how often out, lse, dq, dk and dv differed"
 
 
-def test_the_public_function_takes_the_kernels_and_strided_inputs():
+def test_the_public_function_takes_the_kernels_and_strided_inputs() -> None:
     qkv = make_qkv(700, 12, 2, 64, "cuda", torch.bfloat16)[0].detach()
     q, k, v = (x.requires_grad_() for x in qkv.split([8, 2, 2], dim=1))
     options = {"block_size": 64, "topk": 4}
@@ -257,7 +263,7 @@ def test_the_public_function_takes_the_kernels_and_strided_inputs():
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.float().square().sum(), (q, k, v)))
 
 
-def test_more_than_2_31_elements_in_one_tensor():
+def test_more_than_2_31_elements_in_one_tensor() -> None:
     """q, out and dq of 2.2e9 elements: the last rows are right, so addresses are 64 bits wide everywhere."""
     tokens, heads, head_dim, block_size = 2**19 + 300, 32, 128, 4096
     generator = torch.Generator("cuda").manual_seed(0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moba_train.attention.kernels.varlen import KERNELS, Cpu, Segments, TorchFlash, best_kernel, refusals
 from moba_train.attention.kernels.varlen.kernels import _deterministic_algorithms
+from moba_train.attention.kernels.varlen.protocol import VarlenKernel
 from moba_train.attention.protocol import BackwardState
 from tests.attention.helpers import make_qkv
 
@@ -77,7 +78,9 @@ def exactly(tensors: Sequence[Tensor], segments: Segments, scale: float = 0.3) -
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize(("lengths", "causal"), [(UNEVEN, False), (SQUARE, False), (SQUARE, True), (DEEP, True)])
-def test_cpu_kernel_equals_one_softmax_per_segment(lengths, causal, heads, kv_heads):
+def test_cpu_kernel_equals_one_softmax_per_segment(
+    lengths: list[tuple[int, int]], causal: bool, heads: int, kv_heads: int
+) -> None:
     tensors, segments = inputs(lengths, heads, kv_heads, 16), segments_of(lengths, causal)
     for name, got, want in zip(
         ("out", "lse", "dq", "dk", "dv"), results(Cpu, tensors, segments), exactly(tensors, segments), strict=True
@@ -117,7 +120,9 @@ def check_against_exact(
     ("head_dim", "dtype"), [(64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]
 )
 @pytest.mark.parametrize(("lengths", "causal"), [(LONG, False), (LONG_SQUARE, True), (LONG_DEEP, True)])
-def test_gpu_kernels_are_exact_deterministic_and_mark_rows_without_keys(kernel, lengths, causal, head_dim, dtype):
+def test_gpu_kernels_are_exact_deterministic_and_mark_rows_without_keys(
+    kernel: type[VarlenKernel], lengths: list[tuple[int, int]], causal: bool, head_dim: int, dtype: torch.dtype
+) -> None:
     check_against_exact(kernel, lengths, causal, 1, 1, head_dim, dtype)
 
 
@@ -127,7 +132,9 @@ def test_gpu_kernels_are_exact_deterministic_and_mark_rows_without_keys(kernel, 
 @pytest.mark.parametrize(
     ("lengths", "causal"), [(LONG, False), (LONG_SQUARE, True), (LONG_DEEP, True), ([(1, 1), (0, 0), (1, 1)], True)]
 )
-def test_gpu_kernels_with_several_heads(kernel, lengths, causal, heads, kv_heads):
+def test_gpu_kernels_with_several_heads(
+    kernel: type[VarlenKernel], lengths: list[tuple[int, int]], causal: bool, heads: int, kv_heads: int
+) -> None:
     check_against_exact(kernel, lengths, causal, heads, kv_heads, 128, torch.bfloat16)
 
 
@@ -152,13 +159,13 @@ def check_parts_of_gradients(kernel: Any, tensors: Sequence[Tensor], dtype: torc
         assert error <= atol, f"{name}: {error:.1e}"
 
 
-def test_backward_takes_out_and_lse_of_more_keys_than_it_is_given():
+def test_backward_takes_out_and_lse_of_more_keys_than_it_is_given() -> None:
     check_parts_of_gradients(Cpu, inputs([(11, 30)], 2, 1, 16), torch.float64, 1e-13)
 
 
 @pytest.mark.gpu
 @gpu_kernels
-def test_gpu_backward_takes_out_and_lse_of_more_keys_than_it_is_given(kernel):
+def test_gpu_backward_takes_out_and_lse_of_more_keys_than_it_is_given(kernel: type[VarlenKernel]) -> None:
     tensors = inputs([(300, 900)], 4, 2, 128, torch.bfloat16, "cuda")
     if reason := kernel.refuses(tensors[0]):
         pytest.skip(reason)
@@ -166,7 +173,7 @@ def test_gpu_backward_takes_out_and_lse_of_more_keys_than_it_is_given(kernel):
 
 
 @pytest.mark.parametrize(("enabled", "warn_only"), [(False, False), (True, True), (True, False)])
-def test_torchs_deterministic_switch_is_on_for_the_call_only(enabled, warn_only):
+def test_torchs_deterministic_switch_is_on_for_the_call_only(enabled: bool, warn_only: bool) -> None:
     """Left on, it would slow or break unrelated operators; `warn_only` must not leak in, FlashAttention ignores it."""
     before = torch.are_deterministic_algorithms_enabled()
     try:
@@ -181,7 +188,7 @@ def test_torchs_deterministic_switch_is_on_for_the_call_only(enabled, warn_only)
         torch.use_deterministic_algorithms(before)
 
 
-def test_the_cpu_has_a_kernel_for_every_dtype_and_the_others_say_why_not():
+def test_the_cpu_has_a_kernel_for_every_dtype_and_the_others_say_why_not() -> None:
     q = torch.zeros(4, 1, 16)
     assert best_kernel(q) is Cpu
     assert "tensors are on cpu, not on CUDA" in TorchFlash.refuses(q)
@@ -191,7 +198,7 @@ def test_the_cpu_has_a_kernel_for_every_dtype_and_the_others_say_why_not():
 
 
 @pytest.mark.gpu
-def test_more_segments_than_a_kernel_takes_are_left_to_another_or_to_none(device):
+def test_more_segments_than_a_kernel_takes_are_left_to_another_or_to_none(device: torch.device) -> None:
     q = torch.zeros(4, 1, 64, dtype=torch.bfloat16, device=device)
     assert best_kernel(q, 2**16 - 1) is not None
     taken = best_kernel(q, 2**16)

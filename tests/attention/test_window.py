@@ -17,7 +17,7 @@ from tests.attention.helpers import make_qkv
 
 @pytest.mark.parametrize("width", [1, 3, 7, 100])
 @pytest.mark.parametrize("tile", [1, 4, 50])
-def test_bands_have_every_pair_in_a_window_once_and_no_key_outside_of_it(width, tile):
+def test_bands_have_every_pair_in_a_window_once_and_no_key_outside_of_it(width: int, tile: int) -> None:
     q_ranges = (TokenRange(2, 9), TokenRange(9, 14), TokenRange(20, 31))
     k_ranges = (TokenRange(0, 8), TokenRange(11, 25))
     queries, keys = ([token for part in ranges for token in range(*part)] for ranges in (q_ranges, k_ranges))
@@ -63,7 +63,7 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, wi
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 100])
-def test_windows_equal_a_mask_over_all_keys(width, monkeypatch):
+def test_windows_equal_a_mask_over_all_keys(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "_LEAST_TILE", 8)
     monkeypatch.setattr(window, "_ROWS_AT_ONCE", 1)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
@@ -106,7 +106,7 @@ class MaskedKernel:
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 100])
-def test_kernels_are_given_the_documents_and_keys_of_every_band(width, monkeypatch):
+def test_kernels_are_given_the_documents_and_keys_of_every_band(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "TorchFlash", MaskedKernel)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
     layout = packed_layout([33, 0, 1, 26])
@@ -128,7 +128,7 @@ def test_kernels_are_given_the_documents_and_keys_of_every_band(width, monkeypat
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 64, 300, 5000])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_kernel_equals_a_mask(width, head_dim):
+def test_the_kernel_equals_a_mask(width: int, head_dim: int) -> None:
     """bfloat16, whole sequences and the ranges of a zigzag shard."""
     q, k, v = (x.detach() for x in make_qkv(2000, 4, 2, head_dim, "cuda", torch.bfloat16))
     layout = packed_layout([1300, 0, 1, 699], "cuda")

@@ -47,7 +47,9 @@ def run(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str],
     return run
 
 
-def test_every_part_names_programs_and_rows_that_there_are(run):
+def test_every_part_names_programs_and_rows_that_there_are(
+    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]],
+) -> None:
     done, calls = run()
     assert done.returncode == 0, done.stderr
     modules = [[word for before, word in pairwise(call) if before == "-m"] for call in calls]
@@ -70,7 +72,9 @@ def test_every_part_names_programs_and_rows_that_there_are(run):
     assert all("-b300" in output for output in outputs)
 
 
-def test_a_part_that_fails_is_named_and_the_others_run(run):
+def test_a_part_that_fails_is_named_and_the_others_run(
+    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]],
+) -> None:
     done, calls = run("profile", "tests", status=3)
     assert done.returncode == 1
     assert len(calls) == 4
@@ -78,7 +82,9 @@ def test_a_part_that_fails_is_named_and_the_others_run(run):
     assert f"failed: {profiles} context-tests context-soak" in done.stdout
 
 
-def test_nothing_is_left_of_programs_that_took_too_long(run, tmp_path):
+def test_nothing_is_left_of_programs_that_took_too_long(
+    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]], tmp_path: Path
+) -> None:
     run("profile", "tests", status=124)
     assert not list((tmp_path / "scratch").iterdir())
 
@@ -99,7 +105,9 @@ def options(call: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run, tmp_path):
+def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(
+    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]], tmp_path: Path
+) -> None:
     _, calls = run("8k", "128k", "profile", "layouts")
     checked = 0
     for call in calls:
@@ -126,7 +134,9 @@ def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run, tmp_path):
 
 
 @pytest.mark.parametrize("gpus", [2, 0])
-def test_fewer_gpus_and_the_folder_of_old_results_are_refused(run, tmp_path, gpus):
+def test_fewer_gpus_and_the_folder_of_old_results_are_refused(
+    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]], tmp_path: Path, gpus: int
+) -> None:
     done, calls = run(gpus=gpus)
     assert (done.returncode, calls) == (2, [])
     assert f"four GPUs needed; torch finds {gpus} on this machine" in done.stderr
@@ -136,7 +146,9 @@ def test_fewer_gpus_and_the_folder_of_old_results_are_refused(run, tmp_path, gpu
     assert "OUTPUT: given benchmarks/results, which has results of the same names" in done.stderr
 
 
-def test_an_unknown_part_is_refused_before_anything_runs(run, tmp_path):
+def test_an_unknown_part_is_refused_before_anything_runs(
+    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]], tmp_path: Path
+) -> None:
     done, calls = run("9k")
     assert (done.returncode, calls) == (2, [])
     assert "PART: given '9k'; allowed: 8k, 128k, profile, layouts, context, tests" in done.stderr

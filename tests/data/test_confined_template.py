@@ -89,7 +89,9 @@ def test_a_folder_without_a_readable_template_is_refused(tmp_path: Path, content
         load_chat_template(str(tmp_path), "<e>")
 
 
-def test_a_template_file_is_limited_and_does_not_lead_out_of_its_folder(tmp_path: Path, monkeypatch) -> None:
+def test_a_template_file_is_limited_and_does_not_lead_out_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MOBA_TRAIN_DATA_ROOTS", raising=False)
     (tmp_path / "long.jinja").write_text("x" * (TEMPLATE_BYTES + 1))
     with pytest.raises(DataError, match="has 1,048,577 bytes; allowed: 1,048,576"):

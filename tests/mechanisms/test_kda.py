@@ -16,6 +16,7 @@ from moba_train.mechanisms.linear import kda
 from moba_train.mechanisms.linear.delta import DeltaInputs, in_parts, most_rows
 from moba_train.mechanisms.linear.fla import has_fla
 from moba_train.mechanisms.linear.kda import KdaKind, KdaParameters
+from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -92,7 +93,7 @@ def flat(found: Results) -> list[torch.Tensor]:
     return [*outputs, *inputs, *parameters.values()]
 
 
-def test_output_and_every_gradient_are_those_of_the_oracle():
+def test_output_and_every_gradient_are_those_of_the_oracle() -> None:
     layer = make_layer("kda", {}, LENGTHS)
     got, want = results(layer), results(layer, oracle)
     assert set(got[2]) == set(NAMES.split())
@@ -101,21 +102,21 @@ def test_output_and_every_gradient_are_those_of_the_oracle():
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
-def test_packed_documents():
+def test_packed_documents() -> None:
     assert_documents_are_independent("kda", {}, LENGTHS)
 
 
-def test_decoding():
+def test_decoding() -> None:
     assert_decodes_like_training("kda", {})
 
 
-def test_prompts_shorter_than_a_convolution():
+def test_prompts_shorter_than_a_convolution() -> None:
     assert_decodes_like_training("kda", {}, prompts=(2, 3, 7), steps=4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("lengths", [LENGTHS, [40], [9], [2, 1, 1, 1, 1, 1, 1, 1], [40, 3]], ids=str)
-def test_ranks_that_share_a_sequence(lengths, strategy):
+def test_ranks_that_share_a_sequence(lengths: list[int], strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("kda", {}, lengths), strategy, atol=1e-10)
 
 
@@ -126,7 +127,7 @@ def context(**changes: Any) -> StageContext:
 
 @pytest.mark.parametrize("with_states", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 16, 50])
-def test_the_rule_part_by_part(rows, with_states):
+def test_the_rule_part_by_part(rows: int, with_states: bool) -> None:
     """Segments that end inside a part, at its end, and that go on; outputs, states behind, every gradient."""
     generator = torch.Generator().manual_seed(0)
     edges = torch.tensor([0, 5, 7, 32, 48])
@@ -154,7 +155,7 @@ def test_the_rule_part_by_part(rows, with_states):
 
 @pytest.mark.parametrize("rows", [5, 8, 21])
 @pytest.mark.parametrize("lengths", [LENGTHS, [40], [2, 1, 1, 1, 1, 1, 4, 20]], ids=str)
-def test_the_layer_part_by_part(rows, lengths, monkeypatch):
+def test_the_layer_part_by_part(rows: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that end inside a part, at its end, 1 to 3 tokens before it, and that go on."""
     want = results(make_layer("kda", {}, lengths))
     monkeypatch.setattr(kda, "most_rows", lambda channels, rows=rows: rows)
@@ -163,13 +164,13 @@ def test_the_layer_part_by_part(rows, lengths, monkeypatch):
 
 
 @pytest.mark.parametrize("channels", [100, 384, 1024, 2047])
-def test_parts_of_narrow_layers_are_longer_and_as_large(channels):
+def test_parts_of_narrow_layers_are_longer_and_as_large(channels: int) -> None:
     assert most_rows(8192) == most_rows(2048) == 8192
     assert most_rows(channels) % 64 == 0
     assert 0 <= 8192 * 2048 - most_rows(channels) * channels < 64 * channels
 
 
-def test_gradients_of_parts_are_added_in_float32(monkeypatch):
+def test_gradients_of_parts_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights' gradients of 40 parts, in bfloat16, are as exact as those of two."""
     errors = []
     want = results(make_layer("kda", {}, [200]))[2]
@@ -184,7 +185,7 @@ def test_gradients_of_parts_are_added_in_float32(monkeypatch):
         assert error < 1.2 * errors[0][name] + 1e-3, name
 
 
-def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
+def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """x, q, k, v are its input; kept besides are the states between four parts and the rows before them."""
     monkeypatch.setattr(kda, "most_rows", lambda channels: 16)
     layer = make_layer("kda", {}, [64])
@@ -207,7 +208,7 @@ def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
     assert planned[0] == planned[2] > planned[1] == 0
 
 
-def test_backends_that_cannot_run_are_refused(monkeypatch):
+def test_backends_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def problems(backend: str = "auto", **changes: Any) -> list[Any]:
         return list(KdaKind.problems(KdaKind.Options(backend=backend), context(**changes)))
 
@@ -226,14 +227,14 @@ def test_backends_that_cannot_run_are_refused(monkeypatch):
         run_layer(make_layer("kda", {"backend": "fla"}, LENGTHS))
 
 
-def test_compiled_layers_under_activation_checkpointing():
+def test_compiled_layers_under_activation_checkpointing() -> None:
     compiled = torch.compile(run_layer, backend="aot_eager")
     got = results(make_layer("kda", {}, LENGTHS), lambda layer: checkpoint(compiled, layer, use_reentrant=False))
     for ours, theirs in zip(flat(got), flat(results(make_layer("kda", {}, LENGTHS))), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_initial_values():
+def test_initial_values() -> None:
     """In their ranges, by name and seed alone; decays between exp(-0.1 * 16) and exp(-0.001)."""
     model = small_model("kda", {})
     first, second = (block.attention.kda for block in model.blocks)
@@ -252,7 +253,7 @@ def test_initial_values():
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_flops_and_pairs():
+def test_flops_and_pairs() -> None:
     kind = KdaKind(KdaKind.Options(), MODEL.head_width)
     lengths = [5, 1, 7]
     earlier = sum(1 for length in lengths for query in range(length) for _ in range(query))
@@ -288,7 +289,7 @@ def stand_in(recomputed: bool | None = None) -> Callable[..., Any]:
     return chunk_kda
 
 
-def test_what_fla_is_asked_for(monkeypatch):
+def test_what_fla_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.kda")}
     modules["fla.ops.kda"].chunk_kda = stand_in()
     for name, module in modules.items():
@@ -307,7 +308,7 @@ def test_what_fla_is_asked_for(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_fla_gives_what_plain_pytorch_gives():
+def test_fla_gives_what_plain_pytorch_gives() -> None:
     if not has_fla():
         pytest.skip("needs fla-core")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -336,7 +337,7 @@ def test_fla_gives_what_plain_pytorch_gives():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1024, 128])
-def test_fla_as_a_whole_and_part_by_part(rows, monkeypatch):
+def test_fla_as_a_whole_and_part_by_part(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 against float64, with decays as they are at the start of training: outputs and every gradient. With far
     stronger decays TF32, in which the kernels multiply, makes the gradient of `A_log` uncertain by 12 %."""
     if not has_fla():

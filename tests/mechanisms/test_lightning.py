@@ -17,6 +17,7 @@ from moba_train.mechanisms.linear.decayed import decayed_attention
 from moba_train.mechanisms.linear.fla import has_fla
 from moba_train.mechanisms.linear.lightning import LightningKind, log_decays
 from moba_train.mechanisms.linear.states import segment_edges
+from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -86,7 +87,7 @@ def flat(found: Results) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("index", [0, 1])
-def test_output_and_every_gradient_are_those_of_the_oracle(options, index):
+def test_output_and_every_gradient_are_those_of_the_oracle(options: dict[str, str], index: int) -> None:
     layer = make(options, index=index)
     got, want = results(layer), results(layer, oracle)
     assert set(got[2]) == {"gate.weight", "norm.weight"}
@@ -97,7 +98,7 @@ def test_output_and_every_gradient_are_those_of_the_oracle(options, index):
 
 @pytest.mark.parametrize(("chunk_size", "chunks_at_once"), [(1, 1), (4, 3), (16, 1), (64, 64)])
 @pytest.mark.parametrize("lengths", [[3, 1, 0, 8, 20, 5], [37]])
-def test_chunks_give_what_the_recurrence_gives(chunk_size, chunks_at_once, lengths):
+def test_chunks_give_what_the_recurrence_gives(chunk_size: int, chunks_at_once: int, lengths: list[int]) -> None:
     """Documents begin and end anywhere in chunks and groups of chunks."""
     tokens = 37
     generator = torch.Generator().manual_seed(1)
@@ -115,14 +116,14 @@ def test_chunks_give_what_the_recurrence_gives(chunk_size, chunks_at_once, lengt
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_the_operator_are_registered_correctly():
+def test_gradients_of_the_operator_are_registered_correctly() -> None:
     q, k, v = (torch.randn(9, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
     arguments = (q, k, v, torch.tensor([-0.1, -2.0], dtype=torch.float64), torch.zeros(9, dtype=torch.int64), 4, 2)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.moba_train.decayed_attention.default, arguments, test_utils=checks)
 
 
-def test_strong_decays_over_long_sequences_stay_finite():
+def test_strong_decays_over_long_sequences_stay_finite() -> None:
     """8 a token over 3000 tokens: lambda to this power is 0 in float32, and its inverse would be infinite."""
     q, k, v = (torch.randn(3000, 1, 4).requires_grad_() for _ in range(3))
     out = decayed_attention(q, k, v, torch.tensor([-8.0]), torch.zeros(3000, dtype=torch.int64))
@@ -134,28 +135,28 @@ def test_strong_decays_over_long_sequences_stay_finite():
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(options, strategy):
+def test_ranks_that_share_a_sequence(options: dict[str, str], strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make(options), strategy)
 
 
 @pytest.mark.parametrize("lengths", [[9], [1, 2, 3], [2, 1, 1, 1, 1, 1, 1, 1], [40, 3]])
-def test_ranks_with_few_tokens_or_none(lengths):
+def test_ranks_with_few_tokens_or_none(lengths: list[int]) -> None:
     for strategy in STRATEGIES:
         assert_ranks_equal_one_device(make({"decay": "geometric"}, lengths), strategy)
 
 
-def test_packed_documents():
+def test_packed_documents() -> None:
     assert_documents_are_independent("lightning", {"decay": "geometric"}, LENGTHS)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(options, decode):
+def test_decoding(options: dict[str, str], decode: str) -> None:
     """There are no keys that `decode: full` could attend to."""
     assert_decodes_like_training("lightning", options, decode=decode)
 
 
-def test_heads_count_from_one_and_layers_from_zero():
+def test_heads_count_from_one_and_layers_from_zero() -> None:
     """The first layer's last head forgets by exp(-8) a token; MiniMax-01's 64 heads begin with 2^(-1/8)."""
     assert log_decays("linear", 16, 0, 32)[-1] == -8
     assert log_decays("linear", 16, 16, 32)[0] == pytest.approx(-0.25)
@@ -166,7 +167,7 @@ def test_heads_count_from_one_and_layers_from_zero():
     assert (log_decays("geometric", 4, 0, 1) < 0).all()
 
 
-def test_decays_survive_meta_and_lower_precision():
+def test_decays_survive_meta_and_lower_precision() -> None:
     with torch.device("meta"):
         parameters = LightningKind.parameters(LightningKind.Options(), MODEL, 1)
     assert parameters.log_decays.is_meta
@@ -176,14 +177,14 @@ def test_decays_survive_meta_and_lower_precision():
     assert set(parameters.state_dict()) == {"gate.weight", "norm.weight"}
 
 
-def test_a_stage_may_change_the_decay():
+def test_a_stage_may_change_the_decay() -> None:
     """The parameters are made once, with the options of one stage."""
     layer = make({})
     layer.kind = LightningKind(LightningKind.Options(decay="geometric"), MODEL.head_width)
     torch.testing.assert_close(run_layer(layer), oracle(layer), rtol=0, atol=1e-11)
 
 
-def test_compiled_layers_under_activation_checkpointing():
+def test_compiled_layers_under_activation_checkpointing() -> None:
     """The recomputation finds in the layout what the forward pass has put there."""
     compiled = torch.compile(run_layer, backend="aot_eager")
     got = results(make({}), lambda layer: checkpoint(compiled, layer, use_reentrant=False))
@@ -191,7 +192,7 @@ def test_compiled_layers_under_activation_checkpointing():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_flops_and_pairs():
+def test_flops_and_pairs() -> None:
     """Pairs by counting; FLOPs of the recurrence by its products."""
     kind = LightningKind(LightningKind.Options(), MODEL.head_width)
     lengths = [5, 1, 7]
@@ -202,7 +203,7 @@ def test_flops_and_pairs():
     assert kind.costs(MODEL).flops(lengths) == 3 * (4 * products + matrix) * 13
 
 
-def test_planned_activations_are_what_the_backward_pass_keeps():
+def test_planned_activations_are_what_the_backward_pass_keeps() -> None:
     layer = make({"backend": "torch"}, [64])
     kept = {}
 
@@ -225,7 +226,7 @@ def context(**changes: Any) -> StageContext:
     return StageContext(MODEL, **{**values, **changes})
 
 
-def test_backends_that_cannot_run_are_refused(monkeypatch):
+def test_backends_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def problems(backend: str, **changes: Any) -> list[Any]:
         return list(LightningKind.problems(LightningKind.Options(backend=backend), context(**changes)))
 
@@ -242,14 +243,14 @@ def test_backends_that_cannot_run_are_refused(monkeypatch):
         run_layer(make({"backend": "fla"}))
 
 
-def test_segments_given_to_fla():
+def test_segments_given_to_fla() -> None:
     whole = packed_layout([5, 0, 3, 4])
     assert segment_edges(whole)[1].tolist() == [0, 5, 8, 12]
     shard = whole.part((TokenRange(2, 6), TokenRange(7, 10)), None)
     assert segment_edges(shard)[1].tolist() == [0, 3, 4, 5, 7]
 
 
-def test_what_fla_is_asked_for(monkeypatch):
+def test_what_fla_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in that has the interface of fla-core 0.6.0 and takes one token after the other."""
 
     def chunk_simple_gla(
@@ -279,7 +280,7 @@ def test_what_fla_is_asked_for(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_fla_gives_what_plain_pytorch_gives():
+def test_fla_gives_what_plain_pytorch_gives() -> None:
     if not has_fla():
         pytest.skip("needs fla-core")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -303,7 +304,7 @@ def test_fla_gives_what_plain_pytorch_gives():
 
 
 @pytest.mark.gpu
-def test_a_gpu_without_fla_warns_once(monkeypatch):
+def test_a_gpu_without_fla_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning, "has_fla", lambda: False)
     monkeypatch.setattr("moba_train.mechanisms.linear.fla.has_fla", lambda: False)
     kind = LightningKind(LightningKind.Options(), 8)

@@ -20,6 +20,7 @@ from moba_train.hf.config import layer_problem
 from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.helpers import make_qkv
 from tests.attention.kind_checks import (
     MODEL,
@@ -104,7 +105,7 @@ def flat(found: Results) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("backend", ["reference", "composed"])
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "qkv_bias": True}], ids=["plain", "norms and biases"])
-def test_output_and_every_gradient_equal_the_loops(backend, changes):
+def test_output_and_every_gradient_equal_the_loops(backend: str, changes: dict[str, Any]) -> None:
     layer = make_layer("moba_v05", {**SMALL, "backend": backend}, LENGTHS, model=MODEL.model_copy(update=changes))
     got, want = (flat(results(layer, run)) for run in (run_layer, lambda layer: oracle(layer, LENGTHS)))
     assert len(got) == 6 + 5 + (5 if changes else 0)
@@ -114,7 +115,7 @@ def test_output_and_every_gradient_equal_the_loops(backend, changes):
 
 
 @pytest.mark.parametrize("backend", ["reference", "composed"])
-def test_the_log_sum_exp_of_earlier_segments_is_that_of_all_their_keys(backend):
+def test_the_log_sum_exp_of_earlier_segments_is_that_of_all_their_keys(backend: str) -> None:
     """Run health shows the largest; -inf, not inf, for queries without an earlier segment."""
     kind = make_layer("moba_v05", {**SMALL, "backend": backend}, LENGTHS).kind
     q, k, v = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8))
@@ -131,26 +132,26 @@ def test_the_log_sum_exp_of_earlier_segments_is_that_of_all_their_keys(backend):
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != RING_IN_PARTS], ids=str)
-def test_ranks_that_share_a_sequence(strategy):
+def test_ranks_that_share_a_sequence(strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, LENGTHS), strategy)
 
 
-def test_a_rank_without_tokens():
+def test_a_rank_without_tokens() -> None:
     for strategy in STRATEGIES[:2]:
         assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, [9]), strategy)  # 3, 3, 3 and none
 
 
-def test_a_ring_that_attends_to_parts_of_the_keys_is_refused():
+def test_a_ring_that_attends_to_parts_of_the_keys_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' .* hierarchical or dispatch"):
         assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, LENGTHS), RING_IN_PARTS)
 
 
-def test_packed_documents():
+def test_packed_documents() -> None:
     assert_documents_are_independent("moba_v05", SMALL, LENGTHS)
 
 
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(decode):
+def test_decoding(decode: str) -> None:
     """`decode: full` changes nothing: the model has never attended to its history with one softmax."""
     assert_decodes_like_training("moba_v05", SMALL, decode=decode)
 
@@ -165,7 +166,7 @@ def models(kind: str, options: dict[str, Any], **changes: Any) -> Transformer:
     return transformer
 
 
-def test_inserted_into_a_trained_model_it_only_takes_history_away():
+def test_inserted_into_a_trained_model_it_only_takes_history_away() -> None:
     """Its output projection begins as zeros: the model is that of own segments, and learns what to add."""
     tokens, layout = torch.arange(40) % 50, packed_layout([28, 12])
     positions = torch.cat([torch.arange(28), torch.arange(12)])
@@ -181,7 +182,7 @@ def test_inserted_into_a_trained_model_it_only_takes_history_away():
     assert not cross.q_proj.weight.grad.any()
 
 
-def test_compiled_and_recomputed_blocks_give_equal_numbers():
+def test_compiled_and_recomputed_blocks_give_equal_numbers() -> None:
     """Activation checkpointing keeps both attentions' results."""
     model = small_model("moba_v05", SMALL)
     block = model.blocks[0]
@@ -206,7 +207,7 @@ def test_compiled_and_recomputed_blocks_give_equal_numbers():
     assert calls.count("attend") == 3 * 2
 
 
-def test_the_plan_counts_its_parameters_pairs_and_operations():
+def test_the_plan_counts_its_parameters_pairs_and_operations() -> None:
     options = KIND.Options(**SMALL)
     kind = KIND(options, 8)
     with torch.device("meta"):
@@ -227,7 +228,7 @@ def test_the_plan_counts_its_parameters_pairs_and_operations():
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_saved_bytes_are_those_that_autograd_keeps(qk_norm):
+def test_saved_bytes_are_those_that_autograd_keeps(qk_norm: bool) -> None:
     """In 16 bits, beside full attention and the sublayer's input and output; plain PyTorch keeps no lists of the
     selected segments. Nothing is kept twice, nor what the backward pass makes anew."""
     model = MODEL.model_copy(update={"qk_norm": qk_norm})
@@ -238,7 +239,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(qk_norm):
     assert own == (token_bytes(v05.kind, model, seq_len=256).saved - outside) * 256
 
 
-def test_options_that_cannot_work_are_named():
+def test_options_that_cannot_work_are_named() -> None:
     context = StageContext(MODEL, 64, 1, 1, False, None, "in layer 0")
     assert list(KIND.problems(KIND.Options(**SMALL), context)) == []
     (problem,) = KIND.problems(KIND.Options(block_size=128), context)

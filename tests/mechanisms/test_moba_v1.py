@@ -15,7 +15,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.hf.config import layer_entry, layer_problem
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
-from moba_train.parallel.context.strategy import AttentionShape
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.tools.transformers_attention import attention_forward
 from tests.attention.helpers import make_qkv
 from tests.attention.kernel_checks import build_summed, error, inputs, layout_of, run
@@ -98,7 +98,9 @@ def attention_of(options: dict[str, Any], head_dim: int = 8) -> Any:
     ],
     ids=["packed", "group", "more than there are", "own block", "nothing"],
 )
-def test_output_lse_and_gradients_equal_the_loops(merge, backend, lengths, heads, kv_heads, options):
+def test_output_lse_and_gradients_equal_the_loops(
+    merge: str, backend: str, lengths: list[int], heads: int, kv_heads: int, options: dict[str, Any]
+) -> None:
     options = {**SMALL, **options, "merge": merge, "backend": backend}
     tensors = make_qkv(sum(lengths), heads, kv_heads, 8)
     got = LOCAL_ENGINE(*tensors, attention_of(options), packed_layout(lengths))
@@ -113,7 +115,7 @@ def test_output_lse_and_gradients_equal_the_loops(merge, backend, lengths, heads
 
 
 @merges
-def test_the_layer_is_the_loops_on_rotated_queries_and_keys(merge):
+def test_the_layer_is_the_loops_on_rotated_queries_and_keys(merge: str) -> None:
     layer = make_layer("moba_v1", {**SMALL, "merge": merge}, LENGTHS)
 
     def plain(layer: Layer) -> list[torch.Tensor]:
@@ -126,7 +128,7 @@ def test_the_layer_is_the_loops_on_rotated_queries_and_keys(merge):
 
 
 @merges
-def test_parts_of_the_work_leave_no_trace(merge, monkeypatch):
+def test_parts_of_the_work_leave_no_trace(merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges of a few tokens, one key/value head at a time."""
     from moba_train.attention.kernels import composed
 
@@ -139,7 +141,7 @@ def test_parts_of_the_work_leave_no_trace(merge, monkeypatch):
 
 
 @merges
-def test_bf16_is_as_exact_as_its_rounding(merge):
+def test_bf16_is_as_exact_as_its_rounding(merge: str) -> None:
     options = {"block_size": 32, "topk": 4, "merge": merge}
     tensors = [x.detach().bfloat16() for x in make_qkv(150, 4, 2, 16)]
     layout = packed_layout([100, 50])
@@ -152,7 +154,7 @@ def test_bf16_is_as_exact_as_its_rounding(merge):
         assert (got - want).abs().max() < 0.03 * want.abs().max()
 
 
-def test_a_sum_over_all_blocks_differs_from_full_attention_and_a_softmax_does_not():
+def test_a_sum_over_all_blocks_differs_from_full_attention_and_a_softmax_does_not() -> None:
     """MoBA's author: sums could not be debugged against full attention; with one softmax, k >= n compares strictly."""
     tensors = [x.detach() for x in make_qkv(40, 4, 2, 8)]
     layout = packed_layout([27, 13])
@@ -170,7 +172,7 @@ def test_a_sum_over_all_blocks_differs_from_full_attention_and_a_softmax_does_no
     torch.testing.assert_close(LOCAL_ENGINE(*tensors, one, layout)[0], want, rtol=0, atol=1e-14)
 
 
-def test_softmax_is_moba_to_the_bit():
+def test_softmax_is_moba_to_the_bit() -> None:
     layers = [
         make_layer(name, {**SMALL, **extra}, LENGTHS)
         for name, extra in (("moba", {}), ("moba_v1", {"merge": "softmax"}))
@@ -182,7 +184,7 @@ def test_softmax_is_moba_to_the_bit():
 
 
 @merges
-def test_auto_never_takes_dense_attention(merge):
+def test_auto_never_takes_dense_attention(merge: str) -> None:
     """A document of topk blocks, where MoBA's `auto` is dense."""
     tensors = [x.detach() for x in make_qkv(12, 2, 1, 8)]
     results = [
@@ -194,17 +196,17 @@ def test_auto_never_takes_dense_attention(merge):
 
 @merges
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != RING_IN_PARTS], ids=str)
-def test_ranks_that_share_a_sequence(merge, strategy):
+def test_ranks_that_share_a_sequence(merge: str, strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("moba_v1", {**SMALL, "merge": merge}, LENGTHS), strategy)
 
 
-def test_a_ring_that_attends_to_parts_of_the_keys_is_refused_before_any_message():
+def test_a_ring_that_attends_to_parts_of_the_keys_is_refused_before_any_message() -> None:
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' .* hierarchical or dispatch"):
         assert_ranks_equal_one_device(make_layer("moba_v1", SMALL, LENGTHS), RING_IN_PARTS)
     assert_ranks_equal_one_device(make_layer("moba_v1", {**SMALL, "merge": "softmax"}, LENGTHS), RING_IN_PARTS)
 
 
-def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits():
+def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits() -> None:
     shape = AttentionShape(
         2**17, heads=28, kv_heads=4, head_dim=128, facts=AttentionFacts(merges=False, work_grows=False)
     )
@@ -220,18 +222,18 @@ def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits():
 
 
 @merges
-def test_packed_documents(merge):
+def test_packed_documents(merge: str) -> None:
     assert_documents_are_independent("moba_v1", {**SMALL, "merge": merge}, LENGTHS)
 
 
 @merges
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(merge, decode):
+def test_decoding(merge: str, decode: str) -> None:
     """`decode: full` replaces attentions that full attention is a limit of; sums go on as they were trained."""
     assert_decodes_like_training("moba_v1", {**SMALL, "merge": merge}, decode=decode)
 
 
-def test_exported_to_transformers_it_attends_as_it_was_trained():
+def test_exported_to_transformers_it_attends_as_it_was_trained() -> None:
     """Also to the newest token alone, which full attention would be taken for."""
     options = {**SMALL, "merge": "gate"}
     kind = KINDS["moba_v1"](KINDS["moba_v1"].Options(**options), 8)
@@ -248,7 +250,9 @@ def test_exported_to_transformers_it_attends_as_it_was_trained():
 @pytest.mark.gpu
 @merges
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 4), (128, 8, 2), (80, 4, 2)])
-def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(merge, head_dim, heads, kv_heads, monkeypatch):
+def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(
+    merge: str, head_dim: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`auto` takes the composition; all at once and, with `slots_at_once`, in many parts."""
     from moba_train.attention.kernels import composed
 
@@ -270,7 +274,7 @@ def context(**changes: Any) -> StageContext:
     return StageContext(MODEL, **{**values, **changes})
 
 
-def test_options_that_cannot_work_are_named():
+def test_options_that_cannot_work_are_named() -> None:
     kind = KINDS["moba_v1"]
     (problem,) = kind.problems(kind.Options(**SMALL, backend="triton", merge="gate"), context())
     assert problem.startswith("backend: given 'triton' in layer 0 with merge: gate, which has no kernels for sums")
@@ -280,7 +284,7 @@ def test_options_that_cannot_work_are_named():
     assert problem.startswith("block_size: given 128")
 
 
-def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_too():
+def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_too() -> None:
     moba, v1 = (KINDS[name](KINDS[name].Options(**SMALL), 8) for name in ("moba", "moba_v1"))
     assert v1.costs(MODEL).pairs(LENGTHS) == moba.costs(MODEL).pairs(LENGTHS)
     assert v1.costs(MODEL).flops(LENGTHS) == moba.costs(MODEL).flops(LENGTHS)

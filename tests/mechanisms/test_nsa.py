@@ -150,14 +150,14 @@ def assert_equal(got: Results, want: Results, atol: float = 1e-11) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_output_and_every_gradient_are_the_papers(options):
+def test_output_and_every_gradient_are_the_papers(options: dict[str, Any]) -> None:
     layer = make_layer("nsa", options, LENGTHS)
     found = results(layer)
     assert_equal(found, results(layer, paper))
     assert all(gradient.abs().max() > 1e-6 for _, gradient in flat(found))
 
 
-def test_heads_may_be_taken_one_after_the_other(monkeypatch):
+def test_heads_may_be_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where queries are many, to bound the memory of the backward pass."""
     layer = make_layer("nsa", SMALL, LENGTHS)
     want = results(layer)
@@ -176,14 +176,14 @@ def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any
     return attend
 
 
-def test_own_projections_have_the_layers_bias_and_norm():
+def test_own_projections_have_the_layers_bias_and_norm() -> None:
     model = MODEL.model_copy(update={"qkv_bias": True, "qk_norm": True})
     layer = make_layer("nsa", SMALL, [20, 7], model=model)
     assert_equal(results(layer), results(layer, paper))
 
 
 @pytest.mark.parametrize("branch", [1, 2], ids=["selected", "window"])
-def test_all_blocks_or_a_window_of_all_tokens_behind_a_gate_of_one_is_full_attention(branch):
+def test_all_blocks_or_a_window_of_all_tokens_behind_a_gate_of_one_is_full_attention(branch: int) -> None:
     options = {**SMALL, "separate_kv": False, "topk": 64, "window": 1000}
     layer = make_layer("nsa", options, LENGTHS)
     with torch.no_grad():
@@ -196,13 +196,13 @@ def test_all_blocks_or_a_window_of_all_tokens_behind_a_gate_of_one_is_full_atten
     torch.testing.assert_close(got[1][1:], want[1][1:], rtol=0, atol=1e-11)
 
 
-def test_the_papers_sizes_are_usable_defaults():
+def test_the_papers_sizes_are_usable_defaults() -> None:
     out, grads, parameters = results(make_layer("nsa", {}, [150, 20]))
     assert all(x.isfinite().all() for x in (*out, *grads, *parameters.values()))
     assert parameters["compress_k.positions"].shape == (32, 8)
 
 
-def test_a_query_that_sees_no_complete_block_has_nothing_from_the_compressed_branch():
+def test_a_query_that_sees_no_complete_block_has_nothing_from_the_compressed_branch() -> None:
     attention = CompressedAttention(CompressedBlocks(4, 2), 8)
     layout = packed_layout([3, 5])
     q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64) for n in (8, 4, 4))
@@ -212,7 +212,9 @@ def test_a_query_that_sees_no_complete_block_has_nothing_from_the_compressed_bra
 
 
 @pytest.mark.parametrize("ranges", [None, ((0, 10), (77, 87)), ((15, 24), (60, 73)), ((21, 22),)])
-def test_compressed_attention_has_no_more_rows_than_its_queries_have_newest_blocks(ranges):
+def test_compressed_attention_has_no_more_rows_than_its_queries_have_newest_blocks(
+    ranges: tuple[tuple[int, int], ...] | None,
+) -> None:
     """Rows that no query needs would be work for nothing, and keys behind the last block."""
     layout = packed_layout(LENGTHS).part(ranges and tuple(TokenRange(*tokens) for tokens in ranges), None)
     blocks = CompressedBlocks(4, 2)
@@ -222,7 +224,7 @@ def test_compressed_attention_has_no_more_rows_than_its_queries_have_newest_bloc
     assert folded.layout.q_tokens.tolist() == (end - 1)[first < end].unique().tolist()
 
 
-def test_equation_9():
+def test_equation_9() -> None:
     """Blocks of 64 over blocks of 32 at stride 16: those inside count twice, those across an edge once."""
     choice = BlockChoice(CompressedBlocks(32, 16), block_size=64, topk=16, first=1, local=2)
     layout = packed_layout([200])
@@ -236,16 +238,16 @@ def test_equation_9():
 
 @pytest.mark.parametrize("options", OPTIONS[:2])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(options, strategy):
+def test_ranks_that_share_a_sequence(options: dict[str, Any], strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("nsa", options, LENGTHS), strategy)
 
 
-def test_ranks_without_tokens():
+def test_ranks_without_tokens() -> None:
     for strategy in STRATEGIES:
         assert_ranks_equal_one_device(make_layer("nsa", SMALL, [9]), strategy)  # 3, 3, 3 and none
 
 
-def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch):
+def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
     def counted(module: Any, x: Tensor, first: Any) -> Tensor:
@@ -261,21 +263,21 @@ def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch):
     assert token_bytes(layer.kind, width=8, tokens=16, cp=4).activations * 16 == received
 
 
-def test_packed_documents():
+def test_packed_documents() -> None:
     assert_documents_are_independent("nsa", SMALL, LENGTHS)
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2])
-def test_decoding(options):
+def test_decoding(options: dict[str, Any]) -> None:
     assert_decodes_like_training("nsa", options, prompts=(33, 5))
 
 
-def test_decoding_with_all_blocks():
+def test_decoding_with_all_blocks() -> None:
     """`decode: full`: the selected branch attends to all tokens, which it does anyway where every block is selected."""
     assert_decodes_like_training("nsa", {**SMALL, "topk": 64}, decode="full")
 
 
-def test_compiled_and_recomputed_layers_give_equal_numbers():
+def test_compiled_and_recomputed_layers_give_equal_numbers() -> None:
     layer = make_layer("nsa", SMALL, LENGTHS)
     want = results(layer)
     assert_equal(results(layer, torch.compile(run_layer, backend="aot_eager")), want, atol=1e-12)
@@ -297,7 +299,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("options", "problems"), LIMITS, ids=lambda value: str(value)[:20])
-def test_sizes_that_contradict_each_other(options, problems):
+def test_sizes_that_contradict_each_other(options: dict[str, Any], problems: list[str]) -> None:
     context = StageContext(MODEL, 4096, 1, 1, False, "cpu", layers="in layer 0")
     found = list(NsaKind.problems(NsaOptions(**options), context))
     for problem in problems:
@@ -306,7 +308,7 @@ def test_sizes_that_contradict_each_other(options, problems):
         NsaKind(NsaOptions(**options), 8)
 
 
-def test_blocks_that_do_not_fit_in_the_sequence():
+def test_blocks_that_do_not_fit_in_the_sequence() -> None:
     context = StageContext(MODEL, 48, 1, 1, False, "cpu", layers="in layer 0")
     (problem,) = NsaKind.problems(NsaOptions(), context)
     assert problem.startswith("block_size: given 64 in layer 0, which does not fit in a sequence of 48 tokens")
@@ -317,7 +319,7 @@ def test_blocks_that_do_not_fit_in_the_sequence():
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_pairs_are_those_counted_one_by_one(options):
+def test_pairs_are_those_counted_one_by_one(options: dict[str, Any]) -> None:
     kind = NsaKind(NsaOptions(**options), 8)
     chosen = kind.options
     pairs = 0.0
@@ -333,7 +335,7 @@ def test_pairs_are_those_counted_one_by_one(options):
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])
-def test_flops_are_those_of_the_products(separate_kv):
+def test_flops_are_those_of_the_products(separate_kv: bool) -> None:
     """Those of the modules are counted by torch; with stride and size equal, no row of a block is unused."""
     options = {**SMALL, "stride": 4, "separate_kv": separate_kv}
     layer = make_layer("nsa", options, [48])
@@ -351,7 +353,7 @@ def test_flops_are_those_of_the_products(separate_kv):
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])
-def test_saved_bytes_are_those_that_autograd_keeps(separate_kv):
+def test_saved_bytes_are_those_that_autograd_keeps(separate_kv: bool) -> None:
     """In 16 bits, beside what full attention keeps; plain PyTorch keeps no inverse lists of the selected blocks."""
     nsa, full = in_16_bits(make_layer("nsa", {**SMALL, "separate_kv": separate_kv}, [256]))
     lists = 4 * MODEL.heads * (SMALL["topk"] - 1)

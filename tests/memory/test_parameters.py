@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def shape(name: str) -> ModelConfig:
         ("smollm2-135m", 134_515_008),
     ],
 )
-def test_published_totals(name, total):
+def test_published_totals(name: str, total: int) -> None:
     counts = count_parameters(shape(name))
     assert counts.total == total
     assert counts.without_embeddings == total - counts.embedding - counts.output
@@ -49,7 +50,7 @@ def test_published_totals(name, total):
         {"layers": 1, "qk_norm": True, "tie_embeddings": True},
     ],
 )
-def test_counts_are_those_of_the_model(changes):
+def test_counts_are_those_of_the_model(changes: dict[str, Any]) -> None:
     config = shape("tiny").model_copy(update=changes)
     with torch.device("meta"):
         model = Transformer(config)

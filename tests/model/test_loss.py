@@ -40,7 +40,9 @@ def plain(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 10, 11, 12, 4096])
-def test_loss_and_gradients_equal_cross_entropy_whatever_the_chunk(case, rows, monkeypatch):
+def test_loss_and_gradients_equal_cross_entropy_whatever_the_chunk(
+    case: tuple[torch.Tensor, ...], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks that end one before, at and one behind the last row included."""
     monkeypatch.setattr(loss_module, "chunk_tokens", lambda _: rows)
     got, want = weighted_loss_sum(*case), plain(*case)
@@ -55,7 +57,7 @@ def test_loss_and_gradients_equal_cross_entropy_whatever_the_chunk(case, rows, m
     ("vocab_size", "tokens"),
     [(256, 32_768), (8192, 32_768), (8193, 16_384), (16_384, 16_384), (32_000, 8192), (65_536, 4096), (151_936, 4096)],
 )
-def test_a_chunk_has_more_tokens_where_the_vocabulary_is_small(vocab_size, tokens):
+def test_a_chunk_has_more_tokens_where_the_vocabulary_is_small(vocab_size: int, tokens: int) -> None:
     assert chunk_tokens(vocab_size) == tokens
     assert tokens in {CHUNK_TOKENS, MOST_CHUNK_TOKENS} or tokens * vocab_size <= CHUNK_LOGITS < 2 * tokens * vocab_size
 
@@ -72,8 +74,8 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(("hidden_trained", "weight_trained"), [(True, True), (True, False), (False, True)])
 def test_logits_are_computed_once_and_only_the_gradients_that_are_needed(
-    case, hidden_trained, weight_trained, monkeypatch
-):
+    case: tuple[torch.Tensor, ...], hidden_trained: bool, weight_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss_module, "chunk_tokens", lambda _: 6)
     hidden, weight, *loss_on = case
     hidden.requires_grad_(hidden_trained)
@@ -86,14 +88,14 @@ def test_logits_are_computed_once_and_only_the_gradients_that_are_needed(
     assert products.count == 2 * (1 + len(leaves))  # two chunks
 
 
-def test_without_gradients_only_the_loss_is_computed(case):
+def test_without_gradients_only_the_loss_is_computed(case: tuple[torch.Tensor, ...]) -> None:
     with torch.no_grad(), Products() as products:
         total = weighted_loss_sum(*case)
     torch.testing.assert_close(total, plain(*case).detach(), rtol=1e-6, atol=1e-5)
     assert products.count == 1
 
 
-def test_gradients_of_activations_and_of_weights_can_be_taken_apart(case):
+def test_gradients_of_activations_and_of_weights_can_be_taken_apart(case: tuple[torch.Tensor, ...]) -> None:
     """As a pipeline that splits the backward pass does."""
     total = weighted_loss_sum(*case) / 7
     expected = [gradient / 7 for gradient in torch.autograd.grad(plain(*case), case[:2])]
@@ -102,7 +104,7 @@ def test_gradients_of_activations_and_of_weights_can_be_taken_apart(case):
         torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-5)
 
 
-def test_bf16_logits_are_reduced_in_float32(case):
+def test_bf16_logits_are_reduced_in_float32(case: tuple[torch.Tensor, ...]) -> None:
     hidden, weight, *loss_on = case
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     got = weighted_loss_sum(hidden, weight, *loss_on)
@@ -112,14 +114,14 @@ def test_bf16_logits_are_reduced_in_float32(case):
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-5)
 
 
-def test_a_row_that_is_listed_twice_counts_twice(case):
+def test_a_row_that_is_listed_twice_counts_twice(case: tuple[torch.Tensor, ...]) -> None:
     hidden, weight, labels, index, weights = case
     twice = weighted_loss_sum(hidden, weight, labels.repeat(2), index.repeat(2), weights.repeat(2))
     torch.testing.assert_close(twice, 2 * plain(*case), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 11])
-def test_no_weight_gives_zero_loss_and_zero_gradients(case, rows):
+def test_no_weight_gives_zero_loss_and_zero_gradients(case: tuple[torch.Tensor, ...], rows: int) -> None:
     """A rank without loss tokens (none listed, or padding of weight 0) still joins the backward pass, without NaN."""
     hidden, weight, labels, index, weights = case
     total = weighted_loss_sum(hidden, weight, labels[:rows], index[:rows], torch.zeros_like(weights[:rows]))
@@ -128,7 +130,9 @@ def test_no_weight_gives_zero_loss_and_zero_gradients(case, rows):
         assert torch.equal(grad, torch.zeros_like(grad))
 
 
-def test_the_compiled_loss_is_the_same_and_compiled_for_few_sizes(device, monkeypatch):
+def test_the_compiled_loss_is_the_same_and_compiled_for_few_sizes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are filled up to a power of two, and to an eighth of the smallest chunk; none at all, too."""
     monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 16)
     monkeypatch.setattr(loss_module, "chunk_tokens", lambda _: 16)

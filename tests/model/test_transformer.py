@@ -88,7 +88,9 @@ def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("changes", SHAPES)
-def test_float32_logits_and_gradients_equal_a_plain_implementation(changes, device):
+def test_float32_logits_and_gradients_equal_a_plain_implementation(
+    changes: dict[str, Any], device: torch.device
+) -> None:
     model = build(device, **changes)
     tokens, positions, layout = inputs([17], device)
     got, want = model(tokens, positions, layout), plain_logits(model, tokens)
@@ -105,7 +107,7 @@ def test_float32_logits_and_gradients_equal_a_plain_implementation(changes, devi
 
 
 @pytest.mark.parametrize("kind", ["full", "moba"])
-def test_packed_documents_give_the_logits_of_each_document_alone(kind, device):
+def test_packed_documents_give_the_logits_of_each_document_alone(kind: str, device: torch.device) -> None:
     attention = {
         "full": FullKind(FullKind.Options(), 8),
         "moba": MobaKind(MobaKind.Options(block_size=4, topk=2), 8),
@@ -122,7 +124,7 @@ def test_packed_documents_give_the_logits_of_each_document_alone(kind, device):
         start += length
 
 
-def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(device):
+def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(device: torch.device) -> None:
     """Staged training relies on it: weights do not depend on the attention kind of a layer."""
     model = build(device)
     batch = inputs([20, 7], device)
@@ -139,7 +141,7 @@ def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(devic
         assert (model(*batch) - full).abs().max() > 1e-2
 
 
-def test_positions_are_the_ones_given(device):
+def test_positions_are_the_ones_given(device: torch.device) -> None:
     """Shifting a document changes nothing (RoPE is relative); stretching its positions does."""
     model = build(device)
     tokens, positions, layout = inputs([12], device)
@@ -148,7 +150,7 @@ def test_positions_are_the_ones_given(device):
     assert (model(tokens, 7 * positions, layout) - logits).abs().max() > 1e-2
 
 
-def test_the_rotary_embedding_may_change_between_steps(device):
+def test_the_rotary_embedding_may_change_between_steps(device: torch.device) -> None:
     """`pi` with factor 2 on doubled positions is the unchanged model."""
     model = build(device)
     tokens, positions, layout = inputs([12], device)
@@ -158,14 +160,14 @@ def test_the_rotary_embedding_may_change_between_steps(device):
     assert (model(tokens, positions, layout) - logits).abs().max() > 1e-2
 
 
-def test_logits_of_given_rows_only(device):
+def test_logits_of_given_rows_only(device: torch.device) -> None:
     model = build(device)
     batch = inputs([5, 6], device)
     rows = torch.tensor([4, 10], device=device)
     torch.testing.assert_close(model(*batch, rows_n=rows), model(*batch)[rows], rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_is_the_cross_entropy_of_the_given_rows(device):
+def test_the_loss_is_the_cross_entropy_of_the_given_rows(device: torch.device) -> None:
     model = build(device)
     batch = inputs([9, 6], device)
     index = torch.tensor([0, 3, 8, 14], device=device)
@@ -177,7 +179,7 @@ def test_the_loss_is_the_cross_entropy_of_the_given_rows(device):
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(rows, device):
+def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(rows: int, device: torch.device) -> None:
     """A data-parallel rank whose samples are all prompt must not hang or poison the others' reduction."""
     model = build(device, qkv_bias=True, qk_norm=True)
     nothing = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -189,7 +191,7 @@ def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(rows,
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
-def test_a_model_without_attention_kinds_says_what_to_do(device):
+def test_a_model_without_attention_kinds_says_what_to_do(device: torch.device) -> None:
     model = Transformer(ModelConfig(**BASE)).to(device)
     with pytest.raises(RuntimeError, match="set_attention"):
         model(*inputs([4], device))
@@ -206,7 +208,7 @@ def test_a_model_without_attention_kinds_says_what_to_do(device):
         pytest.param(596_049_920, (151936, 1024, 3072, 28, 16, 8, 128, True, True, False), id="Qwen3-0.6B"),
     ],
 )
-def test_published_models_have_the_published_number_of_parameters(published, shape):
+def test_published_models_have_the_published_number_of_parameters(published: int, shape: Any) -> None:
     names = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
     names += ("tie_embeddings", "qk_norm", "qkv_bias")
     with torch.device("meta"):

@@ -1,8 +1,11 @@
 """Pipelines that cannot work are refused, with the key to change."""
 
+from collections.abc import Callable
+
 import pytest
 
 from moba_train.config.mesh import mesh_sizes
+from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
 from tests.resolved import check
 
@@ -21,7 +24,7 @@ ZERO_BUBBLE = "parallel.pp_schedule=zero_bubble"
         (["parallel.pp=1", "parallel.pp_layers=[7]", INTERLEAVED], 1),
     ],
 )
-def test_what_can_work_is_accepted(load, overrides, world_size):
+def test_what_can_work_is_accepted(load: Callable[..., RunConfig], overrides: list[str], world_size: int) -> None:
     check(load(*overrides), world_size)
 
 
@@ -56,19 +59,21 @@ def test_what_can_work_is_accepted(load, overrides, world_size):
         ),
     ],
 )
-def test_what_cannot_work_is_refused(load, overrides, world_size, words):
+def test_what_cannot_work_is_refused(
+    load: Callable[..., RunConfig], overrides: list[str], world_size: int | None, words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check(load(*overrides), world_size)
     text = "\n".join(caught.value.problems)
     assert all(word in text for word in words), text
 
 
-def test_a_checkpoint_of_a_pipeline_is_evaluated_without_one(load):
+def test_a_checkpoint_of_a_pipeline_is_evaluated_without_one(load: Callable[..., RunConfig]) -> None:
     """What stands in the way of training only does not stand in the way of evaluation."""
     config = load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]")
     check(config, allow_idle=True, training=False)
 
 
-def test_pipelines_are_the_outermost_dimension(load):
+def test_pipelines_are_the_outermost_dimension(load: Callable[..., RunConfig]) -> None:
     config = load("parallel.pp=2", "parallel.tp=2", "parallel.cp=2")
     assert mesh_sizes(config.parallel, 16) == (2, 1, 2, 2, 2)

@@ -37,7 +37,7 @@ telemetry: {console: false, report: false, wandb: {mode: disabled}}
 """
 
 
-def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention():
+def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention() -> None:
     """The loss of a two-layer model with one row of one head's output moved towards what it is with one key masked."""
     shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 4, "kv_heads": 2}
     model = Transformer(ModelConfig.model_validate({**shape, "init_std": 0.3})).double()
@@ -135,7 +135,7 @@ def continued(tmp_path: Path, spans: Path, **changes: object) -> Path:
     return path
 
 
-def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resumes_with(tmp_path: Path):
+def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resumes_with(tmp_path: Path) -> None:
     spans = tmp_path / "spans.yaml"
     code, text = profile(spans, "--lengths", "32,64", "--budget", "0.6")
     assert code == 0, text
@@ -172,7 +172,7 @@ def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resume
     assert "moa" in result.output
 
 
-def test_spans_of_another_model_are_refused(tmp_path: Path):
+def test_spans_of_another_model_are_refused(tmp_path: Path) -> None:
     spans = tmp_path / "spans.yaml"
     assert profile(spans, "--lengths", "32,64")[0] == 0
     model = yaml.safe_load(RECIPE)["model"]
@@ -202,14 +202,14 @@ def test_spans_of_another_model_are_refused(tmp_path: Path):
         (["--data", "nowhere"], "nowhere"),
     ],
 )
-def test_what_it_refuses(options: list[str], message: str, tmp_path: Path):
+def test_what_it_refuses(options: list[str], message: str, tmp_path: Path) -> None:
     code, text = profile(tmp_path / "spans.yaml", *options)
     assert code == 2, text
     assert message in " ".join(text.split())
     assert not list(tmp_path.iterdir())
 
 
-def test_it_never_overwrites(tmp_path: Path):
+def test_it_never_overwrites(tmp_path: Path) -> None:
     spans = tmp_path / "spans.yaml"
     spans.write_text("mine")
     code, text = profile(spans)

@@ -12,5 +12,5 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("check", CHECKS)
-def test_between_processes(check, errors):
+def test_between_processes(check: str, errors: dict[str, str]) -> None:
     assert check not in errors, errors[check]

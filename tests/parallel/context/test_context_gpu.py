@@ -13,6 +13,7 @@ import random
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,10 +92,10 @@ def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_between_gpus(check, errors):
+def test_between_gpus(check: str, errors: dict[str, str]) -> None:
     assert check not in errors, errors[check]
 
 
-def test_soak(tmp_path):
+def test_soak(tmp_path: Path) -> None:
     errors = run_checks(WORLD, {"soak": soak}, tmp_path, "cuda")
     assert errors == {}, errors.get("soak")

@@ -63,13 +63,13 @@ def check(how: CPStrategy, case: Case) -> None:
         pytest.param(Case((5,)), id="a rank without tokens"),
     ],
 )
-def test_equal_to_one_device(case, transport, layout):
+def test_equal_to_one_device(case: Case, transport: str, layout: str) -> None:
     check(strategy(transport, layout), case)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_equal_to_one_device_at_random_sizes(data):
+def test_equal_to_one_device_at_random_sizes(data: st.DataObject) -> None:
     transport = data.draw(st.sampled_from(list(registry.TRANSPORTS)))
     sizes = {"hierarchical": [4, 6], "ring": [1, 2, 3, 4, 6, 8]}.get(transport, [1, 2, 3, 4, 5])
     ranks = data.draw(st.sampled_from(sizes))
@@ -94,7 +94,7 @@ def test_equal_to_one_device_at_random_sizes(data):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transport, layout):
+def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transport: str, layout: str) -> None:
     """Load and entropy are left out: a rank has them for its own queries."""
 
     case = Case((60, 3, 37), options={"always": ("current", "first")}, topk=4)
@@ -107,7 +107,7 @@ def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transpo
     assert ranks == pytest.approx(one)
 
 
-def test_selecting_every_block_is_dense_attention():
+def test_selecting_every_block_is_dense_attention() -> None:
     sparse, dense = Case((40, 9), topk=99), Case((40, 9), topk=None)
     inputs = sparse.inputs()
     want = on_one_device(dense, inputs).tensors
@@ -116,7 +116,7 @@ def test_selecting_every_block_is_dense_attention():
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_changed_token_moves_only_what_may_see_it(transport):
+def test_a_changed_token_moves_only_what_may_see_it(transport: str) -> None:
     """It may change itself and later tokens of its document; no other bit may change."""
     case, token = Case((11, 20, 9), topk=3), 17
     inputs = case.inputs()
@@ -133,7 +133,7 @@ def test_a_changed_token_moves_only_what_may_see_it(transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bf16_selects_the_same_blocks_and_is_as_exact_as_one_device(transport, layout):
+def test_bf16_selects_the_same_blocks_and_is_as_exact_as_one_device(transport: str, layout: str) -> None:
     case = Case((37, 43), dtype=torch.bfloat16)
     inputs = case.inputs()
     one, many = on_one_device(case, inputs), on_threads(strategy(transport, layout), case, inputs)
@@ -144,7 +144,7 @@ def test_bf16_selects_the_same_blocks_and_is_as_exact_as_one_device(transport, l
         assert worst[0] <= 1.5 * worst[1] + 1e-2  # a bf16 unit in the last place of numbers around 2
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_give_the_same_bits() -> None:
     case = Case((37, 6))
     inputs = case.inputs()
     for transport in TRANSPORTS:
@@ -162,7 +162,9 @@ def test_two_runs_give_the_same_bits():
     ],
     ids=["two buffers", "three buffers", "two nodes", "eight nodes"],
 )
-def test_the_ring_sends_chunks_on_before_it_attends(ring, before_each_attention, monkeypatch):
+def test_the_ring_sends_chunks_on_before_it_attends(
+    ring: CPStrategy, before_each_attention: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the rank that sees every chunk, all buffers receive while attention is at work."""
     begun: dict[int, int] = {}
     counts: list[int] = []
@@ -188,7 +190,9 @@ def test_the_ring_sends_chunks_on_before_it_attends(ring, before_each_attention,
 
 
 @pytest.mark.parametrize("depth", [None, 5])
-def test_a_ring_inside_a_node_attends_to_all_keys_in_one_call(depth, monkeypatch):
+def test_a_ring_inside_a_node_attends_to_all_keys_in_one_call(
+    depth: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernels for all keys of a sequence are faster than those for a part of them."""
     calls: dict[str, list[TokenRanges | None]] = {"attend": [], "attend_backward": []}
     for name, keys in calls.items():

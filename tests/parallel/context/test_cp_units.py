@@ -25,7 +25,9 @@ def units(lengths: list[int], size: int) -> list[range]:
 
 
 @given(situations())
-def test_the_rank_of_its_first_token_gets_the_whole_unit_and_only_missing_tokens_move(situation):
+def test_the_rank_of_its_first_token_gets_the_whole_unit_and_only_missing_tokens_move(
+    situation: tuple[list[int], SequenceLayout, int],
+) -> None:
     lengths, sequence, size = situation
     owned = OwnedUnits.from_sequence(sequence, (0, *accumulate(lengths)), size)
     wanted: list[set[int]] = [set() for _ in sequence.ranges]
@@ -46,7 +48,7 @@ def test_the_rank_of_its_first_token_gets_the_whole_unit_and_only_missing_tokens
     assert moved == missing
 
 
-def test_aligned_shards_move_nothing():
+def test_aligned_shards_move_nothing() -> None:
     sequence = SequenceLayout.split(64, 4, "zigzag")
     assert OwnedUnits.from_sequence(sequence, (0, 64), 8).moves == ()
     assert OwnedUnits.from_sequence(sequence, (0, 16, 64), 8).moves == ()
