@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moba_train.attention.kernels import composed
+from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import (
     assert_results,
     build,
@@ -52,7 +53,9 @@ def test_the_composition_adds_up_blocks_with_kernels(
     whole, selection = run(ours, tensors, layout)
     weighted = merge == "gate"
     assert len(selection) == 3 + weighted, "no lists from the kernels"
-    sharded, _ = run_in_parts(ours, tensors, layout, [((0, 37), (180, sum(lengths))), ((37, 180),)], all_keys=True)
+    sharded, _ = run_in_parts(
+        ours, tensors, layout, [ranges((0, 37), (180, sum(lengths))), ranges((37, 180))], all_keys=True
+    )
     want, _ = run(plain, [x.double() for x in tensors], layout, selection[: 1 + weighted])
     for got in (whole, sharded):
         assert_results(got, want)

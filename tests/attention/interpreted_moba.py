@@ -16,6 +16,7 @@ from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.moba import gate_kernels
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.protocol import BackwardState
+from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import (
     PACKED,
     assert_results,
@@ -103,7 +104,7 @@ def test_selection_over_many_chunks_is_exact_whatever_the_buckets(
     own = slice(6390, 6400)  # the last rows of the first document, and the second document
     q = torch.zeros(64 * 120, 1, 64)
     q[..., 0] = 1
-    last = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, ((own.start, own.stop), (7600, 7680)))
+    last = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, ranges((own.start, own.stop), (7600, 7680)))
     pooled = torch.zeros(122, 1, 64)
     if gates == "random":
         pooled[:, 0, 0] = torch.randn(122, generator=torch.Generator().manual_seed(0))
@@ -119,7 +120,7 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size: int) -> None:
     tensors, layout = inputs([250, 1, 79], 2, 1, 64, torch.float32, "cpu"), layout_of([250, 1, 79], "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
     want, (selected, *_) = run(ours, tensors, layout)
-    got, parts_selected = run_in_parts(ours, tensors, layout, [((0, 37), (300, 330)), ((37, 300),)])
+    got, parts_selected = run_in_parts(ours, tensors, layout, [ranges((0, 37), (300, 330)), ranges((37, 300))])
     assert torch.equal(parts_selected, selected)
     assert_results(got, want)
 
@@ -177,7 +178,7 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(long: bool, monkeypatch
     selected = some_HTN.sort(-1).values.to(torch.int32)
     selected = torch.where(selected == 127, -1, selected)
     selection = selected, *backend.block_lists(selected, layout, 1, block_size)
-    options = {"block_size": block_size, "scale": 0.125}
+    options: dict[str, Any] = {"block_size": block_size, "scale": 0.125}
     out, lse = backend.attend(q, k, v, layout, selection, **options)
     state = BackwardState(dout, q, k, v, out, lse)
     got = [out, lse, *backend.attend_backward(state, layout, selection, **options)]

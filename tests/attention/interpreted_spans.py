@@ -10,6 +10,7 @@ from moba_train.attention.kernels.common import call
 from moba_train.attention.layout import Layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.moa.moa_kind import SpanAttention
+from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import assert_results, exact, inputs, layout_of, run, run_in_parts
 from tests.attention.quick_interpreter import quicken
 
@@ -53,7 +54,7 @@ def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeyp
     """Short blocks, whose lists are cut into work ranges."""
     attention, tensors, layout = infllm_v2([210, 0, 1, 20], 2, dense_len=1)
     monkeypatch.setattr(call.BlockCall, "limit", 100)
-    found, _ = run_in_parts(attention, tensors, layout, [((0, 37), (150, 231)), ((37, 150),)])
+    found, _ = run_in_parts(attention, tensors, layout, [ranges((0, 37), (150, 231)), ranges((37, 150))])
     selection = attention.select(tensors[0], attention.summarize(tensors[1], layout), layout)
     assert_selected_and_local(attention, tensors, layout, found, selection)
 

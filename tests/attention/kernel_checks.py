@@ -1,5 +1,6 @@
 """What the Triton kernels are held to, in the interpreter and on a GPU: the reference, and the selection held fixed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def run_in_parts(
     return [outs, lses, dq, dk, dv], torch.cat(selections, 1)[:, order]
 
 
-def exact(tensors: list[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
+def exact(tensors: Sequence[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
     """[out, lse, dq, dk, dv] in float64 for these selected blocks."""
     q, k, v, dout = (x.double() for x in tensors)
     mask = selected_mask(selected, layout, block_size)
@@ -97,7 +98,7 @@ def exact(tensors: list[Tensor], layout: Layout, selected: Tensor, block_size: i
     return [out, lse, *masked_attend_backward(BackwardState(dout, q, k, v, out, lse), mask, scale, prefix=True)]
 
 
-def naive(tensors: list[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
+def naive(tensors: Sequence[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
     """[out, dq, dk, dv] of attention as one would write it in the inputs' dtype, for its error."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     tokens, group = q.shape[0], q.shape[1] // k.shape[1]
@@ -115,7 +116,7 @@ def error(got: Tensor, want: Tensor) -> float:
     )
 
 
-def assert_results(got: list[Tensor], want: list[Tensor], limit: float = 2e-6) -> None:
+def assert_results(got: Sequence[Tensor], want: Sequence[Tensor], limit: float = 2e-6) -> None:
     """[out, lse, dq, dk, dv], or the gradients alone, with errors below `limit`."""
     names = ("out", "lse", "dq", "dk", "dv")[-len(want) :]
     for name, a, b in zip(names, got, want, strict=True):

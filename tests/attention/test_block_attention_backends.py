@@ -15,6 +15,7 @@ from moba_train.attention.layout import Layout
 from moba_train.attention.moba import gate
 from moba_train.attention.moba.moba_local import pick_selector
 from moba_train.attention.protocol import BackwardState
+from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import build
 from tests.attention.kernel_checks import layout_of as packed
 
@@ -71,7 +72,7 @@ def test_a_backend_is_resolved_once_for_a_stage(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason() -> None:
-    part = packed([256], "cpu").part(None, ((0, 64), (96, 160)))
+    part = packed([256], "cpu").part(None, ranges((0, 64), (96, 160)))
     message = (
         rf"{KEY}: 'triton' cannot do this batch: a shard whose token ranges 0-64, 96-160 are less than .*use 'auto'"
     )
@@ -116,7 +117,7 @@ def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_key
 
     monkeypatch.setattr(BlockAttention, "pick", watched)
     layout = packed([12], "cpu")
-    part = layout.part(None, ((0, 8),))
+    part = layout.part(None, ranges((0, 8)))
     blocks = BlockAttention(4, 0.25, "reference", KEY)
     q, kv = torch.randn(12, 2, 16), torch.randn(12, 1, 16)
     for _ in range(2):
@@ -130,13 +131,13 @@ def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_key
 def test_the_reference_takes_a_selection_that_the_kernels_made() -> None:
     """A rank whose queries are one range selects with `triton`, then meets keys that only the reference takes."""
     layout = packed([256], "cpu")
-    mine, theirs = layout.part(((96, 160),), None), layout.part(((96, 160),), ((0, 64), (96, 160)))
+    mine, theirs = layout.part(ranges((96, 160)), None), layout.part(((96, 160),), ranges((0, 64), (96, 160)))
     assert pick(block_size=64, layout=mine) == "triton"
     with pytest.warns(UserWarning, match="token ranges 0-64, 96-160 are less than block_size 64 apart"):
         assert pick(block_size=64, layout=theirs) == "reference"
     x = torch.zeros(128, 2, 16)
     selection = tuple(torch.zeros(shape, dtype=torch.int32) for shape in ((2, 64, 2), (256,), (9,)))
-    call = {"block_size": 64, "scale": 1.0}
+    call: dict[str, Any] = {"block_size": 64, "scale": 1.0}
     out, lse = reference.attend(x[:64], x, x, theirs, selection, **call)
     assert out.shape == (64, 2, 16)
     reference.attend_backward(BackwardState(out, x[:64], x, x, out, lse), theirs, selection, **call)

@@ -40,7 +40,7 @@ def test_output_lse_and_gradients_equal_the_specification(lengths: list[int], to
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("select", ["head", "group"])
 def test_any_number_of_queries_may_share_a_key_head(heads: int, kv_heads: int, select: str) -> None:
-    options = {"block_size": 3, "topk": 3, "select": select, "always": ("current", "first")}
+    options: dict[str, Any] = {"block_size": 3, "topk": 3, "select": select, "always": ("current", "first")}
     assert_equals_oracle([13, 7], heads, kv_heads, 16, "cpu", backend="composed", **options)
 
 
@@ -123,7 +123,7 @@ def test_rows_that_select_nothing_are_not_touched_by_what_others_do() -> None:
     q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))
     q[:20], k[:20], v[:20] = (torch.nan,) * 3
     cu_seqlens = torch.tensor([0, 20, 23, 30], dtype=torch.int32)
-    options = {"block_size": 4, "topk": 4, "backend": "composed"}
+    options: dict[str, Any] = {"block_size": 4, "topk": 4, "backend": "composed"}
     got = moba_attention(q, k, v, **options, cu_seqlens=cu_seqlens)
     alone = moba_attention(*(x[20:] for x in (q, k, v)), **options, cu_seqlens=cu_seqlens[1:] - 20)
     assert torch.equal(got[20:], alone)

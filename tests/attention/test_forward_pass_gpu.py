@@ -121,7 +121,7 @@ def test_the_public_function_has_the_gradients_of_float64(block_size: int, dtype
     q, k, v = (x.requires_grad_() for x in qkv.split([8, 2, 2], dim=1))
     dout = make_qkv(sum(lengths), 8, 2, 128, "cuda", dtype, 1)[0].detach()
     layout, tensors = layout_of(lengths, "cuda"), [x.detach() for x in (q, k, v, dout)]
-    options = {"block_size": block_size, "topk": 3}
+    options: dict[str, Any] = {"block_size": block_size, "topk": 3}
     out = moba_attention(q, k, v, cu_seqlens=layout.cu_seqlens, **options, backend="triton")
     got = out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
     ours = build("triton", 128, **options)

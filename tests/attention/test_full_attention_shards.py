@@ -13,7 +13,7 @@ from moba_train.attention.full.kernels import Cudnn
 from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.layout import Layout, TokenRanges
 from moba_train.attention.protocol import BackwardState, LocalAttention
-from tests.attention.helpers import NAMES, assert_all_close, edges, make_qkv, run
+from tests.attention.helpers import NAMES, assert_all_close, edges, make_qkv, ranges, run
 from tests.attention.oracle import full as oracle_full
 
 LENGTHS = {"one": [37], "packed": [5, 0, 1, 0, 17, 1, 13, 0], "long": [2, 30, 5], "short": [1] * 37}
@@ -99,7 +99,7 @@ def test_all_keys_are_one_call_for_each_range_of_queries(ranks: int) -> None:
     """This holds for kernels whose causal mask may have more keys than queries."""
     for kind, shard in product(("contiguous", "zigzag"), range(ranks)):
         ranges = shards(kind, ranks)[shard]
-        calls = [chunk.visible(bottom_right=True) for chunk in query_chunks(ranges, ((0, TOKENS),))]
+        calls = [chunk.visible(bottom_right=True) for chunk in query_chunks(ranges, ranges((0, TOKENS)))]
         touching = len(ranges) == 2 and ranges[0][1] == ranges[1][0]
         assert [len(call) for call in calls] == [1] * (len(ranges) - touching)
 
@@ -227,7 +227,7 @@ def test_many_chunks_do_not_round_the_sum_of_their_gradients_each_time() -> None
 
 def test_auto_takes_the_fused_kernel_for_shards_too() -> None:
     q, k, v = inputs()
-    layout = Layout(edges(LENGTHS["packed"]), 17, TOKENS, ((20, 37),))
+    layout = Layout(edges(LENGTHS["packed"]), 17, TOKENS, ranges((20, 37)))
     of_auto, of_sdpa = (
         FullAttention(FullAttention.Options(backend=name), HEAD_DIM).attend(q[20:], k, v, layout, ())
         for name in ("auto", "sdpa")
@@ -236,8 +236,8 @@ def test_auto_takes_the_fused_kernel_for_shards_too() -> None:
 
 
 def test_cudnn_is_not_built_anew_for_every_token_that_is_decoded() -> None:
-    decoding = Layout(edges([5000]), 5000, 5000, ((4999, 5000),))
-    shard = Layout(edges([8192]), 8192, 8192, ((0, 1024), (7168, 8192)))
+    decoding = Layout(edges([5000]), 5000, 5000, ranges((4999, 5000)))
+    shard = Layout(edges([8192]), 8192, 8192, ranges((0, 1024), (7168, 8192)))
     assert not Cudnn.pays(decoding)
     assert Cudnn.pays(shard)
 
@@ -279,7 +279,7 @@ def test_gpu_kernels_by_shards_are_as_exact_as_whole(
 def test_gpu_queries_without_keys_are_zero_and_send_nothing_back(device: torch.device) -> None:
     """Exactly, with the kernel that packed documents take: most of a ring's pairs of documents are like this."""
     q, k, v = (x.detach() for x in make_qkv(600, 4, 2, 64, device, torch.bfloat16))
-    layout = Layout(edges([300, 0, 300], device), 300, 600, ((200, 600),), ((0, 200),))
+    layout = Layout(edges([300, 0, 300], device), 300, 600, ranges((200, 600)), ranges((0, 200)))
     attention = FullAttention(FullAttention.Options(backend="flash"), 64)
     out, lse = attention.attend(q[200:], k[:200], v[:200], layout, ())
     assert torch.equal(out[100:], torch.zeros_like(out[100:]))

@@ -26,7 +26,7 @@ CPU = Machine("cpu")
 
 
 def facts(machine: Machine = HOPPER, **changes: Any) -> Facts:
-    usual = {"dtype": torch.bfloat16, "head_width": 128, "block_size": 512, "history_blocks": 2, "rows": 2**20}
+    usual: dict[str, Any] = {"dtype": torch.bfloat16, "head_width": 128, "block_size": 512, "history_blocks": 2, "rows": 2**20}
     return Facts(machine, **usual | changes)
 
 

@@ -12,7 +12,7 @@ from moba_train.attention.moba.gate import gate_scores, pool_keys
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState
 from tests.attention import oracle
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, ranges
 
 
 def selected_by(q: Tensor, k: Tensor, lengths: list[int], **options: Any) -> Tensor:
@@ -41,7 +41,7 @@ def rank_one(
 def test_the_selected_blocks_are_the_specified_ones(select: str, always: tuple[str, ...], device: torch.device) -> None:
     lengths = [37, 0, 3, 22]
     q, k, _ = make_qkv(62, 4, 2, 16, device)
-    options = {"block_size": 4, "topk": 4, "select": select, "always": always}
+    options: dict[str, Any] = {"block_size": 4, "topk": 4, "select": select, "always": always}
     assert as_lists(selected_by(q, k, lengths, **options)) == oracle.select_blocks(q.cpu(), k.cpu(), lengths, **options)
 
 
@@ -130,7 +130,7 @@ def test_a_query_selects_alike_whatever_others_are_selected_for(
     q = torch.rand(tokens, 4, 1, generator=generator).expand(-1, -1, head_dim).to(device, dtype)
 
     def selected(start: int, stop: int) -> Tensor:
-        return attention.select(q[start:stop], pooled, layout.part(((start, stop),), None))[0]
+        return attention.select(q[start:stop], pooled, layout.part(ranges((start, stop)), None))[0]
 
     together = selected(0, tokens)
     for start in range(0, tokens - rows + 1, rows):
@@ -206,7 +206,7 @@ def test_decoding_one_query_against_the_cache_equals_the_last_row_of_the_full_ca
 
     first = 13 if keys == "own document" else 0
     k_ranges = None if keys == "None" else ((first, 39),)
-    last = Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, ((38, 39),), k_ranges)
+    last = Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, ranges((38, 39)), k_ranges)
     step_plan = attention.select(q[-1:], pooled, last)
     step_out, step_lse = attention.attend(q[-1:], k[first:], v[first:], last, step_plan)
     assert torch.equal(step_plan[0], selection[0][:, -1:])

@@ -256,7 +256,7 @@ def test_results_repeat_bit_by_bit_beside_another_process(block_size: int, topk:
 def test_the_public_function_takes_the_kernels_and_strided_inputs() -> None:
     qkv = make_qkv(700, 12, 2, 64, "cuda", torch.bfloat16)[0].detach()
     q, k, v = (x.requires_grad_() for x in qkv.split([8, 2, 2], dim=1))
-    options = {"block_size": 64, "topk": 4}
+    options: dict[str, Any] = {"block_size": 64, "topk": 4}
     out = moba_attention(q, k, v, **options, backend="triton")
     plain = moba_attention(*(x.detach().clone() for x in (q, k, v)), **options)
     assert torch.equal(out, plain)

@@ -11,7 +11,7 @@ from moba_train.attention.kernels.varlen import KERNELS, Cpu, Segments, TorchFla
 from moba_train.attention.kernels.varlen.kernels import _deterministic_algorithms
 from moba_train.attention.kernels.varlen.protocol import VarlenKernel
 from moba_train.attention.protocol import BackwardState
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import labelled, make_qkv
 
 ON_GPU = [kernel for kernel in KERNELS if kernel is not Cpu]
 gpu_kernels = pytest.mark.parametrize("kernel", ON_GPU, ids=lambda kernel: kernel.name)
@@ -85,7 +85,7 @@ def test_cpu_kernel_equals_one_softmax_per_segment(
     for name, got, want in zip(
         ("out", "lse", "dq", "dk", "dv"), results(Cpu, tensors, segments), exactly(tensors, segments), strict=True
     ):
-        torch.testing.assert_close(got, want, rtol=0, atol=2e-13, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-13, msg=labelled(name))
 
 
 def check_against_exact(

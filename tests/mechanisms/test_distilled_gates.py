@@ -28,6 +28,7 @@ from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.data_shard import DataShard
+from tests.attention.helpers import labelled
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -173,7 +174,7 @@ def assert_same_results(layer: Layer, run: Callable[[Layer], list[Tensor]], atol
     names = ["output", "auxiliary loss"][: len(outputs)] + [f"gradient of {x}" for x in [*"xqkv", *parameters]]
     got_all, want_all = [*got_outputs, *got_inputs, *got_parameters.values()], [*outputs, *inputs, *parameters.values()]
     for name, got, want in zip(names, got_all, want_all, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=labelled(name))
 
 
 @each

@@ -21,7 +21,7 @@ from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.strategy import CPStrategy
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import labelled, make_qkv
 from tests.attention.kind_checks import (
     MODEL,
     RING_IN_PARTS,
@@ -110,7 +110,7 @@ def test_output_and_every_gradient_equal_the_loops(backend: str, changes: dict[s
     got, want = (flat(results(layer, run)) for run in (run_layer, lambda layer: oracle(layer, LENGTHS)))
     assert len(got) == 6 + 5 + (5 if changes else 0)
     for name, x in want.items():
-        torch.testing.assert_close(got[name], x, rtol=0, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got[name], x, rtol=0, atol=1e-11, msg=labelled(name))
         assert x.any(), name
 
 

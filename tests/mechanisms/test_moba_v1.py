@@ -34,7 +34,7 @@ from tests.attention.kind_checks import (
 from tests.attention.oracle import block_means, cut_blocks, gates, history, select_blocks
 
 LENGTHS = [12, 0, 1, 27]
-SMALL = {"block_size": 4, "topk": 3}
+SMALL: dict[str, Any] = {"block_size": 4, "topk": 3}
 merges = pytest.mark.parametrize("merge", ["sum", "gate"])
 
 

@@ -22,6 +22,7 @@ from moba_train.mechanisms.nsa.nsa_kind import Compression, NsaKind, NsaOptions
 from moba_train.mechanisms.nsa.selection import BlockChoice
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention.helpers import labelled
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -146,7 +147,7 @@ def flat(found: Results) -> Iterator[tuple[str, Tensor]]:
 
 def assert_equal(got: Results, want: Results, atol: float = 1e-11) -> None:
     for (name, a), (_, b) in zip(flat(got), flat(want), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=labelled(name))
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import packed_layout
 from moba_train.config.mesh import WorldSize
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError

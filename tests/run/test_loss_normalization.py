@@ -27,6 +27,7 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, training_loss
 from moba_train.parallel.world import World, joined_world
 from moba_train.run.step import StepCounts, StepLosses
+from tests.attention.helpers import labelled
 from tests.resolved import sharded_of
 from tests.run.trainer_ranks import Ranks
 
@@ -126,7 +127,7 @@ def check(spread: list[list[list[int]]], transport: str | None, ranks: Ranks, ou
     ranks.work(worker, (spread, transport, str(output)), len(spread))
     result = torch.load(output, weights_only=True)
     for name, value in expected().items():
-        torch.testing.assert_close(result[name], value, rtol=2e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(result[name], value, rtol=2e-5, atol=1e-7, msg=labelled(name))
 
 
 @pytest.mark.parametrize("transport", ["ring", "ulysses"])

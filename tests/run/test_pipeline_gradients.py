@@ -25,6 +25,7 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, most_likely_tokens, token_losses
 from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.world import joined_world
+from tests.attention.helpers import labelled
 from tests.resolved import shard_of, sharded_of, spec_of, stages_of
 from tests.run.trainer_ranks import Ranks
 
@@ -226,8 +227,8 @@ def test_it_computes_what_one_device_does(name: str, found: dict[str, Found], wa
     assert got.keys() == want.keys()
     assert ("auxiliary" in got) == (model in ("auxiliary losses", "frozen base", "frozen half"))
     for key, value in want.items():
-        tolerance = {"rtol": 1e-4, "atol": 1e-6}
-        torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+        tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(got[key], value, **tolerance, msg=labelled(key))
 
 
 def test_gradients_that_bf16_ranks_exchange_have_the_bits_of_reduced_ones(ranks: Ranks, tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_gradients_that_bf16_ranks_exchange_have_the_bits_of_reduced_ones(ranks:
     reduced, exchanged = torch.load(tmp_path / "results.pt", weights_only=True)
     assert reduced.keys() == exchanged.keys()
     for key, value in reduced.items():
-        torch.testing.assert_close(exchanged[key], value, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(exchanged[key], value, rtol=0, atol=0, msg=labelled(key))
 
 
 def compiling_worker(output: str) -> None:

@@ -22,6 +22,7 @@ from moba_train.optim.gradients import Gradients
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import World, joined_world, sum_over_ranks
+from tests.attention.helpers import labelled
 from tests.resolved import shard_of, sharded_of, stages_of
 from tests.run.trainer_ranks import Ranks
 
@@ -173,7 +174,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
     for kind in ("moba", "full"):
         torch.testing.assert_close(got["norms"][f"grad_norm_{kind}"], want.pop(kind), rtol=1e-4, atol=1e-7)
     for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=labelled(name))
 
 
 def test_the_two_norms_differ_and_some_ranks_had_no_loss_token(results: dict[tuple[int, LossNorm], Any]) -> None:

@@ -35,6 +35,7 @@ from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import joined_world
+from tests.attention.helpers import labelled
 from tests.forked import run_processes
 from tests.resolved import sharded_of
 from tests.run.trainer_ranks import Ranks, free_port
@@ -172,7 +173,7 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
     for key, value in want.items():
         exact = key.startswith(("weight", "selected"))
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-7}
-        torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(got[key], value, **tolerance, msg=labelled(key))
 
 
 def load_and_collect(folder: str, output: str) -> None:

@@ -15,6 +15,7 @@ from moba_train.attention.protocol import BackwardState, LocalAttention, Selecti
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention.helpers import labelled
 from tests.thread_ranks import thread_transports
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -125,7 +126,7 @@ def padded_shards(shards: list[Tensor], rows: int) -> Tensor:
 
 def assert_same(got: list[Tensor], want: list[Tensor], atol: float = 1e-12) -> None:
     for name, a, b in zip(NAMES, got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=labelled(name))
 
 
 def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor], *observers: Observer) -> Result:

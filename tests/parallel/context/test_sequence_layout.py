@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moba_train.parallel.context.layout import SequenceLayout, sees
+from tests.attention.helpers import ranges
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -103,14 +104,14 @@ def test_tensors_in_order_are_not_copied(sequence: SequenceLayout) -> None:
 
 def test_a_shard_sees_what_its_documents_held_before() -> None:
     edges = (0, 10, 10, 30)
-    assert sees(((0, 10),), ((0, 10),), edges)
-    assert not sees(((0, 10),), ((10, 20),), edges), "another document, and the future"
-    assert not sees(((10, 20),), ((0, 10),), edges), "another document"
-    assert not sees(((10, 20),), ((20, 30),), edges), "the future"
-    assert sees(((20, 30),), ((10, 20),), edges)
-    assert sees(((0, 5), (25, 30)), ((5, 12),), edges)
-    assert not sees((), ((0, 10),), edges)
-    assert not sees(((0, 10),), (), edges)
+    assert sees(ranges((0, 10)), ranges((0, 10)), edges)
+    assert not sees(ranges((0, 10)), ranges((10, 20)), edges), "another document, and the future"
+    assert not sees(ranges((10, 20)), ranges((0, 10)), edges), "another document"
+    assert not sees(ranges((10, 20)), ranges((20, 30)), edges), "the future"
+    assert sees(ranges((20, 30)), ranges((10, 20)), edges)
+    assert sees(ranges((0, 5), (25, 30)), ranges((5, 12)), edges)
+    assert not sees((), ranges((0, 10)), edges)
+    assert not sees(ranges((0, 10)), (), edges)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
