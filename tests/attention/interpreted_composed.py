@@ -33,7 +33,7 @@ def test_the_composition_gathers_and_joins_with_kernels(
     ours = build("composed", 64, block_size=block_size, topk=topk)
     whole, selection = run(ours, tensors, layout)
     assert len(selection) == 3, "no lists from the kernels"
-    shards = [((0, 37), (180, sum(lengths))), ((37, 180),)]
+    shards = [ranges((0, 37), (180, sum(lengths))), ranges((37, 180))]
     sharded, selected = run_in_parts(ours, tensors, layout, shards, all_keys=True)
     assert torch.equal(selected, selection[0])
     want = exact(tensors, layout, selection[0], block_size, ours.scale)

@@ -147,7 +147,7 @@ def test_work_is_cut_into_work_ranges_without_a_trace(
     want, selection = run(ours, tensors, layout)
     seen = []
 
-    def record(lists: Any, kv_heads: int, most: int) -> list[tuple[int, int]]:
+    def record(lists: BlockLists, kv_heads: int, most: int) -> list[WorkRange]:
         parts = list(work_ranges(lists, kv_heads, most))
         seen.append(len(parts))
         return parts

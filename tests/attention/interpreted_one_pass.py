@@ -1,6 +1,6 @@
 """Gradients of long blocks by kernels in Gluon, from their own source; test_triton_interpreter.py starts it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ quicken()
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own source, by tiles of 16 rows and 16 keys."""
     shape = TileShape(16, 16, 4, 2)
     monkeypatch.setattr(

@@ -38,7 +38,7 @@ def a_gpu_with_triton_and_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     table._selection_problem.cache_clear()
 
 
-def q(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
+def q(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> Any:
     return SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=dtype, shape=(64, 2, head_dim))
 
 
@@ -131,7 +131,7 @@ def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_key
 def test_the_reference_takes_a_selection_that_the_kernels_made() -> None:
     """A rank whose queries are one range selects with `triton`, then meets keys that only the reference takes."""
     layout = packed([256], "cpu")
-    mine, theirs = layout.part(ranges((96, 160)), None), layout.part(((96, 160),), ranges((0, 64), (96, 160)))
+    mine, theirs = layout.part(ranges((96, 160)), None), layout.part(ranges((96, 160)), ranges((0, 64), (96, 160)))
     assert pick(block_size=64, layout=mine) == "triton"
     with pytest.warns(UserWarning, match="token ranges 0-64, 96-160 are less than block_size 64 apart"):
         assert pick(block_size=64, layout=theirs) == "reference"

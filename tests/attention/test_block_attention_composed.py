@@ -13,7 +13,7 @@ from moba_train.attention.kernels.varlen.protocol import VarlenKernel
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba import moba_attention
 from moba_train.attention.protocol import BackwardState
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, ranges
 from tests.attention.kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive, run, run_in_parts
 from tests.attention.oracle_checks import assert_equals_oracle
 
@@ -76,7 +76,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, most_segments: int = 2**31, dq_buffer
             return varlen.Cpu.backward(state, segments, scale, deterministic)
 
     Watched.most_segments = most_segments
-    Watched.dq_buffers = staticmethod(lambda segments, device: dq_buffers)
+    Watched.dq_buffers = staticmethod(lambda segments, device: dq_buffers)  # type: ignore[method-assign]
     monkeypatch.setattr(varlen, "KERNELS", (Watched,))
     return calls
 
@@ -274,7 +274,10 @@ def test_gpu_shards_of_queries_that_meet_all_keys(
     ours = build("composed", 128, block_size=block_size, topk=topk)
     want, (selected, *_) = run(ours, tensors, layout)
     true = exact(tensors, layout, selected, block_size, ours.scale)
-    for shards in ([((0, 1500),), ((1500, 4096),)], [((0, 700), (3000, 4096)), ((700, 3000),)]):
+    for shards in (
+        [ranges((0, 1500)), ranges((1500, 4096))],
+        [ranges((0, 700), (3000, 4096)), ranges((700, 3000))],
+    ):
         got, parts_selected = run_in_parts(ours, tensors, layout, shards, all_keys=True)
         again, _ = run_in_parts(ours, tensors, layout, shards, all_keys=True)
         assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "not deterministic"
@@ -297,8 +300,8 @@ def test_gpu_more_than_2_31_elements_in_one_tensor() -> None:
         for head in (0, heads - 1):
             own = token // block_size
             history = [block for block in selected[head, token].tolist() if block >= 0]
-            keys = [torch.arange(b * block_size, (b + 1) * block_size) for b in history]
-            keys = torch.cat([*keys, torch.arange(own * block_size, token + 1)]).cuda()
+            earlier = [torch.arange(b * block_size, (b + 1) * block_size) for b in history]
+            keys = torch.cat([*earlier, torch.arange(own * block_size, token + 1)]).cuda()
             query = q[token, head].double().requires_grad_()
             scores = k[keys, 0].double() @ query * ours.scale
             want = scores.softmax(0) @ v[keys, 0].double()

@@ -23,7 +23,7 @@ TOKENS, HEADS, KV_HEADS, HEAD_DIM = 37, 4, 2, 16
 def as_ranges(tokens: list[int]) -> TokenRanges:
     first = [i for i in tokens if i - 1 not in tokens]
     last = [i + 1 for i in tokens if i + 1 not in tokens]
-    return tuple(zip(first, last, strict=True))
+    return ranges(*zip(first, last, strict=True))
 
 
 def subsets(tokens: int) -> list[list[int]]:
@@ -38,10 +38,10 @@ def shards(kind: str, ranks: int, tokens: int = TOKENS) -> list[TokenRanges]:
     """The sequence cut for `ranks` ranks, unevenly where it must; a zigzag's last rank holds two ranges that touch."""
     parts = ranks if kind == "contiguous" else 2 * ranks
     cuts = [round(tokens * i / parts) for i in range(parts + 1)]
-    ranges = list(pairwise(cuts))
+    pieces = list(pairwise(cuts))
     if kind == "contiguous":
-        return [(part,) for part in ranges]
-    return [(ranges[rank], ranges[-1 - rank]) for rank in range(ranks)]
+        return [ranges(piece) for piece in pieces]
+    return [ranges(pieces[rank], pieces[-1 - rank]) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("bottom_right", [True, False])
@@ -98,9 +98,9 @@ def test_a_step_of_a_ring_is_one_call(ranks: int) -> None:
 def test_all_keys_are_one_call_for_each_range_of_queries(ranks: int) -> None:
     """This holds for kernels whose causal mask may have more keys than queries."""
     for kind, shard in product(("contiguous", "zigzag"), range(ranks)):
-        ranges = shards(kind, ranks)[shard]
-        calls = [chunk.visible(bottom_right=True) for chunk in query_chunks(ranges, ranges((0, TOKENS)))]
-        touching = len(ranges) == 2 and ranges[0][1] == ranges[1][0]
+        own = shards(kind, ranks)[shard]
+        calls = [chunk.visible(bottom_right=True) for chunk in query_chunks(own, ranges((0, TOKENS)))]
+        touching = len(own) == 2 and own[0].stop == own[1].start
         assert [len(call) for call in calls] == [1] * (len(ranges) - touching)
 
 
@@ -141,7 +141,7 @@ def by_shards(
         calls = [
             (
                 Layout(cu_seqlens, max_seqlen, len(q), q_ranges, k_ranges),
-                torch.tensor(tokens_of(k_ranges or ((0, len(q)),)), device=q.device),
+                torch.tensor(tokens_of(k_ranges or ranges((0, len(q)))), device=q.device),
             )
             for k_ranges in (keys or [None])
         ]
@@ -214,7 +214,7 @@ def test_many_chunks_do_not_round_the_sum_of_their_gradients_each_time() -> None
     """A key that 37 lone queries see gets one rounding of the sum, not 36."""
     q, k, v = (x.bfloat16() for x in inputs())
     attention = FullAttention(FullAttention.Options(backend="reference"), HEAD_DIM)
-    every_other = tuple((i, i + 1) for i in range(0, TOKENS, 2))
+    every_other = ranges(*((i, i + 1) for i in range(0, TOKENS, 2)))
     rows = torch.arange(0, TOKENS, 2)
     dout = upstream(q)[rows]
     layout = Layout(edges([TOKENS]), TOKENS, TOKENS, every_other)
@@ -265,7 +265,7 @@ def test_gpu_kernels_by_shards_are_as_exact_as_whole(
         attention = FullAttention(FullAttention.Options(backend=backend), head_dim)
         return by_shards(attention, qkv, *whole, shards, keys)
 
-    everything = [((0, tokens),)]
+    everything = [ranges((0, tokens))]
     exact = results("reference", tuple(x.double() for x in qkv), everything, None)
     once = results(backend, qkv, everything, None)
     got = results(backend, qkv, queries, queries if keys == "ring" else None)

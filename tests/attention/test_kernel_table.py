@@ -26,7 +26,13 @@ CPU = Machine("cpu")
 
 
 def facts(machine: Machine = HOPPER, **changes: Any) -> Facts:
-    usual: dict[str, Any] = {"dtype": torch.bfloat16, "head_width": 128, "block_size": 512, "history_blocks": 2, "rows": 2**20}
+    usual: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "head_width": 128,
+        "block_size": 512,
+        "history_blocks": 2,
+        "rows": 2**20,
+    }
     return Facts(machine, **usual | changes)
 
 

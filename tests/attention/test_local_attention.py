@@ -17,7 +17,7 @@ from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.protocol import BackwardState, LocalAttention
 from moba_train.attention.registry import KINDS
 from moba_train.attention.window import WindowAttention
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, triple
 
 # The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.
 CASES = [
@@ -127,7 +127,7 @@ def test_gradients_are_the_derivatives(kind: str, options: dict[str, Any], devic
     weights = make_qkv(13, 2, 1, HEAD_DIM, device, seed=1)[0].detach()
 
     def total(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        return (weights * LOCAL_ENGINE(*inputs, attention, layout)[0]).sum()
+        return (weights * LOCAL_ENGINE(*triple(inputs), attention, layout)[0]).sum()
 
     grads = torch.autograd.grad(total(inputs), inputs)
     eps = 1e-6  # away from q and k that sit on the edge of another selection, it is constant and differences hold

@@ -202,7 +202,12 @@ def test_auto_takes_dense_attention_exactly_where_every_block_is_selected(
     """At 32 tokens, 8 blocks of 4, topk 8 selects everything and topk 7 does not: both equal the reference."""
     qkv = make_qkv(sum(lengths), 4, 2, 16, device)
     for topk in (7, 8):
-        options: dict[str, Any] = {"block_size": 4, "topk": topk, "cu_seqlens": edges(lengths, device), "return_lse": True}
+        options: dict[str, Any] = {
+            "block_size": 4,
+            "topk": topk,
+            "cu_seqlens": edges(lengths, device),
+            "return_lse": True,
+        }
         got, want = (run(partial(any_moba_attention, backend=b, **options), qkv) for b in ("auto", "reference"))
         assert_all_close(got, want)
 

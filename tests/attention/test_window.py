@@ -12,7 +12,7 @@ from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import BackwardState
 from moba_train.attention.window import WindowAttention, bands
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, triple
 
 
 @pytest.mark.parametrize("width", [1, 3, 7, 100])
@@ -45,7 +45,7 @@ def results(
     backend: str = "auto",
 ) -> list:
     """[out, dq, dk, dv]."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves = triple(x.detach().requires_grad_() for x in (q, k, v))
     out, _ = engine(*leaves, WindowAttention(width, q.shape[-1], backend), layout)
     weights = torch.arange(out.numel(), device=q.device).view_as(out).cos().to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]

@@ -238,7 +238,14 @@ def test_options_that_contradict_each_other(options: dict[str, Any], message: st
     ],
 )
 def test_what_a_stage_cannot_do(options: dict[str, Any], context: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"seq_len": 1024, "cp": 1, "tp": 1, "deterministic": True, "device": "cpu", "layers": "in layer 5"}
+    given: dict[str, Any] = {
+        "seq_len": 1024,
+        "cp": 1,
+        "tp": 1,
+        "deterministic": True,
+        "device": "cpu",
+        "layers": "in layer 5",
+    }
     stage = StageContext(MODEL, **(given | context))
     (problem,) = MoaKind.problems(MoaKind.Options(**options), stage)
     assert re.match(message, problem)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, triple
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -75,7 +75,7 @@ def test_memory_of_forward_and_backward_is_within_half_more_than_dense_attention
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        out, _ = LOCAL_ENGINE(*qkv, attention, layout)
+        out, _ = LOCAL_ENGINE(*triple(qkv), attention, layout)
         out.backward(torch.ones_like(out))
         return torch.cuda.max_memory_allocated()
 

@@ -17,7 +17,7 @@ from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.tools.transformers_attention import attention_forward
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, triple
 from tests.attention.kernel_checks import build_summed, error, inputs, layout_of, run
 from tests.attention.kind_checks import (
     MODEL,
@@ -103,7 +103,7 @@ def test_output_lse_and_gradients_equal_the_loops(
 ) -> None:
     options = {**SMALL, **options, "merge": merge, "backend": backend}
     tensors = make_qkv(sum(lengths), heads, kv_heads, 8)
-    got = LOCAL_ENGINE(*tensors, attention_of(options), packed_layout(lengths))
+    got = LOCAL_ENGINE(*triple(tensors), attention_of(options), packed_layout(lengths))
     if not sum(lengths):
         assert got[0].shape == tensors[0].shape
         return
@@ -134,10 +134,10 @@ def test_parts_of_the_work_leave_no_trace(merge: str, monkeypatch: pytest.Monkey
 
     tensors = [x.detach() for x in make_qkv(37, 6, 3, 8)]
     attention = attention_of({**SMALL, "merge": merge, "backend": "composed"})
-    want = LOCAL_ENGINE(*tensors, attention, packed_layout([25, 3, 9]))
+    want = LOCAL_ENGINE(*triple(tensors), attention, packed_layout([25, 3, 9]))
     monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: 12)
     assert_equal = torch.testing.assert_close
-    assert_equal(LOCAL_ENGINE(*tensors, attention, packed_layout([25, 3, 9])), want, rtol=0, atol=1e-13)
+    assert_equal(LOCAL_ENGINE(*triple(tensors), attention, packed_layout([25, 3, 9])), want, rtol=0, atol=1e-13)
 
 
 @merges
@@ -159,17 +159,17 @@ def test_a_sum_over_all_blocks_differs_from_full_attention_and_a_softmax_does_no
     tensors = [x.detach() for x in make_qkv(40, 4, 2, 8)]
     layout = packed_layout([27, 13])
     (full,) = KINDS["full"](KINDS["full"].Options(backend="reference"), 8).attentions
-    want, _ = LOCAL_ENGINE(*tensors, full, layout)
+    want, _ = LOCAL_ENGINE(*triple(tensors), full, layout)
     error = {}
     for merge in ("sum", "gate", "softmax"):
         attention = attention_of({"block_size": 4, "topk": 7, "merge": merge, "backend": "reference"})
-        error[merge] = float((LOCAL_ENGINE(*tensors, attention, layout)[0] - want).abs().max())
+        error[merge] = float((LOCAL_ENGINE(*triple(tensors), attention, layout)[0] - want).abs().max())
     assert error["softmax"] < 1e-14, error
     assert error["sum"] > 1, error
     assert error["gate"] > 0.1, error
     # Within one block there is nothing to join.
     one = attention_of({"block_size": 32, "topk": 3})
-    torch.testing.assert_close(LOCAL_ENGINE(*tensors, one, layout)[0], want, rtol=0, atol=1e-14)
+    torch.testing.assert_close(LOCAL_ENGINE(*triple(tensors), one, layout)[0], want, rtol=0, atol=1e-14)
 
 
 def test_softmax_is_moba_to_the_bit() -> None:
@@ -188,7 +188,9 @@ def test_auto_never_takes_dense_attention(merge: str) -> None:
     """A document of topk blocks, where MoBA's `auto` is dense."""
     tensors = [x.detach() for x in make_qkv(12, 2, 1, 8)]
     results = [
-        LOCAL_ENGINE(*tensors, attention_of({**SMALL, "merge": merge, "backend": backend}), packed_layout([12]))[0]
+        LOCAL_ENGINE(
+            *triple(tensors), attention_of({**SMALL, "merge": merge, "backend": backend}), packed_layout([12])
+        )[0]
         for backend in ("auto", "reference")
     ]
     assert torch.equal(*results)

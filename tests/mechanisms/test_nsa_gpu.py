@@ -18,7 +18,7 @@ from moba_train.mechanisms.nsa import selection
 from moba_train.mechanisms.nsa import selection_kernel as kernel
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
 from moba_train.mechanisms.nsa.selection import BlockChoice
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, triple
 from tests.attention.kind_checks import MODEL, Layer, make_layer, results
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def compressed(
 ) -> tuple[list[Tensor], Tensor]:
     """[out, dq, dk, dv] and lse."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = LOCAL_ENGINE.shard(layout).attend(*leaves, attention)
+    out, lse = LOCAL_ENGINE.shard(layout).attend(*triple(leaves), attention)
     return gradients(out, leaves), lse
 
 

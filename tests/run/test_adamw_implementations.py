@@ -1,7 +1,7 @@
 """Runs whose AdamW is another package's: the same losses, and checkpoints that any implementation goes on from."""
 
-from typing import Any
 from copy import deepcopy
+from typing import Any
 
 import pytest
 

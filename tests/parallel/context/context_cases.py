@@ -146,7 +146,7 @@ def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor], *observer
 
     with ThreadPoolExecutor(strategy.ranks) as pool:
         futures = [pool.submit(run, engine) for engine in engines]
-    errors = [future.exception() for future in futures if future.exception()]
+    errors = [error for future in futures if (error := future.exception())]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     results, selections = zip(*(future.result() for future in futures), strict=True)

@@ -24,6 +24,7 @@ from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.run.determinism import deterministic
+from tests.attention.helpers import triple
 from tests.forked import run_processes
 from tests.parallel.context.context_cases import (
     NAMES,
@@ -197,7 +198,7 @@ def nothing_gathered_is_saved(member: Member) -> None:
     for transport in ("allgather", "ring", "ring in parts", "ulysses"):
         engine = member.engine(STRATEGIES[f"{transport}, contiguous, 4 ranks"])
         shards = [engine.sequence(case.total).shard(x, engine.rank).requires_grad_() for x in case.inputs()[:3]]
-        out, _ = engine(*shards, case.attention(), case.layout())
+        out, _ = engine(*triple(shards), case.attention(), case.layout())
         saved = [x.shape[0] for x in out.grad_fn.saved_tensors]
         assert max(saved) == shards[0].shape[0] == 12, saved
 
@@ -230,7 +231,7 @@ def compiles_without_graph_breaks(member: Member) -> None:
             results = []
             for function in (run, compiled):
                 leaves = [x.clone().requires_grad_() for x in shards[:3]]
-                out = function(*leaves, layout)
+                out = function(*triple(leaves), layout)
                 results.append([out, *torch.autograd.grad(out, leaves, shards[3])])
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
 
