@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moba_train.attention.layout import TokenRange, TokenRanges
 
+Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
@@ -14,6 +15,18 @@ def triple(tensors: Iterable[Tensor]) -> Triple:
     """q, k and v, which must be three."""
     q, k, v = tensors
     return q, k, v
+
+
+def only(result: Tensor | Pair) -> Tensor:
+    """The output of `moba_attention`, which was not asked for the log-sum-exp."""
+    assert isinstance(result, Tensor)
+    return result
+
+
+def both(result: Tensor | Pair) -> Pair:
+    """Output and log-sum-exp of `moba_attention`."""
+    assert not isinstance(result, Tensor)
+    return result
 
 
 def ranges(*edges: tuple[int, int]) -> TokenRanges:

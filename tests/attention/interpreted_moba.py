@@ -10,7 +10,7 @@ from _pytest.mark import ParameterSet
 from moba_train.attention.kernels.common import call, reference
 from moba_train.attention.kernels.common.geometry import block_bound
 from moba_train.attention.kernels.common.lists import BlockLists
-from moba_train.attention.kernels.common.tiles import tile_shapes, work_ranges
+from moba_train.attention.kernels.common.tiles import WorkRange, tile_shapes, work_ranges
 from moba_train.attention.kernels.triton import backend, blocks_from_144_dkdv, blocks_from_144_forward, blocks_to_128
 from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.moba import gate_kernels

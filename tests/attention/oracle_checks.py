@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from moba_train.attention.moba import moba_attention
-from tests.attention.helpers import assert_all_close, edges, make_qkv, run
+from tests.attention.helpers import assert_all_close, both, edges, make_qkv, run
 from tests.attention.oracle import moba as oracle_moba
 
 
@@ -25,5 +25,5 @@ def assert_equals_oracle(
     if (scale := options.pop("scale", None)) is not None:
         options["softmax_scale"] = scale
     options |= {"cu_seqlens": edges(lengths, device), "return_lse": True, "backend": backend}
-    got = run(lambda q, k, v: moba_attention(q, k, v, **options), tuple(x.to(device) for x in qkv))
+    got = run(lambda q, k, v: both(moba_attention(q, k, v, **options)), tuple(x.to(device) for x in qkv))
     assert_all_close(got, want)

@@ -201,14 +201,19 @@ class Seen(TorchDispatchMode):
 class Awaited(Tensor):
     """A tensor whose numbers only operators may ask for, as one that is still on its way from other ranks."""
 
+    arrived: Tensor
+    seen: list[str]
+
     @staticmethod
     def __new__(cls, x: Tensor, seen: list[str]) -> "Awaited":
-        made = Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype)
+        made: Awaited = Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype)
         made.arrived, made.seen = x, seen
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # its stub has no defaults
+        cls, operator: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         for x in arguments:
             if isinstance(x, Awaited):
                 x.seen.append(operator.name())

@@ -10,10 +10,10 @@ from _pytest.mark import ParameterSet
 from moba_train.attention.kernels import composed, varlen
 from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.kernels.varlen.protocol import VarlenKernel
-from moba_train.attention.layout import Layout
+from moba_train.attention.layout import Layout, TokenRanges
 from moba_train.attention.moba import moba_attention
 from moba_train.attention.protocol import BackwardState
-from tests.attention.helpers import make_qkv, ranges
+from tests.attention.helpers import make_qkv, only, ranges
 from tests.attention.kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive, run, run_in_parts
 from tests.attention.oracle_checks import assert_equals_oracle
 
@@ -124,8 +124,8 @@ def test_rows_that_select_nothing_are_not_touched_by_what_others_do() -> None:
     q[:20], k[:20], v[:20] = (torch.nan,) * 3
     cu_seqlens = torch.tensor([0, 20, 23, 30], dtype=torch.int32)
     options: dict[str, Any] = {"block_size": 4, "topk": 4, "backend": "composed"}
-    got = moba_attention(q, k, v, **options, cu_seqlens=cu_seqlens)
-    alone = moba_attention(*(x[20:] for x in (q, k, v)), **options, cu_seqlens=cu_seqlens[1:] - 20)
+    got = only(moba_attention(q, k, v, **options, cu_seqlens=cu_seqlens))
+    alone = only(moba_attention(*(x[20:] for x in (q, k, v)), **options, cu_seqlens=cu_seqlens[1:] - 20))
     assert torch.equal(got[20:], alone)
     assert got[:20].isnan().all()
 
@@ -169,7 +169,7 @@ def check_errors(
     ],
 )
 def test_shards_of_queries_that_meet_all_keys_are_composed(
-    shards: list[tuple[tuple[int, int], ...]], monkeypatch: pytest.MonkeyPatch
+    shards: list[TokenRanges], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As all-gather has them; 25 and 9 tokens end in short blocks."""
     lengths = [25, 3, 0, 9]
@@ -189,7 +189,7 @@ def test_shards_of_queries_that_meet_all_keys_are_composed(
     [pytest.param(((20, 30),), ((10, 30),), id="some keys"), pytest.param(((20, 22), (23, 30)), None, id="a gap")],
 )
 def test_what_cannot_be_composed_is_left_to_the_reference(
-    q_ranges: tuple[tuple[int, int], ...], k_ranges: tuple[tuple[int, int], ...] | None, monkeypatch: pytest.MonkeyPatch
+    q_ranges: TokenRanges, k_ranges: TokenRanges | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = watch(monkeypatch)
     q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))

@@ -9,7 +9,7 @@ import torch
 
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import LocalAttention
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, only
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_in_gluon")]
@@ -122,7 +122,7 @@ def test_the_public_function_has_the_gradients_of_float64(block_size: int, dtype
     dout = make_qkv(sum(lengths), 8, 2, 128, "cuda", dtype, 1)[0].detach()
     layout, tensors = layout_of(lengths, "cuda"), [x.detach() for x in (q, k, v, dout)]
     options: dict[str, Any] = {"block_size": block_size, "topk": 3}
-    out = moba_attention(q, k, v, cu_seqlens=layout.cu_seqlens, **options, backend="triton")
+    out = only(moba_attention(q, k, v, cu_seqlens=layout.cu_seqlens, **options, backend="triton"))
     got = out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
     ours = build("triton", 128, **options)
     _, selection = attend(ours, tensors, layout)

@@ -1,7 +1,7 @@
 """All gradients in one pass over gathered rows, on a Hopper GPU: the checks of test_triton_gpu.py by that path."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,21 +36,22 @@ def gathered_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 CASES = [
     one
     for one in checks.CASES
-    if sum(one.values[0]) and one.values[-1]["block_size"] in SIZES and one.values[-1]["topk"] > 1
+    for lengths, *_, options in [cast(tuple[Any, ...], one.values)]
+    if sum(lengths) and options["block_size"] in SIZES and options["topk"] > 1
 ]
 """Those that select blocks of these sizes."""
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
 def test_gradients_are_as_exact_as_attention_written_plainly(
-    lengths: list[int], heads: int, kv_heads: int, head_dim: Any, dtype: Any, options: Any
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     checks.test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options)
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:1])
 def test_later_layers_repeat_the_launches(
-    lengths: list[int], heads: int, kv_heads: int, head_dim: Any, dtype: Any, options: Any
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     checks.test_later_layers_on_a_layout_give_the_bits_of_a_first_one(
         lengths, heads, kv_heads, head_dim, dtype, options

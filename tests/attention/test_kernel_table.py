@@ -20,8 +20,9 @@ from moba_train.attention.kernels.varlen import KERNELS
 
 ROOT = Path(__file__).parents[2]
 KEY = "attention.moba.backend"
-HOPPER = Machine("cuda", (9, 0), "3.6.0", packages=frozenset({"torch's FlashAttention-2"}))
-WITH_FLASH_4 = replace(HOPPER, packages=HOPPER.packages | {"flash-attn-4"})
+FLASH_2 = frozenset({"torch's FlashAttention-2"})
+HOPPER = Machine("cuda", (9, 0), "3.6.0", packages=FLASH_2)
+WITH_FLASH_4 = replace(HOPPER, packages=FLASH_2 | {"flash-attn-4"})
 CPU = Machine("cpu")
 
 

@@ -14,8 +14,10 @@ from torch import nn
 from moba_train.attention.kind import MicroBatch
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.moba.key_convolution import previous
+from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.registry import KINDS
 from moba_train.hf.config import layer_entry, layer_problem
+from moba_train.inference.cache import Decode
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
@@ -70,7 +72,9 @@ def test_without_it_nothing_changes_and_at_first_with_it_neither() -> None:
     plain, off, on = (make_layer("moba", {**SMALL, **extra}, LENGTHS) for extra in ({}, {"key_conv": 0}, CONV))
     assert off.parameters is None
     nn.init.zeros_(on.parameters.weight)
-    assert not KINDS["moba"].initial_values("weight", torch.Size([3, 2]), torch.Generator()).any()
+    initial = MobaKind.initial_values("weight", torch.Size([3, 2]), torch.Generator())
+    assert initial is not None
+    assert not initial.any()
     on = replace(on, x=plain.x, q=plain.q, k=plain.k, v=plain.v)
     want = results(plain)
     for layer in (off, on):
@@ -98,7 +102,7 @@ def test_packed_documents(width: int) -> None:
 
 @widths
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(width: int, decode: str) -> None:
+def test_decoding(width: int, decode: Decode) -> None:
     """Prompts in parts, one of them shorter than the convolution, then both together."""
     options = {"block_size": 4, "topk": 3 if decode == "own" else 9, "key_conv": width}
     assert_decodes_like_training("moba", options, prompts=(13, 5), decode=decode)
@@ -111,7 +115,7 @@ def test_a_compiled_layer_gives_equal_numbers() -> None:
 
 
 def test_the_plan_counts_its_parameters_and_operations() -> None:
-    off, on = (KINDS["moba"](KINDS["moba"].Options(**SMALL, key_conv=width), 8) for width in (0, 3))
+    off, on = (MobaKind(MobaKind.Options(**SMALL, key_conv=width), 8) for width in (0, 3))
     weights = MODEL.kv_heads * 8 * 3
     assert on.costs(MODEL).flops(LENGTHS) == off.costs(MODEL).flops(LENGTHS) + 6 * weights * sum(LENGTHS)
     batch = MicroBatch(width=2, seq_len=64, tokens=64, cp=1)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import AttentionConfig, full_layer_ids, merge_attention, resolve_layers
 from moba_train.errors import UserError
@@ -59,8 +60,8 @@ def test_an_override_wins_over_full_layers_and_over_the_kinds_options() -> None:
     )
     layers = resolve_layers(config, 4)
     assert [layer.kind for layer in layers] == ["full", "moba", "full", "moba"]
-    assert layers[1].options == KINDS["moba"].Options(block_size=1024, topk=12)
-    assert layers[3].options == KINDS["moba"].Options(block_size=4096, topk=5)
+    assert layers[1].options == MobaKind.Options(block_size=1024, topk=12)
+    assert layers[3].options == MobaKind.Options(block_size=4096, topk=5)
 
 
 def test_options_of_an_inactive_kind_rest_until_a_stage_switches_to_it() -> None:
@@ -68,7 +69,7 @@ def test_options_of_an_inactive_kind_rest_until_a_stage_switches_to_it() -> None
     full = resolve_layers(AttentionConfig.model_validate({"default": "full", **over}), 2)
     assert [layer.kind for layer in full] == ["full", "full"]
     moba = resolve_layers(AttentionConfig.model_validate({"default": "moba", **over}), 2)
-    assert moba[1].options == KINDS["moba"].Options(block_size=64)
+    assert moba[1].options == MobaKind.Options(block_size=64)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,9 @@ def test_a_stage_changes_only_the_keys_it_sets() -> None:
         {"default": "moba", "full_layers": "last:3", "moba": {"block_size": 4096, "topk": 12, "select": "group"}}
     )
     stage = AttentionConfig.model_validate({"moba": {"topk": 3}})
-    merged = merge_attention(base, stage)
+    merged: Any = merge_attention(base, stage)
     assert merged.full_layers == "last:3"
-    assert merged.moba == KINDS["moba"].Options(block_size=4096, topk=3, select="group")
+    assert merged.moba == MobaKind.Options(block_size=4096, topk=3, select="group")
     assert merge_attention(base, None) == base
 
 
@@ -114,7 +115,7 @@ def test_a_stage_may_set_a_key_back_to_its_default_value() -> None:
     """`none` is the default of full_layers, and yet a stage that says it overrules the recipe's `last:3`."""
     base = AttentionConfig.model_validate({"full_layers": "last:3", "moba": {"topk": 12}})
     stage = AttentionConfig.model_validate({"full_layers": "none", "moba": {"topk": 3}})
-    merged = merge_attention(base, stage)
+    merged: Any = merge_attention(base, stage)
     assert (merged.full_layers, merged.moba.topk) == ("none", 3)
 
 

@@ -6,7 +6,7 @@ A new attention is its own file, one line in the registry and one entry in `CASE
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.protocol import BackwardState, LocalAttention
 from moba_train.attention.registry import KINDS
 from moba_train.attention.window import WindowAttention
-from tests.attention.helpers import make_qkv, triple
+from tests.attention.helpers import make_qkv, ranges, triple
 
 # The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.
 CASES = [
@@ -54,20 +54,20 @@ def build(kind: str, options: dict) -> LocalAttention:
 
 
 every_kind_that_merges = pytest.mark.parametrize(
-    ("kind", "options"), [case for case in CASES if build(*case.values).facts.merges]
+    ("kind", "options"), [case for case in CASES if build(*cast(tuple[Any, Any], case.values)).facts.merges]
 )
 
 
 def part(whole: Layout, rows: torch.Tensor | None = None, keys: torch.Tensor | None = None) -> Layout:
     """The layout of the queries `rows` and the keys `keys`: ascending indices, None = all."""
-    ranges = [None if index is None else as_ranges(index.tolist()) for index in (rows, keys)]
-    return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, *ranges)
+    q_ranges, k_ranges = (None if index is None else as_ranges(index.tolist()) for index in (rows, keys))
+    return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, q_ranges, k_ranges)
 
 
 def as_ranges(index: list[int]) -> TokenRanges:
     first = [i for i in index if i - 1 not in index]
     last = [i for i in index if i + 1 not in index]
-    return tuple((start, stop + 1) for start, stop in zip(first, last, strict=True))
+    return ranges(*((start, stop + 1) for start, stop in zip(first, last, strict=True)))
 
 
 @pytest.fixture
@@ -302,4 +302,6 @@ def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(
     if summary is None:
         assert parts == [None, None, None]
     else:
-        assert torch.equal(sum(parts), summary)
+        added = sum(part for part in parts if part is not None)
+        assert isinstance(added, torch.Tensor)
+        assert torch.equal(added, summary)

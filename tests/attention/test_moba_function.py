@@ -15,7 +15,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.common import reference
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.moba import moba_attention as any_moba_attention
-from tests.attention.helpers import assert_all_close, edges, make_qkv, run
+from tests.attention.helpers import assert_all_close, both, edges, make_qkv, only, run
 from tests.attention.oracle import full as oracle_full
 from tests.attention.oracle import moba as oracle_moba
 from tests.attention.oracle_checks import assert_equals_oracle
@@ -102,9 +102,9 @@ def test_results_do_not_depend_on_how_queries_are_chunked(
 
 def test_without_cu_seqlens_the_tokens_are_one_document(device: torch.device) -> None:
     q, k, v = make_qkv(21, 2, 1, 16, device)
-    out = moba_attention(q, k, v, block_size=4, topk=3)
+    out = only(moba_attention(q, k, v, block_size=4, topk=3))
     torch.testing.assert_close(
-        out, moba_attention(q, k, v, block_size=4, topk=3, cu_seqlens=edges([21], device)), rtol=0, atol=0
+        out, only(moba_attention(q, k, v, block_size=4, topk=3, cu_seqlens=edges([21], device))), rtol=0, atol=0
     )
 
 
@@ -112,9 +112,9 @@ def test_a_document_is_not_changed_by_its_neighbours(device: torch.device) -> No
     """Blocks start anew with each document, so packing changes nothing, whatever the lengths."""
     q, k, v = make_qkv(33, 4, 2, 16, device)
     lengths = [10, 5, 18]
-    packed = moba_attention(q, k, v, block_size=4, topk=3, cu_seqlens=edges(lengths, device))
+    packed = only(moba_attention(q, k, v, block_size=4, topk=3, cu_seqlens=edges(lengths, device)))
     alone = [
-        moba_attention(*parts, block_size=4, topk=3)
+        only(moba_attention(*parts, block_size=4, topk=3))
         for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     ]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-13)
@@ -123,10 +123,10 @@ def test_a_document_is_not_changed_by_its_neighbours(device: torch.device) -> No
 def test_the_future_changes_nothing(device: torch.device) -> None:
     """Causality: new tokens behind position 13 leave all earlier outputs bit for bit as they were."""
     q, k, v = (x.detach() for x in make_qkv(30, 2, 1, 16, device))
-    before = moba_attention(q, k, v, block_size=4, topk=3)
+    before = only(moba_attention(q, k, v, block_size=4, topk=3))
     for x in (q, k, v):
         x[14:] += 3
-    after = moba_attention(q, k, v, block_size=4, topk=3)
+    after = only(moba_attention(q, k, v, block_size=4, topk=3))
     assert torch.equal(before[:14], after[:14])
     assert not torch.equal(before[14:], after[14:])
 
@@ -135,10 +135,11 @@ def test_topk_1_is_the_own_block_only(device: torch.device) -> None:
     """Moonshot's fast code silently makes this full attention; here nothing outside the block is seen."""
     q, k, v = (x.detach() for x in make_qkv(12, 2, 1, 16, device))
     blocks_alone = [
-        moba_attention(*parts, block_size=4, topk=1) for parts in zip(q.split(4), k.split(4), v.split(4), strict=True)
+        only(moba_attention(*parts, block_size=4, topk=1))
+        for parts in zip(q.split(4), k.split(4), v.split(4), strict=True)
     ]
     torch.testing.assert_close(
-        moba_attention(q, k, v, block_size=4, topk=1), torch.cat(blocks_alone), rtol=0, atol=1e-13
+        only(moba_attention(q, k, v, block_size=4, topk=1)), torch.cat(blocks_alone), rtol=0, atol=1e-13
     )
 
 
@@ -148,7 +149,7 @@ def test_no_gradient_flows_through_the_gate(device: torch.device) -> None:
     with torch.no_grad():
         k[4:8] = -10 * q[12:].mean(0)  # block 1 repels the last block's queries
         q[12:] = q[12:].mean(0)
-    out = moba_attention(q, k, v, block_size=4, topk=3)
+    out = only(moba_attention(q, k, v, block_size=4, topk=3))
     dk, dv = torch.autograd.grad(out[12:].square().sum(), (k, v))
     assert torch.equal(dk[4:8], torch.zeros_like(dk[4:8]))
     assert torch.equal(dv[4:8], torch.zeros_like(dv[4:8]))
@@ -159,7 +160,7 @@ def test_no_gradient_flows_through_the_gate(device: torch.device) -> None:
 def test_two_runs_are_equal_bit_for_bit(device: torch.device) -> None:
     qkv = make_qkv(70, 4, 2, 16, device, torch.bfloat16)
     first, second = (
-        run(lambda q, k, v: moba_attention(q, k, v, block_size=8, topk=3, return_lse=True), qkv) for _ in range(2)
+        run(lambda q, k, v: both(moba_attention(q, k, v, block_size=8, topk=3, return_lse=True)), qkv) for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -172,11 +173,11 @@ def test_compiled_it_is_compiled_once() -> None:
     compiled(q, k, v)
     first = counter.frame_count
     for _ in range(2):
-        torch.testing.assert_close(compiled(q, k, v), moba_attention(q, k, v, block_size=4, topk=2))
+        torch.testing.assert_close(compiled(q, k, v), only(moba_attention(q, k, v, block_size=4, topk=2)))
     assert counter.frame_count == first
     for head_dim in (8, 32):  # the second one is symbolic in torch 2.11
         q, k, v = (x.detach() for x in make_qkv(20, 2, 1, head_dim))
-        torch.testing.assert_close(compiled(q, k, v), moba_attention(q, k, v, block_size=4, topk=2))
+        torch.testing.assert_close(compiled(q, k, v), only(moba_attention(q, k, v, block_size=4, topk=2)))
 
 
 # Line 10: selecting every block is full attention
@@ -187,7 +188,7 @@ def test_selecting_every_block_is_full_attention_in_float64(lengths: list[int], 
     qkv = make_qkv(sum(lengths), 4, 2, 16, device)
     cu_seqlens = edges(lengths, device)
     got = run(
-        lambda q, k, v: moba_attention(q, k, v, block_size=4, topk=8, cu_seqlens=cu_seqlens, return_lse=True), qkv
+        lambda q, k, v: both(moba_attention(q, k, v, block_size=4, topk=8, cu_seqlens=cu_seqlens, return_lse=True)), qkv
     )
     layout = packed_layout(lengths, device)
     dense = FullAttention(FullAttention.Options(), 16)
@@ -234,7 +235,9 @@ def test_selecting_every_block_is_full_attention_in_bf16_within_rounding(device:
     exact = run(lambda q, k, v: LOCAL_ENGINE(q, k, v, dense, layout), tuple(x.double() for x in qkv))
     full = run(lambda q, k, v: LOCAL_ENGINE(q, k, v, dense, layout), qkv)
     moba = run(
-        lambda q, k, v: moba_attention(q, k, v, block_size=16, topk=7, cu_seqlens=layout.cu_seqlens, return_lse=True),
+        lambda q, k, v: both(
+            moba_attention(q, k, v, block_size=16, topk=7, cu_seqlens=layout.cu_seqlens, return_lse=True)
+        ),
         qkv,
     )
     for truth, a, b in zip(exact, full, moba, strict=True):
@@ -247,7 +250,7 @@ def test_selecting_every_block_is_full_attention_in_bf16_within_rounding(device:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_lse_is_natural_log_in_float32(dtype: torch.dtype, device: torch.device) -> None:
     q, k, v = (x.detach() for x in make_qkv(8, 2, 1, 16, device, dtype))
-    out, lse = moba_attention(q, k, v, block_size=8, topk=1, return_lse=True)
+    out, lse = both(moba_attention(q, k, v, block_size=8, topk=1, return_lse=True))
     assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, (2, 8))
     first = (q[0].double() * k[0].double()).sum(-1) / 4  # one key: its own scaled score
     torch.testing.assert_close(lse[:, 0].double(), first, rtol=1e-6, atol=1e-6)
@@ -259,7 +262,7 @@ def test_lse_is_natural_log_in_float32(dtype: torch.dtype, device: torch.device)
 
 def test_no_tokens_at_all_are_legal(device: torch.device) -> None:
     q, k, v = make_qkv(0, 4, 2, 16, device)
-    out, lse = moba_attention(q, k, v, block_size=4, topk=3, cu_seqlens=edges([0, 0], device), return_lse=True)
+    out, lse = both(moba_attention(q, k, v, block_size=4, topk=3, cu_seqlens=edges([0, 0], device), return_lse=True))
     assert out.shape == (0, 4, 16)
     assert lse.shape == (4, 0)
     out.sum().backward()
@@ -275,7 +278,7 @@ def test_cu_seqlens_may_be_reused_and_edited_in_place(device: torch.device) -> N
     def through_buffer(lengths: list[int]) -> list[torch.Tensor]:
         def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             buffer.copy_(edges(lengths))
-            out, lse = moba_attention(q, k, v, block_size=4, topk=2, cu_seqlens=buffer, return_lse=True)
+            out, lse = both(moba_attention(q, k, v, block_size=4, topk=2, cu_seqlens=buffer, return_lse=True))
             buffer.copy_(edges([24, 0, 0]))  # the next batch arrives before this one's backward
             return out, lse
 

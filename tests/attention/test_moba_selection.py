@@ -12,7 +12,7 @@ from moba_train.attention.moba.gate import gate_scores, pool_keys
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState
 from tests.attention import oracle
-from tests.attention.helpers import make_qkv, ranges
+from tests.attention.helpers import make_qkv, ranges, triple
 
 
 def selected_by(q: Tensor, k: Tensor, lengths: list[int], **options: Any) -> Tensor:
@@ -179,7 +179,7 @@ def test_with_the_selection_held_fixed_16_bit_outputs_and_gradients_are_right_to
     dout = make_qkv(60, heads, kv_heads, 64, device, dtype, seed=5)[0].detach()
     grads = attention.attend_backward(BackwardState(dout, q, k, v, out, lse), layout, selection)
 
-    wide = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    wide = triple(x.double().cpu().requires_grad_() for x in (q, k, v))
     want, want_lse = oracle.attend(*wide, lengths, as_lists(selection[0]), block_size=8, scale=64**-0.5)
     want_grads = torch.autograd.grad(want, wide, dout.double().cpu())
     for name, got, truth in zip(("out", "dq", "dk", "dv"), (out, *grads), (want, *want_grads), strict=True):
@@ -205,7 +205,7 @@ def test_decoding_one_query_against_the_cache_equals_the_last_row_of_the_full_ca
     out, lse = attention.attend(q, k, v, whole, selection)
 
     first = 13 if keys == "own document" else 0
-    k_ranges = None if keys == "None" else ((first, 39),)
+    k_ranges = None if keys == "None" else ranges((first, 39))
     last = Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, ranges((38, 39)), k_ranges)
     step_plan = attention.select(q[-1:], pooled, last)
     step_out, step_lse = attention.attend(q[-1:], k[first:], v[first:], last, step_plan)
@@ -222,7 +222,7 @@ def test_growing_a_document_token_by_token_gives_the_rows_of_the_full_call(devic
     outs, lses = [], []
     for length in range(1, 19):
         cached = packed_layout([length], device)
-        step = Layout(cached.cu_seqlens, length, length, ((length - 1, length),))
+        step = Layout(cached.cu_seqlens, length, length, ranges((length - 1, length)))
         selection = attention.select(q[length - 1 : length], attention.summarize(k[:length], cached), step)
         row_out, row_lse = attention.attend(q[length - 1 : length], k[:length], v[:length], step, selection)
         outs.append(row_out)

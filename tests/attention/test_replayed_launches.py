@@ -221,7 +221,8 @@ def test_records_keep_no_tensor_alive(add: AddKernel) -> None:
 def test_known_launchers_are_called_directly_on_the_current_stream(
     add: AddKernel, version: str, scratch: int, direct: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, seen = [], []
+    used: list[Any] = []
+    seen: list[Any] = []
 
     def launcher(*given: Any) -> None:
         grid, where, function, options, arguments = given[:3], given[3], given[4], given[5:13], given[13:]

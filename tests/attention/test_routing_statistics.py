@@ -68,7 +68,7 @@ def build(topk: int, **options: Any) -> MobaAttention:
 
 
 def statistics_of(
-    attention: LocalAttention, q: Tensor, k: Tensor, whole: Layout, ranges: TokenRanges | None = None
+    attention: BlockSparseAttention, q: Tensor, k: Tensor, whole: Layout, ranges: TokenRanges | None = None
 ) -> tuple[dict, Tensor]:
     """The description of what the queries in `ranges` select, with the number of free selections, and the selected
     blocks."""
@@ -96,7 +96,7 @@ def statistics_of(
     ],
 )
 def test_they_are_what_counting_gives(
-    topk: int, options: dict[str, Any], ranges: tuple[tuple[int, int], ...] | None, device: torch.device
+    topk: int, options: dict[str, Any], ranges: TokenRanges | None, device: torch.device
 ) -> None:
     q, k, _ = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8, device))
     always = options.get("always", ())
@@ -108,7 +108,7 @@ def test_they_are_what_counting_gives(
 @pytest.mark.parametrize("ranges", [None, ((5, 20), (34, 60))], ids=["all queries", "a shard"])
 @pytest.mark.parametrize("dense_len", [1, 22])
 def test_local_blocks_and_dense_queries_are_not_free(
-    dense_len: int, ranges: tuple[tuple[int, int], ...] | None, device: torch.device
+    dense_len: int, ranges: TokenRanges | None, device: torch.device
 ) -> None:
     q, k, _ = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8, device))
     sizes = {"block_size": BLOCK, "topk": 4, "first_blocks": 1, "local_blocks": 2, "dense_len": dense_len}
@@ -117,7 +117,7 @@ def test_local_blocks_and_dense_queries_are_not_free(
 
 
 def compare(
-    attention: LocalAttention, q: Tensor, k: Tensor, choice: Choice, ranges: TokenRanges | None, alike: int = 1
+    attention: BlockSparseAttention, q: Tensor, k: Tensor, choice: Choice, ranges: TokenRanges | None, alike: int = 1
 ) -> dict:
     """The counted statistics, which must be the attention's; of `alike` query heads that share keys it counts one."""
     whole = packed_layout(LENGTHS, q.device)

@@ -123,7 +123,9 @@ def shared_in_place(ttgir: str) -> set[str]:
         covered = [per_thread * threads * warps for per_thread, threads, warps in zip(*lists[:3], strict=True)]
         return all(size >= many for size, many in zip(map(int, match[1].split("x")), covered, strict=True))
 
-    read, written, origin = {}, {}, {}
+    read: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    origin: dict[str, Any] = {}
     for line in ttgir.replace(" loc(", " ").splitlines():  # regions side by side may use one name for two values
         for name, source in re.findall(r"(%\w+) = (?:(?:tt\.\w+|ttg\.convert_layout) )?(%\w+)", line):
             origin[name] = origin.get(source, source.removeprefix("%"))

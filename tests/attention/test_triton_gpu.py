@@ -9,7 +9,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, only, ranges
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -92,7 +92,7 @@ def test_outputs_and_gradients_for_the_kernels_own_selection(
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:4] + CASES[8:10])
 def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(
-    lengths: list[int], heads: int, kv_heads: int, head_dim: Any, dtype: Any, options: Any
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Their launches are repeated from a record (launch.py): for other tensors, aligned or not."""
     ours, layout = build("triton", head_dim, **options), layout_of(lengths, "cuda")
@@ -129,16 +129,17 @@ def misaligned(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
 
 
+MORE: tuple[dict[str, Any], ...] = ({}, {"always": ("current", "first", "previous"), "select": "group"})
 MANY_BLOCKS = [
     case([20000, 3000, 7], 2, 1, 128, block_size=64, topk=topk, **more)
     for topk in (4, 8, 17, 24, 65, 128)
-    for more in ({}, {"always": ("current", "first", "previous"), "select": "group"})
+    for more in MORE
 ]
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES + MANY_BLOCKS)
 def test_the_selection_is_a_valid_topk(
-    lengths: list[int], heads: int, kv_heads: int, head_dim: Any, dtype: Any, options: Any
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Block means are the reference's bit for bit; gates differ from float64 by rounding of the sums alone."""
     (q, k, *_), layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
@@ -170,7 +171,10 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size: int, topk: int) -
     ours = build("triton", 128, block_size=block_size, topk=topk)
     want, (selected, *_) = run(ours, tensors, layout)
     true = exact(tensors, layout, selected, block_size, ours.scale)
-    for shards in ([((0, 1500),), ((1500, 4096),)], [((0, 700), (3000, 4096)), ((700, 3000),)]):
+    for shards in (
+        [ranges((0, 1500)), ranges((1500, 4096))],
+        [ranges((0, 700), (3000, 4096)), ranges((700, 3000))],
+    ):
         got, parts_selected = run_in_parts(ours, tensors, layout, shards)
         assert torch.equal(parts_selected, selected)
         for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, true, want, strict=True):
@@ -184,7 +188,7 @@ def test_gradients_of_shards_repeat_bit_by_bit(block_size: int, topk: int) -> No
     (q, k, v, dout), layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", 128, block_size=block_size, topk=topk)
     (out, lse, *_), _ = run(ours, [q, k, v, dout], layout)
-    here, there = ((0, 700), (3000, 4096)), ((700, 3000),)
+    here, there = ranges((0, 700), (3000, 4096)), ranges((700, 3000))
     part = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, here, there)
     at, keys = (Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, x).q_tokens for x in (here, there))
     selection = ours.select(
@@ -208,16 +212,17 @@ def test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cu
     (out, lse, *whole), (selected, *_) = run(ours, tensors, layout)
     want = exact(tensors, layout, selected, block_size, ours.scale)[2:]
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    for ranges in (((0, cut),), ((cut, 4096),)):
-        part = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, ranges)
+    for own in (ranges((0, cut)), ranges((cut, 4096))):
+        part = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, own)
         at = part.q_tokens
         selection = ours.select(q[at], ours.summarize(k, layout), part)
         state = BackwardState(dout[at], q[at], k, v, out[at], lse[:, at].contiguous())
         grads = ours.attend_backward(state, part, selection)
         again = ours.attend_backward(state, part, selection)
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
-        for total, where, grad in zip(sums, (at, slice(None), slice(None)), grads, strict=True):
-            total[where] += grad
+        sums[0][at] += grads[0]
+        sums[1] += grads[1]
+        sums[2] += grads[2]
     for name, a, b, c in zip(("dq", "dk", "dv"), sums, want, whole, strict=True):
         assert error(a, b) <= 1.5 * error(c, b) + 1e-4, name
 
@@ -257,8 +262,8 @@ def test_the_public_function_takes_the_kernels_and_strided_inputs() -> None:
     qkv = make_qkv(700, 12, 2, 64, "cuda", torch.bfloat16)[0].detach()
     q, k, v = (x.requires_grad_() for x in qkv.split([8, 2, 2], dim=1))
     options: dict[str, Any] = {"block_size": 64, "topk": 4}
-    out = moba_attention(q, k, v, **options, backend="triton")
-    plain = moba_attention(*(x.detach().clone() for x in (q, k, v)), **options)
+    out = only(moba_attention(q, k, v, **options, backend="triton"))
+    plain = only(moba_attention(*(x.detach().clone() for x in (q, k, v)), **options))
     assert torch.equal(out, plain)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.float().square().sum(), (q, k, v)))
 

@@ -183,7 +183,7 @@ def test_torchs_deterministic_switch_is_on_for_the_call_only(enabled: bool, warn
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.are_deterministic_algorithms_enabled() == enabled
         assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
-        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # not in its stubs
     finally:
         torch.use_deterministic_algorithms(before)
 

@@ -82,6 +82,7 @@ class MaskedKernel:
 
     @staticmethod
     def mask(segments: Segments, queries: int, keys: int) -> Callable[[slice, slice], torch.Tensor]:
+        assert segments.window is not None
         row, key = torch.arange(queries), torch.arange(keys)
         q_segment = torch.searchsorted(segments.cu_q[1:].long(), row, right=True)
         k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)

@@ -57,7 +57,7 @@ def by_definition(layer: Layer, options: dict) -> Tensor:
                             m: float((near_q[m + 1 : m + 1 + window, mine] @ near_k[m, kv]).sum() / window)
                             for m in tokens
                         }
-                        best = sorted(tokens, key=lambda m, local=local: -local[m])[: options["representatives"]]
+                        best = sorted(tokens, key=local.__getitem__, reverse=True)[: options["representatives"]]
                         relevance += sum(float((far_q[token, mine] @ far_k[m, kv]).sum()) for m in best)
                     scores[block] = relevance
                 first = set(range(min(options["first_blocks"], leaving)))
@@ -97,7 +97,7 @@ def test_packed_documents() -> None:
     (out,) = run_layer(layer)
     for start, length in zip(layer.layout.edges, LENGTHS, strict=False):
         rows = slice(start, start + length)
-        own = Layer(layer.kind, None, *(x[rows] for x in layer.inputs()), packed_layout([length]))
+        own = layer.with_inputs((x[rows] for x in layer.inputs()), layout=packed_layout([length]))
         torch.testing.assert_close(run_layer(own)[0], out[rows], rtol=0, atol=1e-13)
 
 
@@ -113,7 +113,7 @@ def test_ranks_that_share_a_sequence(strategy: CPStrategy, lengths: list[int]) -
     @torch.no_grad()
     def rank(engine: ContextParallel) -> Tensor:
         shards = [sequence.shard(x, engine.rank) for x in layer.inputs()]
-        own = Layer(layer.kind, None, *shards, layer.layout)
+        own = layer.with_inputs(shards)
         return run_layer(own, engine, sequence.shard(layer.positions, engine.rank))[0]
 
     with ThreadPoolExecutor(strategy.ranks) as pool:
@@ -133,8 +133,8 @@ def test_decoding_with_full_attention_after_a_prompt_within_the_window() -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     layer = make_layer("infllm", SIZES, LENGTHS)
-    rounded = Layer(layer.kind, None, *(x.to(dtype) for x in layer.inputs()), layer.layout)
-    exact = Layer(layer.kind, None, *(x.to(dtype).double() for x in layer.inputs()), layer.layout)
+    rounded = layer.with_inputs(x.to(dtype) for x in layer.inputs())
+    exact = layer.with_inputs(x.to(dtype).double() for x in layer.inputs())
     (got,) = run_layer(rounded)
     assert got.dtype == dtype
     off = (got.double() - run_layer(exact)[0]).abs().amax((1, 2)) > (0.05 if dtype == torch.bfloat16 else 1e-4)

@@ -17,7 +17,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.infllm_v2.scores import window_means
 from tests.attention.kernel_checks import error, exact, inputs, layout_of, naive, run
-from tests.attention.kind_checks import Layer, make_layer, run_layer
+from tests.attention.kind_checks import make_layer, run_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -153,7 +153,7 @@ def test_memory_of_infllm_beside_dense_attention(device: torch.device) -> None:
     def peak(kind: AttentionKind) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        run_layer(Layer(kind, None, *on_device, packed_layout([32768], device), model))
+        run_layer(layer.with_inputs(on_device, kind=kind, layout=packed_layout([32768], device)))
         return torch.cuda.max_memory_allocated()
 
     full = make_layer("full", {}, [256], model=model).kind
@@ -166,8 +166,8 @@ def test_infllm_equals_its_float64_on_the_cpu(device: torch.device) -> None:
     options = {"window": 512, "block_size": 64, "topk": 4, "representatives": 4}
     layer = make_layer("infllm", options, [3000, 0, 1, 400], model=MODEL)
     rounded = [x.to(torch.bfloat16) for x in layer.inputs()]
-    (want,) = run_layer(Layer(layer.kind, None, *(x.double() for x in rounded), layer.layout, MODEL))
-    on_device = Layer(layer.kind, None, *(x.to(device) for x in rounded), layout_of([3000, 0, 1, 400], device), MODEL)
+    (want,) = run_layer(layer.with_inputs(x.double() for x in rounded))
+    on_device = layer.with_inputs((x.to(device) for x in rounded), layout=layout_of([3000, 0, 1, 400], device))
     (got,) = run_layer(on_device)
     off = (got.cpu().double() - want).abs().amax((1, 2)) > 0.05
     assert off.double().mean() < 0.1  # some queries select another block in 16 bits

@@ -133,14 +133,16 @@ def test_the_rule_part_by_part(rows: int, with_states: bool) -> None:
     edges = torch.tensor([0, 5, 7, 32, 48])
     sizes = [(48, 4, 8), (48, 2, 8), (48, 2, 8), (48, 4, 8), (48, 4), (4,), (32,)]
     leaves = [torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True) for size in sizes]
-    initial = torch.randn(4, 4, 8, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    initial = initial if with_states else None
+    states = torch.randn(4, 4, 8, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    initial = states if with_states else None
     rule = KdaKind(KdaKind.Options(backend="torch"), 8)._rule
 
-    def gradients(out: torch.Tensor, behind: torch.Tensor) -> list[torch.Tensor]:
-        loss = out.sin().sum() + (behind.cos().sum() if with_states else 0)
-        wanted = [*leaves, initial] if with_states else leaves
-        return [out, *([behind] if with_states else []), *torch.autograd.grad(loss, wanted)]
+    def gradients(out: torch.Tensor, behind: torch.Tensor | None) -> list[torch.Tensor]:
+        if behind is None:
+            assert not with_states
+            return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+        assert with_states
+        return [out, behind, *torch.autograd.grad(out.sin().sum() + behind.cos().sum(), [*leaves, states])]
 
     whole = gradients(*rule(DeltaInputs(*leaves), (edges, edges), initial, with_states))
 
@@ -237,7 +239,8 @@ def test_compiled_layers_under_activation_checkpointing() -> None:
 def test_initial_values() -> None:
     """In their ranges, by name and seed alone; decays between exp(-0.1 * 16) and exp(-0.001)."""
     model = small_model("kda", {})
-    first, second = (block.attention.kda for block in model.blocks)
+    blocks: list[Any] = list(model.blocks)
+    first, second = (block.attention.kda for block in blocks)
     assert not torch.equal(first.A_log, second.A_log)
     assert ((first.A_log >= 0) & (first.A_log <= torch.tensor(16.0, dtype=torch.float64).log())).all()
     step = torch.nn.functional.softplus(first.dt_bias)
@@ -290,7 +293,7 @@ def stand_in(recomputed: bool | None = None) -> Callable[..., Any]:
 
 
 def test_what_fla_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.kda")}
+    modules: dict[str, Any] = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.kda")}
     modules["fla.ops.kda"].chunk_kda = stand_in()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -328,7 +331,7 @@ def test_fla_gives_what_plain_pytorch_gives() -> None:
     leaves = DeltaInputs(q, k, v, decay, beta, parameters.A_log, parameters.dt_bias)
     found = []
     for backend in ("fla", "torch"):
-        out, _ = KdaKind(KdaKind.Options(backend=backend), 64)._attend(leaves, shard)
+        out, _ = KdaKind(KdaKind.Options(backend=backend), 64)._attend(leaves, shard, False)
         found.append([out, *torch.autograd.grad((out.float().sin() * decay.detach()).sum(), leaves)])
     for index, (fla, plain) in enumerate(zip(*found, strict=True)):
         difference = (fla.float() - plain.float()).norm() / plain.float().norm()

@@ -1,5 +1,6 @@
 """Lightning attention against the recurrence as Qin et al. 2024 (arXiv:2401.04658) write it, in float64."""
 
+from functools import partial
 import math
 import sys
 import types
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import TokenRange, packed_layout
+from moba_train.inference.cache import Decode
 from moba_train.mechanisms.linear import lightning
 from moba_train.mechanisms.linear.decayed import decayed_attention
 from moba_train.mechanisms.linear.fla import has_fla
@@ -54,7 +56,7 @@ def recurrence(
     group = q.shape[1] // k.shape[1]
     rows = []
     for head, factor in enumerate(decay):
-        outputs = []
+        outputs: list[torch.Tensor] = []
         for length in lengths:
             state = q.new_zeros(q.shape[-1], v.shape[-1])
             for token in range(len(outputs), len(outputs) + length):
@@ -64,10 +66,10 @@ def recurrence(
     return torch.stack(rows, 1)
 
 
-def oracle(layer: Layer, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
+def oracle(layer: Layer, lengths: list[int] = LENGTHS, index: int = 0) -> list[torch.Tensor]:
     """The layer's output from the paper's formulas."""
     options, parameters = layer.kind.options, layer.parameters
-    decay = decays(options.decay, MODEL.heads, layer.index, MODEL.layers)
+    decay = decays(options.decay, MODEL.heads, index, MODEL.layers)
     out = recurrence(silu(layer.q), silu(layer.k), layer.v, decay, lengths).flatten(1)
     normed = out / (out.square().mean(-1, keepdim=True) + MODEL.norm_eps).sqrt() * parameters.norm.weight
     gate = 1 / (1 + torch.exp(-layer.x @ parameters.gate.weight.T))
@@ -75,9 +77,7 @@ def oracle(layer: Layer, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
 
 
 def make(options: dict[str, Any], lengths: list[int] = LENGTHS, index: int = 0) -> Layer:
-    layer = make_layer("lightning", options, lengths, layer=index)
-    layer.index = index
-    return layer
+    return make_layer("lightning", options, lengths, layer=index)
 
 
 def flat(found: Results) -> list[torch.Tensor]:
@@ -89,7 +89,7 @@ def flat(found: Results) -> list[torch.Tensor]:
 @pytest.mark.parametrize("index", [0, 1])
 def test_output_and_every_gradient_are_those_of_the_oracle(options: dict[str, str], index: int) -> None:
     layer = make(options, index=index)
-    got, want = results(layer), results(layer, oracle)
+    got, want = results(layer), results(layer, partial(oracle, index=index))
     assert set(got[2]) == {"gate.weight", "norm.weight"}
     for ours, theirs in zip(flat(got), flat(want), strict=True):
         assert theirs.abs().max() > 0
@@ -128,7 +128,7 @@ def test_strong_decays_over_long_sequences_stay_finite() -> None:
     q, k, v = (torch.randn(3000, 1, 4).requires_grad_() for _ in range(3))
     out = decayed_attention(q, k, v, torch.tensor([-8.0]), torch.zeros(3000, dtype=torch.int64))
     out.sum().backward()
-    assert all(x.isfinite().all() for x in (out, q.grad, k.grad, v.grad))
+    assert all(x is not None and x.isfinite().all() for x in (out, q.grad, k.grad, v.grad))
     own = ((silu(q) * silu(k)).sum(-1, keepdim=True) * v).detach()
     torch.testing.assert_close(out.detach(), own, rtol=0, atol=2e-2)
 
@@ -151,7 +151,7 @@ def test_packed_documents() -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(options: dict[str, str], decode: str) -> None:
+def test_decoding(options: dict[str, str], decode: Decode) -> None:
     """There are no keys that `decode: full` could attend to."""
     assert_decodes_like_training("lightning", options, decode=decode)
 
@@ -169,7 +169,7 @@ def test_heads_count_from_one_and_layers_from_zero() -> None:
 
 def test_decays_survive_meta_and_lower_precision() -> None:
     with torch.device("meta"):
-        parameters = LightningKind.parameters(LightningKind.Options(), MODEL, 1)
+        parameters: Any = LightningKind.parameters(LightningKind.Options(), MODEL, 1)
     assert parameters.log_decays.is_meta
     parameters.to_empty(device="cpu").bfloat16()
     assert torch.equal(parameters.log_decays[0], log_decays("linear", 4, 1, 2))
@@ -270,7 +270,7 @@ def test_what_fla_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert min(lengths) > 0
         return recurrence(scale * q[0], k[0], v[0], g_gamma.exp(), lengths)[None], None
 
-    modules = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.simple_gla")}
+    modules: dict[str, Any] = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.simple_gla")}
     modules["fla.ops.simple_gla"].chunk_simple_gla = chunk_simple_gla
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)

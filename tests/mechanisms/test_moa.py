@@ -10,11 +10,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moba_train.attention.engine import LOCAL_ENGINE
+from moba_train.attention.engine import LOCAL_ENGINE, OperatorEngine
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import Layout
 from moba_train.attention.observer import observing
-from moba_train.attention.shard import Generation
+from moba_train.attention.shard import Generation, Shard
 from moba_train.evals.answers import SelectedBlocks
 from moba_train.hf.config import layer_entry, layer_problem, parse_layer
 from moba_train.mechanisms.moa import moa_kind as moa_attention
@@ -36,7 +36,7 @@ from tests.attention.kind_checks import (
 )
 
 LENGTHS = [12, 0, 1, 61]
-MIXED = {
+MIXED: dict[str, Any] = {
     "alpha": (4, -20, 6, 9),
     "beta": (0.0, 0.6, 0.3, 1.0),
     "sink_tokens": 3,
@@ -93,14 +93,18 @@ def assert_equal(got: Results, want: Results, atol: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize(("options", "sizes"), [(CASES[0][1], SIZES), (CASES[1][1], (4,) * 4)])
-def test_output_and_gradients_are_those_of_the_definition(options: Any, sizes: tuple[int, int, int, int]) -> None:
+def test_output_and_gradients_are_those_of_the_definition(
+    options: dict[str, Any], sizes: tuple[int, int, int, int]
+) -> None:
     layer = make_layer("moa", options, LENGTHS)
     assert {rule.block_size for rule in layer.kind.options.rules()} == set(sizes)
     assert_equal(results(layer), results(layer, lambda layer: oracle(layer, sizes)))
 
 
 @pytest.mark.parametrize(("options", "sizes"), [(CASES[0][1], SIZES), (CASES[1][1], (4,) * 4)])
-def test_evaluations_see_which_blocks_heads_attend_to(options: Any, sizes: tuple[int, int, int, int]) -> None:
+def test_evaluations_see_which_blocks_heads_attend_to(
+    options: dict[str, Any], sizes: tuple[int, int, int, int]
+) -> None:
     """Whether the block of a token that is asked for is attended to, counted as for a needle."""
     layer = make_layer("moa", options, LENGTHS)
     seen = masks(layer, sizes)
@@ -142,7 +146,7 @@ def test_spans_that_hold_the_document_are_full_attention() -> None:
 
 @each
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(options: Any, strategy: CPStrategy) -> None:
+def test_ranks_that_share_a_sequence(options: dict[str, Any], strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("moa", options, LENGTHS), strategy)
 
 
@@ -160,25 +164,25 @@ def test_ranks_without_tokens() -> None:
 
 
 @each
-def test_packed_documents(options: Any) -> None:
+def test_packed_documents(options: dict[str, Any]) -> None:
     assert_documents_are_independent("moa", options, LENGTHS)
 
 
 @each
-def test_decoding(options: Any) -> None:
+def test_decoding(options: dict[str, Any]) -> None:
     assert_decodes_like_training("moa", options, prompts=(31, 5))
 
 
 def test_new_tokens_may_attend_to_everything() -> None:
     """`decode: full`, which the shard says."""
 
-    class Engine:
-        def shard(self, layout: Layout) -> Any:
+    class AttendsToAll(OperatorEngine):
+        def shard(self, layout: Layout) -> Shard:
             shard = LOCAL_ENGINE.shard(layout)
             shard.generation = Generation(attends_to_all=True, states={})
             return shard
 
-    got = run_layer(make_layer("moa", MIXED, LENGTHS), Engine())
+    got = run_layer(make_layer("moa", MIXED, LENGTHS), AttendsToAll())
     assert torch.equal(got[0], run_layer(make_layer("full", {}, LENGTHS))[0])
 
 

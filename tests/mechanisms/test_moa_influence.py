@@ -2,10 +2,10 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moba_train.errors import UserError
 from moba_train.mechanisms.moa.spans import SpanRule
@@ -97,7 +97,7 @@ def test_a_head_that_looks_close_by_gets_a_short_span_and_one_that_looks_far_a_l
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_change_of_one_head_is_better_within_the_budget(seed: Any) -> None:
+def test_no_change_of_one_head_is_better_within_the_budget(seed: int) -> None:
     """And no choice at all, where the price alone spends the budget."""
     heads, candidates, lengths, budget = 4, 5, 2, 0.45
     density = random(lengths, candidates, seed=seed).abs().clamp(max=1).sort(1).values * 0.9
@@ -106,10 +106,10 @@ def test_no_change_of_one_head_is_better_within_the_budget(seed: Any) -> None:
     loss = masked.mean(0)
     chosen = choose_spans(masked, density, budget)
 
-    def within(choice: Sequence[int]) -> bool:
+    def within(choice: Sequence[int] | Tensor) -> bool:
         return bool((density[:, list(choice)].mean(1) <= budget).all())
 
-    def total(choice: Sequence[int]) -> float:
+    def total(choice: Sequence[int] | Tensor) -> float:
         return sum(loss[head, candidate].item() for head, candidate in enumerate(choice))
 
     assert within(chosen)

@@ -17,6 +17,8 @@ from moba_train.attention.observer import Observer, observing
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.registry import KINDS
 from moba_train.hf.config import layer_problem
+from moba_train.inference.cache import Decode
+from moba_train.mechanisms.moba_v05 import MobaV05Kind
 from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
@@ -43,7 +45,7 @@ from tests.attention.oracle import cut_blocks, history, select_blocks
 
 LENGTHS = [12, 0, 1, 27]
 SMALL = {"block_size": 4, "topk": 3}
-KIND = KINDS["moba_v05"]
+KIND = MobaV05Kind
 
 
 def own_segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], block_size: int) -> torch.Tensor:
@@ -151,7 +153,7 @@ def test_packed_documents() -> None:
 
 
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(decode: str) -> None:
+def test_decoding(decode: Decode) -> None:
     """`decode: full` changes nothing: the model has never attended to its history with one softmax."""
     assert_decodes_like_training("moba_v05", SMALL, decode=decode)
 
@@ -177,7 +179,8 @@ def test_inserted_into_a_trained_model_it_only_takes_history_away() -> None:
     torch.testing.assert_close(logits[:4], full[:4], rtol=0, atol=1e-12)
     assert (logits[4:28] - full[4:28]).abs().max() > 1e-3
     logits.square().sum().backward()
-    cross = v05.blocks[0].attention.moba_v05
+    first: Any = v05.blocks[0]
+    cross = first.attention.moba_v05
     assert cross.o_proj.weight.grad.any()
     assert not cross.q_proj.weight.grad.any()
 

@@ -1,6 +1,5 @@
 """MoBA's v1, a softmax for each block: against loops in float64, on ranks, in packed documents, while decoding."""
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +7,14 @@ import pytest
 import torch
 
 from moba_train.attention.engine import LOCAL_ENGINE
+from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.protocol import AttentionFacts
 from moba_train.attention.registry import KINDS
 from moba_train.hf.config import layer_entry, layer_problem
+from moba_train.inference.cache import Decode
+from moba_train.mechanisms.moba_v1 import MobaV1Kind
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
@@ -48,7 +50,7 @@ def oracle(
     block_size: int,
     topk: int,
     select: str = "head",
-    always: Sequence[str] = ("current",),
+    always: tuple[str, ...] = ("current",),
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): every query and head has a list of blocks, and each block a softmax written out; autograd's
@@ -67,9 +69,10 @@ def oracle(
             picked = chosen[head][token]
             weights = [1.0] * len(picked)
             if merge == "gate" and picked:
-                scores = [scale * gates(q.detach(), means, token, head, kv_heads, select, block) for block in picked]
-                weights = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
-            total, scores = 0, []
+                fits = [scale * gates(q.detach(), means, token, head, kv_heads, select, block) for block in picked]
+                weights = torch.tensor(fits, dtype=torch.float64).softmax(0).tolist()
+            total = torch.zeros_like(v[0, kv_head])
+            scores: list[torch.Tensor] = []
             for block, weight in [(own, 1.0), *zip(picked, weights, strict=True)]:
                 begin, end, _ = blocks[block]
                 seen = slice(begin, min(end, token + 1))
@@ -81,7 +84,7 @@ def oracle(
 
 
 def attention_of(options: dict[str, Any], head_dim: int = 8) -> Any:
-    (attention,) = KINDS["moba_v1"](KINDS["moba_v1"].Options(**options), head_dim).attentions
+    (attention,) = MobaV1Kind(MobaV1Kind.Options(**options), head_dim).attentions
     return attention
 
 
@@ -158,7 +161,7 @@ def test_a_sum_over_all_blocks_differs_from_full_attention_and_a_softmax_does_no
     """MoBA's author: sums could not be debugged against full attention; with one softmax, k >= n compares strictly."""
     tensors = [x.detach() for x in make_qkv(40, 4, 2, 8)]
     layout = packed_layout([27, 13])
-    (full,) = KINDS["full"](KINDS["full"].Options(backend="reference"), 8).attentions
+    (full,) = FullKind(FullKind.Options(backend="reference"), 8).attentions
     want, _ = LOCAL_ENGINE(*triple(tensors), full, layout)
     error = {}
     for merge in ("sum", "gate", "softmax"):
@@ -230,7 +233,7 @@ def test_packed_documents(merge: str) -> None:
 
 @merges
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(merge: str, decode: str) -> None:
+def test_decoding(merge: str, decode: Decode) -> None:
     """`decode: full` replaces attentions that full attention is a limit of; sums go on as they were trained."""
     assert_decodes_like_training("moba_v1", {**SMALL, "merge": merge}, decode=decode)
 
@@ -238,13 +241,13 @@ def test_decoding(merge: str, decode: str) -> None:
 def test_exported_to_transformers_it_attends_as_it_was_trained() -> None:
     """Also to the newest token alone, which full attention would be taken for."""
     options = {**SMALL, "merge": "gate"}
-    kind = KINDS["moba_v1"](KINDS["moba_v1"].Options(**options), 8)
+    kind = MobaV1Kind(MobaV1Kind.Options(**options), 8)
     config = SimpleNamespace(moba={"layers": [layer_entry(kind)]})
     module = SimpleNamespace(config=config, layer_idx=0, head_dim=8)
     q, k, v = (x.detach() for x in make_qkv(22, 4, 2, 8))
     want, _ = LOCAL_ENGINE(q, k, v, kind.attentions[0], packed_layout([22]))
     for queries in (22, 5, 1):
-        hf = (x.transpose(0, 1)[None] for x in (q[-queries:], k, v))
+        hf = triple(x.transpose(0, 1)[None] for x in (q[-queries:], k, v))
         got, _ = attention_forward(module, *hf, None)
         torch.testing.assert_close(got[0], want[-queries:], rtol=0, atol=1e-12)
 
@@ -277,7 +280,7 @@ def context(**changes: Any) -> StageContext:
 
 
 def test_options_that_cannot_work_are_named() -> None:
-    kind = KINDS["moba_v1"]
+    kind = MobaV1Kind
     (problem,) = kind.problems(kind.Options(**SMALL, backend="triton", merge="gate"), context())
     assert problem.startswith("backend: given 'triton' in layer 0 with merge: gate, which has no kernels for sums")
     with pytest.raises(ValueError, match=r"attention\.moba_v1\.backend: 'triton' given, .* auto, composed, reference"):
@@ -291,7 +294,7 @@ def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_t
     assert v1.costs(MODEL).pairs(LENGTHS) == moba.costs(MODEL).pairs(LENGTHS)
     assert v1.costs(MODEL).flops(LENGTHS) == moba.costs(MODEL).flops(LENGTHS)
     assert (token_bytes(moba, seq_len=12).saved, token_bytes(v1, seq_len=12).saved) == (0, 2 * 4 * 4 * 2)
-    gated = KINDS["moba_v1"](KINDS["moba_v1"].Options(**SMALL, merge="gate"), 8)
+    gated = MobaV1Kind(MobaV1Kind.Options(**SMALL, merge="gate"), 8)
     assert token_bytes(gated, seq_len=12).saved == 2 * 4 * 4 * 2 + 4 * 4 * 2
     assert layer_entry(v1) == {
         "kind": "moba_v1",

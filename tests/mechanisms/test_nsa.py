@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moba_train.attention import window
 from moba_train.attention.kind import StageContext
-from moba_train.attention.layout import TokenRange, packed_layout
+from moba_train.attention.layout import TokenRanges, packed_layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
@@ -22,7 +22,7 @@ from moba_train.mechanisms.nsa.nsa_kind import Compression, NsaKind, NsaOptions
 from moba_train.mechanisms.nsa.selection import BlockChoice
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.strategy import CPStrategy
-from tests.attention.helpers import labelled
+from tests.attention.helpers import labelled, ranges
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -77,7 +77,7 @@ def document(layer: Layer, rows: slice) -> Tensor:
         for kv in range(model.kv_heads):
             heads = range(kv * group, (kv + 1) * group)
             probabilities = [softmax(q[t, head], many_k[complete, kv]) for head in heads]
-            chosen = selected(t, sum(probabilities).detach(), [starts[i] for i in complete], options)
+            chosen = selected(t, torch.stack(probabilities).sum(0).detach(), [starts[i] for i in complete], options)
             tokens = [token for b in chosen for token in range(b * options.block_size, (b + 1) * options.block_size)]
             tokens = [token for token in tokens if token <= t]
             near = list(range(max(0, t - options.window + 1), t + 1))
@@ -162,7 +162,7 @@ def test_heads_may_be_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch)
     """As where queries are many, to bound the memory of the backward pass."""
     layer = make_layer("nsa", SMALL, LENGTHS)
     want = results(layer)
-    calls = []
+    calls: list[int] = []
     monkeypatch.setattr(window, "_ROWS_AT_ONCE", 10)
     monkeypatch.setattr(layer.kind.compressed.rows, "attend", counted(layer.kind.compressed.rows.attend, calls))
     assert_equal(results(layer), want)
@@ -191,7 +191,7 @@ def test_all_blocks_or_a_window_of_all_tokens_behind_a_gate_of_one_is_full_atten
         layer.x[:, 0] = 1.0
         layer.parameters.gates.weight.zero_()
         layer.parameters.gates.weight[:, 0] = torch.where(torch.arange(12) % 3 == branch, 1000.0, -1000.0)
-    full = Layer(KINDS["full"](KINDS["full"].Options(), 8), None, *layer.inputs(), layer.layout)
+    full = layer.with_inputs(layer.inputs(), kind=KINDS["full"](KINDS["full"].Options(), 8), parameters=None)
     got, want = results(layer), results(full)
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(got[1][1:], want[1][1:], rtol=0, atol=1e-11)
@@ -212,12 +212,12 @@ def test_a_query_that_sees_no_complete_block_has_nothing_from_the_compressed_bra
     assert torch.equal(lse == -torch.inf, torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]).bool().expand(2, 8))
 
 
-@pytest.mark.parametrize("ranges", [None, ((0, 10), (77, 87)), ((15, 24), (60, 73)), ((21, 22),)])
+@pytest.mark.parametrize("q_ranges", [None, ranges((0, 10), (77, 87)), ranges((15, 24), (60, 73)), ranges((21, 22))])
 def test_compressed_attention_has_no_more_rows_than_its_queries_have_newest_blocks(
-    ranges: tuple[tuple[int, int], ...] | None,
+    q_ranges: TokenRanges | None,
 ) -> None:
     """Rows that no query needs would be work for nothing, and keys behind the last block."""
-    layout = packed_layout(LENGTHS).part(ranges and tuple(TokenRange(*tokens) for tokens in ranges), None)
+    layout = packed_layout(LENGTHS).part(q_ranges, None)
     blocks = CompressedBlocks(4, 2)
     first, end = blocks.seen(layout)
     folded = blocks.fold(layout)
@@ -250,12 +250,12 @@ def test_ranks_without_tokens() -> None:
 
 def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
+    forward = Compression.forward
 
-    def counted(module: Any, x: Tensor, first: Any) -> Tensor:
+    def counted(module: Compression, x: Tensor, first: Tensor) -> Tensor:
         counts.append(len(first))
-        return compress(module, x, first)
+        return forward(module, x, first)
 
-    compress = Compression.forward
     monkeypatch.setattr(Compression, "forward", counted)
     layer = make_layer("nsa", SMALL, [64])
     assert_ranks_equal_one_device(layer, CPStrategy(4, "allgather", "contiguous", 4))
@@ -322,7 +322,7 @@ def test_blocks_that_do_not_fit_in_the_sequence() -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_pairs_are_those_counted_one_by_one(options: dict[str, Any]) -> None:
     kind = NsaKind(NsaOptions(**options), 8)
-    chosen = kind.options
+    chosen: Any = kind.options
     pairs = 0.0
     for length in LENGTHS:
         starts = range(0, length - chosen.compressed_block + 1, chosen.stride)

@@ -19,7 +19,7 @@ from moba_train.mechanisms.nsa import selection_kernel as kernel
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
 from moba_train.mechanisms.nsa.selection import BlockChoice
 from tests.attention.helpers import make_qkv, triple
-from tests.attention.kind_checks import MODEL, Layer, make_layer, results
+from tests.attention.kind_checks import MODEL, make_layer, results
 
 pytestmark = pytest.mark.gpu
 
@@ -131,7 +131,7 @@ def test_the_layer_equals_float64_with_the_same_selection(separate_kv: bool, mon
     inputs = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact.inputs()]
     module = type(exact.kind).parameters(exact.kind.options, model, 0).to("cuda", torch.bfloat16)
     module.load_state_dict(exact.parameters.state_dict())
-    ours = Layer(exact.kind, module, *inputs, packed_layout([1500, 0, 1, 547], "cuda"), model)
+    ours = exact.with_inputs(inputs, parameters=module, layout=packed_layout([1500, 0, 1, 547], "cuda"))
 
     chosen = []
     choose = BlockChoice.choose
