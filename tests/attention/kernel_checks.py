@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moba_train.attention.block_sparse import DenseOrSparse
 from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward, selected_mask
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
@@ -52,7 +53,7 @@ def run(
 
 
 def run_in_parts(
-    attention: MobaAttention,
+    attention: DenseOrSparse,
     tensors: list[Tensor],
     layout: Layout,
     shards: list[TokenRanges],

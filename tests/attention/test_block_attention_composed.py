@@ -162,10 +162,10 @@ def check_errors(
 @pytest.mark.parametrize(
     "shards",
     [
-        pytest.param([((0, 10),), ((10, 30),), ((30, 37),)], id="edges inside blocks"),
-        pytest.param([((0, 6), (30, 37)), ((6, 12), (23, 30)), ((12, 23),)], id="zigzag"),
-        pytest.param([((0, 5), (5, 10)), ((10, 10), (10, 37))], id="runs that touch"),
-        pytest.param([((0, 36),), ((36, 37),), ()], id="one query and none"),
+        pytest.param([ranges((0, 10)), ranges((10, 30)), ranges((30, 37))], id="edges inside blocks"),
+        pytest.param([ranges((0, 6), (30, 37)), ranges((6, 12), (23, 30)), ranges((12, 23))], id="zigzag"),
+        pytest.param([ranges((0, 5), (5, 10)), ranges((10, 10), (10, 37))], id="runs that touch"),
+        pytest.param([ranges((0, 36)), ranges((36, 37)), ()], id="one query and none"),
     ],
 )
 def test_shards_of_queries_that_meet_all_keys_are_composed(
@@ -186,7 +186,10 @@ def test_shards_of_queries_that_meet_all_keys_are_composed(
 
 @pytest.mark.parametrize(
     ("q_ranges", "k_ranges"),
-    [pytest.param(((20, 30),), ((10, 30),), id="some keys"), pytest.param(((20, 22), (23, 30)), None, id="a gap")],
+    [
+        pytest.param(ranges((20, 30)), ranges((10, 30)), id="some keys"),
+        pytest.param(ranges((20, 22), (23, 30)), None, id="a gap"),
+    ],
 )
 def test_what_cannot_be_composed_is_left_to_the_reference(
     q_ranges: TokenRanges, k_ranges: TokenRanges | None, monkeypatch: pytest.MonkeyPatch

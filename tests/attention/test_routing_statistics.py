@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from moba_train.attention.block_sparse import DenseOrSparse
 from moba_train.attention.kernels.common.reference import selected_mask
 from moba_train.attention.kernels.common.selection import Choice, routing_statistics
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import LocalAttention
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from tests.attention import oracle
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, ranges
 
 BLOCK = 4
 LENGTHS = [37, 0, 3, 22, 12]
@@ -68,18 +68,19 @@ def build(topk: int, **options: Any) -> MobaAttention:
 
 
 def statistics_of(
-    attention: BlockSparseAttention, q: Tensor, k: Tensor, whole: Layout, ranges: TokenRanges | None = None
-) -> tuple[dict, Tensor]:
-    """The description of what the queries in `ranges` select, with the number of free selections, and the selected
+    attention: DenseOrSparse, q: Tensor, k: Tensor, whole: Layout, q_ranges: TokenRanges | None = None
+) -> tuple[dict[str, Any], Tensor]:
+    """The description of what the queries in `q_ranges` select, with the number of free selections, and the selected
     blocks."""
-    part = whole.part(ranges, None)
+    part = whole.part(q_ranges, None)
     selection = attention.select(q[part.q_tokens], attention.summarize(k, whole), part)
     found = attention.describe_selection(selection, part)
     chosen = attention.selected_by(torch.arange(part.queries, device=q.device), selection, part)
-    return found.values | {"selected": found.weights.get("entropy", 0)}, None if chosen is None else chosen.ids_HnC
+    assert chosen is not None
+    return found.values | {"selected": found.weights.get("entropy", 0)}, chosen.ids_HnC
 
 
-@pytest.mark.parametrize("ranges", [None, ((5, 20), (34, 60))], ids=["all queries", "a shard"])
+@pytest.mark.parametrize("q_ranges", [None, ranges((5, 20), (34, 60))], ids=["all queries", "a shard"])
 @pytest.mark.parametrize(
     ("topk", "options"),
     [
@@ -96,33 +97,33 @@ def statistics_of(
     ],
 )
 def test_they_are_what_counting_gives(
-    topk: int, options: dict[str, Any], ranges: TokenRanges | None, device: torch.device
+    topk: int, options: dict[str, Any], q_ranges: TokenRanges | None, device: torch.device
 ) -> None:
     q, k, _ = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8, device))
     always = options.get("always", ())
     choice = Choice(BLOCK, topk, int("first" in always), 1 + ("previous" in always))
-    want = compare(build(topk, **options), q, k, choice, ranges)
+    want = compare(build(topk, **options), q, k, choice, q_ranges)
     assert bool(want["selected"]) == (topk not in (1, 10) and (topk, always[2:]) != (3, ("first",)))
 
 
-@pytest.mark.parametrize("ranges", [None, ((5, 20), (34, 60))], ids=["all queries", "a shard"])
+@pytest.mark.parametrize("q_ranges", [None, ranges((5, 20), (34, 60))], ids=["all queries", "a shard"])
 @pytest.mark.parametrize("dense_len", [1, 22])
 def test_local_blocks_and_dense_queries_are_not_free(
-    dense_len: int, ranges: TokenRanges | None, device: torch.device
+    dense_len: int, q_ranges: TokenRanges | None, device: torch.device
 ) -> None:
     q, k, _ = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8, device))
     sizes = {"block_size": BLOCK, "topk": 4, "first_blocks": 1, "local_blocks": 2, "dense_len": dense_len}
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**sizes, window=4, stride=2), 8)
-    assert compare(attention, q, k, Choice(*sizes.values()), ranges, alike=2)["selected"]
+    assert compare(attention, q, k, Choice(*sizes.values()), q_ranges, alike=2)["selected"]
 
 
 def compare(
-    attention: BlockSparseAttention, q: Tensor, k: Tensor, choice: Choice, ranges: TokenRanges | None, alike: int = 1
+    attention: DenseOrSparse, q: Tensor, k: Tensor, choice: Choice, q_ranges: TokenRanges | None, alike: int = 1
 ) -> dict:
     """The counted statistics, which must be the attention's; of `alike` query heads that share keys it counts one."""
     whole = packed_layout(LENGTHS, q.device)
-    found, selected = statistics_of(attention, q, k, whole, ranges)
-    part = whole.part(ranges, None)
+    found, selected = statistics_of(attention, q, k, whole, q_ranges)
+    part = whole.part(q_ranges, None)
     mask = selected_mask(selected, part, BLOCK)(slice(0, selected.shape[1]), slice(0, whole.total))
     want = counted(mask, part.q_tokens.tolist(), LENGTHS, choice)
     assert found == pytest.approx(want | {"selected": want["selected"] / alike}, rel=1e-6)

@@ -359,6 +359,8 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(
     head_dim: int, block_size: int, partial: bool, dtype: str, tmp_path: Path
 ) -> None:
     shape = tile_shapes(head_dim, block_size)
+    assert shape.short_forward is not None
+    assert shape.short_backward is not None
     # False: with spans in their place, and gradients in ranges of queries.
     for own in (True, False) if (dtype, partial, block_size) == ("bf16", False, 64) else (True,):
         call = {"PARTIAL": partial, "HISTORY": 7, "BLOCK": block_size, "SPLIT": 4096, "DIAGONAL": own}
@@ -372,6 +374,8 @@ def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path: Pa
     """Whatever kernels reserve must not grow with the number of selected blocks."""
     long, short = tile_shapes(128, 4096), tile_shapes(128, 128)
     sizes_of = {"PARTIAL": True, "HISTORY": 127}
+    assert short.short_forward is not None
+    assert short.short_backward is not None
     for kernel, tile, more, allowed in (
         (blocks_from_144_forward.forward_history, long.forward, {"BLOCK": 4096}, 64),
         (blocks_from_144_dq.dq_history, long.dq, {"BLOCK": 4096}, 32),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,10 @@ from moba_train.data.confined_template import ConfinedTemplate, Limits
 from moba_train.data.load_template import TEMPLATE_BYTES, load_chat_template
 from moba_train.errors import DataError
 
-MESSAGES = [{"role": "user", "content": "What is two?"}, {"role": "assistant", "content": "A number."}]
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "What is two?"},
+    {"role": "assistant", "content": "A number."},
+]
 SMALL = Limits(seconds=1, memory=64 << 20)
 
 ENDLESS = "takes more than 1 s of processor time"
@@ -72,8 +76,8 @@ def test_a_template_of_its_own_process_gives_what_it_gives_here(tmp_path: Path) 
     here = ChatTemplate(source, end)
     assert confined.render(MESSAGES, add_generation_prompt=True) == here.render(MESSAGES, add_generation_prompt=True)
     call = {"function": {"name": "add", "arguments": {"to": 2}}}
-    calling = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
-    long = [{"role": "user", "content": "é\ud800" * 500_000}, MESSAGES[1]]
+    calling: list[dict[str, Any]] = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    long: list[dict[str, Any]] = [{"role": "user", "content": "é\ud800" * 500_000}, MESSAGES[1]]
     conversations = [
         Conversation(messages) for messages in (MESSAGES, MESSAGES[:1], calling, *[long] * 3, *[MESSAGES] * 200, long)
     ]

@@ -1,10 +1,10 @@
 """Lightning attention against the recurrence as Qin et al. 2024 (arXiv:2401.04658) write it, in float64."""
 
-from functools import partial
 import math
 import sys
 import types
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest

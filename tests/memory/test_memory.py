@@ -241,7 +241,7 @@ def test_exchanged_gradients_take_the_memory_of_float32_ones() -> None:
 
 
 MOBA = {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"attention": FULL},
     "full, recomputed": {"attention": FULL, "activation_checkpointing": "full"},
     "full, compiled": {"attention": FULL, "compile": True},
@@ -255,7 +255,7 @@ def test_the_estimate_is_what_a_1b_model_took_in_the_result_file(variant: str, b
     results = json.loads((ROOT / "benchmarks/results/training-1b-h200.json").read_text())
     assert set(results["results"]) == set(VARIANTS)
     assert (results["settings"]["seq_len"], results["settings"]["sequences_per_gpu"]) == (8192, 2)
-    changes = {"micro_batch_size": 2, "batch_tokens": "16K", **VARIANTS[variant]}
+    changes: dict[str, Any] = {"micro_batch_size": 2, "batch_tokens": "16K", **VARIANTS[variant]}
     total = memory("llama-1b", 1, "8K", **changes).total
     assert total / 2**30 == pytest.approx(results["results"][variant]["memory_gib"]["median"], rel=0.01)
 
@@ -335,6 +335,7 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else() ->
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
     stage = plan_of(recipe, 8, 989, 0.4).stages[0]
     assert stage.memory.moment == "first attention"
+    assert stage.context is not None
     assert stage.memory.transport == stage.context.cost.memory_bytes > 0
     assert stage.memory.total == sum(getattr(stage.memory, part) for part in MEMORY_PARTS)
 
@@ -360,6 +361,7 @@ def test_layers_without_a_transport_count_what_they_gather() -> None:
     alone."""
 
     def transport(plan: StagePlan) -> float:
+        assert plan.context is not None
         return most_memory(plan.context.layer_costs.values()).buffers
 
     found = {}
@@ -369,11 +371,14 @@ def test_layers_without_a_transport_count_what_they_gather() -> None:
             found[kind, cp] = planned("llama-1b", cp, "64K", {"default": kind}, **changes)
     row = 2 * 2 * 8 * 64  # bf16 keys and values of a token
     index = 2 * 64
-    assert transport(found["full", 2]) == found["full", 2].context.cost.memory_bytes > 0
+    full, lightning = found["full", 2].context, found["lightning", 2].context
+    assert full is not None
+    assert lightning is not None
+    assert transport(found["full", 2]) == full.cost.memory_bytes > 0
     assert transport(found["msa", 2]) == 65536 * (row + index)
     assert transport(found["lightning", 2]) == 0
     (layer,) = set(found["lightning", 2].stage.attention)
-    assert found["lightning", 2].context.exposed_seconds(layer) == 0
+    assert lightning.exposed_seconds(layer) == 0
     stage, config_of_run = found["msa", 2].stage, config("llama-1b", "64K", {"default": "msa"}, batch_tokens="64K")
     kept = estimate_of(config_of_run, stage, found["msa", 2].mesh).kept_bytes
     alone = estimate_of(config_of_run, stage, found["msa", 1].mesh).kept_bytes
@@ -386,7 +391,7 @@ def test_a_stage_that_does_not_fit_the_gpu_is_named() -> None:
     for gibibytes, fits in ((80, False), (141, True)):
         found = shortage("only", stage.memory, Gpu("a GPU", None, gibibytes * 2**30))
         assert (found is None) == fits
-        assert fits or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
+        assert found is None or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
 
 
 def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory() -> None:
@@ -450,11 +455,13 @@ def test_a_host_with_too_little_memory_is_named_with_what_takes_it() -> None:
     needs = {"only": plan.stages[0].activations}
     assert host_shortage(needs, copies + kept) is None
     missing = host_shortage(needs, copies + kept - 1)
+    assert missing is not None
     assert missing.startswith(f"stage only needs about {(copies + kept) / 2**30:.1f} GiB of host memory for each GPU")
     assert f"(the copy of a save 44.9, activations {kept / 2**30:.1f}), but this machine has" in missing
     assert missing.endswith("lower memory.host_gib or use more machines")
     without = plan_of(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2, 989, 0.4)
     alone = host_shortage({"only": without.stages[0].activations}, copies - 1)
+    assert alone is not None
     assert alone.endswith("take more; use more machines"), "memory.host_gib is refused without activation_offload"
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moba_train.config.model import ModelConfig
@@ -70,6 +70,7 @@ def test_a_rank_holds_its_shard_of_the_one_model() -> None:
         distribute_module(model, mesh, shard)
         initialize_weights(model, 0)
         for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
             assert torch.equal(parameter.to_local(), full[name].chunk(3)[2]), name
     finally:
         dist.destroy_process_group()

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moba_train.attention.full.full_kind import FullKind
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.config.model import ModelConfig, RopeConfig
@@ -41,7 +42,7 @@ def build(device: torch.device | str, kinds: Any = None, **changes: Any) -> Tran
     with torch.no_grad():  # norms and biases away from 1 and 0, or a test could not tell them from nothing
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(device)
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(device))
     model.set_attention(kinds or [FullKind(FullKind.Options(), config.head_width)] * config.layers)
     return model
 
@@ -132,7 +133,7 @@ def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(devic
     every_block = MobaKind(MobaKind.Options(block_size=4, topk=5), 8)
     one_block = MobaKind(MobaKind.Options(block_size=4, topk=1), 8)
     for layer in range(2):
-        kinds = [FullKind(FullKind.Options(), 8)] * 2
+        kinds: list[AttentionKind] = [FullKind(FullKind.Options(), 8)] * 2
         kinds[layer] = every_block
         model.set_attention(kinds)
         torch.testing.assert_close(model(*batch), full, rtol=1e-4, atol=1e-4)
@@ -208,9 +209,11 @@ def test_a_model_without_attention_kinds_says_what_to_do(device: torch.device) -
         pytest.param(596_049_920, (151936, 1024, 3072, 28, 16, 8, 128, True, True, False), id="Qwen3-0.6B"),
     ],
 )
-def test_published_models_have_the_published_number_of_parameters(published: int, shape: Any) -> None:
-    names = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
-    names += ("tie_embeddings", "qk_norm", "qkv_bias")
+def test_published_models_have_the_published_number_of_parameters(
+    published: int, shape: tuple[int | None, ...]
+) -> None:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
+    names = (*sizes, "tie_embeddings", "qk_norm", "qkv_bias")
     with torch.device("meta"):
-        model = Transformer(ModelConfig(**dict(zip(names, shape, strict=True))))
+        model = Transformer(ModelConfig.model_validate(dict(zip(names, shape, strict=True))))
     assert sum(parameter.numel() for parameter in model.parameters()) == published

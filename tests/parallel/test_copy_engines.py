@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from moba_train.parallel.transfers import (
     GATHER_BUFFERS,
@@ -76,6 +77,7 @@ def train(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in (*layers, model):
         fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard)
+        assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         if files and unit is not model:
@@ -95,7 +97,8 @@ def train(
         if reshard:  # else its weights would stay, for the next step too
             with torch.no_grad():
                 found.append(model(torch.ones(1, WIDTHS[0])))
-    return found + [weight.detach().to_local() for weight in model.parameters()], files
+    weights = [weight.detach() for weight in model.parameters()]
+    return found + [weight.to_local() for weight in weights if isinstance(weight, DTensor)], files
 
 
 def join(rank: int, ranks: int, folder: Path) -> None:

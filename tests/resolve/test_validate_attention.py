@@ -1,6 +1,7 @@
 """Attention that cannot work is refused, with the key of every mistake."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 
@@ -68,7 +69,8 @@ def test_an_attention_that_cannot_work_is_refused_with_its_key(
 def test_a_backend_is_refused_where_the_run_has_no_such_device(
     load: Callable[..., RunConfig], override: str, backend: str, device: str
 ) -> None:
-    needed = {"cpu": "cuda", "cuda": "cpu"}[device]
+    others: dict[str, Literal["cpu", "cuda"]] = {"cpu": "cuda", "cuda": "cpu"}
+    needed = others[device]
     config = load(override)
     found = problems(config, device=device)
     assert found[0].startswith(

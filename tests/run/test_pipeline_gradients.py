@@ -122,7 +122,9 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     for _ in range(repeat):  # a second step has its own batches, and gathers the weights anew
         model.zero_grad()
         parts = list(accumulate_gradients(model, batches, weight))
-    found = {"loss": sum(part.loss.detach() for part in parts)}
+    loss = sum(part.loss.detach() for part in parts)
+    assert isinstance(loss, Tensor)
+    found: Found = {"loss": loss}
     auxiliary = [part.auxiliary.detach() for part in parts if part.auxiliary is not None]
     if auxiliary:
         found["auxiliary"] = torch.stack(auxiliary).sum(0)
@@ -212,7 +214,7 @@ def wanted() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    every = {}
+    every: dict[str, Found] = {}
     for count, cases in ((2, TWO_RANKS), (4, FOUR_RANKS)):
         output = tmp_path_factory.mktemp("pipeline") / "results.pt"
         ranks.work(worker, (list(cases.values()), str(output)), count)

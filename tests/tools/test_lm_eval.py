@@ -294,7 +294,7 @@ def test_rulers_synthetic_tasks_run_offline(run: Path, tmp_path: Path, offline: 
     for task in RULER:
         assert any(line.split()[:2] == [task, str(LENGTH)] for line in shown.splitlines())
     assert "results: " in shown
-    (chart,) = lm_eval_charts([Shown(read_history(run), 0, False, [])])
+    (chart,) = lm_eval_charts([Shown(read_history(run), 0, False, np.zeros(0, dtype=np.int64))])
     assert chart.traces[0]["x"] == ["moba", "full"]
     assert chart.traces[0]["y"] == [f"{task}, {LENGTH}" for task in RULER]
 

@@ -45,7 +45,7 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
     model.set_attention(build_attention([LayerAttention("full", FullAttention.Options())] * 2, 8))
     tokens, labels = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(0))
     rows, layout = torch.arange(13), packed_layout([13])
-    seen = {}
+    seen: dict[int, Any] = {}
 
     def loss() -> torch.Tensor:
         return F.cross_entropy(model(tokens, rows, layout), labels)  # in float64, as Transformer.loss is not
@@ -56,7 +56,7 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
 
     class Moved(OperatorEngine):
         def __init__(self, *place: Any) -> None:
-            self.place = place
+            self.place: Any = place
 
         def __call__(
             self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Any, layout: Layout
@@ -148,7 +148,7 @@ def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resume
     check(config)
     (stage,) = stages_of(config)
     assert {layer.kind for layer in stage.attention} == {"moa"}
-    assert len(stage.attention[0].options.alpha) == 4
+    assert len(stage.attention[0].options.model_dump()["alpha"]) == 4
     kinds = build_attention(stage.attention, 8)
     for at, length in enumerate((32, 64)):
         density = sum(kind.costs(config.model).pairs([length]) for kind in kinds) / 2 / (length**2 / 2)

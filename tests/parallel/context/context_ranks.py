@@ -199,7 +199,8 @@ def nothing_gathered_is_saved(member: Member) -> None:
         engine = member.engine(STRATEGIES[f"{transport}, contiguous, 4 ranks"])
         shards = [engine.sequence(case.total).shard(x, engine.rank).requires_grad_() for x in case.inputs()[:3]]
         out, _ = engine(*triple(shards), case.attention(), case.layout())
-        saved = [x.shape[0] for x in out.grad_fn.saved_tensors]
+        node: Any = out.grad_fn
+        saved = [x.shape[0] for x in node.saved_tensors]
         assert max(saved) == shards[0].shape[0] == 12, saved
 
 
@@ -265,7 +266,7 @@ def refusals_come_before_any_message(member: Member) -> None:
         fewer, more = ([x[1:] for x in (q, k, v)], [torch.cat([x, x[:1]]) for x in (q, k, v)])
         for bad, word in (((q, k, v), "parallel.cp_transport"), (fewer, "11 rows given"), (more, "13 rows given")):
             with pytest.raises(ValueError, match=word):
-                engine(*bad, case.attention(), case.layout())
+                engine(*triple(bad), case.attention(), case.layout())
     assert calls == []
 
 

@@ -86,7 +86,8 @@ def soak(member: Member) -> None:
 @pytest.fixture(scope="module")
 def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The errors of the selected checks: `-k ring` runs only those."""
-    selected = {item.callspec.params["check"] for item in request.session.items if item.function is test_between_gpus}
+    functions = (item for item in request.session.items if isinstance(item, pytest.Function))
+    selected = {item.callspec.params["check"] for item in functions if item.function is test_between_gpus}
     checks = {name: check for name, check in CHECKS.items() if name in selected}
     return run_checks(WORLD, checks, tmp_path_factory.mktemp("context"), "cuda")
 

@@ -15,7 +15,7 @@ from moba_train import registry
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import Layout, TokenRanges
 from moba_train.attention.observer import StatisticsObserver
-from moba_train.parallel.context.comm import Communicator
+from moba_train.config.parallel import CPLayout
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.parallel.context.context_cases import (
     Case,
@@ -30,7 +30,7 @@ TRANSPORTS = ("allgather", "ring", "ring in parts", "ulysses", "hierarchical", "
 LAYOUTS = ("contiguous", "zigzag")
 
 
-def strategy(transport: str, layout: str, ranks: int = 4) -> CPStrategy:
+def strategy(transport: str, layout: CPLayout, ranks: int = 4) -> CPStrategy:
     """`ring in parts`: over two nodes, so that it attends to the chunks of two ranks at once."""
     node_size = 2 if transport in ("hierarchical", "ring in parts") else ranks
     return CPStrategy(ranks, transport.removesuffix(" in parts"), layout, node_size)
@@ -40,8 +40,10 @@ def check(how: CPStrategy, case: Case) -> None:
     inputs = case.inputs()
     want, got = on_one_device(case, inputs), on_threads(how, case, inputs)
     assert_same(got.tensors, want.tensors)
-    assert (got.selected is None) == (want.selected is None)
-    assert got.selected is None or torch.equal(got.selected, want.selected)
+    if got.selected is None or want.selected is None:
+        assert got.selected is want.selected
+    else:
+        assert torch.equal(got.selected, want.selected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -63,7 +65,7 @@ def check(how: CPStrategy, case: Case) -> None:
         pytest.param(Case((5,)), id="a rank without tokens"),
     ],
 )
-def test_equal_to_one_device(case: Case, transport: str, layout: str) -> None:
+def test_equal_to_one_device(case: Case, transport: str, layout: CPLayout) -> None:
     check(strategy(transport, layout), case)
 
 
@@ -94,7 +96,7 @@ def test_equal_to_one_device_at_random_sizes(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transport: str, layout: str) -> None:
+def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transport: str, layout: CPLayout) -> None:
     """Load and entropy are left out: a rank has them for its own queries."""
 
     case = Case((60, 3, 37), options={"always": ("current", "first")}, topk=4)
@@ -133,11 +135,13 @@ def test_a_changed_token_moves_only_what_may_see_it(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bf16_selects_the_same_blocks_and_is_as_exact_as_one_device(transport: str, layout: str) -> None:
+def test_bf16_selects_the_same_blocks_and_is_as_exact_as_one_device(transport: str, layout: CPLayout) -> None:
     case = Case((37, 43), dtype=torch.bfloat16)
     inputs = case.inputs()
     one, many = on_one_device(case, inputs), on_threads(strategy(transport, layout), case, inputs)
     want = for_the_same_selection(case, one.selected, inputs)
+    assert many.selected is not None
+    assert one.selected is not None
     assert torch.equal(many.selected, one.selected)
     for ours, single, truth in zip(many.tensors, one.tensors, want, strict=True):
         worst = [(x.double() - truth).abs().max().item() for x in (ours, single)]
@@ -171,7 +175,7 @@ def test_the_ring_sends_chunks_on_before_it_attends(
     send_recv = ThreadCommunicator.send_recv
     attend = FullAttention.attend
 
-    def counted_send_recv(communicator: Communicator, *args: Any, **options: Any) -> Any:
+    def counted_send_recv(communicator: ThreadCommunicator, *args: Any, **options: Any) -> Any:
         begun[threading.get_ident()] = begun.get(threading.get_ident(), 0) + 1
         return send_recv(communicator, *args, **options)
 

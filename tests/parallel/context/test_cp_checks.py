@@ -42,6 +42,8 @@ def test_impossible_sizes_are_refused(strategy: CPStrategy, message: str) -> Non
 
 def test_an_engine_is_not_made_for_such_a_strategy_nor_for_another_number_of_ranks() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    world = dist.group.WORLD
+    assert world is not None
     try:
         for strategy, message in (
             (CPStrategy(2, "ring", "zigzag", 2), r"parallel.cp: 2 given, the group has 4 ranks"),
@@ -49,7 +51,7 @@ def test_an_engine_is_not_made_for_such_a_strategy_nor_for_another_number_of_ran
             (CPStrategy(4, "ring", "zigzag", 4, 1), r"parallel.cp_ring_depth: 1 given"),
         ):
             with pytest.raises(ValueError, match=message):
-                context_engine(strategy, dist.group.WORLD, torch.device("cpu"))
+                context_engine(strategy, world, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """Units are summarized as a whole by their owner, wherever shards and documents end."""
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ def test_the_rank_of_its_first_token_gets_the_whole_unit_and_only_missing_tokens
     lengths, sequence, size = situation
     owned = OwnedUnits.from_sequence(sequence, (0, *accumulate(lengths)), size)
     wanted: list[set[int]] = [set() for _ in sequence.ranges]
-    missing = {}
+    missing: dict[int, Any] = {}
     for unit in units(lengths, size):
         owner = sequence.owner(unit[0])
         wanted[owner] |= set(unit)

@@ -5,10 +5,11 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from moba_train.config.parallel import CPLayout
 from moba_train.parallel.context.layout import SequenceLayout, sees
 from tests.attention.helpers import ranges
 
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS: tuple[CPLayout, ...] = ("contiguous", "zigzag")
 
 
 @st.composite
@@ -115,8 +116,8 @@ def test_a_shard_sees_what_its_documents_held_before() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fewer_tokens_than_ranks_are_refused(layout: str) -> None:
+def test_fewer_tokens_than_ranks_are_refused(layout: CPLayout) -> None:
     with pytest.raises(ValueError, match=r"parallel\.cp: 4 given for a sequence of 3 tokens"):
         SequenceLayout.split(3, 4, layout)
     with pytest.raises(ValueError, match=r"parallel\.cp_layout: 'striped' given"):
-        SequenceLayout.split(8, 4, "striped")
+        SequenceLayout.split(8, 4, "striped")  # type: ignore[arg-type]  # the layout that is refused

@@ -3,13 +3,11 @@
 import json
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
@@ -178,7 +176,7 @@ def test_replicas_become_shards() -> None:
     first = plan_of(config, 8, 989, 0.4)
     seen: list[tuple[str, ...]] = []
 
-    def replan(changes: Sequence[str], gpus: int) -> Plan:
+    def replan(changes: tuple[str, ...], gpus: int) -> Plan:
         seen.append(changes)
         if gpus > 8 or changes != ("parallel.dp_replicate=2", "parallel.dp_shard=-1"):
             raise ConfigError(["not here"])

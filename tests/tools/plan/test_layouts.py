@@ -9,8 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes, mesh_sizes

@@ -53,6 +53,8 @@ def test_context_parallelism_divides_activations_and_costs_communication() -> No
     tables = io.StringIO()
     assert long.mesh == MeshSizes(dp_shard=2, cp=8)
     assert long.memory.parameters == alone.memory.parameters
+    assert long.context is not None
+    assert short.context is not None
     assert long.context.cost.memory_bytes > short.context.cost.memory_bytes > 0
     assert long.layout.micro_batches == 4
     assert long.context is not None
@@ -107,6 +109,7 @@ def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_com
 def test_moba_layers_of_several_sizes_take_their_own_time() -> None:
     def attention_seconds(**options: Any) -> list[float]:
         found = plan_of(config(parallel={"cp": 8}, attention=options), 16, 989, 0.4).stages[1]
+        assert found.context is not None
         return [found.context.attention_seconds[layer] for layer in found.stage.attention]
 
     mixed = attention_seconds(moba={"block_size": 512, "topk": 3}, overrides={0: {"topk": 12}})
