@@ -1,5 +1,6 @@
 """Gradients and weights that must be there, as whole tensors."""
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +14,8 @@ def gradient(parameter: Tensor) -> Tensor:
 def full_tensor(sharded: Tensor) -> Tensor:
     """A sharded tensor, without gradient, gathered from all ranks."""
     assert isinstance(sharded, DTensor)
-    return sharded.detach().full_tensor()
+    with torch.no_grad():
+        return sharded.full_tensor()
 
 
 def full_gradient(parameter: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """`moba-train profile-spans`: influences of a whole model, the command, and training with what it wrote."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,13 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
 
     class Moved(OperatorEngine):
         def __init__(self, *place: Any) -> None:
-            self.place: Any = place
+            self.moved: Any = partial(moved, *place)
 
         def __call__(
             self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Any, layout: Layout
         ) -> tuple[torch.Tensor, torch.Tensor]:
             out, lse = super().__call__(q, k, v, attention, layout)
-            return moved(*self.place, q, k, v, attention, out), lse
+            return self.moved(q, k, v, attention, out), lse
 
     def moved(
         layer: int,

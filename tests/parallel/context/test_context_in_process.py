@@ -27,7 +27,7 @@ from tests.parallel.context.context_cases import (
 from tests.thread_ranks import ThreadCommunicator
 
 TRANSPORTS = ("allgather", "ring", "ring in parts", "ulysses", "hierarchical", "dispatch")
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS: tuple[CPLayout, ...] = ("contiguous", "zigzag")
 
 
 def strategy(transport: str, layout: CPLayout, ranks: int = 4) -> CPStrategy:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -176,8 +177,8 @@ def test_replicas_become_shards() -> None:
     first = plan_of(config, 8, 989, 0.4)
     seen: list[tuple[str, ...]] = []
 
-    def replan(changes: tuple[str, ...], gpus: int) -> Plan:
-        seen.append(changes)
+    def replan(changes: Sequence[str], gpus: int) -> Plan:
+        seen.append(tuple(changes))
         if gpus > 8 or changes != ("parallel.dp_replicate=2", "parallel.dp_shard=-1"):
             raise ConfigError(["not here"])
         changed = config.parallel.model_copy(update={"dp_replicate": 2, "dp_shard": -1})
