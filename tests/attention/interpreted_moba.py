@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 from moba_train.attention.kernels.common import call, reference
 from moba_train.attention.kernels.common.geometry import block_bound
@@ -36,7 +35,7 @@ quicken()
 
 def case(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, **options: Any
-) -> ParameterSet:
+) -> "pytest.ParameterSet":
     return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.block_sparse import DenseOrSparse
+from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward, selected_mask
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
@@ -43,7 +44,7 @@ def inputs(
 
 def run(
     attention: LocalAttention, tensors: list[Tensor], layout: Layout, selection: Any = None
-) -> tuple[list[Tensor], tuple]:
+) -> tuple[list[Tensor], Any]:
     """[out, lse, dq, dk, dv] and the selection."""
     q, k, v, dout = tensors
     selection = selection or attention.select(q, attention.summarize(k, layout), layout)
@@ -124,7 +125,7 @@ def assert_results(got: Sequence[Tensor], want: Sequence[Tensor], limit: float =
         assert error(a, b.double()) < limit, name
 
 
-def list_bounds(lists: Any) -> tuple[Tensor, Tensor]:
+def list_bounds(lists: BlockLists) -> tuple[Tensor, Tensor]:
     """[lists] each: where every list begins and ends."""
     edges = lists.starts[:: lists.chunks]
     return edges[:-1], edges[1:]

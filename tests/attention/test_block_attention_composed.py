@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 from moba_train.attention.kernels import composed, varlen
 from moba_train.attention.kernels.varlen import Segments
@@ -214,7 +213,7 @@ LONG = [1500, 0, 1, 333, 0, 700, 128]
 
 def case(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> ParameterSet:
+) -> "pytest.ParameterSet":
     return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
 
 

@@ -12,7 +12,7 @@ from moba_train.errors import UserError
 from moba_train.model.build import build_attention
 
 
-def kinds(config: dict, layers: int = 6) -> list[str]:
+def kinds(config: dict[str, Any], layers: int = 6) -> list[str]:
     return [layer.kind for layer in resolve_layers(AttentionConfig.model_validate(config), layers)]
 
 

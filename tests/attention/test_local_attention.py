@@ -46,7 +46,7 @@ ONE_CALL = {name for name, kind in KINDS.items() if len(kind(kind.Options(), 16)
 every_kind = pytest.mark.parametrize(("kind", "options"), CASES)
 
 
-def build(kind: str, options: dict) -> LocalAttention:
+def build(kind: str, options: dict[str, Any]) -> LocalAttention:
     if kind in PARTS_OF_KINDS:
         return PARTS_OF_KINDS[kind](**options, head_dim=HEAD_DIM)
     (attention,) = KINDS[kind](KINDS[kind].Options(**options), HEAD_DIM).attentions

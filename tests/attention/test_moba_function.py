@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
@@ -290,7 +289,7 @@ def test_cu_seqlens_may_be_reused_and_edited_in_place(device: torch.device) -> N
         assert_all_close(through_buffer(lengths), want)
 
 
-def _bad(argument: str, message: str | None = None, **changes: Any) -> ParameterSet:
+def _bad(argument: str, message: str | None = None, **changes: Any) -> "pytest.ParameterSet":
     return pytest.param(argument, changes, id=message or argument)
 
 

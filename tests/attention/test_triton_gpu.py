@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 from tests.attention.helpers import make_qkv, only, ranges
 
@@ -39,7 +38,7 @@ LONG = [1500, 0, 1, 333, 0, 700, 128]
 
 def case(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> ParameterSet:
+) -> "pytest.ParameterSet":
     return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
 
 

@@ -43,7 +43,7 @@ def results(
     width: int,
     engine: Engine = LOCAL_ENGINE,
     backend: str = "auto",
-) -> list:
+) -> list[torch.Tensor]:
     """[out, dq, dk, dv]."""
     leaves = triple(x.detach().requires_grad_() for x in (q, k, v))
     out, _ = engine(*leaves, WindowAttention(width, q.shape[-1], backend), layout)
@@ -51,7 +51,7 @@ def results(
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, width: int) -> list:
+def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, width: int) -> list[torch.Tensor]:
     token, document = layout.q_tokens, layout.q_documents
     back = token[:, None] - token[None]
     seen = ((document[:, None] == document[None]) & (back >= 0) & (back < width)).unsqueeze(0)
@@ -144,5 +144,5 @@ def test_the_kernel_equals_a_mask(width: int, head_dim: int) -> None:
     torch.testing.assert_close(out.double(), want[0][rows], rtol=0.02, atol=0.03)
     dq, _, _ = attention.attend_backward(BackwardState(out, q[rows], k, v, out, lse), part, ())
     plain = WindowAttention(width, head_dim, "reference")
-    exact = BackwardState(*(x.double() for x in (out, q[rows], k, v, out, lse)))
-    torch.testing.assert_close(dq.double(), plain.attend_backward(exact, part, ())[0], rtol=0.02, atol=0.03)
+    state = BackwardState(*(x.double() for x in (out, q[rows], k, v, out, lse)))
+    torch.testing.assert_close(dq.double(), plain.attend_backward(state, part, ())[0], rtol=0.02, atol=0.03)

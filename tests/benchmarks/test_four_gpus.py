@@ -21,8 +21,12 @@ from tests.resolved import check, plan_of
 ROOT = Path(__file__).parents[2]
 
 
+RunScript = Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]
+"""Runs it with parts; gives how it ended and the arguments of every program that it started."""
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]:
+def run(tmp_path: Path) -> RunScript:
     """Run the script with a program in Python's place that writes down what it is given and ends with `status`."""
 
     def run(
@@ -48,7 +52,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess[str],
 
 
 def test_every_part_names_programs_and_rows_that_there_are(
-    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]],
+    run: RunScript,
 ) -> None:
     done, calls = run()
     assert done.returncode == 0, done.stderr
@@ -73,7 +77,7 @@ def test_every_part_names_programs_and_rows_that_there_are(
 
 
 def test_a_part_that_fails_is_named_and_the_others_run(
-    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]],
+    run: RunScript,
 ) -> None:
     done, calls = run("profile", "tests", status=3)
     assert done.returncode == 1
@@ -82,9 +86,7 @@ def test_a_part_that_fails_is_named_and_the_others_run(
     assert f"failed: {profiles} context-tests context-soak" in done.stdout
 
 
-def test_nothing_is_left_of_programs_that_took_too_long(
-    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]], tmp_path: Path
-) -> None:
+def test_nothing_is_left_of_programs_that_took_too_long(run: RunScript, tmp_path: Path) -> None:
     run("profile", "tests", status=124)
     assert not list((tmp_path / "scratch").iterdir())
 
@@ -105,9 +107,7 @@ def options(call: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(
-    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]], tmp_path: Path
-) -> None:
+def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run: RunScript, tmp_path: Path) -> None:
     _, calls = run("8k", "128k", "profile", "layouts")
     checked = 0
     for call in calls:
@@ -134,9 +134,7 @@ def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(
 
 
 @pytest.mark.parametrize("gpus", [2, 0])
-def test_fewer_gpus_and_the_folder_of_old_results_are_refused(
-    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]], tmp_path: Path, gpus: int
-) -> None:
+def test_fewer_gpus_and_the_folder_of_old_results_are_refused(run: RunScript, tmp_path: Path, gpus: int) -> None:
     done, calls = run(gpus=gpus)
     assert (done.returncode, calls) == (2, [])
     assert f"four GPUs needed; torch finds {gpus} on this machine" in done.stderr
@@ -146,9 +144,7 @@ def test_fewer_gpus_and_the_folder_of_old_results_are_refused(
     assert "OUTPUT: given benchmarks/results, which has results of the same names" in done.stderr
 
 
-def test_an_unknown_part_is_refused_before_anything_runs(
-    run: Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]], tmp_path: Path
-) -> None:
+def test_an_unknown_part_is_refused_before_anything_runs(run: RunScript, tmp_path: Path) -> None:
     done, calls = run("9k")
     assert (done.returncode, calls) == (2, [])
     assert "PART: given '9k'; allowed: 8k, 128k, profile, layouts, context, tests" in done.stderr

@@ -33,7 +33,9 @@ def run_ranks(world_size: int, function: Callable[..., None], store: Path, *args
     run_processes(_run_rank, (world_size, function, store, device, args), world_size, device)
 
 
-def _run_rank(rank: int, world_size: int, function: Callable[..., None], store: Path, device: str, args: tuple) -> None:
+def _run_rank(
+    rank: int, world_size: int, function: Callable[..., None], store: Path, device: str, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     with process_group(store, rank, world_size, device):
         function(*args)

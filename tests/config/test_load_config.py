@@ -425,7 +425,7 @@ def test_any_text_gives_a_recipe_or_a_config_error(write: Callable[[str, str], P
     _assert_config_or_error(write("fuzz.yaml", text))
 
 
-def _paths(data: object, prefix: tuple = ()) -> list[tuple]:
+def _paths(data: object, prefix: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [prefix] * bool(prefix) + [path for key, value in items for path in _paths(value, (*prefix, key))]
 

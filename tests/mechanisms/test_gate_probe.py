@@ -50,7 +50,9 @@ def tensors(tokens: int, heads: int, kv_heads: int, seed: int = 0) -> tuple[Tens
     return normal(heads), normal(kv_heads), normal(kv_heads)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], topk: int, grouped: bool, sample: list[int]) -> dict:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], topk: int, grouped: bool, sample: list[int]
+) -> dict[str, Any]:
     """The means, one query and head at a time."""
     heads_per_kv = q.shape[1] // k.shape[1]
     scale = HEAD_DIM**-0.5

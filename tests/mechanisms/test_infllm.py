@@ -31,7 +31,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
     return apply_rope(x, *rope_cos_sin(positions, MODEL.rope, x.shape[-1]))
 
 
-def by_definition(layer: Layer, options: dict) -> Tensor:
+def by_definition(layer: Layer, options: dict[str, Any]) -> Tensor:
     """The layer's output, token by token from section 3 of the paper."""
     window, size = options["window"], options["block_size"]
     heads, group, width = MODEL.heads, MODEL.heads // MODEL.kv_heads, MODEL.head_width

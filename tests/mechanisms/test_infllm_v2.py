@@ -36,7 +36,7 @@ OPTIONS = [
 ]
 
 
-def seen_by_definition(q: Tensor, k: Tensor, layer: Layer, options: dict) -> Tensor:
+def seen_by_definition(q: Tensor, k: Tensor, layer: Layer, options: dict[str, Any]) -> Tensor:
     """bool [H, T, T]: the keys of each query, token by token from section 3 of the paper."""
     block, window, stride = (options[name] for name in ("block_size", "window", "stride"))
     tokens, heads, width = q.shape
@@ -67,7 +67,7 @@ def seen_by_definition(q: Tensor, k: Tensor, layer: Layer, options: dict) -> Ten
     return seen
 
 
-def by_definition(layer: Layer, options: dict) -> list[Tensor]:
+def by_definition(layer: Layer, options: dict[str, Any]) -> list[Tensor]:
     """The layer's output: one softmax over the union of all chosen tokens."""
     cos, sin = rope_cos_sin(layer.positions, layer.model.rope, layer.model.head_width)
     q, k = (apply_rope(x, cos, sin) for x in (layer.q, layer.k))
@@ -179,7 +179,7 @@ def test_sixteen_bits_select_nearly_the_same_blocks(dtype: torch.dtype) -> None:
     assert (exact * rounded).sum() / exact.sum() > 0.97
 
 
-def attended_by_counting(length: int, options: dict) -> float:
+def attended_by_counting(length: int, options: dict[str, Any]) -> float:
     layer = make_layer("infllm_v2", options, [length])
     q, k = torch.randn(length, 1, 4).double(), torch.randn(length, 1, 4).double()
     return seen_by_definition(q, k, layer, options).sum().item() - length / 2

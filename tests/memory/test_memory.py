@@ -33,7 +33,7 @@ LLAMA_8B_BLOCK = 218_112_000
 LAYERS = 32
 
 
-def config(model: str, seq_len: str, attention: dict, **changes: Any) -> RunConfig:
+def config(model: str, seq_len: str, attention: dict[str, Any], **changes: Any) -> RunConfig:
     """A recipe with one stage of the model in configs/models."""
     recipe = {
         "name": "measured",

@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ RECIPE = {
     ],
 )
 def test_the_sinks_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: dict, console: bool, files: set[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: dict[str, Any], console: bool, files: set[str]
 ) -> None:
     run_dir: Path = tmp_path / "run"
     config = RunConfig.model_validate(RECIPE | {"telemetry": section})

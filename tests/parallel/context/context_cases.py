@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Case:
     block_size: int = 4
     topk: int | None = 3
     """None: dense attention."""
-    options: dict = field(default_factory=dict, hash=False)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     dtype: torch.dtype = torch.float64
     backend: str = "reference"
     head_dim: int = HEAD_DIM

@@ -80,7 +80,7 @@ class Member:
     def engine(self, strategy: CPStrategy) -> ContextParallel:
         return context_engine(strategy, self.groups[strategy.ranks], self.device)
 
-    def everyone(self, ranks: int, mine: object) -> list:
+    def everyone(self, ranks: int, mine: object) -> list[Any]:
         """`mine` of all ranks of the group, in their order."""
         theirs = [None] * ranks
         dist.all_gather_object(theirs, mine, group=self.groups[ranks])
