@@ -31,9 +31,10 @@ FULL = {"default": "full"}
 LLAMA_8B = 8_030_261_248
 LLAMA_8B_BLOCK = 218_112_000
 LAYERS = 32
+Section = dict[str, Any]
 
 
-def config(model: str, seq_len: str, attention: dict[str, Any], **changes: Any) -> RunConfig:
+def config(model: str, seq_len: str, attention: Section, **changes: Any) -> RunConfig:
     """A recipe with one stage of the model in configs/models."""
     recipe = {
         "name": "measured",
@@ -84,9 +85,7 @@ def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve() -> None:
 
 
 @pytest.mark.parametrize("parallel", [{"cp": 2}, {"cp": 2, "tp": 2}])
-def test_a_feed_forward_in_parts_needs_memory_for_one_part(
-    parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_feed_forward_in_parts_needs_memory_for_one_part(parallel: Section, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the results of its products are recomputed; one part's widest tensors, and the parts' summed gradient."""
     policies = ("full", "selective")
 
@@ -119,7 +118,7 @@ def test_a_feed_forward_in_parts_needs_memory_for_one_part(
     ids=["8K", "64K cp 2 recomputed", "128K cp 2 recomputed"],
 )
 def test_the_estimate_is_what_an_8b_model_took_on_two_h200(
-    measured: float, seq_len: str, attention: dict[str, Any], changes: dict[str, Any], before: None
+    measured: float, seq_len: str, attention: Section, changes: Section, before: None
 ) -> None:
     """Peaks of torch.cuda.max_memory_allocated, as `memory_gib` in the metrics, at 94bc9b8, compiled, in GiB."""
     total = memory("llama3-8b", 2, seq_len, attention, compile=True, **changes).total
@@ -147,7 +146,7 @@ def test_the_estimate_is_what_an_8b_model_takes_whose_loss_computes_its_logits_o
     ids=["one GPU", "two GPUs", "half of it with tp", "tp alone", "copy engines gather blocks only", "pipeline"],
 )
 def test_fsdp_holds_its_last_gather_in_the_loss_where_it_gathers_for_it(
-    ranks: int, parallel: dict[str, Any], held: int
+    ranks: int, parallel: Section, held: int
 ) -> None:
     recipe = config("llama3-8b", "8K", FULL, batch_tokens="1M", parallel=parallel)
     (stage,) = stages_of(recipe)
@@ -164,7 +163,7 @@ def test_fsdp_holds_its_last_gather_in_the_loss_where_it_gathers_for_it(
         ("8K:full:none:fp8-rowwise", {"linear": "fp8", "fp8": {"scaling": "rowwise"}}),
     ],
 )
-def test_the_estimate_is_what_an_8b_model_took_in_fp8(row: str, precision: dict[str, Any], logits_twice: None) -> None:
+def test_the_estimate_is_what_an_8b_model_took_in_fp8(row: str, precision: Section, logits_twice: None) -> None:
     """FP8 keeps the inputs of projections in one byte an element, or not at all. Measured before weights stayed in FP8
     for a whole step, and before the output projection was a unit of FSDP of its own."""
     results = json.loads((ROOT / "benchmarks/results/training-8b-h200-x2.json").read_text())["results"]
@@ -241,7 +240,7 @@ def test_exchanged_gradients_take_the_memory_of_float32_ones() -> None:
 
 
 MOBA = {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, Section] = {
     "full": {"attention": FULL},
     "full, recomputed": {"attention": FULL, "activation_checkpointing": "full"},
     "full, compiled": {"attention": FULL, "compile": True},
@@ -255,14 +254,12 @@ def test_the_estimate_is_what_a_1b_model_took_in_the_result_file(variant: str, b
     results = json.loads((ROOT / "benchmarks/results/training-1b-h200.json").read_text())
     assert set(results["results"]) == set(VARIANTS)
     assert (results["settings"]["seq_len"], results["settings"]["sequences_per_gpu"]) == (8192, 2)
-    changes: dict[str, Any] = {"micro_batch_size": 2, "batch_tokens": "16K", **VARIANTS[variant]}
+    changes: Section = {"micro_batch_size": 2, "batch_tokens": "16K", **VARIANTS[variant]}
     total = memory("llama-1b", 1, "8K", **changes).total
     assert total / 2**30 == pytest.approx(results["results"][variant]["memory_gib"]["median"], rel=0.01)
 
 
-def test_master_weights_gradients_and_adamw_are_sixteen_bytes_a_parameter_over_the_shards_once_steps_accumulate() -> (
-    None
-):
+def test_master_weights_gradients_and_adamw_are_16_bytes_a_parameter_over_the_shards_once_steps_accumulate() -> None:
     for ranks in (1, 4, 8):
         found = memory("llama3-8b", ranks, "8K", FULL, batch_tokens="1M")
         states = found.parameters + found.gradients + found.optimizer
@@ -454,14 +451,12 @@ def test_a_host_with_too_little_memory_is_named_with_what_takes_it() -> None:
     copies, kept = 12 * LLAMA_8B // 2, plan.stages[0].activations.host_bytes
     needs = {"only": plan.stages[0].activations}
     assert host_shortage(needs, copies + kept) is None
-    missing = host_shortage(needs, copies + kept - 1)
-    assert missing is not None
+    missing = host_shortage(needs, copies + kept - 1) or ""
     assert missing.startswith(f"stage only needs about {(copies + kept) / 2**30:.1f} GiB of host memory for each GPU")
     assert f"(the copy of a save 44.9, activations {kept / 2**30:.1f}), but this machine has" in missing
     assert missing.endswith("lower memory.host_gib or use more machines")
     without = plan_of(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2, 989, 0.4)
-    alone = host_shortage({"only": without.stages[0].activations}, copies - 1)
-    assert alone is not None
+    alone = host_shortage({"only": without.stages[0].activations}, copies - 1) or ""
     assert alone.endswith("take more; use more machines"), "memory.host_gib is refused without activation_offload"
 
 

@@ -1,6 +1,5 @@
 """Parameter counts are exact: against published totals and against the model itself."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import yaml
 
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
-from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model
 from moba_train.model.spec import count_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.optim.spec import block_matrices
 from tests.resolved import spec_of
+from tests.small_recipe import Load
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 
@@ -63,7 +62,7 @@ def test_counts_are_those_of_the_model(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recipe_counts_what_its_attention_kinds_add(load: Callable[..., RunConfig], kind: str) -> None:
+def test_a_recipe_counts_what_its_attention_kinds_add(load: Load, kind: str) -> None:
     spec = spec_of(load("attention.overrides={}", f"stages.1.attention.default={kind}"))
     with torch.device("meta"):
         model = build_model(spec)

@@ -1,7 +1,6 @@
 """What works but is hardly meant is said, with the keys to change; the run goes on."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from moba_train.resolve import warnings
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.cli import app
 from tests.resolved import check
+from tests.small_recipe import Load
 
 NEVER = ["stages.0.evaluate=false", "stages.1.evaluate=false"]
 VALIDATION = "data.validation=[{path: v}]"
@@ -36,15 +36,13 @@ def recipe_warnings(config: RunConfig) -> list[str]:
         (["evaluation.every=10"], "evaluation: given, but there is nothing to evaluate on; set data.validation"),
     ],
 )
-def test_evaluations_that_never_run_are_named(
-    load: Callable[..., RunConfig], overrides: list[str], warning: str | None
-) -> None:
+def test_evaluations_that_never_run_are_named(load: Load, overrides: list[str], warning: str | None) -> None:
     config = load(*overrides)
     check(config)
     assert [text[: len(warning or "")] for text in recipe_warnings(config)] == ([warning] if warning else [])
 
 
-def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load: Callable[..., RunConfig]) -> None:
+def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load: Load) -> None:
     """A unit too many, which a plan of the memory does not show."""
     whole = load("batch_tokens=1M", "stages.0.tokens=1048576")
     assert recipe_warnings(whole) == []
@@ -72,7 +70,7 @@ def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load: Calla
     ],
 )
 def test_sizes_by_which_checkpointing_confuses_products_are_named(
-    load: Callable[..., RunConfig], overrides: list[str], as_large_as: str | None
+    load: Load, overrides: list[str], as_large_as: str | None
 ) -> None:
     config = load(*overrides)
     size = config.model.intermediate_size
@@ -89,7 +87,7 @@ def write_corpora(folder: Path, **info: Any) -> None:
 
 @pytest.mark.parametrize(("vocab_size", "silent"), [(32_000, True), (35_200, True), (35_201, False)])
 def test_a_vocabulary_much_larger_than_the_tokenizers_is_named_with_its_cost(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int, silent: bool
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int, silent: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpora").mkdir()
@@ -105,7 +103,7 @@ def test_a_vocabulary_much_larger_than_the_tokenizers_is_named_with_its_cost(
 
 
 def test_the_vocabulary_of_a_small_model_is_that_of_data_tokenizer_and_may_be_padded(
-    load: Callable[..., RunConfig], tmp_path: Path
+    load: Load, tmp_path: Path
 ) -> None:
     model = tmp_path / "tok.model"
     with model.open("wb") as file:
@@ -132,9 +130,7 @@ def test_plan_prints_them_once_and_unchanged(recipe: Path) -> None:
         assert "stages[i].evaluate is false in all of them" in line
 
 
-def test_weights_of_another_tokenizer_are_named(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_another_tokenizer_are_named(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No error: one tokenizer may be written in two forms, of which the model's folder has one."""
     monkeypatch.chdir(tmp_path)
     for folder in ("corpora", "model"):
@@ -154,13 +150,13 @@ def test_weights_of_another_tokenizer_are_named(
     assert recipe_warnings(config) == []
 
 
-def test_nothing_is_said_of_corpora_that_need_not_exist_yet(load: Callable[..., RunConfig]) -> None:
+def test_nothing_is_said_of_corpora_that_need_not_exist_yet(load: Load) -> None:
     """`plan --no-data`; their loss masks, of which `gradient_reach` tells, do not exist either."""
     assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K", "evaluation.gradient_reach={}")) == []
 
 
 def test_the_tokenizer_of_an_imported_model_lies_in_its_run_folder(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its checkpoint has no tokenizer's hash, as nothing was trained."""
     monkeypatch.chdir(tmp_path)
@@ -177,7 +173,7 @@ def test_the_tokenizer_of_an_imported_model_lies_in_its_run_folder(
 
 
 def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_start(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be missed when the first evaluation is due, after days of training."""
     monkeypatch.chdir(tmp_path)
@@ -200,9 +196,7 @@ def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_star
         ("[{path: corpora/c, min_length: 63}]", True),
     ],
 )
-def test_a_validation_corpus_that_is_trained_on_is_named(
-    load: Callable[..., RunConfig], validation: str, named: bool
-) -> None:
+def test_a_validation_corpus_that_is_trained_on_is_named(load: Load, validation: str, named: bool) -> None:
     config = load(f"data.validation={validation}", "stages.1.train=[{path: corpora/c, below_length: 64}]")
     found = [warning for warning in recipe_warnings(config) if "is trained on as well" in warning]
     assert len(found) == named
@@ -211,7 +205,7 @@ def test_a_validation_corpus_that_is_trained_on_is_named(
 
 @pytest.mark.parametrize(("documents", "warned"), [(7, True), (8, False)])
 def test_a_validation_corpus_shorter_than_what_is_evaluated_is_named_with_its_tokens(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: int, warned: bool
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: int, warned: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with IndexedDatasetWriter(tmp_path / "v", np.uint16) as writer:

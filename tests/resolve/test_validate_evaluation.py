@@ -1,11 +1,9 @@
 """Evaluations and exit criteria that cannot work are refused, with the key to change."""
 
-from collections.abc import Callable
-
 import pytest
 
-from moba_train.config.schema import RunConfig
 from tests.resolve.refusals import assert_refused
+from tests.small_recipe import Load
 
 
 @pytest.mark.parametrize(
@@ -99,7 +97,5 @@ from tests.resolve.refusals import assert_refused
         ),
     ],
 )
-def test_what_cannot_be_evaluated_or_waited_for_is_refused(
-    load: Callable[..., RunConfig], overrides: list[str], problem: str
-) -> None:
+def test_what_cannot_be_evaluated_or_waited_for_is_refused(load: Load, overrides: list[str], problem: str) -> None:
     assert_refused(load(*overrides), problem)

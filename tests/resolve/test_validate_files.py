@@ -1,29 +1,26 @@
 """Files that are missing, and corpora that do not fit the recipe or each other, are named before the run begins."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.resolve.data import tokenizer_problems
 from moba_train.tools.cli import app
 from tests.resolve.refusals import problems
 from tests.resolved import check
+from tests.small_recipe import Load
 
 
-def test_looking_for_files_leaves_the_other_problems_their_path(load: Callable[..., RunConfig]) -> None:
+def test_looking_for_files_leaves_the_other_problems_their_path(load: Load) -> None:
     found = problems(load("attention.default=mobba"), check_files=True)
     assert any(text.startswith("attention.default: 'mobba' is not") for text in found)
 
 
-def test_missing_files_are_named_with_their_key(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_files_are_named_with_their_key(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpora").mkdir()
     for name in ("a.bin", "a.idx", "b.bin"):
@@ -45,7 +42,7 @@ def corpus(path: Path, tokenizer: str, content: bytes) -> None:
 
 
 def test_corpora_of_different_tokenizers_are_refused_and_both_are_named(
-    load: Callable[..., RunConfig], recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path / "one", "tok.model", b"one")
@@ -67,7 +64,7 @@ def test_corpora_of_different_tokenizers_are_refused_and_both_are_named(
 
 
 def test_a_corpus_of_another_tokenizer_than_the_recipes_is_refused(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path / "one", "tok.model", b"one")
@@ -84,9 +81,7 @@ def test_a_corpus_of_another_tokenizer_than_the_recipes_is_refused(
     assert "but data.tokenizer is tok.model" in found
 
 
-def test_a_corpus_without_tokens_is_named(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corpus_without_tokens_is_named(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, documents in (("good", [[1, 2, 3]]), ("empty", [])):
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
@@ -109,7 +104,7 @@ def test_a_corpus_without_tokens_is_named(
     ],
 )
 def test_a_blend_that_cannot_be_read_is_named_before_the_first_stage_begins(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, sources: str, said: str
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, sources: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with IndexedDatasetWriter(tmp_path / "good", np.uint16) as writer:
@@ -121,7 +116,7 @@ def test_a_blend_that_cannot_be_read_is_named_before_the_first_stage_begins(
 
 
 def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, token in (("good", 1), ("bad", 60_000)):
@@ -134,7 +129,7 @@ def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(
 
 
 def test_files_and_dangling_links_in_the_place_of_folders_are_named_with_their_key(
-    load: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("gone")

@@ -24,6 +24,7 @@ from moba_train.tools.plan.command import make_machine
 from moba_train.tools.plan.layouts import Layout, best_layouts
 from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
 from tests.resolved import check, stages_of
+from tests.small_recipe import Load
 
 FOUR = make_machine(H200, 4, 400.0, None)
 LARGE = ("model={vocab_size: 32000, hidden_size: 4096, intermediate_size: 14336, layers: 8, heads: 32, kv_heads: 8}",)
@@ -126,7 +127,7 @@ def test_what_cannot_be_predicted_is_said(search: Callable[..., list[Layout]]) -
             search("precision={linear: fp8, fp8: {emulate: true}}", machine=unmeasured)
 
 
-def test_the_parts_of_a_step_follow_the_layout(load: Callable[..., RunConfig]) -> None:
+def test_the_parts_of_a_step_follow_the_layout(load: Load) -> None:
     config = load(*LARGE, "batch_tokens=512K")
     alone = step(config, 0, MeshSizes())
     assert alone.time.communication == 0
@@ -146,7 +147,7 @@ def test_the_parts_of_a_step_follow_the_layout(load: Callable[..., RunConfig]) -
     assert tensor.time.tp == pytest.approx(tensor.traffic["tp"].node / 300e9)
 
 
-def test_a_pipeline_waits_for_its_bubble(load: Callable[..., RunConfig]) -> None:
+def test_a_pipeline_waits_for_its_bubble(load: Load) -> None:
     config = load(*LARGE, "model.vocab_size=64", "batch_tokens=128K", "attention={overrides: {}}")
     two = step(config, 0, MeshSizes(pp=2, dp_shard=4))
     count = 16
@@ -157,7 +158,7 @@ def test_a_pipeline_waits_for_its_bubble(load: Callable[..., RunConfig]) -> None
     assert two.time.pp - passed_on == pytest.approx(layers / count, rel=0.1), "(pp - 1) / m of what is computed"
 
 
-def test_a_pipeline_adds_up_the_gradients_of_whole_weights(load: Callable[..., RunConfig]) -> None:
+def test_a_pipeline_adds_up_the_gradients_of_whole_weights(load: Load) -> None:
     """Bytes that grow with the micro-batches are those of layers, and 10 a weight for each after the first. Weights are
     gathered once."""
     layout = ("model.vocab_size=64", "parallel.pp_layers=[4,4]")
@@ -169,7 +170,7 @@ def test_a_pipeline_adds_up_the_gradients_of_whole_weights(load: Callable[..., R
     assert once == pytest.approx((4 + 6 - 10 + 6 / 4) * weights / 4e12, rel=0.01)
 
 
-def test_a_slow_network_costs_layouts_that_use_it(load: Callable[..., RunConfig]) -> None:
+def test_a_slow_network_costs_layouts_that_use_it(load: Load) -> None:
     config = load(*LARGE)
     slow = FOUR._replace(links=LINKS._replace(network=1e9))
     for sizes in (MeshSizes(dp_shard=8), MeshSizes(cp=8), MeshSizes(pp=2, dp_shard=4)):
@@ -220,7 +221,7 @@ def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: P
     assert "--nodes and --gpus: given both" in both.stderr
 
 
-def test_exchanged_gradients_are_half_the_bytes(load: Callable[..., RunConfig]) -> None:
+def test_exchanged_gradients_are_half_the_bytes(load: Load) -> None:
     """Beside one gather of the ends and two of the blocks, in bf16."""
     sizes = MeshSizes(dp_shard=8)
     summed, exchanged = (
