@@ -114,7 +114,12 @@ def naive_state(layer: Layer) -> Tensor:
     if layer.kind.name == "kda":
         patch = pytest.MonkeyPatch()
         rule = delta.delta_attention
-        patch.setattr("moba_train.mechanisms.linear.kda.delta_attention", lambda *a: states.append(r := rule(*a)) or r)
+
+        def noted(*arguments: Any) -> Any:
+            states.append(rule(*arguments))
+            return states[-1]
+
+        patch.setattr("moba_train.mechanisms.linear.kda.delta_attention", noted)
         with patch.context(), torch.no_grad():
             run_layer(layer)
         patch.undo()
