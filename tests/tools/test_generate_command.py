@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,10 +222,8 @@ def test_a_prompt_begins_as_the_documents_of_training_did(project: Path, monkeyp
     """With the token of `--bos`, once; sentencepiece makes none from text."""
     tokenizer = load_tokenizer(project / "data" / "tok.model")
     read: list[list[int]] = []
-    monkeypatch.setattr(
-        "moba_train.tools.generate.generate",
-        noting(lambda _, tokens, *__, **___: read.append(tokens), lambda *_, **__: []),
-    )
+    says_nothing = noting(lambda _, tokens, *__, **___: read.append(tokens), lambda *_, **__: [])
+    monkeypatch.setattr("moba_train.tools.generate.generate", says_nothing)
     model = Transformer(load_config(project / "recipe.yaml").model)
     options = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "decode": "full"}
     assert not [*generate_text(model, tokenizer, "Once", 10, marks=CorpusMarks(bos_id=1), **options)]  # type: ignore[arg-type]  # a dict
@@ -253,10 +252,12 @@ def test_special_tokens_of_a_prompt_are_those_of_training(
 ) -> None:
     """In a prompt and an answer: text of pretraining has none, conversations have those that a chat template writes."""
     read: list[list[int]] = []
-    monkeypatch.setattr(
-        "moba_train.tools.generate.generate",
-        noting(lambda _, tokens, *__, **___: read.append(tokens), lambda _, tokens, *__, **___: iter([1, tokens[-1]])),
-    )
+
+    def echo(_: Any, tokens: list[int], *__: Any, **___: Any) -> Iterator[int]:
+        read.append(tokens)
+        return iter([1, tokens[-1]])
+
+    monkeypatch.setattr("moba_train.tools.generate.generate", echo)
     tokenizer = load_tokenizer(shutil.copy(project / "data" / "tok.model", tmp_path))
     if template:
         (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
