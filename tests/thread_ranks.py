@@ -1,13 +1,14 @@
 """Ranks of context parallelism that are threads of this process: their communicator and their transports."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moba_train.mechanisms.dispatch.transport import Dispatch
-from moba_train.parallel.context.comm import Work
+from moba_train.parallel.context.comm import Communicator, Work
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Transport
@@ -15,31 +16,31 @@ from moba_train.parallel.context.transport.ring import ring
 from moba_train.parallel.context.transport.ulysses import Local, Ulysses
 
 
-class ThreadCommunicator:
-    """A `Communicator` for ranks that are threads of this process."""
+class ThreadCommunicator(Communicator):
+    """The communicator of ranks that are threads of this process."""
 
     def __init__(self, rank: int, board: "Board") -> None:
         self.rank = rank
         self.size = board.size
         self.board = board
 
-    def _swap(self, call: str, value: object) -> list:
+    def _swap(self, call: str, value: object) -> list[Any]:
         return self.board.swap(self.rank, call, value)
 
-    def all_gather(self, *shards: Tensor) -> Work:
-        from_all = self._swap("all_gather", [x.clone() for x in shards])
-        return Work(tuple(torch.cat([theirs[i] for theirs in from_all]) for i in range(len(shards))))
+    def all_gather(self, *shards_L: Tensor) -> Work:
+        from_all = self._swap("all_gather", [x.clone() for x in shards_L])
+        return Work(tuple(torch.cat([theirs[i] for theirs in from_all]) for i in range(len(shards_L))))
 
     all_gather_by_ring = all_gather
 
-    def all_to_all(self, *parts: Tensor) -> Work:
-        from_all = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts])
-        return Work(tuple(torch.cat([theirs[i][self.rank] for theirs in from_all]) for i in range(len(parts))))
+    def all_to_all(self, *parts_RL: Tensor) -> Work:
+        from_all = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts_RL])
+        return Work(tuple(torch.cat([theirs[i][self.rank] for theirs in from_all]) for i in range(len(parts_RL))))
 
-    def all_to_all_uneven(self, x: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
-        from_all = self._swap("all_to_all_uneven", x.clone().split(sent_rows))
+    def all_to_all_uneven(self, x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Tensor:
+        from_all = self._swap("all_to_all_uneven", x.clone().split(list(sent_rows)))
         mine = [theirs[self.rank] for theirs in from_all]
-        assert [part.shape[0] for part in mine] == received_rows
+        assert [part.shape[0] for part in mine] == list(received_rows)
         return torch.cat(mine)
 
     def all_reduce(self, x: Tensor) -> None:
@@ -60,10 +61,10 @@ class Board:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.slots = [None] * size
+        self.slots: list[tuple[str, Any]] = [("", None)] * size
         self.barrier = threading.Barrier(size, timeout=60)
 
-    def swap(self, rank: int, call: str, value: object) -> list:
+    def swap(self, rank: int, call: str, value: object) -> list[Any]:
         self.slots[rank] = (call, value)
         self.barrier.wait()
         from_all = list(self.slots)
@@ -77,7 +78,7 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
     if strategy.transport == "hierarchical":
         nodes, places = strategy.ranks // strategy.node_size, strategy.node_size
         inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
-        made = [
+        made: list[Transport] = [
             Ulysses(ThreadCommunicator(rank % places, inner[rank // places]), AllGather(outside, strategy.slices))
             for rank in range(strategy.ranks)
             for outside in [ThreadCommunicator(rank // places, outer[rank % places])]
@@ -85,10 +86,11 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
         return made, inner + outer
     board = Board(strategy.ranks)
     communicators = [ThreadCommunicator(rank, board) for rank in range(strategy.ranks)]
-    make = {
+    makers: dict[str, Callable[[Communicator], Transport]] = {
         "ring": lambda communicator: ring(communicator, strategy),
         "allgather": lambda communicator: AllGather(communicator, strategy.slices),
         "ulysses": lambda communicator: Ulysses(communicator, Local()),
         "dispatch": Dispatch,
-    }[strategy.transport]
+    }
+    make = makers[strategy.transport]
     return [make(communicator) for communicator in communicators], [board]

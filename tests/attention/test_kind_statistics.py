@@ -58,9 +58,7 @@ def seen_by_ranks(layer: Layer, strategy: CPStrategy) -> list[Statistics]:
 
     @torch.no_grad()
     def rank(engine: ContextParallel) -> Statistics:
-        own = Layer(
-            layer.kind, layer.parameters, *(sequence.shard(x, engine.rank) for x in layer.inputs()), layer.layout
-        )
+        own = layer.with_inputs(sequence.shard(x, engine.rank) for x in layer.inputs())
         with observing(engine, StatisticsObserver()) as watched:
             run_layer(own, engine, sequence.shard(layer.positions, engine.rank))
         return watched.statistics
@@ -112,11 +110,16 @@ def test_nobody_pays_for_what_nobody_looks_at(name: str, monkeypatch: pytest.Mon
 
 def naive_state(layer: Layer) -> Tensor:
     """The state behind the last token, [H, d, d], token by token; `lightning` with `decay: geometric`."""
-    states: list[Tensor] = []
+    states: list[Any] = []
     if layer.kind.name == "kda":
         patch = pytest.MonkeyPatch()
         rule = delta.delta_attention
-        patch.setattr("moba_train.mechanisms.linear.kda.delta_attention", lambda *a: states.append(r := rule(*a)) or r)
+
+        def noted(*arguments: Any) -> Any:
+            states.append(rule(*arguments))
+            return states[-1]
+
+        patch.setattr("moba_train.mechanisms.linear.kda.delta_attention", noted)
         with patch.context(), torch.no_grad():
             run_layer(layer)
         patch.undo()

@@ -123,7 +123,9 @@ def shared_in_place(ttgir: str) -> set[str]:
         covered = [per_thread * threads * warps for per_thread, threads, warps in zip(*lists[:3], strict=True)]
         return all(size >= many for size, many in zip(map(int, match[1].split("x")), covered, strict=True))
 
-    read, written, origin = {}, {}, {}
+    read: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    origin: dict[str, Any] = {}
     for line in ttgir.replace(" loc(", " ").splitlines():  # regions side by side may use one name for two values
         for name, source in re.findall(r"(%\w+) = (?:(?:tt\.\w+|ttg\.convert_layout) )?(%\w+)", line):
             origin[name] = origin.get(source, source.removeprefix("%"))
@@ -134,7 +136,7 @@ def shared_in_place(ttgir: str) -> set[str]:
     return {name for name in both if len(read[name] | written[name]) > 1 or not all(map(one_thread_each, read[name]))}
 
 
-def test_what_threads_share_is_found():
+def test_what_threads_share_is_found() -> None:
     compiled = compile_for_hopper(lists._scatter, {"G": 4, "HISTORY": 7, "TILE": 64})
     assert shared_in_place(compiled.asm["ttgir"]) == {"cursors"}
 
@@ -157,7 +159,7 @@ def unused_barriers(ttgir: str) -> set[str]:
     return {barrier for barrier in made if only_made(barrier)}
 
 
-def test_a_barrier_that_nobody_waits_for_is_found():
+def test_a_barrier_that_nobody_waits_for_is_found() -> None:
     ttgir = """
         %a = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared, #smem, mutable> loc(#loc1)
         %0 = ttg.memdesc_index %a[%c0] : !ttg.memdesc<2x1xi64> loc(#loc2)
@@ -229,7 +231,9 @@ def fits(
 @half
 @partial
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, dtype, tmp_path):
+def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(
+    head_dim: int, partial: bool, dtype: str, tmp_path: Path
+) -> None:
     shape = tile_shapes(head_dim, 4096)
     call = {"PARTIAL": partial}
     history = {**call, "HISTORY": 11, "BLOCK": 4096}
@@ -259,7 +263,9 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, head_dim, tmp_path):
+def test_one_pass_keeps_the_matrix_units_busy(
+    kernel: str, dtype: str, dq_dtype: str, head_dim: int, tmp_path: Path
+) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from moba_train.attention.kernels.hopper import blocks_128_gradients, blocks_256_to_4096_gradients
 
@@ -279,7 +285,7 @@ def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, head_dim,
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_forward_pass_keeps_the_matrix_units_busy(head_dim, tmp_path):
+def test_the_forward_pass_keeps_the_matrix_units_busy(head_dim: int, tmp_path: Path) -> None:
     """The own blocks' kernel, which has all that the lists' has, and masks."""
     pytest.importorskip("triton.experimental.gluon")
     from moba_train.attention.kernels.hopper import blocks_from_512_forward
@@ -349,8 +355,12 @@ def keeps_busy(compiled: Any, registers: int, allowed: int, folder: Path) -> Non
 @partial
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_size, partial, dtype, tmp_path):
+def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(
+    head_dim: int, block_size: int, partial: bool, dtype: str, tmp_path: Path
+) -> None:
     shape = tile_shapes(head_dim, block_size)
+    assert shape.short_forward is not None
+    assert shape.short_backward is not None
     # False: with spans in their place, and gradients in ranges of queries.
     for own in (True, False) if (dtype, partial, block_size) == ("bf16", False, 64) else (True,):
         call = {"PARTIAL": partial, "HISTORY": 7, "BLOCK": block_size, "SPLIT": 4096, "DIAGONAL": own}
@@ -360,10 +370,12 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_si
         fits(blocks_to_128.backward_to_128, constants, shape.short_backward, dtype, 512, tmp_path)
 
 
-def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
+def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path: Path) -> None:
     """Whatever kernels reserve must not grow with the number of selected blocks."""
     long, short = tile_shapes(128, 4096), tile_shapes(128, 128)
     sizes_of = {"PARTIAL": True, "HISTORY": 127}
+    assert short.short_forward is not None
+    assert short.short_backward is not None
     for kernel, tile, more, allowed in (
         (blocks_from_144_forward.forward_history, long.forward, {"BLOCK": 4096}, 64),
         (blocks_from_144_dq.dq_history, long.dq, {"BLOCK": 4096}, 32),
@@ -381,7 +393,7 @@ def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("count", "levels"), [(2, 1), (7, 3), (11, 4), (63, 0), (64, 0), (127, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
+def test_selection_fits(head_dim: int, count: int, levels: int, grouped: bool, tmp_path: Path) -> None:
     slots = triton.next_power_of_2(count)
     constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "HISTORY": count, "KEPT": slots}
     constants |= {"D": head_dim, "M": 64, "N": 64}
@@ -439,21 +451,23 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_the_other_kernels_compile_without_spills(kernel, constants, tmp_path):
+def test_the_other_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
     options = {name: constants[name] for name in constants if name == "num_warps"}
     sizes = {name: constants[name] for name in constants if name not in options}
     assert spilled_bytes(compile_for_hopper(kernel, sizes, **options), tmp_path) == 0
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16")])
-def test_the_choice_by_compressed_blocks_fits_and_uses_the_matrix_units(head_dim, dtype, tmp_path):
+def test_the_choice_by_compressed_blocks_fits_and_uses_the_matrix_units(
+    head_dim: int, dtype: str, tmp_path: Path
+) -> None:
     tile = nsa.tile(15)
     constants = {"OFFSETS": 5, "FORCED_FIRST": 1, "FORCED_LOCAL": 2, "C": 15, "SLOTS": 16}
     fits(nsa._choose, sizes(tile, head_dim, **constants), tile, dtype, 0, tmp_path)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim, tmp_path):
+def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim: int, tmp_path: Path) -> None:
     shapes = spans.span_shapes(head_dim)
     for kernel, shape in (
         (spans.forward_spans, shapes.forward),
@@ -464,7 +478,7 @@ def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim, tmp_path):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_scores_of_windows_fit_and_use_the_matrix_units(head_dim, tmp_path):
+def test_scores_of_windows_fit_and_use_the_matrix_units(head_dim: int, tmp_path: Path) -> None:
     """For any group; block sizes are no part of these kernels. Memory is for the heads whose queries come together."""
     shape = infllm_v2.NORMALISER
     fits(infllm_v2._log_sum_exp, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
@@ -479,7 +493,9 @@ def test_scores_of_windows_fit_and_use_the_matrix_units(head_dim, tmp_path):
 
 @half
 @pytest.mark.parametrize(("head_dim", "block_size", "listed"), [(64, 128, True), (128, 128, False), (128, 64, True)])
-def test_index_scores_probabilities_and_their_gradients_fit(head_dim, block_size, listed, dtype, tmp_path):
+def test_index_scores_probabilities_and_their_gradients_fit(
+    head_dim: int, block_size: int, listed: bool, dtype: str, tmp_path: Path
+) -> None:
     shape = msa.tile_shape(block_size)
     for attention in (True, False):
         constants = sizes(shape, head_dim, W=head_dim, LISTED=listed, ATTENTION=attention)
@@ -492,7 +508,7 @@ def test_index_scores_probabilities_and_their_gradients_fit(head_dim, block_size
 
 @half
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 128)])
-def test_largest_probabilities_of_two_blocks_fit(head_dim, block_size, dtype, tmp_path):
+def test_largest_probabilities_of_two_blocks_fit(head_dim: int, block_size: int, dtype: str, tmp_path: Path) -> None:
     shape = TileShape(seer.tile_rows(block_size), 0, 4, 3)
     constants = {"G": 4, "D": head_dim, "BLOCK": block_size, "M": shape.rows}
     fits(seer._maxima, constants, shape, dtype, 0, tmp_path)

@@ -1,12 +1,9 @@
 """Weights and optimizer state of each rank, against those of the model that it builds."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from moba_train.config.mesh import MeshSizes, mesh_sizes
-from moba_train.config.schema import RunConfig
 from moba_train.model.part import cut_to_part
 from moba_train.model.spec import kind_parameters
 from moba_train.model.transformer import Transformer
@@ -15,6 +12,7 @@ from moba_train.optim.spec import block_matrices
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
 from tests.resolved import estimate_of, spec_of, stages_of, weights_of, work_of
+from tests.small_recipe import Load
 
 MIXED = "attention={default: full, overrides: {0: {kind: moba_v05}, 1: {kind: nsa}, 2: {kind: kda}}}"
 """Kinds that add different numbers of parameters to a layer."""
@@ -25,9 +23,7 @@ MIXED = "attention={default: full, overrides: {0: {kind: moba_v05}, 1: {kind: ns
     [[], ["model.tie_embeddings=true"], ["parallel.pp_schedule=interleaved_1f1b"], ["parallel.pp_layers=[1, 3]"]],
     ids=["", "tied", "interleaved", "uneven"],
 )
-def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(
-    load: Callable[..., RunConfig], changes: list[str]
-) -> None:
+def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(load: Load, changes: list[str]) -> None:
     config = load("parallel.pp=2", "optim.kind=muon", MIXED, "stages.1.attention=null", *changes)
     stage = stages_of(config)[0]
     sizes = mesh_sizes(stage.parallel, 2)
@@ -46,9 +42,7 @@ def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(
         assert found.optimizer == OPTIMIZERS["muon"].state_bytes(matrices, found.total - matrices)
 
 
-def test_gathered_weights_that_stay_are_those_of_their_own_layers(
-    load: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gathered_weights_that_stay_are_those_of_their_own_layers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
     config = load(MIXED, "stages.1.attention=null", "model.vocab_size=64")
     stage = stages_of(config)[0]

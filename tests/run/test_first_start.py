@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from moba_train.run.trainer import Trainer
 from moba_train.tools import cli
 from moba_train.train import main
+from tests.noting import noting
 from tests.run.tiny_run import Run
 from tests.run.trainer_ranks import Ranks
 
@@ -114,7 +115,7 @@ def refused(recipe: str, folder: str) -> int:
 def test_the_command_passes_the_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Before or after the overrides."""
     commands: list[list[str]] = []
-    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", lambda arguments: commands.append(arguments) or 0)
+    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", noting(commands.append, lambda _: 0))
     recipe = tmp_path / "recipe.yaml"
     for arguments in (["seed=4", "--from-scratch"], ["--from-scratch", "seed=4"], ["seed=4"]):
         assert CliRunner().invoke(cli.app, ["train", str(recipe), *arguments, "--gpus", "1"]).exit_code == 0

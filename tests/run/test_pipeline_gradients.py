@@ -25,6 +25,7 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, most_likely_tokens, token_losses
 from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.world import joined_world
+from tests.attention.helpers import labelled
 from tests.resolved import shard_of, sharded_of, spec_of, stages_of
 from tests.run.trainer_ranks import Ranks
 
@@ -121,7 +122,9 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     for _ in range(repeat):  # a second step has its own batches, and gathers the weights anew
         model.zero_grad()
         parts = list(accumulate_gradients(model, batches, weight))
-    found = {"loss": sum(part.loss.detach() for part in parts)}
+    loss = sum(part.loss.detach() for part in parts)
+    assert isinstance(loss, Tensor)
+    found: Found = {"loss": loss}
     auxiliary = [part.auxiliary.detach() for part in parts if part.auxiliary is not None]
     if auxiliary:
         found["auxiliary"] = torch.stack(auxiliary).sum(0)
@@ -211,7 +214,7 @@ def wanted() -> dict[str, Found]:
 
 @pytest.fixture(scope="module")
 def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    every = {}
+    every: dict[str, Found] = {}
     for count, cases in ((2, TWO_RANKS), (4, FOUR_RANKS)):
         output = tmp_path_factory.mktemp("pipeline") / "results.pt"
         ranks.work(worker, (list(cases.values()), str(output)), count)
@@ -226,8 +229,8 @@ def test_it_computes_what_one_device_does(name: str, found: dict[str, Found], wa
     assert got.keys() == want.keys()
     assert ("auxiliary" in got) == (model in ("auxiliary losses", "frozen base", "frozen half"))
     for key, value in want.items():
-        tolerance = {"rtol": 1e-4, "atol": 1e-6}
-        torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+        tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(got[key], value, **tolerance, msg=labelled(key))
 
 
 def test_gradients_that_bf16_ranks_exchange_have_the_bits_of_reduced_ones(ranks: Ranks, tmp_path: Path) -> None:
@@ -238,7 +241,7 @@ def test_gradients_that_bf16_ranks_exchange_have_the_bits_of_reduced_ones(ranks:
     reduced, exchanged = torch.load(tmp_path / "results.pt", weights_only=True)
     assert reduced.keys() == exchanged.keys()
     for key, value in reduced.items():
-        torch.testing.assert_close(exchanged[key], value, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(exchanged[key], value, rtol=0, atol=0, msg=labelled(key))
 
 
 def compiling_worker(output: str) -> None:

@@ -20,6 +20,7 @@ from moba_train.parallel import fsdp
 from moba_train.tools.cli import app
 from moba_train.tools.launch.torchrun import main as launch
 from moba_train.train import main
+from tests.noting import noting
 from tests.run.faults import Fault, gradient_not_a_number, inject, not_a_number, once_on_rank_1, steady
 from tests.run.tiny_run import VOCAB, Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
@@ -173,7 +174,7 @@ def test_the_launcher_ends_with_the_code_of_the_ranks(
 
 def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
-    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", lambda arguments: given.extend(arguments) or 75)
+    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", noting(given.extend, lambda _: 75))
     assert CliRunner().invoke(app, ["train", str(run.write_recipe()), "--gpus", "2"]).exit_code == 75
     assert given[:3] == ["--standalone", "--nproc-per-node", "2"]
     assert given[-3:-1] == ["-m", "moba_train.train"]

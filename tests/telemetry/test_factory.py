@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,9 @@ RECIPE = {
         ({"tensorboard": True, "report": False}, True, {"metrics.jsonl", "tensorboard"}),
     ],
 )
-def test_the_sinks_asked_for(tmp_path, capsys, section: dict, console: bool, files: set[str]) -> None:
+def test_the_sinks_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: dict[str, Any], console: bool, files: set[str]
+) -> None:
     run_dir: Path = tmp_path / "run"
     config = RunConfig.model_validate(RECIPE | {"telemetry": section})
     telemetry = make_telemetry(config.telemetry, SinkRun(run_dir, "run", "run-id", None, 100, {}))
