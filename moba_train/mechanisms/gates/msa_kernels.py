@@ -1,21 +1,17 @@
-"""Pairs of a query and a block for the kernels of `msa`, listed by group of heads and block.
+"""The index scores of `msa`, and attention's probabilities, in Triton; the same functions as in msa_reference.py.
 
-Shape suffixes: n queries of the layout, t a chunk of them, N blocks, b blocks of a chunk, K groups of heads, C selected
-blocks, j these and the own one.
-
-The index scores of `msa`, and attention's probabilities, in Triton; the same functions as in msa_reference.py.
-
-A pair is a query and a block that it may see, or has selected (msa_pairs.py). A program takes M pairs of one block and
-group of heads, and its keys; of the scores of all tokens only a block's best one, the token that has it,
-and the sum of the probabilities leave the chip. The gradient of a best score reaches one key. That of the keys is made
-for each block at once, as the product of a matrix with one number for each pair and the queries: no atomics, so equal
-calls give equal bits.
+A pair is a query and a block that it may see, or has selected; pairs are listed by group of heads and block. A program
+takes M pairs of one block and group of heads, and its keys; of the scores of all tokens only a block's best one, the
+token that has it, and the sum of the probabilities leave the chip. The gradient of a best score reaches one key. That
+of the keys is made for each block at once, as the product of a matrix with one number for each pair and the queries: no
+atomics, so equal calls give equal bits.
 
 At 32K tokens and 8 groups of 4 heads, all blocks of 128: 33 million pairs, of which each has 128 * 64 * 10 products and
 512 exponentials: 2.7 TFLOP, and 5 ms at the 16 exponentials a cycle of an H200's multiprocessors.
 
-Sizes: K groups with G query heads each, D head width, W index width, C blocks that a query's results have room for; a
-tile has M pairs and N keys.
+Shape suffixes: n queries of the layout, t a chunk of them, N blocks, b blocks of a chunk, K groups of heads, C selected
+blocks, j these and the own one. Sizes in kernels: K groups with G query heads each, D head width, W index width, C
+blocks that a query's results have room for; a tile has M pairs and N keys.
 """
 
 from collections.abc import Iterator

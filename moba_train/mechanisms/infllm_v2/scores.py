@@ -37,7 +37,7 @@ class WindowSizes:
 
 @dataclass(frozen=True)
 class BlockScores:
-    """Scores of blocks, a chunk of queries at a time, by plain PyTorch or by the kernels of kernel.py."""
+    """Scores of blocks, a chunk of queries at a time, by plain PyTorch or by the kernels of score_kernels.py."""
 
     sizes: WindowSizes
     scale: float

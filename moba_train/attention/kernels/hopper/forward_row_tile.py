@@ -79,7 +79,7 @@ def _add_keys(state, q_tile, seen_M, smem, barriers, step, scale_log2, MASK: gl.
 
 @gluon.jit
 def _seen(smem, stage, layout: gl.constexpr, N: gl.constexpr, DIAGONAL: gl.constexpr):
-    """(tiles of keys of a stage's rows, how key_tiles keys each row sees, how key_tiles tiles of keys all rows see
+    """(tiles of keys of a stage's rows, number of keys that each row sees, number of tiles of keys that all rows see
     whole).
 
     Not DIAGONAL: rows see all keys.

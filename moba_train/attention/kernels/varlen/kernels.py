@@ -42,7 +42,7 @@ class Cpu(VarlenKernel):
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """out [N, H, D] and lse [H, N]; (0, -inf) for rows without keys."""
-        # A window goes to FlashAttention-2 or to the reference (attention/window.py).
+        # A window goes to FlashAttention-2 or to the reference (mechanisms/window.py).
         assert segments.window is None
         heads = q_NHD.shape[1]
         out_NHD = torch.zeros(q_NHD.shape, dtype=q_NHD.dtype)

@@ -71,7 +71,7 @@ class UlyssesSpec(TransportSpec):
 
         Ranks attend to whole sequences with some of the heads, in larger kernel launches and with less memory. On 4 x
         H200 at 256K tokens it takes 9 % less time than all-gather for MoBA 4096/12, but 4 % more for dense attention
-        and 5 % more for MoBA 512/8 (benchmarks/results/context-parallel-h200.json, context-parallel-dense-h200.json).
+        and 6 % more for MoBA 512/8 (benchmarks/results/context-parallel-h200.json, context-parallel-dense-h200.json).
         In training at 128K tokens with MoBA 512/8 it is 2.6 % faster in bf16, as smaller buffers leave more for
         activations, and 1.6 % slower in FP8 (training-8b-128k-h200-x4.json). Two ranks have half of all keys already,
         and Ulysses would send half of the queries and outputs as well: on 2 x H100 it takes 17 % more time for MoBA
