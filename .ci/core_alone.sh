@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 git ls-files -z --cached --others --exclude-standard |
-    grep -zvE '^(moba_train/(mechanisms|tools)|data_tools|benchmarks|experiments|docs|tests/(mechanisms|tools|data_tools|benchmarks|experiments))/' |
+    grep -zvE '^(moba_train/(mechanisms|tools)|data_tools|experiments|tests/(mechanisms|tools|data_tools|benchmarks|experiments))/|^benchmarks/[^/]*$' |
     xargs -0 cp --parents --no-dereference -t "$copy"
 
 data=$copy/runs/quickstart/data

@@ -15,7 +15,6 @@ from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from tests.attention.kind_checks import (
     STRATEGIES,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -92,11 +91,6 @@ def test_ranks_without_tokens():
 @each
 def test_packed_documents(name, options):
     assert_documents_are_independent(name, options, LENGTHS)
-
-
-@each
-def test_decoding(name, options):
-    assert_decodes_like_training(name, options)
 
 
 def test_what_is_given_is_what_is_attended_to():

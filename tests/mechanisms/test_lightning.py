@@ -18,7 +18,6 @@ from moba_train.mechanisms.linear.states import segment_edges
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -26,6 +25,7 @@ from tests.attention.kind_checks import (
     run_layer,
     token_bytes,
 )
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 OPTIONS = [{}, {"decay": "geometric"}]

@@ -21,13 +21,13 @@ from moba_train.tools.needle.answers import SelectedBlocks
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
     results,
     run_layer,
 )
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 61]
 MIXED = {

@@ -10,18 +10,19 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.protocol import AttentionFacts
 from moba_train.attention.registry import KINDS
+from moba_train.mechanisms.moba_v1 import MobaV1Kind, SummedMoba
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape
 from moba_train.tools.convert.hf_export import layer_entry, layer_problem
 from moba_train.tools.transformers_attention import attention_forward
+from tests.attention import test_key_conv
 from tests.attention.helpers import make_qkv
-from tests.attention.kernel_checks import build_summed, error, inputs, layout_of, run
+from tests.attention.kernel_checks import error, inputs, layout_of, run
 from tests.attention.kind_checks import (
     MODEL,
     RING_IN_PARTS,
     STRATEGIES,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -29,6 +30,7 @@ from tests.attention.kind_checks import (
     token_bytes,
 )
 from tests.attention.oracle import block_means, cut_blocks, gates, history, select_blocks
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 SMALL = {"block_size": 4, "topk": 3}
@@ -68,6 +70,12 @@ def oracle(q, k, v, lengths, *, merge, block_size, topk, select="head", always=(
 def attention_of(options, head_dim=8):
     (attention,) = KINDS["moba_v1"](KINDS["moba_v1"].Options(**options), head_dim).attentions
     return attention
+
+
+def build_summed(kind: str, head_dim: int, merge: str, **options) -> SummedMoba:
+    """A softmax for each block; `merge`: sum or gate."""
+    chosen = MobaV1Kind.Options(backend=kind, merge=merge, **options)
+    return SummedMoba(chosen, head_dim, section="attention.moba_v1", gated=merge == "gate")
 
 
 @merges
@@ -281,3 +289,8 @@ def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_t
         "merge": "sum",
     }
     assert layer_problem(v1, MODEL) == ""
+
+
+@test_key_conv.widths
+def test_output_and_every_gradient_are_those_of_convolved_keys(width):
+    test_key_conv.test_output_and_every_gradient_are_those_of_convolved_keys(width, "moba_v1")
