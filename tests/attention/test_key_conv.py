@@ -47,7 +47,12 @@ def convolved(k, weight, lengths):
 
 
 @widths
-def test_output_and_every_gradient_are_those_of_convolved_keys(width, kind="moba"):
+def test_output_and_every_gradient_are_those_of_convolved_keys(width):
+    assert_equals_convolved_keys("moba", width)
+
+
+def assert_equals_convolved_keys(kind, width):
+    """Output and gradients of a kind with `key_conv` are its own for keys that were convolved before."""
     layer = make_layer(kind, {**SMALL, "key_conv": width}, LENGTHS)
     assert layer.named_parameters()["weight"].shape == (2 * 8, width)
 

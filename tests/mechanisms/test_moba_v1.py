@@ -16,7 +16,6 @@ from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape
 from moba_train.tools.convert.hf_export import layer_entry, layer_problem
 from moba_train.tools.transformers_attention import attention_forward
-from tests.attention import test_key_conv
 from tests.attention.helpers import make_qkv
 from tests.attention.kernel_checks import error, inputs, layout_of, run
 from tests.attention.kind_checks import (
@@ -29,6 +28,7 @@ from tests.attention.kind_checks import (
     results,
     token_bytes,
 )
+from tests.attention.test_key_conv import assert_equals_convolved_keys, widths
 from tests.attention.oracle import block_means, cut_blocks, gates, history, select_blocks
 from tests.tools.decoding_checks import assert_decodes_like_training
 
@@ -291,6 +291,6 @@ def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_t
     assert layer_problem(v1, MODEL) == ""
 
 
-@test_key_conv.widths
+@widths
 def test_output_and_every_gradient_are_those_of_convolved_keys(width):
-    test_key_conv.test_output_and_every_gradient_are_those_of_convolved_keys(width, "moba_v1")
+    assert_equals_convolved_keys("moba_v1", width)

@@ -8,13 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from moba_train.config.optim import OptimConfig
-from moba_train.config.schema import RunConfig
-from moba_train.model.build import build_model
 from moba_train.optim import muon
 from moba_train.optim.muon import COEFFICIENTS, orthogonalize
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.spec import block_matrices
-from tests.resolved import spec_of
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]
@@ -133,40 +130,6 @@ def test_the_other_parameters_are_adamws() -> None:
         assert torch.equal(ours.get_parameter(name), theirs.get_parameter(name)), name
     assert {len(state) for state in optimizer.state.values()} == {1, 3}
     assert len(optimizer.state) == len(list(ours.parameters()))
-
-
-def test_which_parameters_of_a_model_are_matrices() -> None:
-    """Every projection by itself; of attention kinds linear layers alone: no convolution, position, decay or stack."""
-    kinds = ["moba", "kda", "nsa", "seer", "moba_v05", "lightning"]
-    config = RunConfig.model_validate(
-        {
-            "name": "kinds",
-            "run_dir": "unused",
-            "model": {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "layers": 6, "heads": 4}
-            | {"kv_heads": 2, "qkv_bias": True, "qk_norm": True},
-            "attention": {
-                "default": "moba",
-                "moba": {"block_size": 16, "topk": 2, "key_conv": 3},
-                "overrides": {layer: {"kind": kind} for layer, kind in enumerate(kinds) if layer},
-            },
-            "data": {"train": [{"path": "a"}]},
-            "batch_tokens": 512,
-            "stages": [{"name": "only", "seq_len": 64, "tokens": 512}],
-        }
-    )
-    with torch.device("meta"):
-        model = build_model(spec_of(config))
-    matrices = block_matrices(model)
-    common = {f"attention.{part}_proj" for part in "qkvo"} | {f"feed_forward.{p}_proj" for p in ("gate", "up", "down")}
-    assert {f"blocks.{layer}.{name}.weight" for layer in range(6) for name in common} <= matrices.keys()
-    assert {"blocks.1.attention.kda.beta.weight", "blocks.2.attention.nsa.gates.weight"} <= matrices.keys()
-    others = {name for name, parameter in model.named_parameters() if parameter.dim() > 1} - matrices.keys()
-    assert others == {
-        *("embedding.weight", "output.weight", "blocks.0.attention.moba.weight"),
-        *(f"blocks.1.attention.kda.{name}_conv.weight" for name in "qkv"),
-        *(f"blocks.2.attention.nsa.compress_{name}.positions" for name in "kv"),
-        *(f"blocks.3.attention.seer.{name}_weight" for name in "qk"),
-    }
 
 
 @pytest.mark.gpu

@@ -19,6 +19,8 @@ from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
+from moba_train.errors import ConfigError
+from tests.resolved import check
 from moba_train.evals.evaluation import (
     Evaluation,
     EvaluationContext,
@@ -258,3 +260,10 @@ def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
     assert written["tasks"] == ["validation_loss", "position_wise", "gate_probe", "countdown"]
     assert written.keys() >= {"stage", "seq_len", *written["tasks"]}
     assert written["numbers"]["left"] == 0
+
+
+def test_answers_are_not_generated_by_a_pipeline(load):
+    with pytest.raises(ConfigError) as caught:
+        check(load("parallel.pp=2", "evaluation.ruler={scoring: generated}", "data.validation=[{path: v}]"))
+    text = "\n".join(caught.value.problems)
+    assert all(words in text for words in ("evaluation.ruler.scoring", "parallel.pp 2", "moba-train eval"))
