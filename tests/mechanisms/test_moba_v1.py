@@ -28,8 +28,8 @@ from tests.attention.kind_checks import (
     results,
     token_bytes,
 )
-from tests.attention.test_key_conv import assert_equals_convolved_keys, widths
 from tests.attention.oracle import block_means, cut_blocks, gates, history, select_blocks
+from tests.attention.test_key_conv import assert_equals_convolved_keys, widths
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]

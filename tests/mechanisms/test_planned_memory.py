@@ -6,18 +6,15 @@ import pytest
 
 from moba_train.config.schema import RunConfig
 from moba_train.parallel import fsdp
+from moba_train.parallel.activations import Kept
+from moba_train.parallel.context.costs import gather_cost, most_memory
 from moba_train.parallel.context.policy import predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.costs import gather_cost
 from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs
-from tests.memory.test_weights import assert_gathered_weights_of_own_layers, assert_parameters_of_own_layers, layouts
-from tests.parallel.test_stage_strategy import MOBA, stage_of
-
-
-from moba_train.parallel.activations import Kept
-from moba_train.parallel.context.costs import most_memory
 from moba_train.resolve.plan import StagePlan
 from tests.memory.test_memory import config, planned
+from tests.memory.test_weights import assert_gathered_weights_of_own_layers, assert_parameters_of_own_layers, layouts
+from tests.parallel.test_stage_strategy import MOBA, stage_of
 from tests.resolved import estimate_of
 
 

@@ -5,7 +5,6 @@ import hashlib
 import numpy as np
 import pytest
 from sentencepiece import SentencePieceTrainer
-from typer.testing import CliRunner
 
 from moba_train.checkpoint import manifest, publish
 from moba_train.config.schema import RunConfig
@@ -13,7 +12,6 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.resolve import warnings
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.cli import app
 from tests.resolved import check
 
 NEVER = ["stages.0.evaluate=false", "stages.1.evaluate=false"]
@@ -112,15 +110,6 @@ def test_the_vocabulary_of_a_small_model_is_that_of_data_tokenizer_and_may_be_pa
     assert "(embedding); set it to" in found
     (found,) = recipe_warnings(load(f"model.vocab_size={size + 1025}", "init_from=model", *given))
     assert found.endswith("it is that of init_from, whose tokenizer may be another one")
-
-
-def test_plan_prints_them_once_and_unchanged(recipe):
-    for layout in ([], ["--nodes", "1"]):
-        arguments = [str(recipe), VALIDATION, *NEVER, "--no-data", *layout, "--gpu", "h200"]
-        done = CliRunner().invoke(app, ["plan", *arguments])
-        assert done.exit_code == 0, done.output
-        (line,) = [line for line in done.output.splitlines() if line.startswith("warning: ")]
-        assert "stages[i].evaluate is false in all of them" in line
 
 
 def test_weights_of_another_tokenizer_are_named(load, tmp_path, monkeypatch):

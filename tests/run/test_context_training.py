@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from moba_train.registry import TRANSPORTS
 from moba_train.config.parallel import CPLayout
 from moba_train.data.batch import collate
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import Sample
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.data_shard import shard_batch
+from moba_train.registry import TRANSPORTS
 from tests.run.tiny_run import VOCAB, Run, assert_like_one_gpu
 from tests.run.trainer_ranks import Ranks, train_traced
 

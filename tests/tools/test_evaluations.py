@@ -20,7 +20,6 @@ from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.errors import ConfigError
-from tests.resolved import check
 from moba_train.evals.evaluation import (
     Evaluation,
     EvaluationContext,
@@ -44,7 +43,7 @@ from moba_train.tools.ruler.ruler import Ruler
 from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.train import main
 from tests.evals.setting import stage_setting
-from tests.resolved import stages_of
+from tests.resolved import check, stages_of
 from tests.tools import questions
 
 RECIPE = """
