@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from moba_train.config.optim import OptimConfig
+from moba_train.config.schema import RunConfig
+from moba_train.model.build import build_model
 from moba_train.optim import muon
 from moba_train.optim.muon import COEFFICIENTS, orthogonalize
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.spec import block_matrices
+from tests.resolved import spec_of
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)]
@@ -130,6 +133,43 @@ def test_the_other_parameters_are_adamws() -> None:
         assert torch.equal(ours.get_parameter(name), theirs.get_parameter(name)), name
     assert {len(state) for state in optimizer.state.values()} == {1, 3}
     assert len(optimizer.state) == len(list(ours.parameters()))
+
+
+COMMON_MATRICES = {
+    *(f"attention.{part}_proj" for part in "qkvo"),
+    *(f"feed_forward.{part}_proj" for part in ("gate", "up", "down")),
+}
+
+
+def matrices_and_others(kinds: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Names of the parameters of a model that has a layer of each kind, `moba` first: Muon's matrices, and all others
+    of more than one dimension."""
+    config = RunConfig.model_validate(
+        {
+            "name": "kinds",
+            "run_dir": "unused",
+            "model": {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "layers": len(kinds), "heads": 4}
+            | {"kv_heads": 2, "qkv_bias": True, "qk_norm": True},
+            "attention": {
+                "default": "moba",
+                "moba": {"block_size": 16, "topk": 2, "key_conv": 3},
+                "overrides": {layer: {"kind": kind} for layer, kind in enumerate(kinds) if layer},
+            },
+            "data": {"train": [{"path": "a"}]},
+            "batch_tokens": 512,
+            "stages": [{"name": "only", "seq_len": 64, "tokens": 512}],
+        }
+    )
+    with torch.device("meta"):
+        model = build_model(spec_of(config))
+    matrices = set(block_matrices(model))
+    return matrices, {name for name, parameter in model.named_parameters() if parameter.dim() > 1} - matrices
+
+
+def test_every_projection_is_a_matrix_by_itself_and_a_convolution_is_none() -> None:
+    matrices, others = matrices_and_others(["moba", "full"])
+    assert matrices == {f"blocks.{layer}.{name}.weight" for layer in range(2) for name in COMMON_MATRICES}
+    assert others == {"embedding.weight", "output.weight", "blocks.0.attention.moba.weight"}
 
 
 @pytest.mark.gpu

@@ -94,10 +94,7 @@ def test_one_rank_goes_on_where_two_stopped(half: Run, shared: Run, alone: dict[
     ours, theirs = (checkpoint_tensors(run.newest_checkpoint) for run in (half, shared))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        largest = tensor.abs().max().item()
-        torch.testing.assert_close(
-            theirs[name], tensor, rtol=0, atol=1e-2 * largest, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        assert (theirs[name] - tensor).abs().max() <= 1e-2 * tensor.abs().max(), name
 
 
 @pytest.mark.gpu

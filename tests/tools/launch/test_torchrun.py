@@ -21,6 +21,7 @@ from moba_train.tools.cli import app
 from moba_train.tools.launch.torchrun import SHUTDOWN_TIMEOUT
 from moba_train.tools.launch.torchrun import main as launch
 from tests.forked_program import ForkedProgram
+from tests.run.test_stop import after_the_start
 from tests.run.tiny_run import Run, assert_same_tensors
 
 RANK = """
@@ -221,3 +222,10 @@ def test_the_command_ends_with_code_0_when_its_ranks_stop_in_order(run: Run) -> 
     assert process.returncode == 0, output
     assert "Traceback" not in output
     assert read_meta(run.newest_checkpoint)["progress"]["step"] == run.records()[-1]["step"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_signal_while_torch_is_imported_ends_the_command_at_once(run: Run) -> None:
+    command = ["moba_train.tools.cli", "train", str(run.write_recipe())]
+    assert after_the_start(0.0, signal.SIGINT, command) == (143, "[rank 0] stopped before training began\n")
+    assert not run.run_dir.exists()
