@@ -4,6 +4,7 @@ import pytest
 
 from moba_train.errors import ConfigError
 from tests.resolve.refusals import assert_refused, problems
+from tests.resolve.test_recipe_warnings import VALIDATION, recipe_warnings
 from tests.resolved import check
 
 
@@ -69,3 +70,8 @@ def test_a_checkpoint_of_a_pipeline_is_evaluated_without_one(load):
     """What stands in the way of training only does not stand in the way of evaluation."""
     config = load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]")
     check(config, allow_idle=True, training=False)
+
+
+def test_nothing_is_said_of_the_loss_masks_of_corpora_that_need_not_exist_yet(load):
+    """`plan --no-data`; `gradient_reach` tells of loss masks that exist."""
+    assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K", "evaluation.gradient_reach={}")) == []

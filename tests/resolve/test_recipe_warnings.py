@@ -133,8 +133,8 @@ def test_weights_of_another_tokenizer_are_named(load, tmp_path, monkeypatch):
 
 
 def test_nothing_is_said_of_corpora_that_need_not_exist_yet(load):
-    """`plan --no-data`; their loss masks, of which `gradient_reach` tells, do not exist either."""
-    assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K", "evaluation.gradient_reach={}")) == []
+    """`plan --no-data`."""
+    assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K")) == []
 
 
 def test_the_tokenizer_of_an_imported_model_lies_in_its_run_folder(load, tmp_path, monkeypatch):

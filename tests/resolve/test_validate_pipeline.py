@@ -43,11 +43,6 @@ def test_what_can_work_is_accepted(load, overrides, world_size):
         (["parallel.pp=2", "activation_offload=true"], None, ["activation_offload", "parallel.pp 2", "false"]),
         (["parallel.pp=4", "batch_tokens=16K"], 4, ["batch_tokens", "2 micro-batches", "'long'", "at least 4: 32768"]),
         (["parallel.pp=2", INTERLEAVED, "batch_tokens=56K"], 2, ["7 micro-batches", "multiple of 3", "49152 or 65536"]),
-        (
-            ["parallel.pp=2", "evaluation.needle={generate: true}", "data.validation=[{path: v}]"],
-            None,
-            ["evaluation.needle.generate", "parallel.pp 2"],
-        ),
     ],
 )
 def test_what_cannot_work_is_refused(load, overrides, world_size, words):

@@ -1,6 +1,5 @@
 """Stages as a user sees them: an exit criterion prolongs a stage, boundaries show, a stopped run does the same."""
 
-import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from moba_train.optim.spec import stage_learning_rate
 from moba_train.run.evaluations import Verdict, judge
 from tests.resolved import stages_of
 from tests.run.tiny_run import VOCAB, Run, assert_same_tensors
-from tests.run.trainer_ranks import Ranks, run_command
+from tests.run.trainer_ranks import Ranks
 
 STEP = 512  # tokens
 
@@ -159,15 +158,13 @@ def test_stops_around_the_stage_exit_change_nothing(tmp_path: Path, corpora: Pat
     assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
 
 
-def test_boundaries_show_in_every_log_and_the_report(undisturbed: Run) -> None:
+def test_boundaries_show_in_every_log(undisturbed: Run) -> None:
     losses = undisturbed.losses()
     first, second = undisturbed.records("boundary")
     assert (first["stage"], first["loss_before"]) == ("activate", pytest.approx(sum(losses[:3]) / 3))
     assert second["loss_before"] == pytest.approx(sum(losses[3:8]) / 5)
     assert second["loss_step"] == pytest.approx(sum(losses[8:]) / 4 - sum(losses[3:8]) / 5)
     assert [record["stage_index"] for record in undisturbed.records("stage")] == [0, 1, 2]
-    page = (undisturbed.run_dir / "report.html").read_text()
-    assert all(f'"label":"{stage}"' in page for stage in ("activate", "full"))
 
 
 def test_a_boundary_is_reported_once_whenever_the_run_is_stopped_or_made_longer(run: Run) -> None:
@@ -233,7 +230,6 @@ def test_a_stage_exits_alike_on_ranks_that_share_batches_and_sequences(
         run.recipe["stages"][1]["parallel"] = {"cp": count}
         run.recipe["stages"][2]["tokens"] = STEP
         ranks.train(run, count)
-    ranks.work(run_command, ["eval", str(shared.run_dir), "--cp", "2", "--output", str(tmp_path)], 2)
     assert [record["step"] for record in shared.records("stage_exit")] == [6]
     assert shared.losses() == pytest.approx(alone.losses(), rel=1e-4)
     for got, want in zip(shared.records("position_wise"), alone.records("position_wise"), strict=True):
@@ -243,9 +239,6 @@ def test_a_stage_exits_alike_on_ranks_that_share_batches_and_sequences(
             assert got["position_wise"]["curves"][name]["standard_error"] == pytest.approx(
                 curve["standard_error"], rel=1e-2
             )
-    evaluated = json.loads((tmp_path / "evaluation.json").read_text())["position_wise"]["curves"]["full"]
-    last = alone.records("position_wise")[-1]["position_wise"]["curves"]["full"]
-    assert evaluated["mean"] == pytest.approx(last["mean"], rel=1e-4)
 
 
 def test_every_stage_runs_compiled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,10 @@ def test_one_rank_goes_on_where_two_stopped(half: Run, shared: Run, alone: dict[
     assert [event["step"] for event in half.records("resume")] == [3]
     assert_same_training(curves(half), alone)
     ours, theirs = (checkpoint_tensors(run.newest_checkpoint) for run in (half, shared))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
+    names = {name for name in ours if not name.startswith("rng.")}  # each rank has its own
+    assert names == {name for name in theirs if not name.startswith("rng.")}
+    for name in names:
+        tensor = ours[name]
         assert (theirs[name] - tensor).abs().max() <= 1e-2 * tensor.abs().max(), name
 
 

@@ -261,8 +261,15 @@ def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
     assert written["numbers"]["left"] == 0
 
 
-def test_answers_are_not_generated_by_a_pipeline(load):
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("evaluation.ruler={scoring: generated}", "ruler.scoring"),
+        ("evaluation.needle={generate: true}", "needle.generate"),
+    ],
+)
+def test_answers_are_not_generated_by_a_pipeline(load, section, key):
     with pytest.raises(ConfigError) as caught:
-        check(load("parallel.pp=2", "evaluation.ruler={scoring: generated}", "data.validation=[{path: v}]"))
+        check(load("parallel.pp=2", section, "data.validation=[{path: v}]"))
     text = "\n".join(caught.value.problems)
-    assert all(words in text for words in ("evaluation.ruler.scoring", "parallel.pp 2", "moba-train eval"))
+    assert all(words in text for words in (f"evaluation.{key}", "parallel.pp 2", "moba-train eval"))

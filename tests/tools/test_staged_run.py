@@ -11,6 +11,7 @@ from moba_train.tools.cli import app
 from tests import guide
 from tests.run.test_stages import met_at_8, undisturbed
 from tests.run.tiny_run import Run
+from tests.run.trainer_ranks import Ranks, run_command
 
 __all__ = ["met_at_8", "undisturbed"]
 
@@ -51,3 +52,15 @@ def test_the_guide_works(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.M
         folders = {"runs/my-run": str(undisturbed.run_dir), "recipe.yaml": f"{tmp_path}/recipe.yaml", "2K": "32"}
         here = [folders.get(word, word) for word in words]
         guide.run(here)
+
+
+def test_boundaries_show_in_the_report(undisturbed: Run) -> None:
+    page = (undisturbed.run_dir / "report.html").read_text()
+    assert all(f'"label":"{stage}"' in page for stage in ("activate", "full"))
+
+
+def test_ranks_that_share_sequences_evaluate_as_the_run_did(undisturbed: Run, tmp_path: Path, ranks: Ranks) -> None:
+    ranks.work(run_command, ["eval", str(undisturbed.run_dir), "--cp", "2", "--output", str(tmp_path)], 2)
+    evaluated = json.loads((tmp_path / "evaluation.json").read_text())["position_wise"]["curves"]["full"]
+    last = undisturbed.records("position_wise")[-1]["position_wise"]["curves"]["full"]
+    assert evaluated["mean"] == pytest.approx(last["mean"], rel=1e-4)
