@@ -298,8 +298,8 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 def test_a_sink_without_its_package_is_refused_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("moba_train.telemetry.sinks", "moba_train.tools.sinks.wandb"):
-        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    for sink in ("tensorboard", "wandb"):
+        monkeypatch.setattr(f"moba_train.tools.sinks.{sink}.find_spec", lambda name: None)
     assert list(sink_problems(TelemetryConfig(report=False))) == []
     asked = TelemetryConfig.model_validate({"tensorboard": True, "report": False, "wandb": {"mode": "offline"}})
     problems = sorted(sink_problems(asked))
