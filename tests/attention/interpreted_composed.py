@@ -4,15 +4,7 @@ import pytest
 import torch
 
 from moba_train.attention.kernels import composed
-from tests.attention.kernel_checks import (
-    assert_results,
-    build,
-    exact,
-    inputs,
-    layout_of,
-    run,
-    run_in_parts,
-)
+from tests.attention.kernel_checks import assert_results, build, exact, inputs, layout_of, run, run_in_parts
 from tests.attention.quick_interpreter import quicken
 
 quicken()

@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from moba_train.attention.kernels import composed
-from tests.attention.kernel_checks import (
-    assert_results,
-    inputs,
-    layout_of,
-    run,
-    run_in_parts,
-)
+from tests.attention.kernel_checks import assert_results, inputs, layout_of, run, run_in_parts
 from tests.attention.quick_interpreter import quicken
 from tests.mechanisms.test_moba_v1 import build_summed
 

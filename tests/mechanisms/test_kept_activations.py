@@ -6,11 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from moba_train.parallel.activations import (
-    Kept,
-    LayerActivations,
-    set_activations,
-)
+from moba_train.parallel.activations import Kept, LayerActivations, set_activations
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather

@@ -15,13 +15,7 @@ from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta,
 from moba_train.checkpoint.publish import latest_checkpoint, published
 from moba_train.tools.cli import app
 from moba_train.tools.saved_recipe import open_checkpoint
-from tests.run.test_older_run import (
-    CHECKPOINT,
-    FIXTURE,
-    older_run,
-    records,
-    train_in,
-)
+from tests.run.test_older_run import CHECKPOINT, FIXTURE, older_run, records, train_in
 from tests.run.trainer_ranks import Ranks
 
 __all__ = ["older_run"]

@@ -13,9 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.run.stop import (
-    STOPPED_CODE,
-)
+from moba_train.run.stop import STOPPED_CODE
 from moba_train.tools import cli
 from moba_train.tools.cli import app
 from moba_train.tools.launch.torchrun import SHUTDOWN_TIMEOUT
