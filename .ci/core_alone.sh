@@ -35,4 +35,4 @@ assert len(ours) <= 200 and not others, others
 PYTHON
 "$alone" -m pytest -q -n 2 --dist loadfile -m "not slow" tests "$@" | tee tested
 passed=$(sed -nE 's|(.* )?([0-9]+) passed.*|\2|p' tested)
-[ "${passed:-0}" -ge 2800 ] || { echo "only ${passed:-0} tests of the core passed; at least 2800 are there" >&2; exit 1; }
+[ "${passed:-0}" -ge 2850 ] || { echo "only ${passed:-0} tests of the core passed; allowed: 2850 and more" >&2; exit 1; }
