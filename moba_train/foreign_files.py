@@ -90,9 +90,11 @@ def open_foreign(
     except ValueError as error:  # a null byte
         raise ForeignFileError(f"{str(path)!r}: no path of a file ({error})") from None
     _check(path, status, limit)  # before it is opened: opening some devices has effects
+    # O_NONBLOCK: opening a named pipe would wait for its writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     descriptor = os.open(path, flags) if roots is None else _open_below(check_below(path, roots), roots, flags)
     try:
+        # Once more, of what was opened: by now the name may lead to another file.
         _check(path, os.fstat(descriptor), limit)
         return os.fdopen(descriptor, "rb")
     except BaseException:

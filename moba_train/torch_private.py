@@ -23,7 +23,7 @@ to take torch's slow operator always (attention/operators.py)."""
 
 tensor_version: Callable[[Tensor], int] = attrgetter("_version")
 """Tried with torch 2.11 and 2.13. Without it: layers cannot share what follows from document boundaries, because an
-edit of them is not seen (attention/layout_operators.py)."""
+edit of them is not seen (attention/layout.py)."""
 
 local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 """A DTensor's part on this rank. Tried with torch 2.11 and 2.13. Without it: `DTensor.to_local`, whose autograd

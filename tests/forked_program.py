@@ -4,6 +4,7 @@ processes: what is spared are the imports, six seconds of processor time in each
 
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import runpy
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -75,6 +77,7 @@ class ForkedRank:
         self._process = multiprocessing.get_context("fork").Process(target=_rank, args=(command, environment))
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._process.start()
+        assert self._process.pid is not None
         self.pid = self._process.pid
         os.setpgid(self.pid, self.pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -93,7 +96,8 @@ def _start(arguments: list[str], environment: dict[str, str], output: str) -> No
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable()
-    SubprocessHandler._popen = lambda _handler, command, environment: ForkedRank(command, environment)
+    handler: Any = SubprocessHandler
+    handler._popen = lambda _handler, command, environment: ForkedRank(command, environment)
     _become(arguments, environment)
 
 
@@ -112,6 +116,7 @@ def _become(arguments: list[str], environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True)
     program, *rest = [argument for argument in arguments if argument != "-u"]
     if program == "-m":

@@ -21,9 +21,12 @@ stages:
   - {name: long, seq_len: 8K, tokens: 2M, rope: {kind: pi, factor: 4}, attention: {full_layers: "last:1"}}
 """
 
+Write = Callable[[str, str], Path]
+Load = Callable[..., RunConfig]
+
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, str], Path]:
+def write(tmp_path: Path) -> Write:
     """Writes a file of the test's folder and returns its path."""
 
     def write(name: str, text: str) -> Path:
@@ -36,12 +39,12 @@ def write(tmp_path: Path) -> Callable[[str, str], Path]:
 
 
 @pytest.fixture
-def recipe(write: Callable[[str, str], Path]) -> Path:
+def recipe(write: Write) -> Path:
     """A valid recipe's file."""
     return write("recipe.yaml", RECIPE)
 
 
 @pytest.fixture
-def load(recipe: Path) -> Callable[..., RunConfig]:
+def load(recipe: Path) -> Load:
     """Loads the valid recipe with overrides."""
     return lambda *overrides: load_config(recipe, overrides)

@@ -228,9 +228,9 @@ def test_context_parallelism_has_its_measured_times() -> None:
             measured.setdefault(key, {})[entry["transport"]] = cell
     told = rows("docs/context-parallelism.md")
     assert len(measured) == 13
-    for key, cells in measured.items():
+    for row, cells in measured.items():
         assert (
-            *key,
+            *row,
             *(cells.get(name, "not run") for name in ("allgather", "ring", "ulysses", "hierarchical")),
         ) in told
 

@@ -73,7 +73,7 @@ def importers(of: str, under: str = "") -> set[str]:
     }
 
 
-def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
+def test_the_reader_of_imports_sees_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the tests below: they would pass for ever if this found nothing."""
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "moba_train")
     folder = tmp_path / "moba_train" / "model"
@@ -97,14 +97,14 @@ def folder(module: str) -> str:
     return module.split(".")[1]
 
 
-def test_every_folder_has_its_place_in_the_order():
+def test_every_folder_has_its_place_in_the_order() -> None:
     paths = (path for path in PACKAGE.iterdir() if path.name[0].isalpha() and not path.is_symlink())  # link: configs
     found = {path.name.removesuffix(".py") for path in paths}
     assert found == {name for name in ORDER if name not in LEFT_OUT}
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if name not in LEFT_OUT])
-def test_nothing_imports_upward(name):
+def test_nothing_imports_upward(name: str) -> None:
     files = sorted((PACKAGE / name).rglob("*.py")) or [PACKAGE / f"{name}.py"]
     above = set(ORDER[: ORDER.index(name)])
     upward = [
@@ -116,32 +116,32 @@ def test_nothing_imports_upward(name):
     assert upward == []
 
 
-def test_attention_knows_nothing_of_ranks():
+def test_attention_knows_nothing_of_ranks() -> None:
     assert importers("torch.distributed", "attention") == set()
     assert importers("moba_train.parallel", "attention") == set()
 
 
-def test_the_model_is_a_single_device_program():
+def test_the_model_is_a_single_device_program() -> None:
     """`build` alone touches DTensor: it fills shards of weights that are drawn whole."""
     assert importers("torch.distributed", "model") <= {"moba_train.model.build"}
     assert importers("moba_train.parallel", "model") == set()
 
 
-def test_the_transformer_knows_the_protocol_and_no_kind_of_attention():
+def test_the_transformer_knows_the_protocol_and_no_kind_of_attention() -> None:
     for file in ("transformer.py", "block.py"):
         ours = {name for name in imports(PACKAGE / "model" / file) if name.startswith("moba_train.attention.")}
         assert {name.split(".")[2] for name in ours} <= {"engine", "kind", "layout"}
 
 
-def test_context_parallelism_never_hears_of_blocks():
+def test_context_parallelism_never_hears_of_blocks() -> None:
     assert importers("moba_train.attention.moba", "parallel/context") == set()
 
 
-def test_attention_to_selected_blocks_knows_no_selector():
+def test_attention_to_selected_blocks_knows_no_selector() -> None:
     assert importers("moba_train.attention.moba", "attention/kernels") == set()
 
 
-def test_one_file_of_context_parallelism_talks_to_other_ranks():
+def test_one_file_of_context_parallelism_talks_to_other_ranks() -> None:
     """The engine knows what a process group is, to hand it on."""
     context = "moba_train.parallel.context"
     assert importers("torch.distributed", "parallel/context") == {f"{context}.comm", f"{context}.engine"}

@@ -1,13 +1,13 @@
 """Ranks of context parallelism that are threads of this process: their communicator and their transports."""
 
 import threading
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from moba_train.parallel.context.comm import Work
+from moba_train.parallel.context.comm import Communicator, Ranks, Work
 from moba_train.parallel.context.policy import transport_spec
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
@@ -15,31 +15,31 @@ from moba_train.parallel.context.transport.base import Transport
 from moba_train.parallel.context.transport.ulysses import Ulysses
 
 
-class ThreadCommunicator:
-    """A `Communicator` for ranks that are threads of this process."""
+class ThreadCommunicator(Communicator):
+    """The communicator of ranks that are threads of this process."""
 
     def __init__(self, rank: int, board: "Board") -> None:
         self.rank = rank
         self.size = board.size
         self.board = board
 
-    def _swap(self, call: str, value: object) -> list:
+    def _swap(self, call: str, value: object) -> list[Any]:
         return self.board.swap(self.rank, call, value)
 
-    def all_gather(self, *shards: Tensor) -> Work:
-        from_all = self._swap("all_gather", [x.clone() for x in shards])
-        return Work(tuple(torch.cat([theirs[i] for theirs in from_all]) for i in range(len(shards))))
+    def all_gather(self, *shards_L: Tensor) -> Work:
+        from_all = self._swap("all_gather", [x.clone() for x in shards_L])
+        return Work(tuple(torch.cat([theirs[i] for theirs in from_all]) for i in range(len(shards_L))))
 
     all_gather_by_ring = all_gather
 
-    def all_to_all(self, *parts: Tensor) -> Work:
-        from_all = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts])
-        return Work(tuple(torch.cat([theirs[i][self.rank] for theirs in from_all]) for i in range(len(parts))))
+    def all_to_all(self, *parts_RL: Tensor) -> Work:
+        from_all = self._swap("all_to_all", [x.clone().chunk(self.size) for x in parts_RL])
+        return Work(tuple(torch.cat([theirs[i][self.rank] for theirs in from_all]) for i in range(len(parts_RL))))
 
-    def all_to_all_uneven(self, x: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
-        from_all = self._swap("all_to_all_uneven", x.clone().split(sent_rows))
+    def all_to_all_uneven(self, x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Tensor:
+        from_all = self._swap("all_to_all_uneven", x.clone().split(list(sent_rows)))
         mine = [theirs[self.rank] for theirs in from_all]
-        assert [part.shape[0] for part in mine] == received_rows
+        assert [part.shape[0] for part in mine] == list(received_rows)
         return torch.cat(mine)
 
     def all_reduce(self, x: Tensor) -> None:
@@ -60,10 +60,10 @@ class Board:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.slots = [None] * size
+        self.slots: list[tuple[str, Any]] = [("", None)] * size
         self.barrier = threading.Barrier(size, timeout=60)
 
-    def swap(self, rank: int, call: str, value: object) -> list:
+    def swap(self, rank: int, call: str, value: object) -> list[Any]:
         self.slots[rank] = (call, value)
         self.barrier.wait()
         from_all = list(self.slots)
@@ -83,7 +83,7 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
     if strategy.transport == "hierarchical":
         nodes, places = strategy.ranks // strategy.node_size, strategy.node_size
         inner, outer = [Board(places) for _ in range(nodes)], [Board(nodes) for _ in range(places)]
-        made = [
+        made: list[Transport] = [
             Ulysses(ThreadCommunicator(rank % places, inner[rank // places]), AllGather(outside, strategy.slices))
             for rank in range(strategy.ranks)
             for outside in [ThreadCommunicator(rank // places, outer[rank % places])]
@@ -92,4 +92,4 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
     board = Board(strategy.ranks)
     spec = transport_spec(strategy.transport)
     ranks = [ThreadRanks(ThreadCommunicator(rank, board)) for rank in range(strategy.ranks)]
-    return [spec.make(strategy, each) for each in ranks], [board]
+    return [spec.make(strategy, cast(Ranks, each)) for each in ranks], [board]

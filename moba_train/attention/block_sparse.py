@@ -87,6 +87,7 @@ class DenseOrSparse(LocalAttention, Decodes, Probed):
         if self.facts.couples_heads:  # equal lists in a group: one for each key/value head
             ids_HBC = ids_HBC[:: q_BHD.shape[1] // cached.k_RKD.shape[1]]
         first_B = layout.cached(("first blocks", block_size), lambda: first_blocks(layout.cu_seqlens, block_size)[:-1])
+        # The kernel counts blocks from each sequence's first token, the selection over the packed sequence.
         selected_HBC = torch.where(ids_HBC < 0, -1, ids_HBC - first_B[:, None]).int()
         return decode(q_BHD, cached, scale=self.scale, block_size=block_size, selected_HBC=selected_HBC)
 

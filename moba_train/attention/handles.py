@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
+# Weak: code that torch.compile caches would otherwise keep every attention of the process alive by its handle.
 _objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 

@@ -133,11 +133,14 @@ class Checkpointer:
         self.wait()
         self.raise_fatal()
         waited = time.perf_counter() - began
+        # In the training thread, whose default group is the one way to agree on it.
         self._group.reconnect(_new_group)
         self._thread = threading.Thread(
             target=self._write,
+            # Meta is copied, as the progress goes on while the thread writes; tensors are protected by `before_update`.
             args=(step, tensors, self._stager.begin(), copy.deepcopy(meta), protect),
             name=f"checkpoint-{step}",
+            # A process that ends by an error must not wait for a disk that hangs; `close` waits as long as is right.
             daemon=True,
         )
         self._thread.start()

@@ -102,6 +102,8 @@ def own_parts(tensors: Mapping[str, Tensor]) -> list[tuple[Part, Tensor]]:
     for name, tensor in tensors.items():
         part = Part.from_whole(name, tensor)
         if isinstance(tensor, DTensor):
+            # torch's own rule for DTensors, uneven ones included; the method is what torch.distributed.checkpoint
+            # calls.
             (chunk,) = tensor.__create_chunk_list__()
             part = part._replace(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
         parts.append((part, local_part(tensor)))

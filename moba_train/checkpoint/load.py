@@ -215,6 +215,7 @@ def _read(path: Path, tensors: dict[str, Tensor], saved: Mapping[str, SavedTenso
         if gpu is not None:
             torch.cuda.set_device(gpu)  # a new thread's is GPU 0
         largest = max((overlap.nbytes for overlap in overlaps if not overlap.is_direct), default=0)
+        # One buffer for all of a thread's parts; with one each, a rank would hold its shards twice.
         buffer = torch.empty(largest, dtype=torch.uint8)
         for name, group in groupby(overlaps, key=lambda overlap: overlap.chunk.file):
             with open_regular(path / name) as stream:
@@ -227,6 +228,7 @@ def _read(path: Path, tensors: dict[str, Tensor], saved: Mapping[str, SavedTenso
         found: list[_Overlap] = []
         for part, values in own_parts(present):
             found += _overlaps(part, values, saved[part.name].chunks)
+        # In the order of the files, so that each thread reads forward.
         parts = evenly(sorted(found, key=lambda overlap: overlap.chunk[:2]), lambda overlap: overlap.nbytes)
         in_threads(read_some, parts, len(parts))
 

@@ -199,6 +199,7 @@ def _size_problems(path: Path, files: Mapping[str, FileEntry]) -> tuple[dict[str
     """Problems of damaged or missing files, and of those that could not be looked at, by file name."""
     damaged = {}
     unread = {}
+    # lstat: a link's target may lie outside the checkpoint.
     found, errors = try_all(files, lambda name: (path / name).lstat())
     for name, status in found.items():
         if not stat.S_ISREG(status.st_mode):
@@ -251,6 +252,7 @@ def _parse_small(path: Path, text: bytes) -> dict[str, Any]:
     if problem := _size_problem(text):
         raise CheckpointError(f"{path}: {problem}; {_OTHER_ONE}")
     content = parse_object(path, text)
+    # Level by level instead of recursively: the check must survive what it looks for.
     level: list[Any] = [content]
     for _ in range(JSON_DEPTH):
         level = [

@@ -82,6 +82,7 @@ class SaveGroup:
             outcome = None, repr(error)
         self._own_s = time.monotonic() - began
         outcomes: list[Any] = [None] * self._size
+        # Errors travel with the results: a rank that raised here would leave the others waiting.
         with self._collective():
             dist.all_gather_object(outcomes, outcome, group=self._group)
         errors = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}

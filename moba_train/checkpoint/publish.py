@@ -107,7 +107,9 @@ def install(temporary: Path, final: Path, step: int, files: dict[str, FileEntry]
             f"{temporary.name} is not as it was written: {listed(problems)}. "
             "Every rank must see the same files: the folder must lie on a file system that all nodes share."
         )
+    # Last, so that a folder with a manifest is complete whatever killed the process.
     write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
+    # Names of files are on disk only once their folder is synced; a rename may otherwise be seen before them.
     _fsync_folder(temporary)
     replaced = folder / (_REPLACED + final.name)
     if final.exists():
@@ -176,6 +178,7 @@ def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None
             if accept is None or accept(read_meta(path)):
                 return path
         except UnreadableError:
+            # Retention of a running job may have removed it between the listing and the read.
             if (step, path) in published(folder):
                 raise
         except CheckpointError as error:

@@ -87,6 +87,7 @@ class Publisher:
 
         probe: Path | None = None
         try:
+            # A folder that is made and looked for, as only that shows that all nodes have the same file system mounted.
             probe = self._group.broadcast(first_folder)
             self._group.run(lambda: _check_visible(probe, place))
             self._group.broadcast(lambda: publish.remove(probe))
@@ -113,6 +114,7 @@ class Publisher:
 
         def publish_here(temporary: Path) -> None:
             nonlocal published
+            # Once more: writing has taken seconds to minutes, in which another run may have taken the folder over.
             self._check_owner(place)
             publish.publish(temporary, step, {name: entry for own in entries for name, entry in own.items()})
             self._remove_old(place, step, protect)

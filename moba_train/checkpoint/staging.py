@@ -25,6 +25,8 @@ class Stager:
     """
 
     def __init__(self) -> None:
+        # With copies from the training thread a save of 1,166 tensors stalled it for 161 ms of a step of 1.07 s: the
+        # queue takes about a thousand (benchmarks/results/checkpoint-stall-8b-h200-x2.json).
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
         self._issued = threading.Event()
@@ -50,7 +52,9 @@ class Stager:
         try:
             if self._stream is not None:
                 # A new thread's current device is GPU 0. Leaving a stream context returns to it, which creates a
-                # context on GPU 0, and for seconds no other thread of the process can launch anything.
+                # context on GPU 0, and for seconds no other thread of the process can launch anything: the step after a
+                # save took 3.4 s, not 1.1 (benchmarks/results/checkpoint-stall-8b-h200-x4-contexts.json,
+                # checkpoint-stall-8b-h200-x4.json).
                 torch.cuda.set_device(self._stream.device)
             with torch.cuda.stream(self._stream):
                 if ready is not None:
@@ -62,8 +66,10 @@ class Stager:
                     copies[name].copy_(part, non_blocking=True)
                 copied = self._copied = self._stream.record_event() if self._stream is not None else None
         finally:
+            # Also after an error, or the training thread would wait for ever.
             self._issued.set()
         if copied is not None:
+            # This thread waits, not the training thread.
             copied.synchronize()
         return copies, *check.result(copies)
 
@@ -117,6 +123,8 @@ class FiniteCheck:
         finite = dict(zip(self._on_gpu, self._flags.tolist(), strict=True))
         on_host = [name for name in self._names if name not in finite]
         if on_host:
+            # NaN passes through the extrema as well, and they need no mask of a tensor's size (1.3 ms for the quick
+            # start's model, benchmarks/results/finite-check-cpu.json).
             extrema = [extremum for name in on_host for extremum in torch.aminmax(copies[name])]
             flags = torch.stack(extrema).isfinite().view(-1, 2).all(dim=1)
             finite |= zip(on_host, flags.tolist(), strict=True)

@@ -63,6 +63,7 @@ class ShardFile(NamedTuple):
             end += part.nbytes
             entries[part.label] = {"dtype": names[part.dtype], "shape": part.sizes, "data_offsets": [begin, end]}
         text = json.dumps(entries).encode()
+        # The format asks for it: numbers behind the header are then aligned.
         text += b" " * (-len(text) % 8)
         return cls(name, len(text).to_bytes(8, "little") + text, ordered)
 
@@ -90,6 +91,8 @@ class ShardFile(NamedTuple):
                 content = content[written:]
                 size += written
 
+        # "x": the folder is new, so a file of this name would be another rank's. Unbuffered, as 4 MiB are written at a
+        # time.
         with (folder / self.name).open("xb", buffering=0) as stream:
             put(memoryview(self.header))
             for part in self.parts:
@@ -195,6 +198,7 @@ def _each_once(held: list[list[Part]]) -> list[list[Part]]:
     written: list[list[Part]] = [[] for _ in held]
     sizes = [0] * len(held)
     for part, ranks in holders.items():
+        # Copies of a weight are spread over the ranks that hold it; else rank 0 would write most.
         rank = min(ranks, key=sizes.__getitem__)
         written[rank].append(part)
         sizes[rank] += part.nbytes

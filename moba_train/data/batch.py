@@ -55,6 +55,7 @@ class Batch:
 
         Both must be on the CPU. `first_row` is that of the result.
         """
+        # On the host, so that the step's total is known before the forward pass.
         weight_sum = float(weight.sum(dtype=torch.float64))
         tokens = int(weight.count_nonzero())
         if not index.numel():
@@ -88,6 +89,7 @@ class Batch:
             tokens=move(self.tokens),
             labels=move(self.labels),
             positions=move(self.positions),
+            # The layout's copy on the host stays there: shapes are computed from it without waiting for the GPU.
             layout=dataclasses.replace(self.layout, cu_seqlens=move(self.layout.cu_seqlens)),
             loss_index=move(self.loss_index),
             loss_weight=move(self.loss_weight),

@@ -65,6 +65,7 @@ class TokenFile:
         at = first * self._itemsize
         wanted = count * self._itemsize
         try:
+            # pread has no shared position, so threads need no lock.
             found = os.pread(self._file, wanted, at)
             # One call reads 2 GiB at most.
             while len(found) < wanted and (more := os.pread(self._file, wanted - len(found), at + len(found))):
@@ -252,6 +253,7 @@ class IndexedDataset:
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise IndexError(f"tokens {start}:{stop} of a document of {length}")
+        # Reading a mapped page behind the end of a truncated file kills the process (SIGBUS), without a message.
         self._index_file.check_size()
         first, end = self._table[index : index + 2].tolist()
         if end == first + 1:  # as in most corpora; this is twice as fast as the loop below

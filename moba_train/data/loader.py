@@ -96,6 +96,7 @@ class Prefetcher:
         self._steps = range(first_step, end_step)
         self._awaited = iter(self._steps)
         self._device = device
+        # A thread, not processes: reading and copying release Python's lock.
         self._ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(STEPS_AHEAD)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="data-prefetch", daemon=True)
@@ -106,6 +107,7 @@ class Prefetcher:
             result: list[Batch] | BaseException
             try:
                 result = [batch.to(self._device) for batch in self._load(step)]
+            # Whatever it is, it belongs to the step that is asked for, not to the thread.
             except BaseException as error:
                 result = error
             self._ready.put(result)

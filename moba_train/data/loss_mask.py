@@ -59,6 +59,7 @@ class LossWeights:
 
     def carries_loss(self, min_length: int, below_length: int | None) -> bool:
         """True if any token of the documents of this range of lengths carries loss. Reads masks up to the first one."""
+        # A document of one token has no token with a predecessor.
         documents = self._corpus.documents_of_length(max(min_length, 2), below_length)
         if self.mask is None:
             return len(documents) > 0

@@ -42,6 +42,7 @@ class DocumentStream:
         self, dataset: IndexedDataset, seed: int, min_length: int = 0, below_length: int | None = None
     ) -> None:
         self.dataset = dataset
+        # By content, not by path: a copy of the corpus elsewhere is read in the same order.
         self.entropy: tuple[int, ...] = (seed, int(dataset.fingerprint.index[:16], 16))
         """Seed of every random choice about this stream."""
         self._selected: npt.NDArray[np.int64] | None = None

@@ -122,6 +122,7 @@ def _rank_entry(
     repeated = 0.0
     micro_batches = []
     layers = [StatisticsObserver() for _ in range(model.config.layers)]
+    # A separate pass: observing every step would cost each of them reads of the device.
     with observed_layers(model, engine, layers):
         for batch in batches:
             losses_n = token_losses(model, batch)

@@ -86,6 +86,7 @@ class SpikeDetector:
 
         z_loss, z_grad = self._loss.z_score(loss), self._grad.z_score(grad_norm)
         if z_loss > self._warn_sigma and self._recovery_limit is None:
+            # Fixed at the spike: a limit that followed the loss would rise with it.
             self._recovery_limit = self._loss.recovery_limit()
         flagged = [
             f"{name} {value:.4g} is {z:.1f} sigma above {window.reference}"
@@ -212,6 +213,7 @@ class _Window:
         logs = [math.log(max(other, TINY)) for other in self.values]
         median = statistics.median(logs)
         mad = statistics.median(abs(other - median) for other in logs)
+        # Of a normal distribution the MAD is the standard deviation / 1.4826.
         return median, max(1.4826 * mad, SCALE_FLOOR)
 
     def recovery_limit(self) -> float:
@@ -238,6 +240,7 @@ def _statistics_from(saved: Any) -> Statistics | None:
         median, deviation = map(float, saved)
     except (TypeError, ValueError):
         median = deviation = math.nan
+    # exp of more than 709 overflows in float64.
     if not (abs(median) < 700 and 0 < deviation < math.inf):
         raise CheckpointError(f"the checkpoint's spike detector holds {saved!r} as statistics of the stage before")
     return median, deviation

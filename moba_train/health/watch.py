@@ -180,6 +180,7 @@ class Watch:
     def __init__(self, config: WatchConfig, world: World, folder: Path, report: Callable[[str], None]) -> None:
         most = BEFORE_TIMEOUT * world.timeout.total_seconds()
         self._times = PhaseTimes(config.least, config.factor, most)
+        # A twentieth of the shortest limit: five heartbeats fit into the quarter after which a rank counts as silent.
         self._interval_s = min(5.0, min(config.least, most) / 20)
         self._rank = world.rank
         self._size = world.size
@@ -236,6 +237,7 @@ class Watch:
     def _look(self) -> None:
         phase = self._now
         age = time.monotonic() - phase.began
+        # The stack only from half of the limit on: reading it holds Python's lock.
         late = age > phase.limit_s / 2
         self._beats += 1
         stack, waits = _stack(self._watched) if late else ("", False)
@@ -251,6 +253,7 @@ class Watch:
 
     def _name_who_stalls(self, phase: _Phase, own: Heartbeat) -> None:
         """Report a stall, if this is the first rank that is alive and its own phase is over its limit."""
+        # Every late rank asks for the ranks before it alone; only one of them reads all heartbeats.
         if any(not self._silent(rank, phase.limit_s) for rank in range(self._rank)):
             return  # one of them names it
         heartbeats = {rank: Heartbeat.latest(self._store, rank) for rank in range(self._size)}

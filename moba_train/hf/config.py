@@ -77,6 +77,7 @@ def _check_fixed_values(section: str, own: dict[str, Any], rope: RopeConfig) -> 
     if rope.kind != "yarn" or sharpened is None:
         return
     ours = attention_factor(rope)
+    # Not `> 1e-6`, which NaN is not.
     if not isinstance(sharpened, int | float) or not abs(sharpened - ours) <= 1e-6:
         raise CheckpointError(f"{section}.attention_factor is {given(sharpened)}, allowed: {ours} or none")
 
@@ -145,6 +146,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     values.setdefault("kv_heads", values.get("heads"))
     values.setdefault("norm_eps", 1e-6)  # the default of Hugging Face, not ours
     values |= {
+        # Qwen3's default in transformers, whatever the hidden size.
         "head_dim": config.get("head_dim", 128 if model_type == "qwen3" else None),
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type == "qwen3",

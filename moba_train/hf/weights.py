@@ -161,6 +161,7 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
     files = SafetensorsFolder(folder)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
     if isinstance(model, Transformer) and not is_whole(model):
         shapes = parameter_shapes(model.config)
     check_hf_weights(shapes, files)

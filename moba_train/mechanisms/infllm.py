@@ -128,6 +128,7 @@ def select_blocks(far_q_nHD: Tensor, representatives_NKD: Tensor, layout: Layout
     representatives_EN = representatives_NKD.flatten(1).T
     chosen = []
     for rows in query_chunks(queries, blocks, far_q_nHD.device):
+        # All heads select together: the sum of their products is one product over K D channels.
         grouped_tKD = far_q_nHD[rows].to(representatives_EN.dtype).unflatten(1, (kv_heads, -1)).sum(2)
         scores_1tN = (grouped_tKD.flatten(1) @ representatives_EN).unsqueeze(0)
         count = sizes.first_blocks + sizes.topk
@@ -247,6 +248,7 @@ class InfLLMKind(AttentionKind):
         observer: StatisticsObserver | None,
     ) -> Tensor:
         """One softmax over the window and the memory. The `far` tensors are rotated as beyond the window."""
+        # Autocast would cut the float32 sums of representatives to 16 bits before they are multiplied.
         with torch.autocast(q_nHd.device.type, enabled=False):
             out_nHd, lse_Hn = self.window.attend(q_nHd, k_TKd, v_TKd, layout, ())
             rows_m, readers_layout = readers(layout, self.sizes.window)

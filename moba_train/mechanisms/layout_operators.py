@@ -29,6 +29,7 @@ def with_layout(function: Callable[..., Any], *, traced: bool = False) -> Callab
     def flattened(*arguments: Any) -> Any:
         behind = at + len(flat)
         layout = make_layout(*arguments[at:behind])
+        # Triton launches on the current device, which in a thread of autograd may be another than the tensors'.
         with nullcontext() if traced else on_the_device_of(arguments[0]):
             return function(*arguments[:at], layout, *arguments[behind:])
 

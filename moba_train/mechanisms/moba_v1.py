@@ -114,6 +114,7 @@ class SummedBlocks:
         _, q_THD, k_SKD, v_SKD, _, _ = state
         sums = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q_THD, k_SKD, v_SKD)]
         for mask, weight_HT in self._slots(selected_HTC, join.weights_HTC, layout):
+            # The state's out and lse are those of the sum; the gradient of a block's softmax needs the block's.
             out, lse = masked_attend(q_THD, k_SKD, v_SKD, mask, self.scale, prefix=layout.is_whole)
             own = state._replace(dout=_times(state.dout, weight_HT).to(q_THD.dtype), out=out, lse=lse)
             grads = masked_attend_backward(own, mask, self.scale, prefix=layout.is_whole)

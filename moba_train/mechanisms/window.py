@@ -139,6 +139,8 @@ class WindowAttention(LocalAttention):
         dq_THD, dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=dtype) for x in (state.q, state.k, state.v))
         for band, kernel in calls:
             part = state.part(rows=band.rows)._replace(k=state.k[band.key_rows], v=state.v[band.key_rows])
+            # Some heads at a time: the kernel's backward pass takes several times the memory of the queries that it is
+            # given.
             for heads, kv_heads in heads_at_once(part.q, part.k):
                 slices = part.part(heads=heads, kv_heads=kv_heads)
                 if kernel is None:
@@ -157,6 +159,8 @@ class WindowAttention(LocalAttention):
         q_ranges = everything if layout.q_ranges is None else layout.q_ranges
         k_ranges = everything if layout.k_ranges is None else layout.k_ranges
         kernel = self._kernel(q_THD, layout)
+        # A masked call computes all scores of its tile, so tiles of about the window waste half; a kernel skips what is
+        # masked.
         tile = max(self.window, _LEAST_TILE) if kernel is None else max(1, layout.total)
         found = layout.cached(
             ("window bands", self.window, tile), lambda: list(bands(q_ranges, k_ranges, self.window, tile))

@@ -169,6 +169,7 @@ class _Choice:
     def most(self) -> tuple[LayerActivations, ...]:
         """Activations that `budget` keeps where the GPU does not hold everything."""
         steps = [*_dearest_first(self._to_attention()), *_dearest_first(self._beyond_attention())]
+        # Memory grows with every step that is taken, so a bisection finds the last one that fits.
         taken = bisect_left(range(1, len(steps) + 1), True, key=lambda count: not self.fits(self._after(steps[:count])))
         return self._after(steps[:taken])
 
@@ -183,6 +184,7 @@ class _Choice:
         layers = []
         room = self._host_bytes if self._host_bytes is not None else float("inf")
         for index, level in enumerate(kept):
+            # Not the last layer's, which the backward pass takes first: they would be back at once.
             on_host = self._offload and level <= Kept.ATTENTION and index < len(kept) - 1
             size = self._estimate.kept_bytes(index, level)
             on_host = on_host and size <= room

@@ -156,9 +156,11 @@ def local_host_memory(ranks_per_node: int) -> float:
     """Bytes of this machine's memory, or of this container's, for each of its ranks."""
     limits = [float(text) for path in map(Path, _CONTAINER_LIMITS) if path.exists() and (text := _number(path))]
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Twice, as `min` of a single number fails.
     return min(physical, *limits, physical) / ranks_per_node
 
 
 def _number(path: Path) -> str:
     text = path.read_text().strip()
+    # Without a limit, cgroup v2 has the word `max` there.
     return text if text.isdecimal() else ""

@@ -142,5 +142,6 @@ def rank_work(model: ModelConfig, parts: Sequence[int], stage: Stage, sizes: Mes
         return RankWork(ModelPart(tuple(range(model.layers)), True, True), 1, 0)
     own = model_parts(parts)[rank :: sizes.pp]
     count = max(1, stage.batch_sequences // (stage.micro_batch_size * sizes.dp))
+    # torch's stages keep a buffer for each micro-batch of the step and each neighbour.
     received = count * sum((not part.has_embedding) + (not part.has_output) for part in own)
     return RankWork(rank_part(own), kept_micro_batches(stage.parallel, rank, count), received)

@@ -43,6 +43,7 @@ class Block(nn.Module):
         rows = self.feed_forward_rows or len(x_TD)
         if len(x_TD) <= rows:
             return self._with_feed_forward(x_TD), auxiliary_T
+        # Parts of the rows, so that the widest tensors exist for a part alone (parallel/activations.py).
         return torch.cat([self._with_feed_forward(part) for part in x_TD.split(rows)]), auxiliary_T
 
     def _with_feed_forward(self, x_TD: Tensor) -> Tensor:

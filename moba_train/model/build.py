@@ -67,6 +67,8 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
 def _initial_std(model: Transformer, name: str) -> float:
     std = model.config.init_std
     if not kind_of_parameter(name) and name.endswith(("o_proj.weight", "down_proj.weight")):
+        # Each layer adds two of these outputs to the residual stream, whose variance would grow with depth otherwise
+        # (GPT-2).
         return std / math.sqrt(2 * model.config.layers)
     return std
 
@@ -86,6 +88,7 @@ def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
 
 def _generator(like: Tensor, name: str, seed: int) -> torch.Generator:
     """A generator on the parameter's device that depends on the seed and the parameter's name alone."""
+    # By name, not in turn: a layer or a kind more leaves all other weights as they are. 7 bytes fit into any seed.
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(like.device).manual_seed(int.from_bytes(digest[:7], "little"))
 

@@ -25,6 +25,7 @@ def cut_to_part(model: Transformer, part: ModelPart) -> None:
     copy of the embedding for it."""
     for layer in own_layers(model):
         if layer not in part.layers:
+            # Names stay those of the whole model, so that checkpoints of any pipeline fit.
             delattr(model.blocks, str(layer))
     if not part.has_embedding and not (part.has_output and model.output is None):
         del model.embedding

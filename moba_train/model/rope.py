@@ -74,6 +74,7 @@ def rope_cos_sin(positions_T: Tensor, config: RopeConfig, head_dim: int) -> tupl
 
 def apply_rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head of `x`; computed in float32 at least, returned in x's dtype."""
+    # cos and sin that are rounded to bf16 would be off by up to a part in 512.
     dtype = torch.promote_types(x_THD.dtype, torch.float32)
     first, second = x_THD.to(dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_THD.dtype)

@@ -78,6 +78,7 @@ class Transformer(nn.Module):
         self, blocks: Iterable[nn.Module], x_TD: Tensor, positions_T: Tensor, layout: Layout
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Residual stream after these blocks, [T, D], given the one before them, and their auxiliary losses, [T]."""
+        # Once for all blocks, from positions instead of a table: a document may be as long as the sequence.
         cos, sin = rope_cos_sin(positions_T, self.rope, self.config.head_width)
         auxiliary: list[Tensor | None] = []
         for block in blocks:

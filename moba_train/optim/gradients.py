@@ -93,6 +93,8 @@ class Gradients:
             return
         # In float32, as torch.nn.utils.clip_grads_with_norm_ divides on the GPU.
         scale = float(np.float32(max_norm) * (np.float32(1) / (np.float32(norm) + np.float32(1e-6))))
+        # Multiplying by 1 took 10.0 of 491 ms of a step of 16 layers at 8K on one H200
+        # (benchmarks/results/training-profile-8b-16-layers-h200.json).
         if scale >= 1:
             return
         # Each rank scales what it holds. torch's function leaves it to DTensor, which spends seconds of the first step
@@ -105,6 +107,8 @@ class Gradients:
 
     def _of_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
         """Norm of the gradients of each group of weights, of which a rank may have none, by one all-reduce; float32."""
+        # All groups in one all-reduce: norms by kind had taken a quarter of a second of the 8B's step in 1,152 launches
+        # (benchmarks/LOG.md, "What a save costs the training thread").
         squares = torch.stack([self._square_here(weights) for weights in groups])
         if dist.is_initialized():  # else this process has the whole model
             dist.all_reduce(squares)
@@ -118,6 +122,8 @@ class Gradients:
                 by_copies.setdefault(_copies(weight.grad), []).append(self._norms[id(weight)])
         if not by_copies:
             return self._zero()
+        # A weight that several ranks hold would count as often in the sum over ranks; divided in float32, exactly for
+        # powers of two.
         squares = [
             torch.linalg.vector_norm(torch.stack(norms)).square() / copies for copies, norms in by_copies.items()
         ]

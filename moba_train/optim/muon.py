@@ -40,8 +40,10 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     steps * (4 short^2 long + 2 short^3) FLOPs, where short and long are the two sizes.
     """
     a, b, c = COEFFICIENTS
+    # The Gram matrix is made of the shorter side, which costs least.
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
+    # In float32: rounded to bf16 the norm would be off by up to a part in 512.
     norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
     x = (x / norm.clamp(min=_EPS)).to(matrix.dtype)
     for _ in range(steps):
@@ -111,6 +113,7 @@ class Muon(Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(matrix.grad)
             gradients.append(local_part(matrix.grad))
             means.append(local_part(state["momentum_buffer"]))
+        # A running mean: the scale of the momentum vanishes in the orthogonalization.
         foreach_lerp_(means, gradients, 1 - momentum)
         updates = foreach_lerp(gradients, means, momentum) if self._options.nesterov else means
         return exchange.gather(round_, [update.to(_compute_dtype(update)) for update in updates])

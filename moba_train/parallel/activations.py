@@ -29,6 +29,8 @@ from moba_train.torch_private import reduce_scatter, scaled_mm
 
 BlockResult = tuple[Tensor, Tensor | None]
 
+# 512K tokens on two GPUs of 80 GB take 18 GiB less by the estimate, for 16 layers of the 8B shape with offload
+# (docs/memory.md, "Parts of the feed-forward").
 FEED_FORWARD_ROWS = 32_768
 """Rows that the feed-forward takes at once where the results of its products are not kept: with more rows, its widest
 tensors are what a step needs most memory for. This number of rows fills a GPU; whether products of more are faster has
@@ -182,6 +184,8 @@ def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
     def is_kept(operator: Any, arguments: Sequence[Any], is_recompute: bool) -> bool:
         if operator in SAVED_OPERATORS:
             return kept >= Kept.ATTENTION
+        # Tensor parallelism keeps what a projection returns, the sum over its ranks; the order in which they come tells
+        # which it is.
         if operator is reduce_scatter:
             sums[is_recompute] += 1
             return kept >= Kept.PROJECTIONS and sums[is_recompute] == 1  # the second is the down projection's

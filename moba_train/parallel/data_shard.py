@@ -50,6 +50,7 @@ class DataShard:
     def batches(self, data: StageData, stage: Stage, step: int) -> list[Batch]:
         """This rank's shards of the micro-batches of step `step` + 1, one of `stage`, whose data are `data`."""
         count = stage.batch_sequences
+        # A pure function of the step: nothing about the data's position has to be kept but the step's number.
         first = (step - stage.first_step) * count
         micro_batches = step_batches(data, first, count, stage.micro_batch_size, self.dp_rank, self.dp_size)
         return [self.shard_batch(batch) for batch in micro_batches]

@@ -115,6 +115,8 @@ class ParallelDims:
         """The DeviceMesh (pp, dp_replicate, dp_shard_cp, tp), where all but dp_shard_cp are left out when they have one
         rank: over dp_replicate, FSDP2 would all-reduce the gradients of each layer, with one copy too."""
         groups = {name: rank_groups(self.sizes, *dimensions) for name, dimensions in _MESH.items()}
+        # On a CPU a step of a tiny model takes 0.94 of its time without dp_replicate (benchmarks/LOG.md, "Host time of
+        # small models").
         kept = {name: found for name, found in groups.items() if name == SHARD or len(found[0]) > 1}
         ranks = torch.arange(self.world.size).view([len(found[0]) for found in kept.values()])
         # Not init_device_mesh, whose groups would have torch's default timeout.
@@ -145,6 +147,7 @@ def hierarchical_groups(
     all_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_ranks, dist.get_process_group_ranks(group))
     own: dict[str, dist.ProcessGroup] = {}
+    # Every rank creates every group, in one order: `new_group` is a collective of the whole world.
     for ranks in sorted(set(map(tuple, all_ranks))):
         nodes = [ranks[first : first + node_size] for first in range(0, len(ranks), node_size)]
         across = [ranks[position::node_size] for position in range(node_size)]

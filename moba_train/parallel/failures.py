@@ -133,6 +133,8 @@ class FailureReports:
             self._store.append(_REPORTS, mine.to_line())  # type: ignore[attr-defined]  # not in torch's stubs
             if self._rank == 0:
                 self._store.set(_OF_RANK_0, _digest(mine.text))
+            # A rank that fails by itself does not wait for the reports: the others are still in a collective until its
+            # timeout.
             account = self._account() if waited else self._first_own_error(mine)
         except (RuntimeError, OSError) as unreachable:
             return f"rank {self._rank} of {self._size} ended; the other ranks' reports cannot be read: {unreachable}"
@@ -196,6 +198,7 @@ class FailureReports:
 
     def _first_own_error(self, mine: _Report) -> _Account:
         """The first error that did not come from waiting, which may be `mine`."""
+        # compare_set is atomic, so that all ranks name the same first error.
         (first,) = _Report.from_lines(self._store.compare_set(_FIRST_OWN_ERROR, "", mine.to_line()))
         return _Account({first.text: named_ranks([first.rank])}, silent=[], last_seen=[], code=None)
 
@@ -220,6 +223,7 @@ def end_with_launcher() -> None:
     next."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         set_parent_death_signal = 1
+        # SIGKILL: a rank in a CUDA call or a collective would not come to handle SIGTERM.
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
@@ -241,6 +245,8 @@ def _collective(error: BaseException) -> str | None:
     """The function of torch.distributed that raised `error`; None if it was raised elsewhere: torch.distributed also
     calls the model, whose errors are not torch.distributed's."""
     frames = traceback.extract_tb(error.__traceback__)
+    # torch wraps its collectives, in `wrapper` for logging and `_fn` for dynamo: the frame below has the name that
+    # users know.
     while frames and (frames[-1].name in ("wrapper", "_fn") or frames[-1].filename.endswith("torch/_ops.py")):
         frames.pop()
     if not frames or "torch/distributed/" not in frames[-1].filename or isinstance(error, torch.OutOfMemoryError):

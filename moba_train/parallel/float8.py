@@ -120,6 +120,7 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
     options = replace(
         Float8LinearConfig.from_recipe_name(precision.fp8.scaling),
         emulate=precision.fp8.emulate,
+        # torchao gathers in FP8 with one scale a tensor alone.
         enable_fsdp_float8_all_gather=precision.fp8.scaling == "tensorwise",
         pad_inner_dim=True,  # the gradient of a weight sums over tokens, of which a rank may have any number
     )
@@ -136,6 +137,8 @@ def compile_for_float8(precision: PrecisionConfig) -> None:
     reduction, whose tiles torch chooses by measuring, takes 0.2 (benchmarks/results/
     training-profile-8b-fp8-h200-x2.json).
     """
+    # Only with FP8: in bf16 the one kernel saves a pass. With this, a step of the 8B at 8K took 672 ms on two H200
+    # (benchmarks/results/training-8b-8k-copy-engines-h200-x2.json).
     inductor_config().triton.mix_order_reduction = False
     if precision.implementation == "torchao":
         from moba_train.parallel import float8_weights

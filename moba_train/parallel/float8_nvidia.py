@@ -57,6 +57,7 @@ def _linear_class() -> Any:
 
         def forward(self, x: Tensor) -> Tensor:
             rows = x.shape[0]
+            # Rows of zeros add nothing to the weight's gradient, nor to a tensor's largest magnitude.
             padded = F.pad(x, (0, 0, 0, -rows % _MULTIPLE)) if rows % _MULTIPLE else x
             with te.autocast(enabled=True, recipe=recipe):
                 out: Tensor = super().forward(padded)

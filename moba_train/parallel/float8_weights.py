@@ -55,5 +55,8 @@ def begin(model: nn.Module, weights: list[Float8Weight]) -> None:
     them, whose next gather casts them again. A collective."""
     precompute_float8_dynamic_scale_for_fsdp(model)
     for weight in weights:
+        # By their class, as FSDP has made the parts by then and refers to these objects. Casting once a step took 30 ms
+        # off a step of the 8B at 8K on two H200; in one compiled pass the casts take 9 ms instead of 45
+        # (benchmarks/LOG.md, "FP8").
         weight.__class__ = CastOnce
         weight.kept = None

@@ -171,6 +171,7 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
         if parallel.tp_overlap:
             overlap_transfers(dims.tp_mesh)
     _shard(model, computation, parallel, dims)
+    # Behind sharding, so that only this rank's parts are ever allocated.
     model.to_empty(device=device)
     initialize_weights(model, seed)
     return model
@@ -181,6 +182,7 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
     # Inputs are not cast, so that cos and sin stay float32 when the layers compute in bf16.
     dtype = computation.dtype
     on_gpu = dims.world.device.type == "cuda"
+    # Reduced in float32: sums over many ranks in bf16 lose what small gradients add.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     units = _units(model, dims.sizes)
     gather: CopyEngineGather | None = None
@@ -195,6 +197,8 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
     for modules in units:
         fully_shard(modules, mesh=dims.weight_mesh, mp_policy=policy)
         unit: Any = modules[0]
+        # By a profile of 16 layers at 8K on one H200 that pass took 8.6 of 491 ms
+        # (benchmarks/results/training-profile-8b-16-layers-h200.json).
         if dims.weight_mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo can only sum
@@ -202,6 +206,7 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
             unit.set_custom_reduce_scatter(reduce_scatter)
         if gather is not None and isinstance(modules[0], Block):  # the ends would need far larger buffers
             unit.set_custom_all_gather(gather)
+    # FSDP gathers weights in `forward` only, and these methods use weights of the model itself.
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)
 
@@ -217,6 +222,8 @@ def _units(model: Transformer, sizes: MeshSizes) -> list[list[nn.Module]]:
     units: list[list[nn.Module]] = [[block] for block in model.blocks]
     if has_head_unit(model.config.tie_embeddings, sizes):
         assert model.output is not None
+        # Its gather and its reduction are hidden behind the blocks: about 1 % of the 8B's step at 8K
+        # (benchmarks/LOG.md, "8K tokens").
         units.append([model.norm, model.output])
     return [*units, [model]]
 
@@ -226,6 +233,7 @@ def _copy_engine_transfers(
 ) -> tuple[CopyEngineGather, CopyEngineReduceScatter]:
     """The gather of all blocks, which are not sharded yet, and the reduction of all gradients. A collective."""
     group, device, timeout = dims.mesh.get_group(SHARD), dims.world.device, dims.world.timeout
+    # Blocks share the buffers, so they have the size of the largest.
     size = max(gathered_bytes(block, dims.sizes.shards, dtype) for block in model.blocks)
     reduction = CopyEngineReduceScatter(group, device, gradients, timeout, compiled=compiled)
     return CopyEngineGather(group, device, size, timeout), reduction

@@ -32,6 +32,7 @@ class PageLockedMemory:
 
     def __init__(self) -> None:
         self._locked: list[tuple[Tensor, int]] = []
+        # Not at exit: the process's memory goes anyway, and unlocking may wait for a GPU that never becomes idle.
         weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def empty(self, count: int, device: torch.device) -> Tensor:
@@ -39,6 +40,8 @@ class PageLockedMemory:
         torch.cuda.CudaError where it cannot be locked."""
         if count == 0:
             return torch.empty(0, dtype=torch.uint8)
+        # 16 GiB were locked in 4.4 s so, in 6.5 s as shared memory; 22.4 GiB for a save take 22.8 GiB and 4.4 to 5.4 s,
+        # by torch's pin_memory 25.3 GiB and 12 s (benchmarks/results/page-locked-h200.json).
         memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer pages to lock; a fork would copy locked ones
             with suppress(OSError, AttributeError):
@@ -68,6 +71,7 @@ def _unlock(buffers: list[tuple[Tensor, int]]) -> None:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     if buffers:
+        # A daemon, so that the process ends even if a collective whose ranks have gone keeps the GPU busy.
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         if idle.wait(LONGEST_WAIT_S):
@@ -91,6 +95,7 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = torch.get_device_module(device)
+        # One stream for both directions: a buffer may be written again as soon as the copy from it has been asked for.
         self._copies = self._streams.Stream()
         self._smallest = SMALLEST_BYTES if device.type == "cuda" else 0
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
@@ -105,9 +110,11 @@ class HostMemory:
 
         others: tensors that exist anyway, such as weights; they and their views stay where they are.
         """
+        # Of the newest block the copies are still under way, beside this block.
         self._settle(unsettled=1)
         own = _Pass(self, self._last_pass() if self._last_pass is not None else None)
         self._last_pass = weakref.ref(own)
+        # Weights are there anyway, and sending them would take the link's time for nothing.
         excluded = {_address(part) for tensor in others for part in _plain_parts(tensor)}
         sent: list[Tensor] = []
 
@@ -126,6 +133,7 @@ class HostMemory:
         size = buffer_bytes(tensor.nbytes)
         buffer = self._buffers[size].pop() if self._buffers[size] else self._memory.empty(size, self._device)
         copy = buffer[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        # The tensor must have been computed; the copy waits on its stream, not the host.
         self._copies.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._copies):
             copy.copy_(tensor, non_blocking=True)
@@ -174,6 +182,9 @@ class _Pass:
 
     def __init__(self, memory: HostMemory, before: "_Pass | None") -> None:
         self.memory = memory
+        # Weak, as is every reference from pass to pass: else all passes of a step would be a chain that keeps each
+        # other. When a list held the sent tensors, 256K ended out of memory at 75.8 GiB, 51.5 predicted
+        # (benchmarks/LOG.md, "Long sequences").
         self._before = weakref.ref(before) if before is not None else None
         self._sent: list[weakref.ref[_Sent]] = []
         self._arrival: Any = None
@@ -188,6 +199,7 @@ class _Pass:
         self.fetch()
         before = self._before() if self._before is not None else None
         if before is not None:
+            # One block ahead, so that the copy is hidden behind this block's backward pass.
             before.fetch()
         self.memory.wait_for(self._arrival)
 
@@ -208,6 +220,7 @@ class _Sent:
         self._pass = own_pass
         buffer, self.copy = own_pass.memory.copy_out(tensor)
         self.on_device: Tensor | None = None
+        # When autograd lets go of the tensor, also if its backward pass never comes, as after an error.
         weakref.finalize(self, own_pass.memory.reuse, buffer).atexit = False
 
     def fetch(self) -> Tensor:

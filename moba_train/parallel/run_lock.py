@@ -155,6 +155,7 @@ def _acquired(run_dir: Path, file: TextIO) -> RunLock | None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # POSIX leaves open which of the two says that another process holds the lock.
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return None
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -163,6 +164,7 @@ def _acquired(run_dir: Path, file: TextIO) -> RunLock | None:
         locks_work = False
     began = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     text = f"process {os.getpid()} on {socket.gethostname()}, since {began}\n"
+    # Only now: before, the file names the run that holds the lock, for the message of those who wait.
     file.truncate(0)
     file.write(text)
     file.flush()

@@ -19,6 +19,7 @@ def stage_attention_shape(model: ModelConfig, stage: Stage, element_bytes: int =
     facts = AttentionFacts(
         couples_heads=any(attention.facts.couples_heads for attention in attentions),
         work_grows=any(attention.facts.work_grows for attention in attentions),
+        # One strategy serves all layers of a stage, so the most demanding layer decides.
         merges=all(attention.facts.merges for attention in attentions),
     )
     return AttentionShape(

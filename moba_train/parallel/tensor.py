@@ -37,6 +37,8 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     ranks. Norm weights are replicated; their gradients are summed over the ranks.
     """
     attention: dict[str, ParallelStyle] = {
+        # Norms work on a rank's rows, not on all of them: activations between the layers shrink by tp, and an
+        # all-gather and a reduce-scatter send as much as the all-reduce that they replace.
         "attention_norm": SequenceParallel(sequence_dim=0),
         "attention": PrepareModuleInput(
             input_layouts=(Shard(0), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
@@ -62,6 +64,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     if model.output is not None:
         ends["output"] = _ShardedRows()
     in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
+    # None: nothing is sent from rank 0, as the model is on the meta device.
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
     model.gather_output_weight = _gather_weight
 
@@ -76,6 +79,9 @@ def overlap_transfers(mesh: DeviceMesh) -> None:
     from GPU to GPU.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    # Gains 4 to 7 % of a step with tp alone and costs 28 % of one with tp 2 and cp 2: 1,280 barriers and 1,352 copies a
+    # step make the hosts late (benchmarks/results/training-profile-8b-tp2-cp2-overlap-h200-x4.json; benchmarks/LOG.md,
+    # "Four GPUs").
     pipeline_transfers_with_products()
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 needs no such call, 2.11 does
         symmetric_memory().enable_symm_mem_for_group(mesh.get_group().group_name)

@@ -40,6 +40,8 @@ class ExchangedGradients(ABC):
         self._dtype = dtype
         self._has_input = False
         # For one size at a time: code for any size reads a number at a time.
+        # Compiled sums take 26 and 15 ms of kernels on two ranks, where torch's took 43 and 80 (the 8B at 8K;
+        # benchmarks/LOG.md, "8K tokens").
         self._add_up = torch.compile(add_up, dynamic=False) if compiled else add_up
 
     @abstractmethod
@@ -73,6 +75,8 @@ class AllToAllReduceScatter(ExchangedGradients):
 
     def reduce(self, parts: Tensor, result: Tensor) -> None:
         """`result` [n] becomes the sum of row `rank` of all ranks' `parts` [ranks, n]; on the current stream."""
+        # On two GPUs of one node this loses 5 ms of 868 where 5 were to be gained, so it is no default; between nodes
+        # it has not run (benchmarks/results/training-8b-8k-output-unit-h200-x2.json).
         arrived = torch.empty_like(parts)
         dist.all_to_all_single(arrived, parts, group=self._group)
         self._add_up([*arrived], result)
@@ -113,6 +117,7 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device, size: int, 
     """A buffer of `size` bytes on each rank's GPU, as `MakeBuffer` says. A barrier that waits too long ends the process
     by a CUDA error. Raises RuntimeError where the GPUs do not reach each other's memory."""
     symmetric = torch_private.symmetric_memory()
+    # Parts are copied from GPU to GPU, which needs no multicast.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 needs no such call, 2.11 does
         symmetric.enable_symm_mem_for_group(group.group_name)
@@ -164,11 +169,15 @@ class CopyEngineGather:
         self._rank = group.rank()
         self._buffers = [make_buffer(group, device, size, timeout) for _ in range(GATHER_BUFFERS)]
         self._turn = 0
+        # Gathers so took 9 to 12 ms off 855 of the 8B's step at 8K on two H200
+        # (benchmarks/results/training-8b-8k-copy-engines-h200-x2.json).
         self._copy = _Copies(device, group.size() - 1)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The result [size] of the next gather, of which FSDP fills this rank's part: the buffer used the longest ago,
         whose result FSDP has copied out, in the order of the streams that it gathers on."""
+        # Turns in the same order on all ranks: with a pool's choice ranks might pair different buffers (pytorch issue
+        # 190977).
         self._turn = (self._turn + 1) % GATHER_BUFFERS
         lengths = [int(length) for length in size]
         own = self._buffers[self._turn].own
@@ -222,6 +231,7 @@ class CopyEngineReduceScatter(ExchangedGradients):
         """`reduce` for parts that fit into the buffer together."""
         length = parts[0].nbytes
         place = slice(self._rank * length, (self._rank + 1) * length)
+        # The own part does not travel and is read where FSDP has put it.
         places = [theirs[place].view(self._dtype) for theirs in self._buffer.theirs.values()]
         self._buffer.barrier(0)  # the buffers of all ranks are free
         self._copy([parts[rank] for rank in self._buffer.theirs], places)

@@ -38,6 +38,8 @@ def grow_segments() -> None:
     gigabytes free (docs/memory.md). Segments that exist stay as they are.
     """
     if not any(name in os.environ for name in _SETTINGS):
+        # By a call: the environment variable comes too late in a running process. 16 layers at 128K on two H100 were
+        # idle for 0.02 s of a step so, 0.15 s with one retry a step (benchmarks/LOG.md, "Long sequences").
         set_allocator_settings("expandable_segments:True")
 
 
@@ -62,6 +64,7 @@ def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
     for _ in _until(timeout):
         if store.check([_name(rank) for rank in others]):
             found = store.multi_get([_name(rank) for rank in others])
+            # A name has changed: a rank of an earlier attempt was seen, whose successor now gets another token.
             if found != names:
                 names = found
                 token = uuid.uuid4().hex
@@ -156,6 +159,7 @@ def joined_world(timeout: timedelta = timedelta(minutes=10), stalls: Path | None
     /tmp by default. GPU memory grows in segments (`grow_segments`). Raises LaunchError when this node has fewer GPUs
     than ranks.
     """
+    # Half of the timeout: NCCL's monitor acts after twice its heartbeat's limit when CUDA blocks the watchdog.
     nccl = _FLIGHT_RECORDER | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, int(timeout.total_seconds() / 2)))}
     nccl |= {"TORCH_FR_DUMP_TEMP_FILE": str(flight_records(stalls))} if stalls else {}
     with environment_defaults(nccl), _joined(timeout) as world:
@@ -184,13 +188,16 @@ def _joined(timeout: timedelta) -> Iterator[World]:
     if "RANK" in os.environ:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         store.set_timeout(timeout)
+        # torchrun's store outlives its ranks (see the head of this file).
         store = attempt_store(store, rank, size, timeout)
     dist.init_process_group(
+        # gloo for numbers of the host, so that reading them never waits for the GPU's queue.
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         rank=rank,
         world_size=size,
         store=dist.PrefixStore("default", store),
         timeout=timeout,
+        # With a device NCCL connects here; else the first collective would, in a step, when its memory may be taken.
         device_id=device if device.type == "cuda" else None,
     )
     failures = FailureReports(store, rank, size, timeout)
@@ -237,6 +244,7 @@ def broadcast(value: T) -> T:
 
 def values_of_ranks(values: list[float]) -> list[list[float]]:
     """Returns the `values` of every rank, by rank; all give equally many. On the host: never touches the GPU."""
+    # float64 holds any Python float and counts up to 2**53.
     own = torch.tensor(values, dtype=torch.float64)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)

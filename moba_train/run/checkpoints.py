@@ -133,6 +133,7 @@ class RunCheckpoints:
             found = self._resume(path, from_scratch) if path is not None else self._first_start(from_scratch)
             self.begun = replace(found, seconds=time.monotonic() - began)
             if self._run.memory.saves:
+                # Page-locking takes about a second for every five GB, which the first save would otherwise wait for.
                 self.checkpointer.reserve(self._tensors())
             return self.begun
         except UserError:
@@ -249,6 +250,7 @@ class RunCheckpoints:
         stages = run.after_exit(progress.exited_steps).stages[: progress.stage + 1]
         plan = data_plan(run.setup.shape, run.data, run.seed, stages)
         progress.prepare_save(stage, plan, self._tokenizer, detector)
+        # A later start may save the same step again, and that is another checkpoint.
         self._saved_id = f"{self._start_id}-{progress.step}"
         meta = {"progress": progress.to_meta(), "config": run.recipe, "save_id": self._saved_id, "stage": stage.name}
         waited = self.checkpointer.save(progress.step, self._tensors(), meta | facts, protect)
@@ -317,6 +319,7 @@ class RunCheckpoints:
     ) -> None:
         if self._is_main and self._lock_problem() is None:  # else the folder is another run's
             self.trust.end(error)
+        # After such errors every rank comes here, so that the running save can end; after any other a rank may be gone.
         all_ranks_end = error is None or isinstance(error, TrainingError | CheckpointError)
         self.checkpointer.close(None if all_ranks_end else LAST_SAVE_S)
 

@@ -135,6 +135,7 @@ class StageEvaluations:
         step = self._stage.first_step
         place = (step, self._stage.name)
         records = read_since(metrics, step)
+        # Rank 0 alone has the file; all ranks must skip the same evaluations, which are collectives.
         here = broadcast({record["type"] for record in records if (record["step"], record.get("stage")) == place})
         self._run(step, tokens, lambda evaluation: evaluation.name not in here)
 
@@ -286,6 +287,7 @@ class RunEvaluations:
             numbers = self._evaluations.run_due(step, tokens)
             verdict = self._exit.judge(step, numbers)
             if verdict is not None and verdict.met:
+                # At the end of a stage all evaluations are due; only now is it known that this step is the last.
                 numbers |= self._evaluations.run_others(step, tokens)
         return numbers
 

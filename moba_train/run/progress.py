@@ -132,6 +132,7 @@ class Progress:
         """Record that the run goes on after the current step with the weights of `saved`."""
         if saved.stage == self.stage:
             self.boundary.recent = saved.boundary.recent  # a comparison that was reported stays made
+        # Steps that were skipped since then are undone with the others: they are in the range of the rollback now.
         self.skipped = [old for old in self.skipped if old <= saved.step]
         self.rollbacks.append([self.step, saved.step])
 
@@ -181,6 +182,8 @@ class Progress:
         Raises CheckpointError when a key is unknown or a value has a wrong type.
         """
         try:
+            # Validated, not taken as it is: the meta may come from elsewhere, and its numbers index the recipe's
+            # stages.
             progress = TypeAdapter(Progress).validate_python(meta)
         except ValidationError as error:
             problems = "; ".join(f"{format_path(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False))

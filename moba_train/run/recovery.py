@@ -159,6 +159,7 @@ class Recovery:
         self._telemetry.event(step, tokens, "spike", said, **facts)
         alert = "; ".join(filter(None, (said, fault)))
         self._telemetry.alert(f"{report.level} at step {step}", alert, f"spike_{report.level}")
+        # Before the run ends: the next start must not take the same weights again.
         doubt = self._doubt_checkpoint(report) if report.level == "fatal" else ""
         if doubt:
             self._telemetry.event(step, tokens, "warning", doubt)
@@ -288,9 +289,11 @@ class Recovery:
                 "from before the spike to go back to; the step was not applied. Lower checkpoint.every "
                 f"({self._run.checkpoint.every}), or start again. {error}"
             ) from error
+        # Gradients go before weights are loaded, whose copies take memory.
         self._optimizer.zero_grad()
         saved, note = self._checkpoints.load(path)
         self._detector.load_state_dict(saved.spike_detector)
+        # Losses of another stage say nothing about this one's.
         if saved.stage != stage.index:
             self._detector.rebaseline()
         progress.roll_back(saved)

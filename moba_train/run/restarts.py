@@ -130,6 +130,7 @@ class Restarts:
         if there have been `most` starts without progress before, else None."""
         if self._starts:
             last = self._starts[-1]
+            # Somebody has moved the newer checkpoints away on purpose, so the count begins again.
             moved_away = step < last.from_step and last.from_step not in marked_steps
             if moved_away or step > max(start.from_step for start in self._starts):
                 self._starts = []
@@ -299,6 +300,7 @@ def _newest(find: Callable[[Accept], Path | None], marks: Marks) -> Path | None:
     except UnreadableError:
         raise
     except CheckpointError:
+        # Oldest first: whatever is wrong with the marked ones came in later.
         for step in marks.steps:
             with suppress(CheckpointError):
                 return find(partial(_is_of_step, step))

@@ -43,6 +43,7 @@ def resumed_progress(run: ResolvedRun, meta: Mapping[str, Any], tokenizer: str, 
 def run_then(meta: Mapping[str, Any]) -> ResolvedRun | None:
     """The run of the recipe in the meta of a checkpoint; None where there is none that this version can read."""
     text = meta.get("config")
+    # A recipe of a later or much earlier version: the run goes on, and only what the progress holds is compared.
     with contextlib.suppress(ConfigError):
         if isinstance(text, str):
             return resolve_unchecked(parse_config(text, "the checkpoint's recipe"))

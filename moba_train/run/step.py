@@ -95,6 +95,8 @@ class StepResult:
         What was read later would wait for the update as well, and the GPU then for the host.
         """
         found = {"loss": losses.loss, "grad_norm": grad_norm} | norms
+        # One transfer: read one by one after the update, the norms made the host wait for all of the update and the GPU
+        # then for the host, 4.5 to 5 ms of the 8B's step at 8K on two H200 (profile of commit 85230d1, not kept).
         scalars = torch.stack([*found.values()])
         auxiliary = losses.auxiliary if losses.auxiliary is not None else scalars[:0]
         values = torch.cat([scalars, auxiliary]).tolist()

@@ -133,6 +133,7 @@ class StopRequest:
                 report_stopped()
                 return self._stopped_code
             if first and not self._joined:
+                # The signal may have reached this rank alone, and the others wait for it in the rendezvous.
                 timer = threading.Timer(JOINS_WITHIN_S, self._end_unless_joined)
                 timer.daemon = True
                 timer.start()
@@ -154,6 +155,7 @@ class StopRequest:
                 if self.requested:
                     _say(BEFORE_TRAINING)
                     report_stopped()
+                # The main thread may be inside torchrun's rendezvous, which no exception reaches.
                 os._exit(0)
 
 
@@ -169,6 +171,7 @@ class _Listener:
         self.request = request
         self._process = os.getpid()
         self._read_end, self._write_end = os.pipe()
+        # Python's signal handler writes into it and must never block.
         os.set_blocking(self._write_end, False)
         self._thread = threading.Thread(target=self._work, name="stop", daemon=True)
         self._thread.start()
@@ -332,6 +335,7 @@ class StopTime:
         """Seconds that an orderly stop takes at most, rounded up; None until a step and a save are measured."""
         if self._step_s is None or self._save_s is None:
             return None
+        # Two saves: the one under way, and the last one.
         return math.ceil((self._step_s + 2 * self._save_s + CLOSING_S) / ROUNDED_TO_S) * ROUNDED_TO_S
 
     @property

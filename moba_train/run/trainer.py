@@ -61,8 +61,10 @@ class Trainer:
         self.stop = RunStop(request, stop_at_step, world.timeout.total_seconds())
         self.clock = StepClock()
         refuse_broken_gpus(run.health.node, world)
+        # Nothing of ours draws random numbers in a step; an attention kind from elsewhere may.
         torch.manual_seed(run.seed + world.rank)
         self.learner = Learner(run, world)
+        # Between the phases of set-up, which may each take minutes: compiling, reading a checkpoint.
         if any_rank(request.requested):
             raise StoppedBeforeTrainingError
         self.checkpoints = RunCheckpoints(run, self.learner.model, self.learner.optimizer, world, run_lock.check)
@@ -268,6 +270,7 @@ class Trainer:
                 )
         if action == "apply":
             self.reports.boundary(stage, self.progress.boundary.observe(metrics["loss"]))
+            # The only wait for a save's copies: they have had the forward and backward pass to be made in.
             self.checkpoints.before_update()
             self.learner.update(metrics["lr"], metrics["grad_norm"])
             self.recovery.applied(step, self.tokens)

@@ -31,6 +31,7 @@ def write_atomically(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
+    # The new name is in the folder, which has to be on the disk as well.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -131,6 +132,8 @@ class JsonlSink:
             self._torn = False
         if written:
             try:
+                # Readers take a line without an end for one that is still being written, and the next record would be
+                # joined to it.
                 os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
             except OSError:
                 self._torn = True
@@ -199,6 +202,7 @@ def discard_after(path: Path, step: int | None, repeated: Collection[str] = ()) 
     if kept == path.stat().st_size:
         return
     before = discarded.stat().st_size if discarded.exists() else 0
+    # First: if the move is interrupted, the next start knows the length that both files had.
     write_atomically(journal, json.dumps({"kept": kept, "discarded": before}))
     with path.open("rb") as source, discarded.open("ab") as target:
         source.seek(kept)
@@ -206,6 +210,7 @@ def discard_after(path: Path, step: int | None, repeated: Collection[str] = ()) 
         shutil.copyfileobj(source, target, 1 << 20)
         target.flush()
         os.fsync(target.fileno())
+    # Only once the copy is on the disk.
     _truncate(path, kept)
     journal.unlink()
 

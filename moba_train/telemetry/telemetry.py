@@ -197,4 +197,5 @@ class Telemetry:
             else:
                 recovered.append(outage.works())
         for warning in filter(None, recovered):
+            # Ends: `works` returns a warning once, until the sink fails again.
             self._write("warning", warning)

@@ -1,11 +1,42 @@
 """Random inputs, and gradients of a weighted sum, for the attention tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from moba_train.attention.layout import TokenRange, TokenRanges
+
+Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def triple(tensors: Iterable[Tensor]) -> Triple:
+    """q, k and v, which must be three."""
+    q, k, v = tensors
+    return q, k, v
+
+
+def only(result: Tensor | Pair) -> Tensor:
+    """The output of `moba_attention`, which was not asked for the log-sum-exp."""
+    assert isinstance(result, Tensor)
+    return result
+
+
+def both(result: Tensor | Pair) -> Pair:
+    """Output and log-sum-exp of `moba_attention`."""
+    assert not isinstance(result, Tensor)
+    return result
+
+
+def ranges(*edges: tuple[int, int]) -> TokenRanges:
+    """Token ranges from their (start, stop)."""
+    return tuple(TokenRange(*pair) for pair in edges)
+
+
+def labelled(label: object) -> Callable[[str], str]:
+    """A message for `assert_close`: its own after a label."""
+    return lambda message: f"{label}: {message}"
 
 
 def make_qkv(
@@ -19,7 +50,7 @@ def make_qkv(
 ) -> Triple:
     """Random q, k, v with gradients, the same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return tuple(  # type: ignore[return-value]  # three by construction
+    return triple(
         torch.randn(tokens, n, head_dim, dtype=torch.float64, generator=generator).to(device, dtype).requires_grad_()
         for n in (heads, kv_heads, kv_heads)
     )
@@ -31,7 +62,7 @@ def edges(lengths: list[int], device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(cumulated, dtype=torch.int32, device=device)
 
 
-def run(function: Callable[..., tuple[Tensor, Tensor]], qkv: Triple, seed: int = 1) -> list[Tensor]:
+def run(function: Callable[..., tuple[Tensor, Tensor]], qkv: Sequence[Tensor], seed: int = 1) -> list[Tensor]:
     """[out, lse, dq, dk, dv] of `function(q, k, v)` for a random upstream gradient, the same for equal shapes."""
     leaves = [x.detach().clone().requires_grad_() for x in qkv]
     out, lse = function(*leaves)
@@ -44,9 +75,7 @@ def run(function: Callable[..., tuple[Tensor, Tensor]], qkv: Triple, seed: int =
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-def assert_all_close(got: list[Tensor], want: list[Tensor], atol: float = 2e-12) -> None:
+def assert_all_close(got: Sequence[Tensor], want: Sequence[Tensor], atol: float = 2e-12) -> None:
     """Each of out, lse, dq, dk, dv agrees; the message names the one that does not."""
     for name, a, b in zip(NAMES, got, want, strict=True):
-        torch.testing.assert_close(
-            a.double().cpu(), b.double().cpu(), atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        torch.testing.assert_close(a.double().cpu(), b.double().cpu(), atol=atol, rtol=0, msg=labelled(name))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moba_train.attention.kernels import composed
+from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import assert_results, build, exact, inputs, layout_of, run, run_in_parts
 from tests.attention.quick_interpreter import quicken
 
@@ -14,14 +15,16 @@ quicken()
     ("lengths", "limit", "kv_heads", "block_size", "topk"),
     [([150, 70], None, 2, 64, 3), ([130, 0, 1, 90], 300, 1, 50, 2)],
 )
-def test_the_composition_gathers_and_joins_with_kernels(lengths, limit, kv_heads, block_size, topk, monkeypatch):
+def test_the_composition_gathers_and_joins_with_kernels(
+    lengths: list[int], limit: int | None, kv_heads: int, block_size: int, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if limit:
         monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: limit)
     tensors, layout = inputs(lengths, 4, kv_heads, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
     ours = build("composed", 64, block_size=block_size, topk=topk)
     whole, selection = run(ours, tensors, layout)
     assert len(selection) == 3, "no lists from the kernels"
-    shards = [((0, 37), (180, sum(lengths))), ((37, 180),)]
+    shards = [ranges((0, 37), (180, sum(lengths))), ranges((37, 180))]
     sharded, selected = run_in_parts(ours, tensors, layout, shards, all_keys=True)
     assert torch.equal(selected, selection[0])
     want = exact(tensors, layout, selection[0], block_size, ours.scale)

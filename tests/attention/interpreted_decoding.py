@@ -16,7 +16,7 @@ quicken()
 
 @pytest.mark.parametrize("select", ["head", "group"])
 @pytest.mark.parametrize("block_size", [64, 80])
-def test_decoding_equals_the_reference(select, block_size, monkeypatch):
+def test_decoding_equals_the_reference(select: str, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences of other lengths, one shorter than its selection, between unused rows of the cache."""
     monkeypatch.setattr(decode, "_parts", lambda *_sizes: 3)
     lengths, starts, heads, kv_heads, head_dim = [451, 100], [7, 600], 4, 2, 64

@@ -1,6 +1,7 @@
 """MoBA in Triton's interpreter: selection, lists, output and gradients, in shards and in bounded memory."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ import torch
 from moba_train.attention.kernels.common import call, reference
 from moba_train.attention.kernels.common.geometry import block_bound
 from moba_train.attention.kernels.common.lists import BlockLists
-from moba_train.attention.kernels.common.tiles import tile_shapes, work_ranges
+from moba_train.attention.kernels.common.tiles import WorkRange, tile_shapes, work_ranges
 from moba_train.attention.kernels.triton import backend, blocks_from_144_dkdv, blocks_from_144_forward, blocks_to_128
 from moba_train.attention.layout import Layout, TokenRange
 from moba_train.attention.moba import gate_kernels
 from moba_train.attention.moba.gate import pool_keys
 from moba_train.attention.protocol import BackwardState
+from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import (
     PACKED,
     assert_results,
@@ -31,7 +33,9 @@ from tests.attention.quick_interpreter import quicken
 quicken()
 
 
-def case(lengths, heads, kv_heads, head_dim, dtype=torch.float32, **options):
+def case(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> "pytest.ParameterSet":
     return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
 
 
@@ -49,7 +53,9 @@ def case(lengths, heads, kv_heads, head_dim, dtype=torch.float32, **options):
         case([1100], 1, 1, 64, block_size=512, topk=2),
     ],
 )
-def test_selection_lists_output_and_gradients_equal_the_reference(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_selection_lists_output_and_gradients_equal_the_reference(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
     ours, reference = (build(kind, head_dim, **options) for kind in ("triton", "reference"))
     q, k = tensors[:2]
@@ -67,7 +73,7 @@ def test_selection_lists_output_and_gradients_equal_the_reference(lengths, heads
     assert_results(got, want, limit)
 
 
-def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates():
+def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates() -> None:
     layout = layout_of([640], "cpu")
     ours = build("triton", 64, block_size=64, topk=4)
     q = torch.zeros(640, 1, 64)
@@ -87,7 +93,9 @@ def test_of_equal_gates_the_lower_block_wins_and_infinite_gates_are_candidates()
 @pytest.mark.parametrize(
     ("count", "gates"), [*product([3, 6, 17], ["random", "one bucket", "all equal"]), (127, "one bucket")]
 )
-def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, gates, monkeypatch):
+def test_selection_over_many_chunks_is_exact_whatever_the_buckets(
+    count: int, gates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random gates; and gates whose best blocks all share a bucket, which are found in a second pass."""
     monkeypatch.setattr(gate_kernels, "_CHUNK", 16)
     layout = layout_of([64 * 100, 64 * 20], "cpu")
@@ -95,7 +103,7 @@ def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, gates, 
     own = slice(6390, 6400)  # the last rows of the first document, and the second document
     q = torch.zeros(64 * 120, 1, 64)
     q[..., 0] = 1
-    last = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, ((own.start, own.stop), (7600, 7680)))
+    last = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, ranges((own.start, own.stop), (7600, 7680)))
     pooled = torch.zeros(122, 1, 64)
     if gates == "random":
         pooled[:, 0, 0] = torch.randn(122, generator=torch.Generator().manual_seed(0))
@@ -106,18 +114,18 @@ def test_selection_over_many_chunks_is_exact_whatever_the_buckets(count, gates, 
 
 
 @pytest.mark.parametrize("block_size", [64, 192])
-def test_shards_of_queries_and_keys_give_the_whole(block_size):
+def test_shards_of_queries_and_keys_give_the_whole(block_size: int) -> None:
     """Blocks that straddle the edges of shards, documents that span them, keys of the future."""
     tensors, layout = inputs([250, 1, 79], 2, 1, 64, torch.float32, "cpu"), layout_of([250, 1, 79], "cpu")
     ours = build("triton", 64, block_size=block_size, topk=3)
     want, (selected, *_) = run(ours, tensors, layout)
-    got, parts_selected = run_in_parts(ours, tensors, layout, [((0, 37), (300, 330)), ((37, 300),)])
+    got, parts_selected = run_in_parts(ours, tensors, layout, [ranges((0, 37), (300, 330)), ranges((37, 300))])
     assert torch.equal(parts_selected, selected)
     assert_results(got, want)
 
 
 @pytest.mark.parametrize("block_size", [64, 192])
-def test_lists_of_several_splits_are_summed(block_size, monkeypatch):
+def test_lists_of_several_splits_are_summed(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks_to_128, "_SPLIT", 64)
     monkeypatch.setattr(blocks_from_144_dkdv, "_SPLIT", 64)
     tensors, layout = inputs([300, 70], 4, 2, 64, torch.float32, "cpu"), layout_of([300, 70], "cpu")
@@ -128,7 +136,9 @@ def test_lists_of_several_splits_are_summed(block_size, monkeypatch):
 
 
 @pytest.mark.parametrize(("block_size", "limit"), [(64, 1000), (144, 2100)])
-def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeypatch):
+def test_work_is_cut_into_work_ranges_without_a_trace(
+    block_size: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bounded buffers: by key/value heads, and by ranges of queries where one head's partial results are too many."""
     lengths = [300, 45]  # 2,070 slots in two chunks for each key/value head
     tensors, layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
@@ -136,7 +146,7 @@ def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeyp
     want, selection = run(ours, tensors, layout)
     seen = []
 
-    def record(lists, kv_heads, most):
+    def record(lists: BlockLists, kv_heads: int, most: int) -> list[WorkRange]:
         parts = list(work_ranges(lists, kv_heads, most))
         seen.append(len(parts))
         return parts
@@ -150,7 +160,7 @@ def test_work_is_cut_into_work_ranges_without_a_trace(block_size, limit, monkeyp
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_a_query_may_attend_to_127_blocks_beside_its_own(long, monkeypatch):
+def test_a_query_may_attend_to_127_blocks_beside_its_own(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels of short and of long blocks; every history block, or a random part of them. Blocks of 16 are not
     offered, but quick."""
     block_size = 16
@@ -167,7 +177,7 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(long, monkeypatch):
     selected = some_HTN.sort(-1).values.to(torch.int32)
     selected = torch.where(selected == 127, -1, selected)
     selection = selected, *backend.block_lists(selected, layout, 1, block_size)
-    options = {"block_size": block_size, "scale": 0.125}
+    options: dict[str, Any] = {"block_size": block_size, "scale": 0.125}
     out, lse = backend.attend(q, k, v, layout, selection, **options)
     state = BackwardState(dout, q, k, v, out, lse)
     got = [out, lse, *backend.attend_backward(state, layout, selection, **options)]
@@ -178,7 +188,7 @@ def test_a_query_may_attend_to_127_blocks_beside_its_own(long, monkeypatch):
     assert_results(got, want)
 
 
-def test_the_lists_of_three_short_documents_are_those_of_the_example():
+def test_the_lists_of_three_short_documents_are_those_of_the_example() -> None:
     """The example in the docstring of common/lists.py, by the kernels."""
     selected = torch.full((2, 17, 1), -1, dtype=torch.int32)
     selected[:, 4], selected[:, 12:16], selected[0, 16], selected[1, 16] = 0, 3, 4, 3

@@ -1,6 +1,8 @@
 """Gradients of long blocks by kernels in Gluon, from their own source; test_triton_interpreter.py starts it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ quicken()
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own source, by tiles of 16 rows and 16 keys."""
     shape = TileShape(16, 16, 4, 2)
     monkeypatch.setattr(
@@ -35,7 +37,9 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(BlockCall, "backward_pass", "hopper/blocks_256_to_4096_gradients.py")
 
 
-def gradients(lengths, heads, kv_heads, dtype, options):
+def gradients(
+    lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
     """(dq, dk, dv), and what they should be."""
     q, k, v, dout = tensors = inputs(lengths, heads, kv_heads, 64, dtype, "cpu")
     layout, ours = layout_of(lengths, "cpu"), build("triton", 64, **options)
@@ -53,7 +57,15 @@ def gradients(lengths, heads, kv_heads, dtype, options):
         ([600], 2, 2, {"block_size": 512, "topk": 2}, 16, True),  # 32, as many as 4096 keys have
     ],
 )
-def test_gradients_in_one_pass_equal_the_reference(lengths, heads, kv_heads, options, split, own, monkeypatch):
+def test_gradients_in_one_pass_equal_the_reference(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    options: dict[str, Any],
+    split: int,
+    own: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", split)
     monkeypatch.setattr(blocks_256_to_4096_gradients.OnePass, "diagonal_in_one_pass", lambda self: own)
     got, want = gradients(lengths, heads, kv_heads, torch.float32, options)
@@ -63,7 +75,9 @@ def test_gradients_in_one_pass_equal_the_reference(lengths, heads, kv_heads, opt
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("limit", "split"), [(10**6, 1024), (500, 1024), (10**6, 32)])
-def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(limit, split, monkeypatch):
+def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(
+    limit: int, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One tile of keys; `limit`: entries of a work range, here cut by heads and queries; `split`: rows of a split."""
     monkeypatch.setattr(blocks_256_to_4096_gradients, "_SHORT_SPLIT", split)
     shape = TileShape(16, 64, 4, 2)
@@ -77,7 +91,7 @@ def test_short_blocks_gather_the_rows_of_all_heads_at_once_or_of_parts(limit, sp
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_dq_of_many_tiles_of_keys_is_as_exact_as_in_two_passes():
+def test_dq_of_many_tiles_of_keys_is_as_exact_as_in_two_passes() -> None:
     """These have an error of 0.00037; added up in float16, 32 times, it is 0.00086."""
     (dq, *_), (want, *_) = gradients([800], 1, 1, torch.float16, {"block_size": 512, "topk": 2})
     assert error(dq[512:], want[512:]) < 0.0005

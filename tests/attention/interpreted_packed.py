@@ -1,6 +1,7 @@
 """Gradients of long blocks from packed rows, in Triton's interpreter."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,16 @@ quicken()
         pytest.param([70, 0, 60], 2, 2, 128, torch.float32, {"block_size": 64, "topk": 3}, 600),
     ],
 )
-def test_packed_rows_give_the_same_gradients(lengths, heads, kv_heads, head_dim, dtype, options, limit, monkeypatch):
+def test_packed_rows_give_the_same_gradients(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """dk and dv against float64, bit for bit again, in one work range and in several."""
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cpu"), layout_of(lengths, "cpu")
     ours = build("triton", head_dim, **options)
@@ -52,7 +62,7 @@ def test_packed_rows_give_the_same_gradients(lengths, heads, kv_heads, head_dim,
         assert torch.equal(a, b), name
 
 
-def test_lists_are_packed_in_order_and_filled_up():
+def test_lists_are_packed_in_order_and_filled_up() -> None:
     """Every list's rows in its own tiles; the rest of its last tile has probability 0 whatever the keys."""
     lengths, block_size, rows = [200, 70, 129], 64, 32
     (q, k, v, dout), layout = inputs(lengths, 4, 2, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
@@ -97,7 +107,9 @@ def test_lists_are_packed_in_order_and_filled_up():
         (2, 1, {"block_size": 512, "topk": 2}, False, 16),  # 32 tiles of keys
     ],
 )
-def test_launches_of_one_pass_add_up(heads, kv_heads, options, own, keys, monkeypatch):
+def test_launches_of_one_pass_add_up(
+    heads: int, kv_heads: int, options: dict[str, Any], own: bool, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packed rows, their positions, the order of sums; the two kernels' arithmetic is PyTorch's here."""
     shape = replace(tile_shapes(64, 4096), dkdv=TileShape(64, keys, 8, 3))
     monkeypatch.setattr(call, "tile_shapes", lambda d, b: shape)

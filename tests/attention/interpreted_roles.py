@@ -1,5 +1,7 @@
 """The forward pass of long blocks by kernels in Gluon, from their own source; test_triton_interpreter.py starts it."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,7 +24,14 @@ quicken()
         ([530, 1, 140], 4, 2, {"block_size": 128, "topk": 4}, [None]),  # one tile of keys
     ],
 )
-def test_attention_by_warps_with_roles_equals_the_reference(lengths, heads, kv_heads, options, shards, monkeypatch):
+def test_attention_by_warps_with_roles_equals_the_reference(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    options: dict[str, Any],
+    shards: list[tuple[tuple[int, int], ...] | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By few programs: each has several tiles, and some may have none."""
     for seed, name in enumerate(("forward_history", "forward_diagonal")):
         monkeypatch.setattr(blocks_from_512_forward, name, Interpreter(getattr(blocks_from_512_forward, name), seed))

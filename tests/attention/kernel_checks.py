@@ -1,8 +1,13 @@
 """What the Triton kernels are held to, in the interpreter and on a GPU: the reference, and the selection held fixed."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from moba_train.attention.block_sparse import DenseOrSparse
+from moba_train.attention.kernels.common.lists import BlockLists
 from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward, selected_mask
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
@@ -11,18 +16,28 @@ from moba_train.attention.protocol import BackwardState, LocalAttention
 from tests.attention.helpers import make_qkv
 
 
-def build(kind: str, head_dim: int, **options) -> MobaAttention:
+def build(kind: str, head_dim: int, **options: Any) -> MobaAttention:
     return MobaAttention(MobaAttention.Options(backend=kind, **options), head_dim)
 
 
-def inputs(lengths, heads, kv_heads, head_dim, dtype, device, seed=0) -> list[Tensor]:
+def inputs(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+) -> list[Tensor]:
     """q, k, v, dout."""
     q, k, v = make_qkv(sum(lengths), heads, kv_heads, head_dim, device, dtype, seed)
     dout = make_qkv(sum(lengths), heads, kv_heads, head_dim, device, dtype, seed + 1)[0]
     return [x.detach() for x in (q, k, v, dout)]
 
 
-def run(attention: LocalAttention, tensors: list[Tensor], layout: Layout, selection=None) -> tuple[list[Tensor], tuple]:
+def run(
+    attention: LocalAttention, tensors: list[Tensor], layout: Layout, selection: Any = None
+) -> tuple[list[Tensor], Any]:
     """[out, lse, dq, dk, dv] and the selection."""
     q, k, v, dout = tensors
     selection = selection or attention.select(q, attention.summarize(k, layout), layout)
@@ -32,7 +47,7 @@ def run(attention: LocalAttention, tensors: list[Tensor], layout: Layout, select
 
 
 def run_in_parts(
-    attention: MobaAttention,
+    attention: DenseOrSparse,
     tensors: list[Tensor],
     layout: Layout,
     shards: list[TokenRanges],
@@ -70,7 +85,7 @@ def run_in_parts(
     return [outs, lses, dq, dk, dv], torch.cat(selections, 1)[:, order]
 
 
-def exact(tensors: list[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
+def exact(tensors: Sequence[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
     """[out, lse, dq, dk, dv] in float64 for these selected blocks."""
     q, k, v, dout = (x.double() for x in tensors)
     mask = selected_mask(selected, layout, block_size)
@@ -78,7 +93,7 @@ def exact(tensors: list[Tensor], layout: Layout, selected: Tensor, block_size: i
     return [out, lse, *masked_attend_backward(BackwardState(dout, q, k, v, out, lse), mask, scale, prefix=True)]
 
 
-def naive(tensors: list[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
+def naive(tensors: Sequence[Tensor], layout: Layout, selected: Tensor, block_size: int, scale: float) -> list[Tensor]:
     """[out, dq, dk, dv] of attention as one would write it in the inputs' dtype, for its error."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
     tokens, group = q.shape[0], q.shape[1] // k.shape[1]
@@ -96,14 +111,14 @@ def error(got: Tensor, want: Tensor) -> float:
     )
 
 
-def assert_results(got: list[Tensor], want: list[Tensor], limit: float = 2e-6) -> None:
+def assert_results(got: Sequence[Tensor], want: Sequence[Tensor], limit: float = 2e-6) -> None:
     """[out, lse, dq, dk, dv], or the gradients alone, with errors below `limit`."""
     names = ("out", "lse", "dq", "dk", "dv")[-len(want) :]
     for name, a, b in zip(names, got, want, strict=True):
         assert error(a, b.double()) < limit, name
 
 
-def list_bounds(lists) -> tuple[Tensor, Tensor]:
+def list_bounds(lists: BlockLists) -> tuple[Tensor, Tensor]:
     """[lists] each: where every list begins and ends."""
     edges = lists.starts[:: lists.chunks]
     return edges[:-1], edges[1:]
@@ -126,5 +141,5 @@ def check_lists(selected: Tensor, slots: Tensor, starts: Tensor, kv_heads: int, 
 PACKED = [200, 0, 1, 70, 0, 129, 64, 0]
 
 
-def layout_of(lengths, device) -> Layout:
+def layout_of(lengths: list[int], device: torch.device | str) -> Layout:
     return packed_layout(lengths, device)

@@ -8,12 +8,12 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kind import AttentionKind, LayerInput, MicroBatch, SublayerInput, TokenBytes, TwoSublayers
@@ -26,6 +26,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.context.engine import ContextParallel, RankShard
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import Transport
+from tests.attention.helpers import labelled
 from tests.thread_ranks import thread_transports
 
 MODEL = ModelConfig(
@@ -37,8 +38,8 @@ MODEL = ModelConfig(
 class Layer:
     """One layer's kind, parameters and inputs, all float64 with gradient."""
 
-    kind: AttentionKind
-    parameters: nn.Module | None
+    kind: Any  # each kind's own tests know its class and its parameters
+    parameters: Any
     x: Tensor
     q: Tensor
     k: Tensor
@@ -51,9 +52,14 @@ class Layer:
         """Position of each token in its document."""
         return self.layout.positions(self.layout.q_tokens, self.layout.q_documents)
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x, q, k, v."""
-        return [self.x, self.q, self.k, self.v]
+        return self.x, self.q, self.k, self.v
+
+    def with_inputs(self, inputs: Iterable[Tensor], **changes: Any) -> "Layer":
+        """The layer with another x, q, k, v, and other changed fields."""
+        x, q, k, v = inputs
+        return replace(self, x=x, q=q, k=k, v=v, **changes)
 
     def named_parameters(self) -> dict[str, Tensor]:
         """The kind's parameters by name."""
@@ -166,7 +172,7 @@ class CountingEngine(ContextParallel):
             self.gathered += x.itemsize * math.prod(x.shape[1:])
             return gather(name, x)
 
-        shard.gather = counted
+        shard.gather = counted  # type: ignore[method-assign, assignment]  # of this shard alone
         return shard
 
 
@@ -182,7 +188,7 @@ def assert_ranks_equal_one_device(layer: Layer, strategy: CPStrategy, atol: floa
     def rank(engine: ContextParallel) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         try:
             leaves = [sequence.shard(x.detach(), engine.rank).requires_grad_() for x in layer.inputs()]
-            own = Layer(layer.kind, copy.deepcopy(layer.parameters), *leaves, layer.layout, layer.model)
+            own = layer.with_inputs(leaves, parameters=copy.deepcopy(layer.parameters))
             outputs = run_layer(own, engine, sequence.shard(layer.positions, engine.rank))
             weights = [sequence.shard(weight, engine.rank) for weight in places]
             total = torch.stack([(x * weight).sum() for x, weight in zip(outputs, weights, strict=True)]).sum()
@@ -198,7 +204,7 @@ def assert_ranks_equal_one_device(layer: Layer, strategy: CPStrategy, atol: floa
 
     with ThreadPoolExecutor(strategy.ranks) as pool:
         futures = [pool.submit(rank, engine) for engine in engines]
-    errors = [future.exception() for future in futures if future.exception()]
+    errors = [error for future in futures if (error := future.exception())]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     by_rank = [future.result() for future in futures]
@@ -211,13 +217,13 @@ def assert_ranks_equal_one_device(layer: Layer, strategy: CPStrategy, atol: floa
 
     for index, want in enumerate(want_outputs):
         got = packed(outputs[index] for outputs, _, _ in by_rank)
-        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda text, i=index: f"output {i}: {text}")
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=labelled(f"output {index}"))
     for name, index, want in zip("xqkv", range(4), want_inputs, strict=True):
         got = packed(grads[index] for _, grads, _ in by_rank)
-        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda text, n=name: f"gradient of {n}: {text}")
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=labelled(f"gradient of {name}"))
     for index, (name, want) in enumerate(want_parameters.items()):
         got = torch.stack([parameters[index] for _, _, parameters in by_rank]).sum(0)
-        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda text, n=name: f"gradient of {n}: {text}")
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=labelled(f"gradient of {name}"))
 
 
 def assert_documents_are_independent(
@@ -233,7 +239,7 @@ def assert_documents_are_independent(
         if not length:
             continue
         alone = [x.detach()[rows].requires_grad_() for x in layer.inputs()]
-        own = Layer(layer.kind, layer.parameters, *alone, packed_layout([length]), layer.model)
+        own = layer.with_inputs(alone, layout=packed_layout([length]))
         for got, want in zip(run_layer(own), outputs, strict=True):
             torch.testing.assert_close(got, want[rows], rtol=0, atol=atol)
 
@@ -268,7 +274,7 @@ def in_16_bits(layer: Layer) -> tuple[Layer, Layer]:
         parameter.data = parameter.data.bfloat16()
     inputs = [x.detach().bfloat16().requires_grad_() for x in layer.inputs()]
     full = KINDS["full"](KINDS["full"].Options(), layer.model.head_width)
-    return Layer(layer.kind, layer.parameters, *inputs, layer.layout), Layer(full, None, *inputs, layer.layout)
+    return layer.with_inputs(inputs), layer.with_inputs(inputs, kind=full, parameters=None)
 
 
 def kept_bytes(layer: Layer, shared: Iterable[Tensor] = ()) -> int:

@@ -21,7 +21,8 @@ class counted_launches(TorchDispatchMode):
 
     def __enter__(self) -> Counter[str]:
         super().__enter__()
-        _thread.counts = self.counts = Counter()
+        self.counts: Counter[str] = Counter()
+        _thread.counts = self.counts
         return self.counts
 
     def __exit__(self, *error: Any) -> None:

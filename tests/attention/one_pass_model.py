@@ -20,7 +20,16 @@ class Launcher:
         return lambda **arguments: self.function(grid, **arguments)
 
 
-def _gradients(q, dout, lse, delta, k, v, scale, visible=None):
+def _gradients(
+    q: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    visible: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of rows and a tile of keys; lse in units of log 2."""
     p = torch.exp2(q @ k.T * (scale * 1.4426950408889634) - lse[:, None])
     if visible is not None:

@@ -26,6 +26,7 @@ from moba_train.attention.protocol import LocalAttention
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
+from tests.attention.helpers import triple
 from tests.attention.kind_checks import small_model
 
 LENGTHS = [37, 0, 1, 90]
@@ -140,8 +141,8 @@ def test_any_strides_are_taken_and_contiguous_results_come_back(kind: LocalAtten
 
     layout = packed_layout(LENGTHS)
     plain, ours = inputs(), [strided(x) for x in inputs()]
-    expected = numbers(lambda *x: LOCAL_ENGINE(*x, kind, layout), *plain)
-    for got, want in zip(numbers(lambda *x: LOCAL_ENGINE(*x, kind, layout), *ours), expected, strict=True):
+    expected = numbers(lambda *x: LOCAL_ENGINE(*triple(x), kind, layout), *plain)
+    for got, want in zip(numbers(lambda *x: LOCAL_ENGINE(*triple(x), kind, layout), *ours), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     results = _operator(*ours, None, *(layout.cu_seqlens, None, 90, 128, None), kind.handle, LOCAL_ENGINE.handle)
     grads = torch.autograd.grad(results[0].square().sum(), ours)
@@ -158,7 +159,7 @@ def test_kernels_are_given_heads_whose_numbers_lie_side_by_side(monkeypatch: pyt
         return attend(self, *tensors, **rest)  # type: ignore[arg-type]  # the method it replaces
 
     monkeypatch.setattr(FullAttention, "attend", watched)
-    LOCAL_ENGINE(*(x.repeat_interleave(2, -1)[..., ::2] for x in inputs()), KINDS["full"], packed_layout([128]))
+    LOCAL_ENGINE(*triple(x.repeat_interleave(2, -1)[..., ::2] for x in inputs()), KINDS["full"], packed_layout([128]))
     assert seen == [1, 1, 1]
 
 
@@ -170,7 +171,8 @@ def test_autocast_changes_nothing(kind: LocalAttention) -> None:
     def run(enabled: bool) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             return numbers(
-                lambda *x: LOCAL_ENGINE(*x, kind, layout), *(x.detach().float().requires_grad_() for x in inputs())
+                lambda *x: LOCAL_ENGINE(*triple(x), kind, layout),
+                *(x.detach().float().requires_grad_() for x in inputs()),
             )
 
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
@@ -199,14 +201,19 @@ class Seen(TorchDispatchMode):
 class Awaited(Tensor):
     """A tensor whose numbers only operators may ask for, as one that is still on its way from other ranks."""
 
+    arrived: Tensor
+    seen: list[str]
+
     @staticmethod
     def __new__(cls, x: Tensor, seen: list[str]) -> "Awaited":
-        made = Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype)  # type: ignore[attr-defined]
+        made: Awaited = Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype)
         made.arrived, made.seen = x, seen
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # its stub has no defaults
+        cls, operator: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         for x in arguments:
             if isinstance(x, Awaited):
                 x.seen.append(operator.name())
@@ -235,7 +242,7 @@ def test_kernels_run_where_the_tensors_are_not_on_the_current_device() -> None:
 
     def run(device: str) -> list[Tensor]:
         qkv = [x.detach().repeat(3, 1, 4).to(device, torch.bfloat16).requires_grad_() for x in inputs()]
-        return numbers(lambda *x: LOCAL_ENGINE(*x, kind, packed_layout([384], device)), *qkv)
+        return numbers(lambda *x: LOCAL_ENGINE(*triple(x), kind, packed_layout([384], device)), *qkv)
 
     with torch.cuda.device(0):
         for there, here in zip(run("cuda:1"), run("cuda:0"), strict=True):

@@ -1,7 +1,9 @@
 """Which backend a batch gets, and what is said about it. No GPU needed: nothing is computed."""
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ import torch
 from moba_train.attention.kernels import block_attention, composed, table
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common import reference
+from moba_train.attention.layout import Layout
 from moba_train.attention.moba import gate
 from moba_train.attention.moba.moba_local import pick_selector
 from moba_train.attention.protocol import BackwardState
+from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import build
 from tests.attention.kernel_checks import layout_of as packed
 
@@ -19,7 +23,7 @@ KEY = "attention.moba.backend"
 
 
 @pytest.fixture(autouse=True)
-def a_gpu_with_triton_and_flash(monkeypatch):
+def a_gpu_with_triton_and_flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     packages = frozenset({"torch's FlashAttention-2"})
     machine = table.Machine("cuda", (9, 0), "3.6.0", packages=packages)
     monkeypatch.setattr(
@@ -34,15 +38,17 @@ def a_gpu_with_triton_and_flash(monkeypatch):
     table._selection_problem.cache_clear()
 
 
-def q(head_dim=128, dtype=torch.bfloat16) -> SimpleNamespace:
+def q(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> Any:
     return SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=dtype, shape=(64, 2, head_dim))
 
 
-def pick(wanted="auto", x=None, block_size=512, history_blocks=2, layout=None):
+def pick(
+    wanted: str = "auto", x: Any = None, block_size: int = 512, history_blocks: int = 2, layout: Layout | None = None
+) -> Any:
     return BlockAttention(block_size, 1.0, wanted, KEY).pick(x or q(), layout or packed([64], "cpu"), history_blocks)
 
 
-def test_auto_takes_triton_and_says_so_once(caplog):
+def test_auto_takes_triton_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert [pick(), pick()] == ["triton", "triton"]
     assert [record.message for record in caplog.records] == [
@@ -50,14 +56,14 @@ def test_auto_takes_triton_and_says_so_once(caplog):
     ]
 
 
-def test_auto_warns_when_only_plain_pytorch_is_left_and_names_every_reason():
+def test_auto_warns_when_only_plain_pytorch_is_left_and_names_every_reason() -> None:
     with pytest.warns(
         UserWarning, match=r"plain PyTorch.*dtype torch\.float32.*FlashAttention-2: dtype torch\.float32"
     ):
         assert pick(x=q(dtype=torch.float32)) == "reference"
 
 
-def test_a_backend_is_resolved_once_for_a_stage(monkeypatch):
+def test_a_backend_is_resolved_once_for_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers and batches give equal facts: only what depends on a batch alone is asked for again."""
     attention = BlockAttention(512, 1.0, "auto", "of.a.stage")
     first = attention.pick(q(), packed([64], "cpu"), 2)
@@ -65,8 +71,8 @@ def test_a_backend_is_resolved_once_for_a_stage(monkeypatch):
     assert attention.pick(q(), packed([32, 32], "cpu"), 2) == first
 
 
-def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason():
-    part = packed([256], "cpu").part(None, ((0, 64), (96, 160)))
+def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason() -> None:
+    part = packed([256], "cpu").part(None, ranges((0, 64), (96, 160)))
     message = (
         rf"{KEY}: 'triton' cannot do this batch: a shard whose token ranges 0-64, 96-160 are less than .*use 'auto'"
     )
@@ -74,8 +80,8 @@ def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason():
         pick("triton", block_size=64, layout=part)
 
 
-def test_flash_shares_the_selection_kernels_where_they_can_run():
-    def pick(wanted: str, x: torch.Tensor, count: int = 2):
+def test_flash_shares_the_selection_kernels_where_they_can_run() -> None:
+    def pick(wanted: str, x: torch.Tensor, count: int = 2) -> Any:
         return pick_selector(wanted, x, packed([1], "cpu"), block_size=64, history_blocks=count)
 
     assert pick("composed", q(128)) == "triton"
@@ -87,7 +93,9 @@ def test_flash_shares_the_selection_kernels_where_they_can_run():
     assert pick("auto", torch.zeros(1, 1, 128)) is gate
 
 
-def test_the_selection_of_flash_is_the_blocks_alone_and_of_the_shape_that_tracing_is_told(monkeypatch):
+def test_the_selection_of_flash_is_the_blocks_alone_and_of_the_shape_that_tracing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     x = torch.zeros(9, 2, 16)
     attention, layout = build("composed", 16, block_size=4, topk=3), packed([9], "cpu")
@@ -96,18 +104,20 @@ def test_the_selection_of_flash_is_the_blocks_alone_and_of_the_shape_that_tracin
     assert (empty.shape, empty.dtype) == (selected.shape, selected.dtype)
 
 
-def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_keys(monkeypatch):
+def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     picked = []
     pick = BlockAttention.pick
 
-    def watched(self, q, layout, history_blocks):
+    def watched(self: BlockAttention, q: torch.Tensor, layout: Layout, history_blocks: int) -> Any:
         picked.append(layout)
         return pick(self, q, layout, history_blocks)
 
     monkeypatch.setattr(BlockAttention, "pick", watched)
     layout = packed([12], "cpu")
-    part = layout.part(None, ((0, 8),))
+    part = layout.part(None, ranges((0, 8)))
     blocks = BlockAttention(4, 0.25, "reference", KEY)
     q, kv = torch.randn(12, 2, 16), torch.randn(12, 1, 16)
     for _ in range(2):
@@ -118,16 +128,16 @@ def test_the_backend_is_picked_once_for_a_layout_and_again_for_a_part_of_the_key
     assert picked == [layout, part]
 
 
-def test_the_reference_takes_a_selection_that_the_kernels_made():
+def test_the_reference_takes_a_selection_that_the_kernels_made() -> None:
     """A rank whose queries are one range selects with `triton`, then meets keys that only the reference takes."""
     layout = packed([256], "cpu")
-    mine, theirs = layout.part(((96, 160),), None), layout.part(((96, 160),), ((0, 64), (96, 160)))
+    mine, theirs = layout.part(ranges((96, 160)), None), layout.part(ranges((96, 160)), ranges((0, 64), (96, 160)))
     assert pick(block_size=64, layout=mine) == "triton"
     with pytest.warns(UserWarning, match="token ranges 0-64, 96-160 are less than block_size 64 apart"):
         assert pick(block_size=64, layout=theirs) == "reference"
     x = torch.zeros(128, 2, 16)
     selection = tuple(torch.zeros(shape, dtype=torch.int32) for shape in ((2, 64, 2), (256,), (9,)))
-    call = {"block_size": 64, "scale": 1.0}
+    call: dict[str, Any] = {"block_size": 64, "scale": 1.0}
     out, lse = reference.attend(x[:64], x, x, theirs, selection, **call)
     assert out.shape == (64, 2, 16)
     reference.attend_backward(BackwardState(out, x[:64], x, x, out, lse), theirs, selection, **call)

@@ -1,14 +1,18 @@
 """MoBA composed of varlen flash attention is the same function: on the CPU in float64, on a GPU with every kernel."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from moba_train.attention.kernels import composed, varlen
-from moba_train.attention.layout import Layout
+from moba_train.attention.kernels.varlen import Segments
+from moba_train.attention.kernels.varlen.protocol import VarlenKernel
+from moba_train.attention.layout import Layout, TokenRanges
 from moba_train.attention.moba import moba_attention
-from tests.attention.helpers import make_qkv
+from moba_train.attention.protocol import BackwardState
+from tests.attention.helpers import make_qkv, only, ranges
 from tests.attention.kernel_checks import PACKED, build, error, exact, inputs, layout_of, naive, run, run_in_parts
 from tests.attention.oracle_checks import assert_equals_oracle
 
@@ -28,19 +32,19 @@ GRID = pytest.mark.parametrize(
 
 @GRID
 @pytest.mark.parametrize("topk", [1, 2, 3, 50])
-def test_output_lse_and_gradients_equal_the_specification(lengths, topk):
+def test_output_lse_and_gradients_equal_the_specification(lengths: list[int], topk: int) -> None:
     assert_equals_oracle(lengths, 4, 2, 16, "cpu", backend="composed", block_size=4, topk=topk)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("select", ["head", "group"])
-def test_any_number_of_queries_may_share_a_key_head(heads, kv_heads, select):
-    options = {"block_size": 3, "topk": 3, "select": select, "always": ("current", "first")}
+def test_any_number_of_queries_may_share_a_key_head(heads: int, kv_heads: int, select: str) -> None:
+    options: dict[str, Any] = {"block_size": 3, "topk": 3, "select": select, "always": ("current", "first")}
     assert_equals_oracle([13, 7], heads, kv_heads, 16, "cpu", backend="composed", **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 1000])
-def test_every_block_size_from_one_token_to_more_than_the_sequence(block_size):
+def test_every_block_size_from_one_token_to_more_than_the_sequence(block_size: int) -> None:
     assert_equals_oracle([9, 8], 2, 1, 16, "cpu", backend="composed", block_size=block_size, topk=3, scale=0.7)
 
 
@@ -50,30 +54,36 @@ class Call(NamedTuple):
     causal: bool
 
 
-def watch(monkeypatch, most_segments=2**31, dq_buffers=1) -> list[Call]:
+def watch(monkeypatch: pytest.MonkeyPatch, most_segments: int = 2**31, dq_buffers: int = 1) -> list[Call]:
     """Every call of the kernel from now on."""
     calls = []
 
     class Watched(varlen.Cpu):
         @staticmethod
-        def forward(q, k, v, segments, scale):
+        def forward(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             calls.append(Call(q.shape[0], segments.cu_q.numel() - 1, segments.causal))
             return varlen.Cpu.forward(q, k, v, segments, scale)
 
         @staticmethod
-        def backward(state, segments, scale, deterministic):
+        def backward(
+            state: BackwardState, segments: Segments, scale: float, deterministic: bool
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             calls.append(Call(state.q.shape[0], segments.cu_q.numel() - 1, segments.causal))
             assert deterministic
             return varlen.Cpu.backward(state, segments, scale, deterministic)
 
     Watched.most_segments = most_segments
-    Watched.dq_buffers = staticmethod(lambda segments, device: dq_buffers)
+    Watched.dq_buffers = staticmethod(lambda segments, device: dq_buffers)  # type: ignore[method-assign]
     monkeypatch.setattr(varlen, "KERNELS", (Watched,))
     return calls
 
 
 @pytest.mark.parametrize(("limit", "dq_buffers"), [(12, 1), (80, 1), (150, 1), (400, 1), (400, 3)])
-def test_memory_is_bounded_by_parts_that_leave_no_trace(limit, dq_buffers, monkeypatch):
+def test_memory_is_bounded_by_parts_that_leave_no_trace(
+    limit: int, dq_buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranges of three tokens, of 19, one head at once, two at once."""
     lengths, selected, group = [25, 3, 9], 2, 2
     monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: limit)
@@ -84,7 +94,7 @@ def test_memory_is_bounded_by_parts_that_leave_no_trace(limit, dq_buffers, monke
     assert len(history) >= 2 * 3 * sum(lengths) * group * selected // (2 * limit)  # half of them exist
 
 
-def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch):
+def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of more elements than kernels can index; two key/value heads, three of their four queries at once."""
     monkeypatch.setattr(composed, "MOST_ELEMENTS", 3 * 37 * 8)
     calls = watch(monkeypatch)
@@ -92,7 +102,7 @@ def test_own_blocks_of_many_heads_are_done_some_heads_at_a_time(monkeypatch):
     assert len([call for call in calls if call.causal]) == 1 + 2 * 2  # all at once in the forward pass
 
 
-def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
+def test_a_kernels_limit_of_segments_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = watch(monkeypatch, most_segments=21)
     assert_equals_oracle([25, 3, 9], 4, 4, 8, "cpu", backend="composed", block_size=4, topk=3)
     assert max(call.segments for call in calls) <= 21
@@ -101,26 +111,26 @@ def test_a_kernels_limit_of_segments_is_respected(monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "head_dim"), [(100, 64), (2**20 * 32, 128), (2**20 * 32, 64), (2**24, 256)])
-def test_a_part_is_half_of_q_at_most_and_within_32_bit_indices(rows, head_dim):
+def test_a_part_is_half_of_q_at_most_and_within_32_bit_indices(rows: int, head_dim: int) -> None:
     entries = composed.slots_at_once(rows, head_dim)
     assert entries * head_dim < 2**31
     assert entries <= max(rows // 2, 2**20)
 
 
-def test_rows_that_select_nothing_are_not_touched_by_what_others_do():
+def test_rows_that_select_nothing_are_not_touched_by_what_others_do() -> None:
     """Documents shorter than a block share parts with long ones; even a NaN there must not reach them."""
     q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))
     q[:20], k[:20], v[:20] = (torch.nan,) * 3
     cu_seqlens = torch.tensor([0, 20, 23, 30], dtype=torch.int32)
-    options = {"block_size": 4, "topk": 4, "backend": "composed"}
-    got = moba_attention(q, k, v, **options, cu_seqlens=cu_seqlens)
-    alone = moba_attention(*(x[20:] for x in (q, k, v)), **options, cu_seqlens=cu_seqlens[1:] - 20)
+    options: dict[str, Any] = {"block_size": 4, "topk": 4, "backend": "composed"}
+    got = only(moba_attention(q, k, v, **options, cu_seqlens=cu_seqlens))
+    alone = only(moba_attention(*(x[20:] for x in (q, k, v)), **options, cu_seqlens=cu_seqlens[1:] - 20))
     assert torch.equal(got[20:], alone)
     assert got[:20].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_is_as_exact_as_attention_written_plainly_and_repeats_bit_by_bit(dtype):
+def test_lower_precision_is_as_exact_as_attention_written_plainly_and_repeats_bit_by_bit(dtype: torch.dtype) -> None:
     tensors, layout = inputs(PACKED, 4, 2, 64, dtype, "cpu"), layout_of(PACKED, "cpu")
     ours = build("composed", 64, block_size=32, topk=4)
     got, selection = run(ours, tensors, layout)
@@ -131,7 +141,15 @@ def test_lower_precision_is_as_exact_as_attention_written_plainly_and_repeats_bi
     )
 
 
-def check_errors(got, tensors, layout, selected, block_size, scale, slack=0.0):
+def check_errors(
+    got: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    layout: Layout,
+    selected: torch.Tensor,
+    block_size: int,
+    scale: float,
+    slack: float = 0.0,
+) -> None:
     """No worse than attention as one would write it in that dtype; `slack`: the CPU kernel's own exp is less exact."""
     want = exact(tensors, layout, selected, block_size, scale)
     plain = naive(tensors, layout, selected, block_size, scale)
@@ -143,13 +161,15 @@ def check_errors(got, tensors, layout, selected, block_size, scale, slack=0.0):
 @pytest.mark.parametrize(
     "shards",
     [
-        pytest.param([((0, 10),), ((10, 30),), ((30, 37),)], id="edges inside blocks"),
-        pytest.param([((0, 6), (30, 37)), ((6, 12), (23, 30)), ((12, 23),)], id="zigzag"),
-        pytest.param([((0, 5), (5, 10)), ((10, 10), (10, 37))], id="runs that touch"),
-        pytest.param([((0, 36),), ((36, 37),), ()], id="one query and none"),
+        pytest.param([ranges((0, 10)), ranges((10, 30)), ranges((30, 37))], id="edges inside blocks"),
+        pytest.param([ranges((0, 6), (30, 37)), ranges((6, 12), (23, 30)), ranges((12, 23))], id="zigzag"),
+        pytest.param([ranges((0, 5), (5, 10)), ranges((10, 10), (10, 37))], id="runs that touch"),
+        pytest.param([ranges((0, 36)), ranges((36, 37)), ()], id="one query and none"),
     ],
 )
-def test_shards_of_queries_that_meet_all_keys_are_composed(shards, monkeypatch):
+def test_shards_of_queries_that_meet_all_keys_are_composed(
+    shards: list[TokenRanges], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As all-gather has them; 25 and 9 tokens end in short blocks."""
     lengths = [25, 3, 0, 9]
     tensors, layout = inputs(lengths, 4, 2, 16, torch.float64, "cpu"), layout_of(lengths, "cpu")
@@ -165,9 +185,14 @@ def test_shards_of_queries_that_meet_all_keys_are_composed(shards, monkeypatch):
 
 @pytest.mark.parametrize(
     ("q_ranges", "k_ranges"),
-    [pytest.param(((20, 30),), ((10, 30),), id="some keys"), pytest.param(((20, 22), (23, 30)), None, id="a gap")],
+    [
+        pytest.param(ranges((20, 30)), ranges((10, 30)), id="some keys"),
+        pytest.param(ranges((20, 22), (23, 30)), None, id="a gap"),
+    ],
 )
-def test_what_cannot_be_composed_is_left_to_the_reference(q_ranges, k_ranges, monkeypatch):
+def test_what_cannot_be_composed_is_left_to_the_reference(
+    q_ranges: TokenRanges, k_ranges: TokenRanges | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = watch(monkeypatch)
     q, k, v = (x.detach() for x in make_qkv(30, 4, 2, 16))
     layout = layout_of([30], "cpu")
@@ -186,7 +211,9 @@ def test_what_cannot_be_composed_is_left_to_the_reference(q_ranges, k_ranges, mo
 LONG = [1500, 0, 1, 333, 0, 700, 128]
 
 
-def case(lengths, heads, kv_heads, head_dim, dtype=torch.bfloat16, **options):
+def case(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> "pytest.ParameterSet":
     return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
 
 
@@ -210,7 +237,17 @@ def case(lengths, heads, kv_heads, head_dim, dtype=torch.bfloat16, **options):
     ],
 )
 @pytest.mark.parametrize("limit", [None, 20000])
-def test_gpu_outputs_and_gradients(kernel, lengths, heads, kv_heads, head_dim, dtype, options, limit, monkeypatch):
+def test_gpu_outputs_and_gradients(
+    kernel: type[VarlenKernel],
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    limit: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
     if reason := kernel.refuses(tensors[0]):
         pytest.skip(reason)
@@ -228,7 +265,9 @@ def test_gpu_outputs_and_gradients(kernel, lengths, heads, kv_heads, head_dim, d
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [k for k in varlen.KERNELS if k is not varlen.Cpu], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (512, 3), (1040, 2)])
-def test_gpu_shards_of_queries_that_meet_all_keys(kernel, block_size, topk, monkeypatch):
+def test_gpu_shards_of_queries_that_meet_all_keys(
+    kernel: type[VarlenKernel], block_size: int, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lengths = [2900, 0, 1, 1195]
     tensors, layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
     if reason := kernel.refuses(tensors[0]):
@@ -237,7 +276,10 @@ def test_gpu_shards_of_queries_that_meet_all_keys(kernel, block_size, topk, monk
     ours = build("composed", 128, block_size=block_size, topk=topk)
     want, (selected, *_) = run(ours, tensors, layout)
     true = exact(tensors, layout, selected, block_size, ours.scale)
-    for shards in ([((0, 1500),), ((1500, 4096),)], [((0, 700), (3000, 4096)), ((700, 3000),)]):
+    for shards in (
+        [ranges((0, 1500)), ranges((1500, 4096))],
+        [ranges((0, 700), (3000, 4096)), ranges((700, 3000))],
+    ):
         got, parts_selected = run_in_parts(ours, tensors, layout, shards, all_keys=True)
         again, _ = run_in_parts(ours, tensors, layout, shards, all_keys=True)
         assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "not deterministic"
@@ -247,7 +289,7 @@ def test_gpu_shards_of_queries_that_meet_all_keys(kernel, block_size, topk, monk
 
 
 @pytest.mark.gpu
-def test_gpu_more_than_2_31_elements_in_one_tensor():
+def test_gpu_more_than_2_31_elements_in_one_tensor() -> None:
     """q, out and dq of 2.2e9 elements: own and history blocks of the first, a middle and the last token are right."""
     tokens, heads, head_dim, block_size = 2**19 + 300, 32, 128, 4096
     generator = torch.Generator("cuda").manual_seed(0)
@@ -260,8 +302,8 @@ def test_gpu_more_than_2_31_elements_in_one_tensor():
         for head in (0, heads - 1):
             own = token // block_size
             history = [block for block in selected[head, token].tolist() if block >= 0]
-            keys = [torch.arange(b * block_size, (b + 1) * block_size) for b in history]
-            keys = torch.cat([*keys, torch.arange(own * block_size, token + 1)]).cuda()
+            earlier = [torch.arange(b * block_size, (b + 1) * block_size) for b in history]
+            keys = torch.cat([*earlier, torch.arange(own * block_size, token + 1)]).cuda()
             query = q[token, head].double().requires_grad_()
             scores = k[keys, 0].double() @ query * ours.scale
             want = scores.softmax(0) @ v[keys, 0].double()

@@ -15,7 +15,7 @@ from moba_train.attention.protocol import LocalAttention
 LENGTHS = [451, 1, 128, 700]
 
 
-def attention_of(kind: str, head_dim: int, backend: str = "auto") -> LocalAttention:
+def attention_of(kind: str, head_dim: int, backend: str = "auto") -> FullAttention | MobaAttention:
     if kind == "full":
         return FullAttention(FullAttention.Options(backend=backend), head_dim)
     select = kind.removeprefix("moba-")

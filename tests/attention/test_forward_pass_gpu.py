@@ -1,11 +1,16 @@
 """The forward pass of long blocks by warps that have roles, on a Hopper GPU."""
 
 import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from tests.attention.helpers import make_qkv
+from moba_train.attention.layout import Layout
+from moba_train.attention.protocol import LocalAttention
+from tests.attention.helpers import make_qkv, only
+from tests.noting import noting
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_in_gluon")]
@@ -20,7 +25,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.fixture
-def kernels_in_gluon(monkeypatch):
+def kernels_in_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A test that does not launch them fails."""
     if torch.cuda.get_device_capability() != (9, 0) or not triton.__version__.startswith("3.6."):
         pytest.skip("needs a Hopper GPU and Triton 3.6")
@@ -28,12 +33,14 @@ def kernels_in_gluon(monkeypatch):
 
     launched = []
     plain = SpecialisedForward.diagonal
-    monkeypatch.setattr(SpecialisedForward, "diagonal", lambda *given: [launched.append(True), plain(*given)])
+    monkeypatch.setattr(SpecialisedForward, "diagonal", noting(lambda *_: launched.append(True), plain))
     yield
     assert launched
 
 
-def attend(attention, tensors, layout, selection=None):
+def attend(
+    attention: LocalAttention, tensors: Sequence[torch.Tensor], layout: Layout, selection: Any = None
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Any]:
     """(out, lse) and the selection."""
     q, k, v, _ = tensors
     selection = selection or attention.select(q, attention.summarize(k, layout), layout)
@@ -54,7 +61,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("topk", [2, 8])
-def test_blocks_of_one_tile_of_keys(topk, monkeypatch):
+def test_blocks_of_one_tile_of_keys(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the default: benchmarks.attention_forward compares both paths."""
     from moba_train.attention.kernels.common.call import BlockCall
 
@@ -64,7 +71,9 @@ def test_blocks_of_one_tile_of_keys(topk, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_outputs_are_as_near_to_float64_as_attention_written_plainly_and_repeat(case):
+def test_outputs_are_as_near_to_float64_as_attention_written_plainly_and_repeat(
+    case: tuple[list[int], int, int, torch.dtype, dict[str, int]],
+) -> None:
     lengths, heads, kv_heads, dtype, options = case
     tensors, layout = inputs(lengths, heads, kv_heads, 128, dtype, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", 128, **options)
@@ -79,7 +88,7 @@ def test_outputs_are_as_near_to_float64_as_attention_written_plainly_and_repeat(
         assert torch.equal(again[1], lse)
 
 
-def test_later_layers_on_a_layout_have_the_outputs_of_a_first_one():
+def test_later_layers_on_a_layout_have_the_outputs_of_a_first_one() -> None:
     ours, layout = build("triton", 128, block_size=512, topk=3), layout_of([2049, 951], "cuda")
     for seed in range(4):
         tensors = inputs([3000], 8, 2, 128, BF16, "cuda", seed)
@@ -89,7 +98,7 @@ def test_later_layers_on_a_layout_have_the_outputs_of_a_first_one():
 
 @pytest.mark.parametrize("block_size", [512, 1024])
 @pytest.mark.parametrize("cut", [1500, 77])
-def test_shards_of_queries_that_meet_all_keys_have_the_outputs_of_the_whole(cut, block_size):
+def test_shards_of_queries_that_meet_all_keys_have_the_outputs_of_the_whole(cut: int, block_size: int) -> None:
     lengths = [3800, 1, 295]
     tensors, layout = inputs(lengths, 8, 2, 128, BF16, "cuda"), layout_of(lengths, "cuda")
     q, k, v, _ = tensors
@@ -106,15 +115,15 @@ def test_shards_of_queries_that_meet_all_keys_have_the_outputs_of_the_whole(cut,
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), [(512, FP16), (1024, BF16)])
-def test_the_public_function_has_the_gradients_of_float64(block_size, dtype):
+def test_the_public_function_has_the_gradients_of_float64(block_size: int, dtype: torch.dtype) -> None:
     """Forward and backward by autograd, from one strided tensor of queries, keys and values."""
     lengths = [3000, 0, 1, 1099]
     qkv = make_qkv(sum(lengths), 12, 2, 128, "cuda", dtype)[0].detach()
     q, k, v = (x.requires_grad_() for x in qkv.split([8, 2, 2], dim=1))
     dout = make_qkv(sum(lengths), 8, 2, 128, "cuda", dtype, 1)[0].detach()
     layout, tensors = layout_of(lengths, "cuda"), [x.detach() for x in (q, k, v, dout)]
-    options = {"block_size": block_size, "topk": 3}
-    out = moba_attention(q, k, v, cu_seqlens=layout.cu_seqlens, **options, backend="triton")
+    options: dict[str, Any] = {"block_size": block_size, "topk": 3}
+    out = only(moba_attention(q, k, v, cu_seqlens=layout.cu_seqlens, **options, backend="triton"))
     got = out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
     ours = build("triton", 128, **options)
     _, selection = attend(ours, tensors, layout)
@@ -124,7 +133,7 @@ def test_the_public_function_has_the_gradients_of_float64(block_size, dtype):
         assert error(a, b) <= 1.1 * error(c, b), name
 
 
-def test_results_repeat_bit_by_bit_beside_other_work():
+def test_results_repeat_bit_by_bit_beside_other_work() -> None:
     """Another stream's products make some programs late: no role may overwrite what another one still reads."""
     lengths = [3000, 0, 1, 5191]
     tensors, layout = inputs(lengths, 8, 2, 128, BF16, "cuda"), layout_of(lengths, "cuda")

@@ -1,5 +1,6 @@
 """Shards: the calls that attention between ranges of a sequence is cut into cover exactly what causality allows."""
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise, product
 
@@ -11,8 +12,8 @@ from moba_train.attention.full.calls import kernel_calls, query_chunks
 from moba_train.attention.full.kernels import Cudnn
 from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.layout import Layout, TokenRanges
-from moba_train.attention.protocol import BackwardState
-from tests.attention.helpers import NAMES, assert_all_close, edges, make_qkv, run
+from moba_train.attention.protocol import BackwardState, LocalAttention
+from tests.attention.helpers import NAMES, assert_all_close, edges, make_qkv, ranges, run
 from tests.attention.oracle import full as oracle_full
 
 LENGTHS = {"one": [37], "packed": [5, 0, 1, 0, 17, 1, 13, 0], "long": [2, 30, 5], "short": [1] * 37}
@@ -22,7 +23,7 @@ TOKENS, HEADS, KV_HEADS, HEAD_DIM = 37, 4, 2, 16
 def as_ranges(tokens: list[int]) -> TokenRanges:
     first = [i for i in tokens if i - 1 not in tokens]
     last = [i + 1 for i in tokens if i + 1 not in tokens]
-    return tuple(zip(first, last, strict=True))
+    return ranges(*zip(first, last, strict=True))
 
 
 def subsets(tokens: int) -> list[list[int]]:
@@ -37,14 +38,14 @@ def shards(kind: str, ranks: int, tokens: int = TOKENS) -> list[TokenRanges]:
     """The sequence cut for `ranks` ranks, unevenly where it must; a zigzag's last rank holds two ranges that touch."""
     parts = ranks if kind == "contiguous" else 2 * ranks
     cuts = [round(tokens * i / parts) for i in range(parts + 1)]
-    ranges = list(pairwise(cuts))
+    pieces = list(pairwise(cuts))
     if kind == "contiguous":
-        return [(part,) for part in ranges]
-    return [(ranges[rank], ranges[-1 - rank]) for rank in range(ranks)]
+        return [ranges(piece) for piece in pieces]
+    return [ranges(pieces[rank], pieces[-1 - rank]) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("bottom_right", [True, False])
-def test_chunks_show_each_query_exactly_its_past_for_all_sets_of_queries_and_keys(bottom_right):
+def test_chunks_show_each_query_exactly_its_past_for_all_sets_of_queries_and_keys(bottom_right: bool) -> None:
     for q_tokens, k_tokens in product(subsets(6), subsets(6)):
         seen = []
         for chunk in query_chunks(as_ranges(q_tokens), as_ranges(k_tokens)):
@@ -59,7 +60,7 @@ def test_chunks_show_each_query_exactly_its_past_for_all_sets_of_queries_and_key
 
 
 @pytest.mark.parametrize("bottom_right", [True, False])
-def test_documents_of_a_call_are_those_of_its_queries_and_keys(bottom_right):
+def test_documents_of_a_call_are_those_of_its_queries_and_keys(bottom_right: bool) -> None:
     """Pairs that a call lets see each other, for all shards of short packed sequences."""
     for lengths, q_tokens, k_tokens in product(([5], [2, 3], [0, 1, 0, 3, 1]), subsets(5), subsets(5)):
         layout = Layout(edges(lengths), max(lengths), 5, as_ranges(q_tokens), as_ranges(k_tokens))
@@ -83,7 +84,7 @@ def test_documents_of_a_call_are_those_of_its_queries_and_keys(bottom_right):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_step_of_a_ring_is_one_call(ranks):
+def test_a_step_of_a_ring_is_one_call(ranks: int) -> None:
     """Any kernel needs one call for the keys of another rank, and none where all of them are in the future."""
     for kind in ("contiguous", "zigzag"):
         for i, j in product(range(ranks), repeat=2):
@@ -94,13 +95,13 @@ def test_a_step_of_a_ring_is_one_call(ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_all_keys_are_one_call_for_each_range_of_queries(ranks):
+def test_all_keys_are_one_call_for_each_range_of_queries(ranks: int) -> None:
     """This holds for kernels whose causal mask may have more keys than queries."""
     for kind, shard in product(("contiguous", "zigzag"), range(ranks)):
-        ranges = shards(kind, ranks)[shard]
-        calls = [chunk.visible(bottom_right=True) for chunk in query_chunks(ranges, ((0, TOKENS),))]
-        touching = len(ranges) == 2 and ranges[0][1] == ranges[1][0]
-        assert [len(call) for call in calls] == [1] * (len(ranges) - touching)
+        own = shards(kind, ranks)[shard]
+        calls = [chunk.visible(bottom_right=True) for chunk in query_chunks(own, ranges((0, TOKENS)))]
+        touching = len(own) == 2 and own[0].stop == own[1].start
+        assert [len(call) for call in calls] == [1] * (len(own) - touching)
 
 
 @cache
@@ -120,7 +121,12 @@ def upstream(out: torch.Tensor) -> torch.Tensor:
 
 
 def by_shards(
-    attention, qkv, cu_seqlens, max_seqlen, queries: list[TokenRanges], keys: list[TokenRanges] | None
+    attention: LocalAttention,
+    qkv: Sequence[torch.Tensor],
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    queries: list[TokenRanges],
+    keys: list[TokenRanges] | None,
 ) -> list[torch.Tensor]:
     """[out, lse, dq, dk, dv] put together from a call for each pair of shards; `keys` None: of each shard and all keys.
 
@@ -130,14 +136,15 @@ def by_shards(
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q), dtype=torch.float64, device=q.device)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in qkv)
     dout = upstream(q)
+    shards_of_keys: Sequence[TokenRanges | None] = [None] if keys is None else keys
     for q_ranges in queries:
         rows = torch.tensor(tokens_of(q_ranges), device=q.device)
         calls = [
             (
                 Layout(cu_seqlens, max_seqlen, len(q), q_ranges, k_ranges),
-                torch.tensor(tokens_of(k_ranges or ((0, len(q)),)), device=q.device),
+                torch.tensor(tokens_of(k_ranges or ranges((0, len(q)))), device=q.device),
             )
-            for k_ranges in (keys or [None])
+            for k_ranges in shards_of_keys
         ]
         results = [attention.attend(q[rows], k[seen], v[seen], layout, ()) for layout, seen in calls]
         wide, merged_lse = results[0][0].to(results[0][1].dtype), results[0][1]
@@ -159,7 +166,7 @@ def by_shards(
 @pytest.mark.parametrize("documents", LENGTHS)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_attention_by_shards_is_attention(ranks, kind, documents, keys, backend):
+def test_attention_by_shards_is_attention(ranks: int, kind: str, documents: str, keys: str, backend: str) -> None:
     """Forward and backward in float64, with the keys of all ranks at once or of one rank at a time."""
     queries, lengths = shards(kind, ranks), LENGTHS[documents]
     attention = FullAttention(FullAttention.Options(backend=backend), HEAD_DIM)
@@ -170,7 +177,7 @@ def test_attention_by_shards_is_attention(ranks, kind, documents, keys, backend)
 
 @pytest.mark.parametrize("documents", ["one", "packed"])
 @pytest.mark.parametrize("keys", ["whole", "ring"])
-def test_float32_by_shards_is_as_exact_as_float32(documents, keys):
+def test_float32_by_shards_is_as_exact_as_float32(documents: str, keys: str) -> None:
     queries, lengths = shards("zigzag", 3), LENGTHS[documents]
     qkv = tuple(x.float() for x in inputs())
     attention = FullAttention(FullAttention.Options(backend="sdpa"), HEAD_DIM)
@@ -178,9 +185,9 @@ def test_float32_by_shards_is_as_exact_as_float32(documents, keys):
     assert_all_close(got, truth(documents), atol=1e-5)
 
 
-@pytest.mark.parametrize("keys", [((3, 9), (20, 31)), ((10, 20),), ((0, 12), (14, 37)), ()])
-@pytest.mark.parametrize("queries", [((5, 25),), ((0, 8), (8, 8), (15, 37)), ((36, 37),), ()])
-def test_ranges_need_not_be_those_of_a_known_layout(queries, keys):
+@pytest.mark.parametrize("keys", [ranges((3, 9), (20, 31)), ranges((10, 20)), ranges((0, 12), (14, 37)), ()])
+@pytest.mark.parametrize("queries", [ranges((5, 25)), ranges((0, 8), (8, 8), (15, 37)), ranges((36, 37)), ()])
+def test_ranges_need_not_be_those_of_a_known_layout(queries: TokenRanges, keys: TokenRanges) -> None:
     """The calls of `sdpa` against the explicit mask of `reference` with one query at a time."""
     q, k, v = inputs()
     rows, seen = torch.tensor(tokens_of(queries)).long(), torch.tensor(tokens_of(keys)).long()
@@ -202,11 +209,11 @@ def test_ranges_need_not_be_those_of_a_known_layout(queries, keys):
     assert all(x.isfinite().all() for x in grads)
 
 
-def test_many_chunks_do_not_round_the_sum_of_their_gradients_each_time():
+def test_many_chunks_do_not_round_the_sum_of_their_gradients_each_time() -> None:
     """A key that 37 lone queries see gets one rounding of the sum, not 36."""
     q, k, v = (x.bfloat16() for x in inputs())
     attention = FullAttention(FullAttention.Options(backend="reference"), HEAD_DIM)
-    every_other = tuple((i, i + 1) for i in range(0, TOKENS, 2))
+    every_other = ranges(*((i, i + 1) for i in range(0, TOKENS, 2)))
     rows = torch.arange(0, TOKENS, 2)
     dout = upstream(q)[rows]
     layout = Layout(edges([TOKENS]), TOKENS, TOKENS, every_other)
@@ -217,9 +224,9 @@ def test_many_chunks_do_not_round_the_sum_of_their_gradients_each_time():
     assert (dv[0] - exact[0]).norm() < 2**-8 * exact[0].norm()
 
 
-def test_auto_takes_the_fused_kernel_for_shards_too():
+def test_auto_takes_the_fused_kernel_for_shards_too() -> None:
     q, k, v = inputs()
-    layout = Layout(edges(LENGTHS["packed"]), 17, TOKENS, ((20, 37),))
+    layout = Layout(edges(LENGTHS["packed"]), 17, TOKENS, ranges((20, 37)))
     of_auto, of_sdpa = (
         FullAttention(FullAttention.Options(backend=name), HEAD_DIM).attend(q[20:], k, v, layout, ())
         for name in ("auto", "sdpa")
@@ -227,9 +234,9 @@ def test_auto_takes_the_fused_kernel_for_shards_too():
     assert all(torch.equal(a, b) for a, b in zip(of_auto, of_sdpa, strict=True))
 
 
-def test_cudnn_is_not_built_anew_for_every_token_that_is_decoded():
-    decoding = Layout(edges([5000]), 5000, 5000, ((4999, 5000),))
-    shard = Layout(edges([8192]), 8192, 8192, ((0, 1024), (7168, 8192)))
+def test_cudnn_is_not_built_anew_for_every_token_that_is_decoded() -> None:
+    decoding = Layout(edges([5000]), 5000, 5000, ranges((4999, 5000)))
+    shard = Layout(edges([8192]), 8192, 8192, ranges((0, 1024), (7168, 8192)))
     assert not Cudnn.pays(decoding)
     assert Cudnn.pays(shard)
 
@@ -242,18 +249,22 @@ def test_cudnn_is_not_built_anew_for_every_token_that_is_decoded():
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("keys", ["whole", "ring"])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-def test_gpu_kernels_by_shards_are_as_exact_as_whole(kind, keys, head_dim, backend, documents, device):
+def test_gpu_kernels_by_shards_are_as_exact_as_whole(
+    kind: str, keys: str, head_dim: int, backend: str, documents: list[int], device: torch.device
+) -> None:
     """In bf16: at most 1.5 times the error of the same kernel on the whole sequence."""
     tokens = sum(documents)
     qkv = tuple(x.detach() for x in make_qkv(tokens, 4, 2, head_dim, device, torch.bfloat16))
     whole = edges(documents, device), max(documents)
     queries = shards(kind, 4, tokens)
 
-    def results(backend: str, qkv, shards, keys) -> list[torch.Tensor]:
+    def results(
+        backend: str, qkv: Sequence[torch.Tensor], shards: list[TokenRanges], keys: list[TokenRanges] | None
+    ) -> list[torch.Tensor]:
         attention = FullAttention(FullAttention.Options(backend=backend), head_dim)
         return by_shards(attention, qkv, *whole, shards, keys)
 
-    everything = [((0, tokens),)]
+    everything = [ranges((0, tokens))]
     exact = results("reference", tuple(x.double() for x in qkv), everything, None)
     once = results(backend, qkv, everything, None)
     got = results(backend, qkv, queries, queries if keys == "ring" else None)
@@ -264,10 +275,10 @@ def test_gpu_kernels_by_shards_are_as_exact_as_whole(kind, keys, head_dim, backe
 
 
 @pytest.mark.gpu
-def test_gpu_queries_without_keys_are_zero_and_send_nothing_back(device):
+def test_gpu_queries_without_keys_are_zero_and_send_nothing_back(device: torch.device) -> None:
     """Exactly, with the kernel that packed documents take: most of a ring's pairs of documents are like this."""
     q, k, v = (x.detach() for x in make_qkv(600, 4, 2, 64, device, torch.bfloat16))
-    layout = Layout(edges([300, 0, 300], device), 300, 600, ((200, 600),), ((0, 200),))
+    layout = Layout(edges([300, 0, 300], device), 300, 600, ranges((200, 600)), ranges((0, 200)))
     attention = FullAttention(FullAttention.Options(backend="flash"), 64)
     out, lse = attention.attend(q[200:], k[:200], v[:200], layout, ())
     assert torch.equal(out[100:], torch.zeros_like(out[100:]))

@@ -1,7 +1,12 @@
 """All gradients in one pass over gathered rows, on a Hopper GPU: the checks of test_triton_gpu.py by that path."""
 
+from collections.abc import Iterator
+from typing import Any, cast
+
 import pytest
 import torch
+
+from tests.noting import noting
 
 triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gathered_rows")]
@@ -15,7 +20,7 @@ SIZES = (128,)
 
 
 @pytest.fixture
-def gathered_rows(monkeypatch):
+def gathered_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A test that does not launch the kernel fails."""
     if torch.cuda.get_device_capability() != (9, 0) or not triton.__version__.startswith("3.6."):
         pytest.skip("needs a Hopper GPU and Triton 3.6")
@@ -25,7 +30,7 @@ def gathered_rows(monkeypatch):
     plain = GatheredPass.gathered
     rows = [row._replace(head_widths=(64, 128)) if "blocks_128" in row.file else row for row in table.KERNELS]
     monkeypatch.setattr(table, "KERNELS", tuple(rows))
-    monkeypatch.setattr(GatheredPass, "gathered", lambda *given: [launched.append(True), plain(*given)][1])
+    monkeypatch.setattr(GatheredPass, "gathered", noting(lambda *_: launched.append(True), plain))
     yield
     assert launched
 
@@ -33,28 +38,33 @@ def gathered_rows(monkeypatch):
 CASES = [
     one
     for one in checks.CASES
-    if sum(one.values[0]) and one.values[-1]["block_size"] in SIZES and one.values[-1]["topk"] > 1
+    for lengths, *_, options in [cast(tuple[Any, ...], one.values)]
+    if sum(lengths) and options["block_size"] in SIZES and options["topk"] > 1
 ]
 """Those that select blocks of these sizes."""
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
-def test_gradients_are_as_exact_as_attention_written_plainly(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_gradients_are_as_exact_as_attention_written_plainly(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     checks.test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options)
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:1])
-def test_later_layers_repeat_the_launches(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_later_layers_repeat_the_launches(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     checks.test_later_layers_on_a_layout_give_the_bits_of_a_first_one(
         lengths, heads, kv_heads, head_dim, dtype, options
     )
 
 
 @pytest.mark.parametrize("cut", [1500, 77])
-def test_shards_of_queries(cut):
+def test_shards_of_queries(cut: int) -> None:
     checks.test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut, *SIZES)
 
 
 @pytest.mark.parametrize("topk", [2, 8])
-def test_bits_repeat_beside_another_process(topk):
+def test_bits_repeat_beside_another_process(topk: int) -> None:
     checks.test_results_repeat_bit_by_bit_beside_another_process(128, topk)

@@ -20,13 +20,20 @@ from moba_train.attention.kernels.varlen import KERNELS
 
 ROOT = Path(__file__).parents[2]
 KEY = "attention.moba.backend"
-HOPPER = Machine("cuda", (9, 0), "3.6.0", packages=frozenset({"torch's FlashAttention-2"}))
-WITH_FLASH_4 = replace(HOPPER, packages=HOPPER.packages | {"flash-attn-4"})
+FLASH_2 = frozenset({"torch's FlashAttention-2"})
+HOPPER = Machine("cuda", (9, 0), "3.6.0", packages=FLASH_2)
+WITH_FLASH_4 = replace(HOPPER, packages=FLASH_2 | {"flash-attn-4"})
 CPU = Machine("cpu")
 
 
 def facts(machine: Machine = HOPPER, **changes: Any) -> Facts:
-    usual = {"dtype": torch.bfloat16, "head_width": 128, "block_size": 512, "history_blocks": 2, "rows": 2**20}
+    usual: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "head_width": 128,
+        "block_size": 512,
+        "history_blocks": 2,
+        "rows": 2**20,
+    }
     return Facts(machine, **usual | changes)
 
 
@@ -63,7 +70,7 @@ def warned_of_nothing_yet() -> Iterator[None]:
         (facts(WITH_FLASH_4, head_width=192, block_size=2048, rows=2**21), "composed reference", "FlashAttention-2"),
     ],
 )
-def test_auto_takes_the_best_backend_of_a_stage_and_says_why(given, order, why):
+def test_auto_takes_the_best_backend_of_a_stage_and_says_why(given: Facts, order: str, why: str) -> None:
     choice = resolve_backend(KEY, "auto", given)
     assert " ".join(choice.order) == order
     assert why in choice.why
@@ -86,12 +93,14 @@ def test_auto_takes_the_best_backend_of_a_stage_and_says_why(given, order, why):
         ("cuda", facts(), "given 'cuda'; allowed: auto, triton, composed, reference"),
     ],
 )
-def test_a_backend_that_cannot_run_is_refused_with_key_reason_and_what_is_allowed(wanted, given, message):
+def test_a_backend_that_cannot_run_is_refused_with_key_reason_and_what_is_allowed(
+    wanted: str, given: Facts, message: str
+) -> None:
     with pytest.raises(ValueError, match=rf"^attention\.moba\.backend: .*{message}"):
         resolve_backend(KEY, wanted, given)
 
 
-def test_a_backend_by_name_has_no_other_behind_it_but_the_reference_behind_the_composition():
+def test_a_backend_by_name_has_no_other_behind_it_but_the_reference_behind_the_composition() -> None:
     assert resolve_backend(KEY, "triton", facts()).order == ("triton",)
     assert resolve_backend(KEY, "composed", facts()).order == ("composed", "reference")
     assert resolve_backend(KEY, "composed", facts(CPU, dtype=torch.float64)).order == ("composed", "reference")
@@ -114,7 +123,7 @@ def test_a_backend_by_name_has_no_other_behind_it_but_the_reference_behind_the_c
         (facts(block_size=64), "triton/blocks_to_128", "triton/blocks_to_128"),
     ],
 )
-def test_passes_by_block_size_width_gpu_and_keys(given, forward, backward):
+def test_passes_by_block_size_width_gpu_and_keys(given: Facts, forward: str, backward: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is said where the release costs nothing
         assert (kernel_for("forward", given).file, kernel_for("backward", given).file) == (
@@ -123,7 +132,7 @@ def test_passes_by_block_size_width_gpu_and_keys(given, forward, backward):
         )
 
 
-def test_another_release_of_triton_takes_slower_kernels_on_hopper_and_is_named_once():
+def test_another_release_of_triton_takes_slower_kernels_on_hopper_and_is_named_once() -> None:
     machine = replace(HOPPER, triton="3.7.1")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -140,12 +149,12 @@ def test_another_release_of_triton_takes_slower_kernels_on_hopper_and_is_named_o
         assert part in str(warning.message), part
 
 
-def test_no_pass_is_an_error_with_every_reason():
+def test_no_pass_is_an_error_with_every_reason() -> None:
     with pytest.raises(ValueError, match=r"no kernel for the forward pass: .*blocks_to_128\.py: block_size 40"):
         kernel_for("forward", facts(block_size=40))
 
 
-def test_the_rows_name_modules_that_have_what_the_backend_calls():
+def test_the_rows_name_modules_that_have_what_the_backend_calls() -> None:
     pytest.importorskip("triton")
     for row in table.KERNELS:
         path = "moba_train/attention/" + (row.file if row.does == "select" else f"kernels/{row.file}")
@@ -157,7 +166,7 @@ def test_the_rows_name_modules_that_have_what_the_backend_calls():
     assert [row.name for row in table.VARLEN] == [kernel.name for kernel in KERNELS]
 
 
-def test_no_other_file_of_attention_asks_for_a_capability_or_a_release():
+def test_no_other_file_of_attention_asks_for_a_capability_or_a_release() -> None:
     asks = re.compile(
         r"get_device_capability|triton\.__version__|find_spec\(\"triton|TRITON_INTERPRET\"|is_flash_attention_av"
     )
@@ -170,7 +179,7 @@ def test_no_other_file_of_attention_asks_for_a_capability_or_a_release():
     assert found == {"attention/kernels/table.py"}
 
 
-def test_kernels_are_imported_only_when_they_run():
+def test_kernels_are_imported_only_when_they_run() -> None:
     program = (
         "import sys, torch\nfrom moba_train.attention.moba import moba_attention\nimport moba_train.train\n"
         "moba_attention(*[torch.zeros(9, 1, 16)] * 3, block_size=4, topk=2)\n"
@@ -181,7 +190,7 @@ def test_kernels_are_imported_only_when_they_run():
     assert found.stdout.strip() == "[]"
 
 
-def test_the_example_of_the_lists_is_true():
+def test_the_example_of_the_lists_is_true() -> None:
     pytest.importorskip("triton")
     from moba_train.attention.kernels.common import lists
 

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from moba_train.attention.kind import MicroBatch
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.moba.key_convolution import previous
+from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.registry import KINDS
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
@@ -33,7 +35,7 @@ CONV = {"key_conv": 3}
 widths = pytest.mark.parametrize("width", [3, 5])
 
 
-def convolved(k, weight, lengths):
+def convolved(k: torch.Tensor, weight: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """k + silu(convolution of k), token by token, from the document's first token on."""
     taps = weight.T.unflatten(1, k.shape[1:])
     rows, start = [], 0
@@ -47,16 +49,16 @@ def convolved(k, weight, lengths):
 
 
 @widths
-def test_output_and_every_gradient_are_those_of_convolved_keys(width):
+def test_output_and_every_gradient_are_those_of_convolved_keys(width: int) -> None:
     assert_equals_convolved_keys("moba", width)
 
 
-def assert_equals_convolved_keys(kind, width):
+def assert_equals_convolved_keys(kind: str, width: int) -> None:
     """Output and gradients of a kind with `key_conv` are its own for keys that were convolved before."""
     layer = make_layer(kind, {**SMALL, "key_conv": width}, LENGTHS)
     assert layer.named_parameters()["weight"].shape == (2 * 8, width)
 
-    def plain(layer):
+    def plain(layer: Layer) -> Any:
         keys = convolved(layer.k, layer.parameters.weight, LENGTHS)
         without = KINDS[kind](KINDS[kind].Options(**SMALL), 8)
         return run_layer(Layer(without, None, layer.x, layer.q, keys, layer.v, layer.layout, layer.model))
@@ -66,11 +68,13 @@ def assert_equals_convolved_keys(kind, width):
     assert want[2]["weight"].any(0).all()
 
 
-def test_without_it_nothing_changes_and_at_first_with_it_neither():
+def test_without_it_nothing_changes_and_at_first_with_it_neither() -> None:
     plain, off, on = (make_layer("moba", {**SMALL, **extra}, LENGTHS) for extra in ({}, {"key_conv": 0}, CONV))
     assert off.parameters is None
     nn.init.zeros_(on.parameters.weight)
-    assert not KINDS["moba"].initial_values("weight", torch.Size([3, 2]), torch.Generator()).any()
+    initial = MobaKind.initial_values("weight", torch.Size([3, 2]), torch.Generator())
+    assert initial is not None
+    assert not initial.any()
     on = replace(on, x=plain.x, q=plain.q, k=plain.k, v=plain.v)
     want = results(plain)
     for layer in (off, on):
@@ -85,25 +89,25 @@ MORE_STRATEGIES = [*STRATEGIES, CPStrategy(4, "allgather", "zigzag", 4)]
 
 @widths
 @pytest.mark.parametrize("strategy", MORE_STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(width, strategy):
+def test_ranks_that_share_a_sequence(width: int, strategy: CPStrategy) -> None:
     """Also shards and ranges that are shorter than the convolution, and a rank without tokens."""
     for lengths in (LENGTHS, [5, 4], [9]):
         assert_ranks_equal_one_device(make_layer("moba", {**SMALL, "key_conv": width}, lengths), strategy)
 
 
 @widths
-def test_packed_documents(width):
+def test_packed_documents(width: int) -> None:
     assert_documents_are_independent("moba", {**SMALL, "key_conv": width}, [*LENGTHS, 2, 3, 1])
 
 
-def test_a_compiled_layer_gives_equal_numbers():
+def test_a_compiled_layer_gives_equal_numbers() -> None:
     layer = make_layer("moba", {**SMALL, "key_conv": 3}, LENGTHS)
     compiled = torch.compile(run_layer, backend="aot_eager")
     torch.testing.assert_close(results(layer, compiled), results(layer), rtol=0, atol=1e-12)
 
 
-def test_the_plan_counts_its_parameters_and_operations():
-    off, on = (KINDS["moba"](KINDS["moba"].Options(**SMALL, key_conv=width), 8) for width in (0, 3))
+def test_the_plan_counts_its_parameters_and_operations() -> None:
+    off, on = (MobaKind(MobaKind.Options(**SMALL, key_conv=width), 8) for width in (0, 3))
     weights = MODEL.kv_heads * 8 * 3
     assert on.costs(MODEL).flops(LENGTHS) == off.costs(MODEL).flops(LENGTHS) + 6 * weights * sum(LENGTHS)
     batch = MicroBatch(width=2, seq_len=64, tokens=64, cp=1)
@@ -112,7 +116,7 @@ def test_the_plan_counts_its_parameters_and_operations():
 
 
 @st.composite
-def shared_sequences(draw):
+def shared_sequences(draw: st.DrawFn) -> tuple[CPStrategy, list[int]]:
     """Also ranges shorter than the rows before them, so that a token comes before two ranges of a rank."""
     ranks = draw(st.integers(1, 6))
     lengths = draw(st.lists(st.integers(0, 20), min_size=1, max_size=3).filter(lambda found: sum(found) >= ranks))
@@ -121,7 +125,9 @@ def shared_sequences(draw):
 
 @given(shared_sequences(), st.integers(1, 12))
 @settings(max_examples=25)
-def test_previous_rows_arrive_from_their_ranks_and_gradients_return(shared, count):
+def test_previous_rows_arrive_from_their_ranks_and_gradients_return(
+    shared: tuple[CPStrategy, list[int]], count: int
+) -> None:
     strategy, lengths = shared
     layout = packed_layout(lengths)
     x_TD = torch.randn(sum(lengths), 2, dtype=torch.float64, requires_grad=True)
@@ -133,7 +139,7 @@ def test_previous_rows_arrive_from_their_ranks_and_gradients_return(shared, coun
     weight_cTD = torch.randn_like(want_cTD)
     (want_grad_TD,) = torch.autograd.grad((want_cTD * weight_cTD).sum(), x_TD)
 
-    def rank(engine):
+    def rank(engine: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shard = engine.shard(layout)
         tokens = shard.layout.q_tokens
         own_nD = x_TD.detach()[tokens].requires_grad_()

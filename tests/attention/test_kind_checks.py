@@ -1,6 +1,7 @@
 """The checks of kind_checks.py on a kind that gathers and is given its blocks, and on the kinds with engine calls."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, Micr
 from moba_train.attention.shard import own_rows, padded
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     STRATEGIES,
+    Layer,
+    Results,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -79,25 +83,25 @@ each = pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _
 
 @each
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(name, options, strategy):
+def test_ranks_that_share_a_sequence(name: str, options: dict[str, Any], strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer(name, options, LENGTHS), strategy)
 
 
-def test_ranks_without_tokens():
+def test_ranks_without_tokens() -> None:
     for strategy in STRATEGIES:
         assert_ranks_equal_one_device(make_layer("first", {}, [9]), strategy)  # 3, 3, 3 and none
 
 
 @each
-def test_packed_documents(name, options):
+def test_packed_documents(name: str, options: dict[str, Any]) -> None:
     assert_documents_are_independent(name, options, LENGTHS)
 
 
-def test_what_is_given_is_what_is_attended_to():
+def test_what_is_given_is_what_is_attended_to() -> None:
     """Against a mask in plain softmax."""
     layer = make_layer("first", {}, LENGTHS)
 
-    def plain(layer):
+    def plain(layer: Layer) -> list[Tensor]:
         keys = layer.parameters(rotated(layer, layer.k)).repeat_interleave(2, 1)
         scores = torch.einsum("thd,shd->hts", rotated(layer, layer.q), keys) * 8**-0.5
         document, position, token = layer.layout.q_documents, layer.positions, torch.arange(40)
@@ -111,18 +115,18 @@ def test_what_is_given_is_what_is_attended_to():
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-def rotated(layer, x):
+def rotated(layer: Layer, x: Tensor) -> Tensor:
     from moba_train.model.rope import apply_rope, rope_cos_sin
 
     return apply_rope(x, *rope_cos_sin(layer.positions, layer.model.rope, 8))
 
 
-def flat(found):
+def flat(found: Results) -> list[Tensor]:
     outputs, inputs, parameters = found
     return [*outputs, *inputs, *parameters.values()]
 
 
-def test_compiled_layers_give_equal_numbers():
+def test_compiled_layers_give_equal_numbers() -> None:
     layer = make_layer("first", {}, LENGTHS)
     compiled = torch.compile(run_layer)
     for got, want in zip(flat(results(layer, compiled)), flat(results(layer)), strict=True):

@@ -56,9 +56,7 @@ def seen_by_ranks(layer: Layer, strategy: CPStrategy) -> list[Statistics]:
 
     @torch.no_grad()
     def rank(engine: ContextParallel) -> Statistics:
-        own = Layer(
-            layer.kind, layer.parameters, *(sequence.shard(x, engine.rank) for x in layer.inputs()), layer.layout
-        )
+        own = layer.with_inputs(sequence.shard(x, engine.rank) for x in layer.inputs())
         with observing(engine, StatisticsObserver()) as watched:
             run_layer(own, engine, sequence.shard(layer.positions, engine.rank))
         return watched.statistics

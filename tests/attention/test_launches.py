@@ -51,7 +51,7 @@ def both(engine: OperatorEngine, block_size: int, topk: int, rows: int, layout: 
         ([2**17], 512, 8, 61),
     ],
 )
-def test_launches_of_a_layer(lengths, block_size, topk, most):
+def test_launches_of_a_layer(lengths: list[int], block_size: int, topk: int, most: int) -> None:
     """In the second layer of a step: what follows from the layout alone is there."""
     layout = packed_layout(lengths, "meta")
     run = partial(both, LOCAL_ENGINE, block_size, topk, sum(lengths), layout)
@@ -63,7 +63,7 @@ def test_launches_of_a_layer(lengths, block_size, topk, most):
 
 
 @pytest.mark.parametrize(("transport", "most"), [("allgather", 101), ("ulysses", 146), ("ring", 101)])
-def test_launches_of_a_rank_with_16k_tokens(transport, most):
+def test_launches_of_a_rank_with_16k_tokens(transport: str, most: int) -> None:
     strategy = CPStrategy(2, transport, "zigzag", 2)
     transports, _ = thread_transports(strategy)
     found: list[Counter[str]] = []

@@ -5,8 +5,9 @@ A new attention is its own file, one line in the registry and one entry in `CASE
 these tests, in tests/mechanisms/test_local_attention.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.protocol import BackwardState, LocalAttention
 from moba_train.attention.registry import KINDS
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, ranges, triple
 
 # The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.
 CASES = [
@@ -31,7 +32,7 @@ TOKENS = sum(LENGTHS)
 ONE_CALL = {name for name, kind in KINDS.items() if len(kind(kind.Options(), 16).attentions) == 1}
 
 
-def build(kind: str | Callable[..., LocalAttention], options: dict) -> LocalAttention:
+def build(kind: str | Callable[..., LocalAttention], options: dict[str, Any]) -> LocalAttention:
     """The attention of a kind by its name, or one that kinds with several calls are made of."""
     if not isinstance(kind, str):
         return kind(**options, head_dim=HEAD_DIM)
@@ -46,45 +47,45 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"kind", "options"} <= {*metafunc.fixturenames}:
         metafunc.parametrize(("kind", "options"), cases)
     if "merging" in metafunc.fixturenames:
-        merging = [case for case in cases if build(*case.values).facts.merges]
+        merging = [case for case in cases if build(*cast(tuple[Any, Any], case.values)).facts.merges]
         metafunc.parametrize(("merging", "options"), merging)
 
 
-def part(whole: Layout, rows=None, keys=None) -> Layout:
+def part(whole: Layout, rows: torch.Tensor | None = None, keys: torch.Tensor | None = None) -> Layout:
     """The layout of the queries `rows` and the keys `keys`: ascending indices, None = all."""
-    ranges = [None if index is None else as_ranges(index.tolist()) for index in (rows, keys)]
-    return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, *ranges)
+    q_ranges, k_ranges = (None if index is None else as_ranges(index.tolist()) for index in (rows, keys))
+    return Layout(whole.cu_seqlens, whole.max_seqlen, whole.total, q_ranges, k_ranges)
 
 
 def as_ranges(index: list[int]) -> TokenRanges:
     first = [i for i in index if i - 1 not in index]
     last = [i for i in index if i + 1 not in index]
-    return tuple((start, stop + 1) for start, stop in zip(first, last, strict=True))
+    return ranges(*((start, stop + 1) for start, stop in zip(first, last, strict=True)))
 
 
 @pytest.fixture
-def qkv(device):
+def qkv(device: torch.device | str) -> tuple[torch.Tensor, ...]:
     return tuple(x.detach() for x in make_qkv(TOKENS, 4, 2, HEAD_DIM, device))
 
 
 @pytest.fixture
-def whole(device):
+def whole(device: torch.device | str) -> Layout:
     return packed_layout(LENGTHS, device)
 
 
-def key_subsets(device) -> list[torch.Tensor]:
+def key_subsets(device: torch.device | str) -> list[torch.Tensor]:
     """Disjoint key sets that cover the sequence: a zigzag shard, nothing, a straddling one, the rest."""
     index = torch.arange(TOKENS, device=device)
     return [index[(index < 6) | (index >= 34)], index[:0], index[6:21], index[21:34]]
 
 
-def test_every_kind_of_the_core_with_one_call_is_tested_here():
+def test_every_kind_of_the_core_with_one_call_is_tested_here() -> None:
     core = {name for name in ONE_CALL if KINDS[name].__module__.startswith("moba_train.attention.")}
     assert {case.values[0] for case in CASES} == core
 
 
 @pytest.mark.parametrize("kind", sorted(ONE_CALL))
-def test_default_options_are_usable(kind, device):
+def test_default_options_are_usable(kind: str, device: torch.device) -> None:
     (attention,) = KINDS[kind](KINDS[kind].Options(), 16).attentions
     assert attention.facts.alignment >= 1
     q, k, v = make_qkv(20, 4, 2, 16, device, torch.float32)
@@ -95,7 +96,9 @@ def test_default_options_are_usable(kind, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(kind, options, dtype, whole, qkv):
+def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(
+    kind: str, options: dict[str, Any], dtype: torch.dtype, whole: Layout, qkv: tuple[torch.Tensor, ...]
+) -> None:
     attention = build(kind, options)
     q, k, v = (x.to(dtype) for x in qkv)
     for layout in (whole, part(whole, whole.q_tokens, whole.k_tokens)):
@@ -107,7 +110,7 @@ def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(kind, option
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_gradients_are_the_derivatives(kind, options, device):
+def test_gradients_are_the_derivatives(kind: str, options: dict[str, Any], device: torch.device) -> None:
     """A random sum of the outputs changes along random steps of q, k or v as its gradient says: a wrong entry anywhere
     shows in each of them."""
     layout = packed_layout([7, 0, 6], device)
@@ -115,8 +118,8 @@ def test_gradients_are_the_derivatives(kind, options, device):
     inputs = make_qkv(13, 2, 1, HEAD_DIM, device)
     weights = make_qkv(13, 2, 1, HEAD_DIM, device, seed=1)[0].detach()
 
-    def total(inputs):
-        return (weights * LOCAL_ENGINE(*inputs, attention, layout)[0]).sum()
+    def total(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return (weights * LOCAL_ENGINE(*triple(inputs), attention, layout)[0]).sum()
 
     grads = torch.autograd.grad(total(inputs), inputs)
     eps = 1e-6  # away from q and k that sit on the edge of another selection, it is constant and differences hold
@@ -130,7 +133,9 @@ def test_gradients_are_the_derivatives(kind, options, device):
         torch.testing.assert_close((grads[which] * step).sum(), change, rtol=1e-7, atol=1e-8)
 
 
-def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(kind, options, whole, qkv, device):
+def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     """Keys of the future, of another document, or none at all: two thirds of a ring's partial results are like this."""
     attention = build(kind, options)
     q, k, v = qkv
@@ -148,7 +153,9 @@ def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
         assert torch.equal(grads[0][first_document], torch.zeros_like(q[first_document]))
 
 
-def test_merged_results_over_disjoint_keys_are_the_result_over_all(merging, options, whole, qkv, device):
+def test_merged_results_over_disjoint_keys_are_the_result_over_all(
+    merging: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     attention = build(merging, options)
     q, k, v = qkv
     selection = attention.select(q, attention.summarize(k, whole), whole)
@@ -159,7 +166,9 @@ def test_merged_results_over_disjoint_keys_are_the_result_over_all(merging, opti
     torch.testing.assert_close(merged, (out, lse), rtol=0, atol=1e-13)
 
 
-def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(merging, options, whole, qkv, device):
+def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(
+    merging: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     attention = build(merging, options)
     q, k, v = qkv
     selection = attention.select(q, attention.summarize(k, whole), whole)
@@ -176,7 +185,9 @@ def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(m
     torch.testing.assert_close((dq, dk, dv), want, rtol=0, atol=1e-12)
 
 
-def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
+def test_queries_may_be_split_as_well(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     """Each shard of queries selections for itself and attends to all keys; dk and dv add up over the shards."""
     attention = build(kind, options)
     q, k, v = qkv
@@ -199,7 +210,9 @@ def test_queries_may_be_split_as_well(kind, options, whole, qkv, device):
     torch.testing.assert_close((sum_dk, sum_dv), (dk, dv), rtol=0, atol=1e-12)
 
 
-def test_queries_and_keys_may_both_be_split(merging, options, whole, qkv, device):
+def test_queries_and_keys_may_both_be_split(
+    merging: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
     """What a ring does: every shard of queries meets every shard of keys, with one selection for all of them."""
     attention = build(merging, options)
     q, k, v = qkv
@@ -225,7 +238,9 @@ def test_queries_and_keys_may_both_be_split(merging, options, whole, qkv, device
     torch.testing.assert_close(sums, want, rtol=0, atol=1e-12)
 
 
-def test_key_value_heads_may_be_split_as_well(kind, options, whole, qkv):
+def test_key_value_heads_may_be_split_as_well(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...]
+) -> None:
     """A slice of the key/value heads, with the query heads that share them and its slice of the summaries."""
     attention = build(kind, options)
     q, k, v = qkv
@@ -239,7 +254,9 @@ def test_key_value_heads_may_be_split_as_well(kind, options, whole, qkv):
         torch.testing.assert_close(got, (want[0][:, of], want[1][of]), rtol=0, atol=1e-13)
 
 
-def test_query_heads_that_are_not_coupled_may_be_split(kind, options, whole, qkv):
+def test_query_heads_that_are_not_coupled_may_be_split(
+    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...]
+) -> None:
     attention = build(kind, options)
     assert attention.facts.couples_heads == (options.get("select") == "group" or kind == "infllm_v2")
     q, k, v = qkv
@@ -252,7 +269,9 @@ def test_query_heads_that_are_not_coupled_may_be_split(kind, options, whole, qkv
         torch.testing.assert_close(got, (want[0][:, 1:2], want[1][1:2]), rtol=0, atol=1e-13)
 
 
-def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(kind, options, device):
+def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(
+    kind: str, options: dict[str, Any], device: torch.device
+) -> None:
     """Each shard summarises its own keys; blocks it holds nothing of are zero, so that a sum joins them."""
     whole = packed_layout([40], device)
     attention = build(kind, options)
@@ -267,4 +286,6 @@ def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(kind,
     if summary is None:
         assert parts == [None, None, None]
     else:
-        assert torch.equal(sum(parts), summary)
+        added = sum(part for part in parts if part is not None)
+        assert isinstance(added, torch.Tensor)
+        assert torch.equal(added, summary)

@@ -1,13 +1,15 @@
 """Observers of an engine: they see every local function while they observe, and change no number."""
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
 from moba_train.attention.engine import OperatorEngine
-from moba_train.attention.layout import packed_layout
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import Observer, observing
 from moba_train.health.watch import AttentionTimer
@@ -22,16 +24,16 @@ class Recorder(Observer):
         self.running: list[str] = []
 
     @contextmanager
-    def around(self, function):
+    def around(self, function: str) -> Iterator[None]:
         self.running.append(function)
         yield
         self.seen.append(self.running.pop())
 
-    def selected(self, attention, selection, layout):
+    def selected(self, attention: Any, selection: Any, layout: Layout) -> None:
         assert not self.running, "describing a selection is not timed with it"
         self.seen.append("selected")
 
-    def attended(self, call, out, lse):
+    def attended(self, call: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
         assert not self.running
         self.seen.append("attended")
 
@@ -47,7 +49,7 @@ def both_passes(engine: OperatorEngine, attention: MobaAttention) -> list[torch.
     return [out, lse, *torch.autograd.grad(out.sum(), qkv)]
 
 
-def test_every_observer_sees_every_function_while_it_observes(attention):
+def test_every_observer_sees_every_function_while_it_observes(attention: MobaAttention) -> None:
     engine, one, other = OperatorEngine(), Recorder(), Recorder()
     plain = both_passes(engine, attention)
     with observing(engine, one) as same, observing(engine, other):
@@ -60,18 +62,18 @@ def test_every_observer_sees_every_function_while_it_observes(attention):
     assert engine.observers == ()
 
 
-def test_an_observer_of_one_engine_sees_nothing_of_another(attention):
+def test_an_observer_of_one_engine_sees_nothing_of_another(attention: MobaAttention) -> None:
     recorder = Recorder()
     with observing(OperatorEngine(), recorder):
         both_passes(OperatorEngine(), attention)
     assert recorder.seen == []
 
 
-def test_the_timer_adds_up_the_local_functions(attention, monkeypatch):
+def test_the_timer_adds_up_the_local_functions(attention: MobaAttention, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = OperatorEngine()
     attend = MobaAttention.attend
 
-    def slow(*arguments):
+    def slow(*arguments: Any) -> Any:
         time.sleep(0.05)
         return attend(*arguments)
 

@@ -90,7 +90,7 @@ def make(add: AddKernel) -> Any:
     return function
 
 
-def test_later_calls_repeat_the_launches_for_other_tensors(add):
+def test_later_calls_repeat_the_launches_for_other_tensors(add: AddKernel) -> None:
     function, layout = make(add), packed_layout([64])
     for turn in range(5):
         a, b, c = torch.randn(3, 64).unbind()
@@ -102,7 +102,7 @@ def test_later_calls_repeat_the_launches_for_other_tensors(add):
     assert add.asked == 12, "another layout has records of its own"
 
 
-def test_the_switch_turns_repetition_off_and_changes_no_bit(add, monkeypatch):
+def test_the_switch_turns_repetition_off_and_changes_no_bit(add: AddKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     function = make(add)
     tensors = [torch.randn(3, 64).unbind() for _ in range(4)]
 
@@ -116,7 +116,7 @@ def test_the_switch_turns_repetition_off_and_changes_no_bit(add, monkeypatch):
     assert (asked, add.asked - asked) == (8, 16)
 
 
-def test_the_switch_is_an_environment_variable():
+def test_the_switch_is_an_environment_variable() -> None:
     program = "from moba_train.attention.kernels.common.launch import REPLAY; print(REPLAY)"
     for value, said in (("0", "False"), ("1", "True")):
         environment = os.environ | {"MOBA_TRAIN_REPLAY": value}
@@ -126,7 +126,7 @@ def test_the_switch_is_an_environment_variable():
         assert found.stdout.strip() == said
 
 
-def test_shapes_options_alignment_and_equal_tensors_have_records_of_their_own(add):
+def test_shapes_options_alignment_and_equal_tensors_have_records_of_their_own(add: AddKernel) -> None:
     function, layout = make(add), packed_layout([64])
     flat = torch.randn(4, 65)
     aligned, off = torch.randn(4, 64), flat.flatten()[1:257].view(4, 64)
@@ -145,7 +145,7 @@ def test_shapes_options_alignment_and_equal_tensors_have_records_of_their_own(ad
         assert add.asked == before + 8
 
 
-def test_what_copies_is_never_recorded(add):
+def test_what_copies_is_never_recorded(add: AddKernel) -> None:
     @replayed
     def function(a: Tensor, layout: Layout) -> Tensor:
         out = torch.empty(32)
@@ -161,7 +161,7 @@ def test_what_copies_is_never_recorded(add):
         assert add.asked - before == (2 if copies == "nothing" else 4)
 
 
-def test_a_launch_that_goes_past_the_recorder_forbids_a_record(add):
+def test_a_launch_that_goes_past_the_recorder_forbids_a_record(add: AddKernel) -> None:
     @replayed
     def function(a: Tensor, layout: Layout) -> Tensor:
         out = torch.empty(32)
@@ -177,7 +177,7 @@ def test_a_launch_that_goes_past_the_recorder_forbids_a_record(add):
     assert not knobs.runtime.launch_enter_hook.calls
 
 
-def test_zeros_are_zero_again(add):
+def test_zeros_are_zero_again(add: AddKernel) -> None:
     @replayed
     def function(a: Tensor, layout: Layout) -> Tensor:
         total = torch.zeros_like(a)
@@ -192,7 +192,7 @@ def test_zeros_are_zero_again(add):
     assert add.asked == 4
 
 
-def test_a_part_of_a_given_tensor_is_found_again_or_refused(add):
+def test_a_part_of_a_given_tensor_is_found_again_or_refused(add: AddKernel) -> None:
     @replayed
     def function(a: Tensor, layout: Layout) -> Tensor:
         out = torch.empty(16)
@@ -205,7 +205,7 @@ def test_a_part_of_a_given_tensor_is_found_again_or_refused(add):
         assert torch.equal(function(a, layout), a[16:] + a[:16])
 
 
-def test_records_keep_no_tensor_alive(add):
+def test_records_keep_no_tensor_alive(add: AddKernel) -> None:
     function, layout = make(add), packed_layout([64])
     alive = []
     for _ in range(4):
@@ -218,8 +218,11 @@ def test_records_keep_no_tensor_alive(add):
 
 
 @pytest.mark.parametrize(("version", "scratch", "direct"), [("3.6.0", 0, 3), ("3.6.0", 8, 0), ("3.7.0", 0, 0)])
-def test_known_launchers_are_called_directly_on_the_current_stream(add, version, scratch, direct, monkeypatch):
-    used, seen = [], []
+def test_known_launchers_are_called_directly_on_the_current_stream(
+    add: AddKernel, version: str, scratch: int, direct: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Any] = []
+    seen: list[Any] = []
 
     def launcher(*given: Any) -> None:
         grid, where, function, options, arguments = given[:3], given[3], given[4], given[5:13], given[13:]

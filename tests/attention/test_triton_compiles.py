@@ -119,7 +119,9 @@ def shared_in_place(ttgir: str) -> set[str]:
         covered = [per_thread * threads * warps for per_thread, threads, warps in zip(*lists[:3], strict=True)]
         return all(size >= many for size, many in zip(map(int, match[1].split("x")), covered, strict=True))
 
-    read, written, origin = {}, {}, {}
+    read: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    origin: dict[str, Any] = {}
     for line in ttgir.replace(" loc(", " ").splitlines():  # regions side by side may use one name for two values
         for name, source in re.findall(r"(%\w+) = (?:(?:tt\.\w+|ttg\.convert_layout) )?(%\w+)", line):
             origin[name] = origin.get(source, source.removeprefix("%"))
@@ -130,7 +132,7 @@ def shared_in_place(ttgir: str) -> set[str]:
     return {name for name in both if len(read[name] | written[name]) > 1 or not all(map(one_thread_each, read[name]))}
 
 
-def test_what_threads_share_is_found():
+def test_what_threads_share_is_found() -> None:
     compiled = compile_for_hopper(lists._scatter, {"G": 4, "HISTORY": 7, "TILE": 64})
     assert shared_in_place(compiled.asm["ttgir"]) == {"cursors"}
 
@@ -153,7 +155,7 @@ def unused_barriers(ttgir: str) -> set[str]:
     return {barrier for barrier in made if only_made(barrier)}
 
 
-def test_a_barrier_that_nobody_waits_for_is_found():
+def test_a_barrier_that_nobody_waits_for_is_found() -> None:
     ttgir = """
         %a = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared, #smem, mutable> loc(#loc1)
         %0 = ttg.memdesc_index %a[%c0] : !ttg.memdesc<2x1xi64> loc(#loc2)
@@ -225,7 +227,9 @@ def fits(
 @half
 @partial
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, dtype, tmp_path):
+def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(
+    head_dim: int, partial: bool, dtype: str, tmp_path: Path
+) -> None:
     shape = tile_shapes(head_dim, 4096)
     call = {"PARTIAL": partial}
     history = {**call, "HISTORY": 11, "BLOCK": 4096}
@@ -255,7 +259,9 @@ def test_kernels_of_long_blocks_fit_and_use_the_matrix_units(head_dim, partial, 
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, head_dim, tmp_path):
+def test_one_pass_keeps_the_matrix_units_busy(
+    kernel: str, dtype: str, dq_dtype: str, head_dim: int, tmp_path: Path
+) -> None:
     pytest.importorskip("triton.experimental.gluon")
     from moba_train.attention.kernels.hopper import blocks_128_gradients, blocks_256_to_4096_gradients
 
@@ -275,7 +281,7 @@ def test_one_pass_keeps_the_matrix_units_busy(kernel, dtype, dq_dtype, head_dim,
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_forward_pass_keeps_the_matrix_units_busy(head_dim, tmp_path):
+def test_the_forward_pass_keeps_the_matrix_units_busy(head_dim: int, tmp_path: Path) -> None:
     """The own blocks' kernel, which has all that the lists' has, and masks."""
     pytest.importorskip("triton.experimental.gluon")
     from moba_train.attention.kernels.hopper import blocks_from_512_forward
@@ -345,8 +351,12 @@ def keeps_busy(compiled: Any, registers: int, allowed: int, folder: Path) -> Non
 @partial
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_size, partial, dtype, tmp_path):
+def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(
+    head_dim: int, block_size: int, partial: bool, dtype: str, tmp_path: Path
+) -> None:
     shape = tile_shapes(head_dim, block_size)
+    assert shape.short_forward is not None
+    assert shape.short_backward is not None
     # False: with spans in their place, and gradients in ranges of queries.
     for own in (True, False) if (dtype, partial, block_size) == ("bf16", False, 64) else (True,):
         call = {"PARTIAL": partial, "HISTORY": 7, "BLOCK": block_size, "SPLIT": 4096, "DIAGONAL": own}
@@ -356,10 +366,12 @@ def test_kernels_of_short_blocks_fit_and_use_the_matrix_units(head_dim, block_si
         fits(blocks_to_128.backward_to_128, constants, shape.short_backward, dtype, 512, tmp_path)
 
 
-def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
+def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path: Path) -> None:
     """Whatever kernels reserve must not grow with the number of selected blocks."""
     long, short = tile_shapes(128, 4096), tile_shapes(128, 128)
     sizes_of = {"PARTIAL": True, "HISTORY": 127}
+    assert short.short_forward is not None
+    assert short.short_backward is not None
     for kernel, tile, more, allowed in (
         (blocks_from_144_forward.forward_history, long.forward, {"BLOCK": 4096}, 64),
         (blocks_from_144_dq.dq_history, long.dq, {"BLOCK": 4096}, 32),
@@ -377,7 +389,7 @@ def test_kernels_over_lists_fit_with_127_selected_blocks_of_a_query(tmp_path):
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("count", "levels"), [(2, 1), (7, 3), (11, 4), (63, 0), (64, 0), (127, 0)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
+def test_selection_fits(head_dim: int, count: int, levels: int, grouped: bool, tmp_path: Path) -> None:
     slots = triton.next_power_of_2(count)
     constants = {"GROUP": grouped, "PREVIOUS": True, "FIRST": True, "G": 4, "HISTORY": count, "KEPT": slots}
     constants |= {"D": head_dim, "M": 64, "N": 64}
@@ -434,14 +446,14 @@ def test_selection_fits(head_dim, count, levels, grouped, tmp_path):
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_the_other_kernels_compile_without_spills(kernel, constants, tmp_path):
+def test_the_other_kernels_compile_without_spills(kernel: Any, constants: dict[str, Any], tmp_path: Path) -> None:
     options = {name: constants[name] for name in constants if name == "num_warps"}
     sizes = {name: constants[name] for name in constants if name not in options}
     assert spilled_bytes(compile_for_hopper(kernel, sizes, **options), tmp_path) == 0
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim, tmp_path):
+def test_kernels_of_spans_fit_and_use_the_matrix_units(head_dim: int, tmp_path: Path) -> None:
     shapes = spans.span_shapes(head_dim)
     for kernel, shape in (
         (spans.forward_spans, shapes.forward),

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
 
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, only, ranges
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -35,7 +36,9 @@ from tests.attention.kernel_checks import (  # noqa: E402
 LONG = [1500, 0, 1, 333, 0, 700, 128]
 
 
-def case(lengths, heads, kv_heads, head_dim, dtype=torch.bfloat16, **options):
+def case(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> "pytest.ParameterSet":
     return pytest.param(lengths, heads, kv_heads, head_dim, dtype, options)
 
 
@@ -65,7 +68,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES)
-def test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_outputs_and_gradients_for_the_kernels_own_selection(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     tensors, layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", head_dim, **options)
     got, (selected, slots, starts) = run(ours, tensors, layout)
@@ -85,7 +90,9 @@ def test_outputs_and_gradients_for_the_kernels_own_selection(lengths, heads, kv_
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES[:4] + CASES[8:10])
-def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     """Their launches are repeated from a record (launch.py): for other tensors, aligned or not."""
     ours, layout = build("triton", head_dim, **options), layout_of(lengths, "cuda")
     for seed in range(4):
@@ -98,7 +105,7 @@ def test_later_layers_on_a_layout_give_the_bits_of_a_first_one(lengths, heads, k
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (seed, moved)
 
 
-def test_later_layers_follow_the_current_stream():
+def test_later_layers_follow_the_current_stream() -> None:
     """Else their launches would not wait for the inputs, which come late here."""
     ours, lengths = build("triton", 128, block_size=512, topk=3), [3000]
     layout, stream = layout_of(lengths, "cuda"), torch.cuda.Stream()
@@ -116,20 +123,23 @@ def test_later_layers_follow_the_current_stream():
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def misaligned(x):
+def misaligned(x: torch.Tensor) -> torch.Tensor:
     """A copy whose address is no multiple of 16."""
     return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
 
 
+MORE: tuple[dict[str, Any], ...] = ({}, {"always": ("current", "first", "previous"), "select": "group"})
 MANY_BLOCKS = [
     case([20000, 3000, 7], 2, 1, 128, block_size=64, topk=topk, **more)
     for topk in (4, 8, 17, 24, 65, 128)
-    for more in ({}, {"always": ("current", "first", "previous"), "select": "group"})
+    for more in MORE
 ]
 
 
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "dtype", "options"), CASES + MANY_BLOCKS)
-def test_the_selection_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype, options):
+def test_the_selection_is_a_valid_topk(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     """Block means are the reference's bit for bit; gates differ from float64 by rounding of the sums alone."""
     (q, k, *_), layout = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda"), layout_of(lengths, "cuda")
     ours, reference = (build(kind, head_dim, **options) for kind in ("triton", "reference"))
@@ -153,14 +163,17 @@ def test_the_selection_is_a_valid_topk(lengths, heads, kv_heads, head_dim, dtype
 
 
 @pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (512, 3), (1040, 2)])
-def test_shards_of_queries_and_keys_give_the_whole(block_size, topk):
+def test_shards_of_queries_and_keys_give_the_whole(block_size: int, topk: int) -> None:
     """As a ring computes it: an equal selection, and results that differ from those of one call by rounding."""
     lengths = [2900, 0, 1, 1195]
     tensors, layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", 128, block_size=block_size, topk=topk)
     want, (selected, *_) = run(ours, tensors, layout)
     true = exact(tensors, layout, selected, block_size, ours.scale)
-    for shards in ([((0, 1500),), ((1500, 4096),)], [((0, 700), (3000, 4096)), ((700, 3000),)]):
+    for shards in (
+        [ranges((0, 1500)), ranges((1500, 4096))],
+        [ranges((0, 700), (3000, 4096)), ranges((700, 3000))],
+    ):
         got, parts_selected = run_in_parts(ours, tensors, layout, shards)
         assert torch.equal(parts_selected, selected)
         for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, true, want, strict=True):
@@ -168,13 +181,13 @@ def test_shards_of_queries_and_keys_give_the_whole(block_size, topk):
 
 
 @pytest.mark.parametrize(("block_size", "topk"), [(128, 4), (256, 5), (512, 3)])
-def test_gradients_of_shards_repeat_bit_by_bit(block_size, topk):
+def test_gradients_of_shards_repeat_bit_by_bit(block_size: int, topk: int) -> None:
     """Also for keys whose own block has no query here: loads that are not waited for must not overwrite results."""
     lengths = [2900, 0, 1, 1195]
     (q, k, v, dout), layout = inputs(lengths, 4, 2, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
     ours = build("triton", 128, block_size=block_size, topk=topk)
     (out, lse, *_), _ = run(ours, [q, k, v, dout], layout)
-    here, there = ((0, 700), (3000, 4096)), ((700, 3000),)
+    here, there = ranges((0, 700), (3000, 4096)), ranges((700, 3000))
     part = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, here, there)
     at, keys = (Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, x).q_tokens for x in (here, there))
     selection = ours.select(
@@ -190,7 +203,7 @@ def test_gradients_of_shards_repeat_bit_by_bit(block_size, topk):
 
 
 @pytest.mark.parametrize(("cut", "block_size"), [(1500, 256), (640, 256), (77, 256)])
-def test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut, block_size):
+def test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cut: int, block_size: int) -> None:
     """Rows that begin inside their block. On Hopper in one pass, the own blocks' too."""
     lengths = [3800, 1, 295]
     q, k, v, dout = tensors = inputs(lengths, 12, 6, 128, torch.bfloat16, "cuda")
@@ -198,16 +211,17 @@ def test_shards_of_queries_that_meet_all_keys_have_the_gradients_of_the_whole(cu
     (out, lse, *whole), (selected, *_) = run(ours, tensors, layout)
     want = exact(tensors, layout, selected, block_size, ours.scale)[2:]
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    for ranges in (((0, cut),), ((cut, 4096),)):
-        part = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, ranges)
+    for own in (ranges((0, cut)), ranges((cut, 4096))):
+        part = Layout(layout.cu_seqlens, layout.max_seqlen, layout.total, own)
         at = part.q_tokens
         selection = ours.select(q[at], ours.summarize(k, layout), part)
         state = BackwardState(dout[at], q[at], k, v, out[at], lse[:, at].contiguous())
         grads = ours.attend_backward(state, part, selection)
         again = ours.attend_backward(state, part, selection)
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
-        for total, where, grad in zip(sums, (at, slice(None), slice(None)), grads, strict=True):
-            total[where] += grad
+        sums[0][at] += grads[0]
+        sums[1] += grads[1]
+        sums[2] += grads[2]
     for name, a, b, c in zip(("dq", "dk", "dv"), sums, want, whole, strict=True):
         assert error(a, b) <= 1.5 * error(c, b) + 1e-4, name
 
@@ -216,7 +230,7 @@ BESIDE = "import torch; x = torch.randn(4096, 4096, device='cuda'); print('ready
 
 
 @pytest.mark.parametrize(("block_size", "topk"), [(2048, 2), (128, 2), (512, 5)])
-def test_results_repeat_bit_by_bit_beside_another_process(block_size, topk):
+def test_results_repeat_bit_by_bit_beside_another_process(block_size: int, topk: int) -> None:
     """A GPU that changes from process to process makes some warps late: no one may have overwritten what they read."""
     lengths = [3000, 0, 1, 5191]
     tensors, layout = inputs(lengths, 4, 1, 128, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
@@ -243,17 +257,17 @@ def test_results_repeat_bit_by_bit_beside_another_process(block_size, topk):
     assert differs.tolist() == [0] * 5, "how often out, lse, dq, dk and dv differed"
 
 
-def test_the_public_function_takes_the_kernels_and_strided_inputs():
+def test_the_public_function_takes_the_kernels_and_strided_inputs() -> None:
     qkv = make_qkv(700, 12, 2, 64, "cuda", torch.bfloat16)[0].detach()
     q, k, v = (x.requires_grad_() for x in qkv.split([8, 2, 2], dim=1))
-    options = {"block_size": 64, "topk": 4}
-    out = moba_attention(q, k, v, **options, backend="triton")
-    plain = moba_attention(*(x.detach().clone() for x in (q, k, v)), **options)
+    options: dict[str, Any] = {"block_size": 64, "topk": 4}
+    out = only(moba_attention(q, k, v, **options, backend="triton"))
+    plain = only(moba_attention(*(x.detach().clone() for x in (q, k, v)), **options))
     assert torch.equal(out, plain)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.float().square().sum(), (q, k, v)))
 
 
-def test_more_than_2_31_elements_in_one_tensor():
+def test_more_than_2_31_elements_in_one_tensor() -> None:
     """q, out and dq of 2.2e9 elements: the last rows are right, so addresses are 64 bits wide everywhere."""
     tokens, heads, head_dim, block_size = 2**19 + 300, 32, 128, 4096
     generator = torch.Generator("cuda").manual_seed(0)

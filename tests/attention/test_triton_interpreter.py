@@ -24,7 +24,7 @@ def run_pytest(files: list[Path], **environment: str) -> None:
 
 
 @pytest.mark.slow
-def test_kernels_equal_the_reference_in_the_interpreter():
+def test_kernels_equal_the_reference_in_the_interpreter() -> None:
     """The files interpreted_*.py of all folders, in processes of their own: Triton reads TRITON_INTERPRET when the
     kernels are imported. Not in bfloat16, in which the interpreter's arithmetic is wrong."""
     run_pytest(sorted((ROOT / "tests").rglob("interpreted_*.py")), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")

@@ -1,13 +1,17 @@
 """Kernels for attention inside many segments: each gives what one explicit softmax per segment gives."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.varlen import KERNELS, Cpu, Segments, TorchFlash, best_kernel, refusals
 from moba_train.attention.kernels.varlen.kernels import _deterministic_algorithms
+from moba_train.attention.kernels.varlen.protocol import VarlenKernel
 from moba_train.attention.protocol import BackwardState
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import labelled, make_qkv
 
 ON_GPU = [kernel for kernel in KERNELS if kernel is not Cpu]
 gpu_kernels = pytest.mark.parametrize("kernel", ON_GPU, ids=lambda kernel: kernel.name)
@@ -21,13 +25,20 @@ DEEP = [(3, 7), (0, 4), (5, 5), (1, 6), (0, 0), (2, 2)]
 LONG_DEEP = [(300, 513), (0, 100), (70, 70), (1, 600), (0, 0), (129, 700)]
 
 
-def segments_of(lengths, causal, device="cpu") -> Segments:
+def segments_of(lengths: Sequence[tuple[int, int]], causal: bool, device: torch.device | str = "cpu") -> Segments:
     """A bound that is not exact, as callers may give."""
     cu_q, cu_k = (torch.tensor([0, *(n[i] for n in lengths)]).cumsum(0).to(device, torch.int32) for i in range(2))
     return Segments(cu_q, cu_k, max(n[0] for n in lengths), max(n[1] for n in lengths), causal)
 
 
-def inputs(lengths, heads, kv_heads, head_dim, dtype=torch.float64, device="cpu") -> list[Tensor]:
+def inputs(
+    lengths: Sequence[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> list[Tensor]:
     """q, k, v, dout."""
     queries, keys = (sum(n[i] for n in lengths) for i in range(2))
     q, dout, _ = make_qkv(queries, heads, heads, head_dim, device, dtype)
@@ -35,7 +46,7 @@ def inputs(lengths, heads, kv_heads, head_dim, dtype=torch.float64, device="cpu"
     return [x.detach() for x in (q, k, v, dout)]
 
 
-def plainly(q, k, v, segments, scale) -> tuple[Tensor, Tensor]:
+def plainly(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) by one softmax over all keys, in q's dtype, differentiable."""
     rows, keys = torch.arange(q.shape[0], device=q.device), torch.arange(k.shape[0], device=q.device)
     q_segment = torch.searchsorted(segments.cu_q[1:], rows, right=True)
@@ -52,14 +63,14 @@ def plainly(q, k, v, segments, scale) -> tuple[Tensor, Tensor]:
     return torch.einsum("hns,shd->nhd", weights, v.repeat_interleave(group, 1)), lse
 
 
-def results(kernel, tensors, segments, scale=0.3) -> list[Tensor]:
+def results(kernel: Any, tensors: Sequence[Tensor], segments: Segments, scale: float = 0.3) -> list[Tensor]:
     """[out, lse, dq, dk, dv]."""
     q, k, v, dout = tensors
     out, lse = kernel.forward(q, k, v, segments, scale)
     return [out, lse, *kernel.backward(BackwardState(dout, q, k, v, out, lse), segments, scale, deterministic=True)]
 
 
-def exactly(tensors, segments, scale=0.3) -> list[Tensor]:
+def exactly(tensors: Sequence[Tensor], segments: Segments, scale: float = 0.3) -> list[Tensor]:
     q, k, v, dout = (x.double().requires_grad_() for x in tensors)
     out, lse = plainly(q, k, v, segments, scale)
     return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), dout))]
@@ -67,15 +78,25 @@ def exactly(tensors, segments, scale=0.3) -> list[Tensor]:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize(("lengths", "causal"), [(UNEVEN, False), (SQUARE, False), (SQUARE, True), (DEEP, True)])
-def test_cpu_kernel_equals_one_softmax_per_segment(lengths, causal, heads, kv_heads):
+def test_cpu_kernel_equals_one_softmax_per_segment(
+    lengths: list[tuple[int, int]], causal: bool, heads: int, kv_heads: int
+) -> None:
     tensors, segments = inputs(lengths, heads, kv_heads, 16), segments_of(lengths, causal)
     for name, got, want in zip(
         ("out", "lse", "dq", "dk", "dv"), results(Cpu, tensors, segments), exactly(tensors, segments), strict=True
     ):
-        torch.testing.assert_close(got, want, rtol=0, atol=2e-13, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-13, msg=labelled(name))
 
 
-def check_against_exact(kernel, lengths, causal, heads, kv_heads, head_dim, dtype):
+def check_against_exact(
+    kernel: Any,
+    lengths: Sequence[tuple[int, int]],
+    causal: bool,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> None:
     """Relative errors in norm below 4 units in the last place; (0, -inf) exactly where nothing is seen."""
     tensors = inputs(lengths, heads, kv_heads, head_dim, dtype, "cuda")
     if reason := kernel.refuses(tensors[0]):
@@ -99,7 +120,9 @@ def check_against_exact(kernel, lengths, causal, heads, kv_heads, head_dim, dtyp
     ("head_dim", "dtype"), [(64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)]
 )
 @pytest.mark.parametrize(("lengths", "causal"), [(LONG, False), (LONG_SQUARE, True), (LONG_DEEP, True)])
-def test_gpu_kernels_are_exact_deterministic_and_mark_rows_without_keys(kernel, lengths, causal, head_dim, dtype):
+def test_gpu_kernels_are_exact_deterministic_and_mark_rows_without_keys(
+    kernel: type[VarlenKernel], lengths: list[tuple[int, int]], causal: bool, head_dim: int, dtype: torch.dtype
+) -> None:
     check_against_exact(kernel, lengths, causal, 1, 1, head_dim, dtype)
 
 
@@ -109,11 +132,13 @@ def test_gpu_kernels_are_exact_deterministic_and_mark_rows_without_keys(kernel, 
 @pytest.mark.parametrize(
     ("lengths", "causal"), [(LONG, False), (LONG_SQUARE, True), (LONG_DEEP, True), ([(1, 1), (0, 0), (1, 1)], True)]
 )
-def test_gpu_kernels_with_several_heads(kernel, lengths, causal, heads, kv_heads):
+def test_gpu_kernels_with_several_heads(
+    kernel: type[VarlenKernel], lengths: list[tuple[int, int]], causal: bool, heads: int, kv_heads: int
+) -> None:
     check_against_exact(kernel, lengths, causal, heads, kv_heads, 128, torch.bfloat16)
 
 
-def check_parts_of_gradients(kernel, tensors, dtype, atol):
+def check_parts_of_gradients(kernel: Any, tensors: Sequence[Tensor], dtype: torch.dtype, atol: float) -> None:
     """Gradients of attention to all keys are the sum of those to each half, given the out and lse of the whole."""
     q, k, v, dout = tensors
     rows, keys = q.shape[0], k.shape[0]
@@ -134,13 +159,13 @@ def check_parts_of_gradients(kernel, tensors, dtype, atol):
         assert error <= atol, f"{name}: {error:.1e}"
 
 
-def test_backward_takes_out_and_lse_of_more_keys_than_it_is_given():
+def test_backward_takes_out_and_lse_of_more_keys_than_it_is_given() -> None:
     check_parts_of_gradients(Cpu, inputs([(11, 30)], 2, 1, 16), torch.float64, 1e-13)
 
 
 @pytest.mark.gpu
 @gpu_kernels
-def test_gpu_backward_takes_out_and_lse_of_more_keys_than_it_is_given(kernel):
+def test_gpu_backward_takes_out_and_lse_of_more_keys_than_it_is_given(kernel: type[VarlenKernel]) -> None:
     tensors = inputs([(300, 900)], 4, 2, 128, torch.bfloat16, "cuda")
     if reason := kernel.refuses(tensors[0]):
         pytest.skip(reason)
@@ -148,7 +173,7 @@ def test_gpu_backward_takes_out_and_lse_of_more_keys_than_it_is_given(kernel):
 
 
 @pytest.mark.parametrize(("enabled", "warn_only"), [(False, False), (True, True), (True, False)])
-def test_torchs_deterministic_switch_is_on_for_the_call_only(enabled, warn_only):
+def test_torchs_deterministic_switch_is_on_for_the_call_only(enabled: bool, warn_only: bool) -> None:
     """Left on, it would slow or break unrelated operators; `warn_only` must not leak in, FlashAttention ignores it."""
     before = torch.are_deterministic_algorithms_enabled()
     try:
@@ -158,12 +183,12 @@ def test_torchs_deterministic_switch_is_on_for_the_call_only(enabled, warn_only)
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.are_deterministic_algorithms_enabled() == enabled
         assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
-        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # not in its stubs
     finally:
         torch.use_deterministic_algorithms(before)
 
 
-def test_the_cpu_has_a_kernel_for_every_dtype_and_the_others_say_why_not():
+def test_the_cpu_has_a_kernel_for_every_dtype_and_the_others_say_why_not() -> None:
     q = torch.zeros(4, 1, 16)
     assert best_kernel(q) is Cpu
     assert "tensors are on cpu, not on CUDA" in TorchFlash.refuses(q)
@@ -173,7 +198,7 @@ def test_the_cpu_has_a_kernel_for_every_dtype_and_the_others_say_why_not():
 
 
 @pytest.mark.gpu
-def test_more_segments_than_a_kernel_takes_are_left_to_another_or_to_none(device):
+def test_more_segments_than_a_kernel_takes_are_left_to_another_or_to_none(device: torch.device) -> None:
     q = torch.zeros(4, 1, 64, dtype=torch.bfloat16, device=device)
     assert best_kernel(q, 2**16 - 1) is not None
     taken = best_kernel(q, 2**16)

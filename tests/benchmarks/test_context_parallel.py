@@ -8,7 +8,7 @@ from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.world import joined_world
 
 
-def test_rows_that_differ_are_counted_in_the_order_of_the_sequence():
+def test_rows_that_differ_are_counted_in_the_order_of_the_sequence() -> None:
     results = tuple(torch.randn(50, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
     sequence = SequenceLayout.split(50, 1, "contiguous")
     with joined_world() as world:

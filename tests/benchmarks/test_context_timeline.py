@@ -1,5 +1,7 @@
 """The timeline of context parallelism, from a trace as the profiler writes it."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.context_timeline import bars, covered, draw, joined
@@ -14,21 +16,21 @@ TRACE = {
 }
 
 
-def test_kernels_are_told_apart_and_counted_from_the_first():
+def test_kernels_are_told_apart_and_counted_from_the_first() -> None:
     assert bars(TRACE) == {"attention": [(1.0, 1.0), (2.01, 0.09)], "communication": [(0.0, 1.5)]}
 
 
-def test_neighbours_are_joined():
+def test_neighbours_are_joined() -> None:
     assert joined([(0.0, 1.0), (1.01, 0.5), (3.0, 1.0)]) == [(0.0, pytest.approx(1.51)), (3.0, 1.0)]
 
 
-def test_the_hidden_share_is_the_time_under_the_others():
+def test_the_hidden_share_is_the_time_under_the_others() -> None:
     found = bars(TRACE)
     assert covered(found["communication"], found["attention"]) == pytest.approx(1 / 3)
     assert covered([], found["attention"]) == 1.0
 
 
-def test_a_strip_is_drawn_for_each_transport(tmp_path):
+def test_a_strip_is_drawn_for_each_transport(tmp_path: Path) -> None:
     result = {"transport": "ring", "attention": "dense", "tokens": 2**17, "hidden_share": 0.5, "bars": bars(TRACE)}
     draw([result, {**result, "transport": "ulysses"}], tmp_path / "timeline.svg")
     text = (tmp_path / "timeline.svg").read_text()

@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import subprocess
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +21,12 @@ from tests.resolved import check, plan_of
 ROOT = Path(__file__).parents[2]
 
 
+RunScript = Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]
+"""Runs it with parts; gives how it ended and the arguments of every program that it started."""
+
+
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path: Path) -> RunScript:
     """Run the script with a program in Python's place that writes down what it is given and ends with `status`."""
 
     def run(
@@ -46,7 +51,9 @@ def run(tmp_path):
     return run
 
 
-def test_every_part_names_programs_and_rows_that_there_are(run):
+def test_every_part_names_programs_and_rows_that_there_are(
+    run: RunScript,
+) -> None:
     done, calls = run()
     assert done.returncode == 0, done.stderr
     modules = [[word for before, word in pairwise(call) if before == "-m"] for call in calls]
@@ -69,7 +76,9 @@ def test_every_part_names_programs_and_rows_that_there_are(run):
     assert all("-b300" in output for output in outputs)
 
 
-def test_a_part_that_fails_is_named_and_the_others_run(run):
+def test_a_part_that_fails_is_named_and_the_others_run(
+    run: RunScript,
+) -> None:
     done, calls = run("profile", "tests", status=3)
     assert done.returncode == 1
     assert len(calls) == 4
@@ -77,7 +86,7 @@ def test_a_part_that_fails_is_named_and_the_others_run(run):
     assert f"failed: {profiles} context-tests context-soak" in done.stdout
 
 
-def test_nothing_is_left_of_programs_that_took_too_long(run, tmp_path):
+def test_nothing_is_left_of_programs_that_took_too_long(run: RunScript, tmp_path: Path) -> None:
     run("profile", "tests", status=124)
     assert not list((tmp_path / "scratch").iterdir())
 
@@ -98,7 +107,7 @@ def options(call: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run, tmp_path):
+def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run: RunScript, tmp_path: Path) -> None:
     _, calls = run("8k", "128k", "profile", "layouts")
     checked = 0
     for call in calls:
@@ -125,7 +134,7 @@ def test_rows_are_layouts_of_the_8b_model_that_fit_four_h200(run, tmp_path):
 
 
 @pytest.mark.parametrize("gpus", [2, 0])
-def test_fewer_gpus_and_the_folder_of_old_results_are_refused(run, tmp_path, gpus):
+def test_fewer_gpus_and_the_folder_of_old_results_are_refused(run: RunScript, tmp_path: Path, gpus: int) -> None:
     done, calls = run(gpus=gpus)
     assert (done.returncode, calls) == (2, [])
     assert f"four GPUs needed; torch finds {gpus} on this machine" in done.stderr
@@ -135,7 +144,7 @@ def test_fewer_gpus_and_the_folder_of_old_results_are_refused(run, tmp_path, gpu
     assert "OUTPUT: given benchmarks/results, which has results of the same names" in done.stderr
 
 
-def test_an_unknown_part_is_refused_before_anything_runs(run, tmp_path):
+def test_an_unknown_part_is_refused_before_anything_runs(run: RunScript, tmp_path: Path) -> None:
     done, calls = run("9k")
     assert (done.returncode, calls) == (2, [])
     assert "PART: given '9k'; allowed: 8k, 128k, profile, layouts, context, tests" in done.stderr

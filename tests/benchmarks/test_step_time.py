@@ -166,6 +166,8 @@ def test_another_gpus_rates_are_scaled_by_its_peak_or_by_its_memory() -> None:
     for name, peak, bandwidth in (("b200", 2250 / 989, 8 / 4.8), ("h100", 1, 3.35 / 4.8), ("l40s", 362 / 989, 0.18)):
         found = scaled(RATES, named_gpu(name))
         assert found.products / RATES.products == pytest.approx(peak)
+        assert found.float8_products is not None
+        assert RATES.float8_products is not None
         assert found.float8_products / RATES.float8_products == pytest.approx(peak)
         assert found.memory / RATES.memory == pytest.approx(bandwidth)
         assert RATES.update_s["adamw"] / found.update_s["adamw"] == pytest.approx(bandwidth)

@@ -99,7 +99,7 @@ def test_help_tells_how_a_row_is_written(monkeypatch: pytest.MonkeyPatch, capsys
 
 def fake_trainer(folder: Path, steps: int) -> list[str]:
     """A command that writes the metrics of some steps, as the trainer does, and then goes on for ever."""
-    records = [
+    records: list[dict[str, Any]] = [
         {"step": n, "type": "metrics", "time": BEGAN + n, "loss": 1.0, "step_s": 9.0 / n, "memory_gib": n}
         for n in range(1, 9)
     ]

@@ -1,6 +1,6 @@
 """Process groups and a small FSDP2 model for the checkpoint tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.forked import run_processes
 
 
 @contextmanager
-def process_group(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu"):
+def process_group(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu") -> Iterator[None]:
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
@@ -33,7 +33,9 @@ def run_ranks(world_size: int, function: Callable[..., None], store: Path, *args
     run_processes(_run_rank, (world_size, function, store, device, args), world_size, device)
 
 
-def _run_rank(rank: int, world_size: int, function: Callable[..., None], store: Path, device: str, args: tuple) -> None:
+def _run_rank(
+    rank: int, world_size: int, function: Callable[..., None], store: Path, device: str, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     with process_group(store, rank, world_size, device):
         function(*args)

@@ -382,7 +382,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
             Checkpointer(folder, Retention(1))
 
 
-def save_for_ever(folder: Path, store: Path, published) -> None:
+def save_for_ever(folder: Path, store: Path, published: Any) -> None:
     """Resumes and saves as fast as it can; `published` follows the last step known to be on disk."""
     torch.set_num_threads(1)
     with process_group(store):

@@ -202,7 +202,7 @@ def save_on_two_nodes(folder: Path) -> None:
     owner[0] = "this run"
     write = ShardWriter.write
 
-    def taken_over_meanwhile(*arguments):
+    def taken_over_meanwhile(*arguments: Any) -> Any:
         owner[0] = "another run"
         return write(*arguments)
 

@@ -1,6 +1,7 @@
 """What a run resumes from: the newest checkpoint whose every byte is right, or nothing in silence."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from tests.checkpoint.test_publish import cut_in_half, failing_reads, flip_byte,
 
 
 @pytest.fixture(autouse=True)
-def _one_rank(tmp_path: Path):
+def _one_rank(tmp_path: Path) -> Iterator[None]:
     with process_group(tmp_path / "store"):
         yield
 
 
-def test_damage_is_named_set_aside_and_the_one_before_is_taken(tmp_path: Path, caplog) -> None:
+def test_damage_is_named_set_aside_and_the_one_before_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "checkpoints"
     for step in (100, 200, 300, 400):
         publish_step(folder, step)
@@ -46,7 +49,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_afresh(tmp_path:
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "meta.json", "rank_0_0.safetensors"])
-def test_what_cannot_be_read_is_neither_set_aside_nor_passed_over(tmp_path: Path, monkeypatch, file: str) -> None:
+def test_what_cannot_be_read_is_neither_set_aside_nor_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
     folder = tmp_path / "checkpoints"
     for step in (100, 200, 300):
         publish_step(folder, step)
@@ -61,7 +66,7 @@ def test_what_cannot_be_read_is_neither_set_aside_nor_passed_over(tmp_path: Path
         assert newest_intact(folder) == folder / "step_00000300"
 
 
-def test_a_meta_is_read_only_after_its_hash(tmp_path: Path, caplog) -> None:
+def test_a_meta_is_read_only_after_its_hash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One byte turns the key `step` into another; nothing asks the meta for its step before the damage is found."""
     folder = tmp_path / "checkpoints"
     for step in (100, 200):

@@ -148,7 +148,9 @@ def failing_reads(patch: pytest.MonkeyPatch, name: str, times: int = 1_000, erro
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES])
 @pytest.mark.parametrize("name", ["manifest.json", "meta.json", "rank_0_0.safetensors"])
-def test_a_read_that_fails_for_a_moment_is_tried_again(tmp_path: Path, monkeypatch, name: str, error: int) -> None:
+def test_a_read_that_fails_for_a_moment_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: int
+) -> None:
     path = publish_step(tmp_path, 100)
     with monkeypatch.context() as patch:
         failed = failing_reads(patch, name, 2, error)
@@ -161,7 +163,9 @@ def test_a_read_that_fails_for_a_moment_is_tried_again(tmp_path: Path, monkeypat
         assert "not known to be damaged" in str(refusal.value)
 
 
-def test_a_file_that_can_be_looked_at_but_not_read_does_not_count_as_verified(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_that_can_be_looked_at_but_not_read_does_not_count_as_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = publish_step(tmp_path, 100)
     lstat = Path.lstat
     failing_reads(monkeypatch, "rank_0_0.safetensors")
@@ -170,7 +174,7 @@ def test_a_file_that_can_be_looked_at_but_not_read_does_not_count_as_verified(tm
         manifest.verify_checkpoint(path)
 
 
-def test_damage_outweighs_what_could_not_be_read(tmp_path: Path, monkeypatch) -> None:
+def test_damage_outweighs_what_could_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = publish_step(tmp_path, 100)
     flip_byte(path / "meta.json")
     failing_reads(monkeypatch, "rank_0_0.safetensors")
@@ -178,7 +182,9 @@ def test_damage_outweighs_what_could_not_be_read(tmp_path: Path, monkeypatch) ->
         manifest.verify_checkpoint(path)
 
 
-def test_the_newest_one_is_not_replaced_by_an_older_one_because_it_cannot_be_read(tmp_path: Path, monkeypatch) -> None:
+def test_the_newest_one_is_not_replaced_by_an_older_one_because_it_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     older = publish_step(tmp_path, 100)
     newer = publish_step(tmp_path, 200)
     with monkeypatch.context() as patch:
@@ -203,7 +209,9 @@ def test_the_newest_one_is_not_replaced_by_an_older_one_because_it_cannot_be_rea
         ("manifest.json", Path.unlink, True),
     ],
 )
-def test_damage_is_named_and_passed_over(tmp_path, caplog, file, damage, found_by_size) -> None:
+def test_damage_is_named_and_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[..., Any], found_by_size: bool
+) -> None:
     older = publish_step(tmp_path, 100)
     newer = publish_step(tmp_path, 200)
     damage(newer / file)
@@ -275,7 +283,9 @@ def test_retention_never_removes_the_newest_good_one(tmp_path: Path) -> None:
     assert steps(tmp_path) == [20, 60]
 
 
-def test_retention_passes_over_a_damaged_meta_and_names_it_once(tmp_path: Path, caplog) -> None:
+def test_retention_passes_over_a_damaged_meta_and_names_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Step 20 is the newest good one, until a byte of its meta changes: then step 10 is, and must stay."""
     for step in (10, 20):
         publish_step(tmp_path, step, good=True)
@@ -304,7 +314,7 @@ def test_damaged_checkpoints_take_no_place_of_sound_ones(tmp_path: Path) -> None
     assert steps(tmp_path) == [60, 70]
 
 
-def test_retention_keeps_what_it_could_not_read(tmp_path: Path, monkeypatch) -> None:
+def test_retention_keeps_what_it_could_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (10, 20, 30):
         publish_step(tmp_path, step)
     with monkeypatch.context() as patch:
@@ -356,7 +366,9 @@ def test_a_step_can_be_published_again(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000100"]
 
 
-def test_a_checkpoint_counts_although_its_name_cannot_be_written_into_latest(tmp_path, caplog, monkeypatch) -> None:
+def test_a_checkpoint_counts_although_its_name_cannot_be_written_into_latest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

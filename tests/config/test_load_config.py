@@ -7,6 +7,7 @@ import shlex
 import string
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,6 +27,7 @@ from moba_train.config.load import (
 from moba_train.config.stages import timed, used_kinds
 from moba_train.errors import ConfigError
 from tests.resolved import check, stages_of
+from tests.small_recipe import Load, Write
 
 ROOT = Path(__file__).parents[2]
 FUZZ = settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=150)
@@ -42,13 +44,13 @@ values = st.recursive(
 )
 
 
-def problems(*args, **kwargs) -> list[str]:
+def problems(*args: Any, **kwargs: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(*args, **kwargs)
     return caught.value.problems
 
 
-def test_numbers_are_read_as_people_write_them(load):
+def test_numbers_are_read_as_people_write_them(load: Load) -> None:
     config = load("optim.lr=1e-4", "model.rope.theta=5e6", "stages.0.tokens=1.5B", "stages.0.seq_len=4K")
     assert config.optim.lr == 1e-4
     assert config.model.rope.theta == 5e6
@@ -61,30 +63,30 @@ def test_numbers_are_read_as_people_write_them(load):
     [("5e6", 5e6), ("1E-4", 1e-4), ("-.5", -0.5), ("1_000", 1000), ("0", 0), (".inf", float("inf")), ("~", None)]
     + [(text, text) for text in ("no", "on", "12:30", "2024-01-01", "1e", "e5", "0x1f", "1.2.3")],
 )
-def test_plain_values_follow_yaml_1_2(text, value):
+def test_plain_values_follow_yaml_1_2(text: str, value: float | str | None) -> None:
     assert parse_yaml(text, "test") == value
     assert type(parse_yaml(text, "test")) is type(value)
 
 
-def test_duplicate_keys_are_refused_with_both_lines(write):
+def test_duplicate_keys_are_refused_with_both_lines(write: Write) -> None:
     path = write("twice.yaml", "name: a\nmodel: {layers: 1, layers: 2}\nseed: 1\nname: b\n")
     found = problems(path)
     assert any("line 4" in text and "'name'" in text and "line 1" in text for text in found)
     assert any("line 2" in text and "'layers'" in text for text in found)
 
 
-def test_syntax_errors_name_file_and_line(write):
+def test_syntax_errors_name_file_and_line(write: Write) -> None:
     (problem,) = problems(write("broken.yaml", "name: a\nstages: [\n"))
     assert "broken.yaml, line 3" in problem
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "just text", "3"])
-def test_a_recipe_must_be_a_mapping(write, text):
+def test_a_recipe_must_be_a_mapping(write: Write, text: str) -> None:
     (problem,) = problems(write("list.yaml", text))
     assert "allowed: a mapping" in problem
 
 
-def test_missing_and_unreadable_files_are_config_errors(tmp_path: Path, write):
+def test_missing_and_unreadable_files_are_config_errors(tmp_path: Path, write: Write) -> None:
     assert "nowhere.yaml: cannot be read" in problems(tmp_path / "nowhere.yaml")[0]
     assert "cannot be read" in problems(tmp_path)[0]
     assert "base.yaml (extended by" in problems(write("a.yaml", "extends: base.yaml"))[0]
@@ -93,7 +95,9 @@ def test_missing_and_unreadable_files_are_config_errors(tmp_path: Path, write):
     assert "cannot be read" in problems(path)[0]
 
 
-def test_packaged_recipes_are_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write):
+def test_packaged_recipes_are_found_by_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
+) -> None:
     files = sorted((ROOT / "configs").rglob("*.yaml"))
     assert sorted(path.resolve() for path in packaged_recipes().values()) == files, "names are unique"
     monkeypatch.chdir(tmp_path)
@@ -105,7 +109,9 @@ def test_packaged_recipes_are_found_by_name_from_any_folder(tmp_path: Path, monk
     assert "recipes/quickstart.yaml (extended by" in problems("quickstart")[0], "a file comes first"
 
 
-def test_a_name_that_no_packaged_recipe_has_is_refused_with_the_names(tmp_path: Path, monkeypatch, write):
+def test_a_name_that_no_packaged_recipe_has_is_refused_with_the_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
+) -> None:
     monkeypatch.chdir(tmp_path)
     for (problem,) in (problems("quickstrat"), problems(write("own.yaml", "extends: llama-2b"))):
         assert problem.endswith(f"; packaged recipes and models: {', '.join(packaged_recipes())}")
@@ -113,7 +119,7 @@ def test_a_name_that_no_packaged_recipe_has_is_refused_with_the_names(tmp_path: 
         assert ", llama-1b, " in problem
 
 
-def test_extends_lays_files_over_each_other_in_order(write, recipe):
+def test_extends_lays_files_over_each_other_in_order(write: Write, recipe: Path) -> None:
     write("models/wide.yaml", "model: {hidden_size: 256, heads: 8}")
     write("fast.yaml", "optim: {lr: 1.0e-2}\nmodel: {heads: 2}\n")
     path = write(
@@ -127,7 +133,7 @@ def test_extends_lays_files_over_each_other_in_order(write, recipe):
     assert (config.optim.lr, config.optim.betas) == (1e-2, (0.8, 0.9))
 
 
-def test_null_takes_back_what_an_extended_recipe_overrides(write, recipe):
+def test_null_takes_back_what_an_extended_recipe_overrides(write: Write, recipe: Path) -> None:
     write("base.yaml", "extends: recipe.yaml\nattention: {overrides: {0: {topk: 2}, 1: {topk: 3}, 2: {topk: 4}}}\n")
     path = write("top.yaml", "extends: base.yaml\nattention: {overrides: {0: null, 1: {kind: full, topk: null}}}\n")
     config = load_config(path)
@@ -135,26 +141,26 @@ def test_null_takes_back_what_an_extended_recipe_overrides(write, recipe):
     first, second, third, _ = stages_of(config)[-1].attention
     assert first == LayerAttention("moba", config.attention.options_of("moba"))
     assert second.kind == "full"
-    assert third.options.topk == 4
+    assert third.options.model_dump()["topk"] == 4
     assert stages_of(load_config(path, ["attention.overrides.2=null"]))[-1].attention[2] == first
     with pytest.raises(ConfigError, match="topk: given 3, but layer 1 is 'full' in all stages"):
         check(load_config(path, ["attention.overrides.1.topk=3"]))
 
 
-def test_extending_in_a_circle_names_the_chain(write):
+def test_extending_in_a_circle_names_the_chain(write: Write) -> None:
     write("b.yaml", "extends: c.yaml")
     write("c.yaml", "extends: a.yaml")
     (problem,) = problems(write("a.yaml", "extends: b.yaml"))
     assert re.search(r"a\.yaml -> \S*b\.yaml -> \S*c\.yaml -> \S*a\.yaml", problem)
 
 
-def test_extending_the_same_file_twice_is_no_circle(write, recipe):
+def test_extending_the_same_file_twice_is_no_circle(write: Write, recipe: Path) -> None:
     write("left.yaml", "extends: recipe.yaml\nseed: 1\n")
     write("right.yaml", "extends: recipe.yaml\nseed: 2\n")
     assert load_config(write("both.yaml", "extends: [left.yaml, right.yaml]")).seed == 2
 
 
-def test_doubled_extends_end_after_a_number_of_files(write):
+def test_doubled_extends_end_after_a_number_of_files(write: Write) -> None:
     for level in range(40):
         write(f"{level}.yaml", f"extends: [{level + 1}.yaml, {level + 1}.yaml]")
     write("40.yaml", "{}")
@@ -182,7 +188,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
     ids=["aliases", "merged aliases", "circle", "lists", "mappings", "size"],
 )
-def test_a_recipe_that_becomes_too_large_is_refused(write, text, said):
+def test_a_recipe_that_becomes_too_large_is_refused(write: Write, text: str, said: str) -> None:
     """Written into the file, and in a file that it extends."""
     path = write("bomb.yaml", text)
     for found in (problems(path), problems(write("top.yaml", "extends: bomb.yaml"))):
@@ -190,7 +196,7 @@ def test_a_recipe_that_becomes_too_large_is_refused(write, text, said):
         assert said in found[0]
 
 
-def test_devices_and_pipes_end_with_a_message(write, tmp_path):
+def test_devices_and_pipes_end_with_a_message(write: Write, tmp_path: Path) -> None:
     """The recipe itself may be a pipe of the user's; what it extends may not."""
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "is a named pipe; allowed: a regular file" in problems(write("top.yaml", "extends: pipe.yaml"))[0]
@@ -198,7 +204,7 @@ def test_devices_and_pipes_end_with_a_message(write, tmp_path):
     assert "has more than 262,144 bytes" in problems(Path("/dev/zero"))[0]
 
 
-def test_only_the_first_problems_of_very_many_are_explained(recipe, write):
+def test_only_the_first_problems_of_very_many_are_explained(recipe: Path, write: Write) -> None:
     text = "".join(f"unknown_{number}: 1\n" for number in range(150))
     found = problems(write("many.yaml", f"extends: recipe.yaml\n{text}"))
     assert len(found) == 101
@@ -207,7 +213,7 @@ def test_only_the_first_problems_of_very_many_are_explained(recipe, write):
 
 @FUZZ
 @given(base=st.dictionaries(keys, values), over=st.dictionaries(keys, values))
-def test_merging_keeps_every_key_and_lets_the_later_win(base, over):
+def test_merging_keeps_every_key_and_lets_the_later_win(base: dict[str, Any], over: dict[str, Any]) -> None:
     merged = deep_merge(base, over)
     assert set(merged) == set(base) | set(over)
     assert deep_merge(merged, over) == merged
@@ -218,7 +224,7 @@ def test_merging_keeps_every_key_and_lets_the_later_win(base, over):
 
 @FUZZ
 @given(path=st.lists(keys, min_size=1, max_size=4), value=values, base=st.dictionaries(keys, st.just(None)))
-def test_an_override_sets_its_key_and_nothing_else(path, value, base):
+def test_an_override_sets_its_key_and_nothing_else(path: list[str], value: Any, base: dict[str, Any]) -> None:
     raw = dict(base)
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
     assert apply_overrides(raw, [f"{'.'.join(path)}={text}"]) == []
@@ -229,7 +235,7 @@ def test_an_override_sets_its_key_and_nothing_else(path, value, base):
     assert holder[path[-1]] == parse_yaml(text, "test")
 
 
-def test_overrides_reach_list_items_and_layers_by_number(load):
+def test_overrides_reach_list_items_and_layers_by_number(load: Load) -> None:
     config = load("stages.0.tokens=3M", "stages[1].name=late", "attention.overrides.1.topk=3", "data.train.1.weight=9")
     assert config.stages[0].tokens == 3_000_000
     assert config.stages[1].name == "late"
@@ -237,16 +243,18 @@ def test_overrides_reach_list_items_and_layers_by_number(load):
     assert config.data.train[1].weight == 9
 
 
-def test_an_item_of_a_list_that_the_recipe_leaves_out_is_set_among_its_defaults(load):
+def test_an_item_of_a_list_that_the_recipe_leaves_out_is_set_among_its_defaults(load: Load) -> None:
     assert load("optim.betas.1=0.99").optim.betas == (0.9, 0.99)
     config = load("optim.betas[0]=0.8", "evaluation.needle.depths.0=5", "attention.moba.always.0=first")
     assert config.optim.betas == (0.8, 0.95)
-    needle = load("evaluation.needle={}").evaluation.needle
-    assert config.evaluation.needle.depths == [5, *needle.depths[1:]]
-    assert config.attention.options_of("moba").always == ("first",)
+    found, needle = config.evaluation.needle, load("evaluation.needle={}").evaluation.needle
+    assert found is not None
+    assert needle is not None
+    assert found.depths == [5, *needle.depths[1:]]
+    assert config.attention.options_of("moba").model_dump()["always"] == ("first",)
 
 
-def test_all_problems_of_overrides_and_recipe_come_at_once(recipe):
+def test_all_problems_of_overrides_and_recipe_come_at_once(recipe: Path) -> None:
     found = problems(
         recipe,
         ["modle.layers=3", "stages.7.tokens=1", "stages.x=1", "name.first=a", "seed", "optim.lr=[", "seed=-1"],
@@ -324,7 +332,7 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe):
         ("model.vocab_size=", "model.vocab_size: given null; allowed: integer >= 2"),
     ],
 )
-def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe, override, problem):
+def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe: Path, override: str, problem: str) -> None:
     (found,) = problems(recipe, [override])
     assert found.startswith(problem)
 
@@ -349,13 +357,13 @@ def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe, over
     ],
 )
 @pytest.mark.parametrize("number", ["1e300", "99999999999999999999"])
-def test_numbers_that_overflow_later_are_refused(recipe, path, number):
+def test_numbers_that_overflow_later_are_refused(recipe: Path, path: str, number: str) -> None:
     (problem,) = problems(recipe, [f"{path}={number}"])
     assert re.sub(r"\[(\d+)\]", r".\1", problem).startswith(f"{path}: given ")
     assert "; allowed: " in problem
 
 
-def test_missing_keys_say_what_they_need(write):
+def test_missing_keys_say_what_they_need(write: Write) -> None:
     found = problems(write("empty.yaml", ""))
     assert "batch_tokens: missing; allowed: integer >= 1 (K, M = 1024)" in found
     assert any(text.startswith("model: missing; allowed: section, such as {vocab_size: ...") for text in found)
@@ -365,7 +373,7 @@ def test_missing_keys_say_what_they_need(write):
     )
 
 
-def test_a_dumped_recipe_loads_back_to_the_same_run(load, write):
+def test_a_dumped_recipe_loads_back_to_the_same_run(load: Load, write: Write) -> None:
     config = load("name='1e5'", "run_dir='no'", "stages.1.train=[{path: c}]", "telemetry.wandb.tags=['2024-01-01']")
     again = load_config(write("dumped.yaml", dump_config(config)))
     assert again == config
@@ -373,13 +381,13 @@ def test_a_dumped_recipe_loads_back_to_the_same_run(load, write):
     assert dump_config(again) == dump_config(config)
 
 
-def test_a_dumped_stage_still_follows_the_recipe(load, write):
+def test_a_dumped_stage_still_follows_the_recipe(load: Load, write: Write) -> None:
     path = write("dumped.yaml", dump_config(load()))
     layers = stages_of(load_config(path, ["attention.moba.block_size=256"]))[1].attention
-    assert layers[0].options.block_size == 256
+    assert layers[0].options.model_dump()["block_size"] == 256
 
 
-def test_a_stage_counts_on_from_the_steps_and_tokens_of_those_before(load):
+def test_a_stage_counts_on_from_the_steps_and_tokens_of_those_before(load: Load) -> None:
     """1M tokens are 15.3 batches of 64K."""
     short, long = stages_of(load())
     assert (short.end_step, long.first_step, long.first_token) == (16, 16, 16 * 65536)
@@ -388,14 +396,14 @@ def test_a_stage_counts_on_from_the_steps_and_tokens_of_those_before(load):
     assert (quick.end_step, after.first_step, after.first_token) == (5, 5, 5 * 65536)
 
 
-def test_kinds_that_were_used_are_those_of_the_stages_so_far(load):
+def test_kinds_that_were_used_are_those_of_the_stages_so_far(load: Load) -> None:
     full = {(layer, "full") for layer in range(4)}
     stages = stages_of(load())
     assert used_kinds(stages[:1]) == full
     assert used_kinds(stages) == full | {(layer, "moba") for layer in range(3)}
 
 
-def test_interpolating_in_a_stage_keeps_the_models_theta(load):
+def test_interpolating_in_a_stage_keeps_the_models_theta(load: Load) -> None:
     short, long = stages_of(load())
     assert (short.rope.theta, short.rope.kind) == (5e5, "none")
     assert (long.rope.theta, long.rope.kind, long.rope.factor) == (5e5, "pi", 4)
@@ -408,18 +416,20 @@ def _assert_config_or_error(path: Path) -> None:
 
 @FUZZ
 @given(text=st.text(st.sampled_from("ab:-[]{},\"'#&*!|>%@` \n\t0e.~<?\x00\x07é"), max_size=40))
-def test_any_text_gives_a_recipe_or_a_config_error(write, text):
+def test_any_text_gives_a_recipe_or_a_config_error(write: Write, text: str) -> None:
     _assert_config_or_error(write("fuzz.yaml", text))
 
 
-def _paths(data: object, prefix: tuple = ()) -> list[tuple]:
+def _paths(data: object, prefix: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [prefix] * bool(prefix) + [path for key, value in items for path in _paths(value, (*prefix, key))]
 
 
 @FUZZ
 @given(data=st.data(), value=values | st.dictionaries(st.integers() | st.booleans() | keys, values, max_size=2))
-def test_any_value_in_any_place_gives_a_recipe_or_a_config_error(recipe, write, data, value):
+def test_any_value_in_any_place_gives_a_recipe_or_a_config_error(
+    recipe: Path, write: Write, data: st.DataObject, value: Any
+) -> None:
     raw = yaml.safe_load(recipe.read_text())
     *parents, last = data.draw(st.sampled_from(_paths(raw)))
     holder = raw
@@ -430,14 +440,14 @@ def test_any_value_in_any_place_gives_a_recipe_or_a_config_error(recipe, write, 
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_model_shape_loads_into_a_recipe(write, recipe, path):
+def test_every_model_shape_loads_into_a_recipe(write: Write, recipe: Path, path: Path) -> None:
     top = write("top.yaml", f"extends: [recipe.yaml, {path.resolve()}]")
     assert set(yaml.safe_load(path.read_text())) <= {"model", "extends"}
     assert load_config(top).model.layers >= 1
 
 
 @pytest.mark.parametrize("value", ["!!bool maybe", "!!timestamp foo", "!!int ''", "!!float ''", "!!int '-'"])
-def test_text_that_its_tag_does_not_allow_is_named_with_its_line(value):
+def test_text_that_its_tag_does_not_allow_is_named_with_its_line(value: str) -> None:
     """PyYAML's own errors for it are those of Python."""
     said = rf"is no {value.split()[0]}; leave the tag out"
     with pytest.raises(ConfigError, match=rf"test, line 2, column 7: not valid YAML: .* {said}"):
@@ -454,13 +464,13 @@ def test_text_that_its_tag_does_not_allow_is_named_with_its_line(value):
         ("{true: {topk: 1}}", r"overrides: given layer true; allowed: layer ids, counted from 0"),
     ],
 )
-def test_a_layer_has_one_override(load, overrides, said):
+def test_a_layer_has_one_override(load: Load, overrides: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(f"attention.overrides={overrides}")
     assert load("attention.overrides={'1': {kind: full}}").attention.overrides == {1: {"kind": "full"}}
 
 
-def test_an_eps_that_float32_does_not_have_is_refused(load):
+def test_an_eps_that_float32_does_not_have_is_refused(load: Load) -> None:
     """A step without a gradient would divide zero by zero."""
     with pytest.raises(ConfigError, match=r"optim.eps: given 1e-50; allowed: .*1e-30"):
         load("optim.eps=1e-50")
@@ -480,10 +490,12 @@ HIDDEN = [
 
 
 @pytest.mark.parametrize(("override", "given"), HIDDEN)
-def test_an_override_that_every_stage_hides_is_refused_with_the_one_to_give(recipe, write, override, given):
+def test_an_override_that_every_stage_hides_is_refused_with_the_one_to_give(
+    recipe: Path, write: Write, override: str, given: dict[str, Any]
+) -> None:
     stages = [{"name": name, "seq_len": 2048, "tokens": 10**6} for name in ("one", "two")]
 
-    def file(*own):
+    def file(*own: dict[str, Any]) -> Path:
         content = {"extends": recipe.name, "stages": [stage | more for stage, more in zip(stages, own, strict=True)]}
         return write("other.yaml", yaml.safe_dump(content))
 
@@ -503,7 +515,7 @@ def test_an_override_that_every_stage_hides_is_refused_with_the_one_to_give(reci
 MOBA = "attention: {moba: {topk: 2}}"
 
 
-def test_an_override_beside_what_every_stage_sets_is_no_hidden_one(recipe, write):
+def test_an_override_beside_what_every_stage_sets_is_no_hidden_one(recipe: Path, write: Write) -> None:
     path = write("other.yaml", f"extends: {recipe.name}\nstages:\n- {{name: a, seq_len: 2K, tokens: 1M, {MOBA}}}\n")
     assert load_config(path, ["attention.moba.block_size=64", "attention.full_layers=last:1"])
     assert load_config(path, ["attention={moba: {topk: 9, block_size: 64}}"])

@@ -42,7 +42,7 @@ def test_order_depends_on_seed_and_contents_not_on_the_path(make_corpus: MakeCor
         shutil.copy(prefix + suffix, tmp_path / f"moved{suffix}")
     orders = [
         read(DocumentStream(IndexedDataset(path), seed), 0, 50)
-        for path, seed in [(prefix, 1), (tmp_path / "moved", 1), (prefix, 2)]
+        for path, seed in [(prefix, 1), (str(tmp_path / "moved"), 1), (prefix, 2)]
     ]
     assert orders[0] == orders[1] != orders[2]
     first, second = (read(DocumentStream(IndexedDataset(prefix), seed, below_length=9), 0, 50) for seed in (1, 2))

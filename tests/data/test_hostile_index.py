@@ -36,19 +36,21 @@ edge = st.integers(0, 8) | st.sampled_from([2**31 - 1, 2**32, 2**61, 2**63 - 1, 
 
 
 @given(version=st.just(1) | edge, code=st.integers(0, 255), sequences=edge, entries=edge, body=st.binary(max_size=96))
-def test_any_header(corpus, version: int, code: int, sequences: int, entries: int, body: bytes) -> None:
+def test_any_header(
+    corpus: tuple[Path, bytes], version: int, code: int, sequences: int, entries: int, body: bytes
+) -> None:
     open_and_read(corpus[0], HEADER.pack(MAGIC, version, code, sequences, entries) + body)
 
 
 @given(numbers=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 16), min_size=3, max_size=3), data=st.data())
-def test_any_tables(corpus, numbers: list[int], data: st.DataObject) -> None:
+def test_any_tables(corpus: tuple[Path, bytes], numbers: list[int], data: st.DataObject) -> None:
     wide = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 16)
     tables = data.draw(st.lists(wide, min_size=7, max_size=7))
     open_and_read(corpus[0], HEADER.pack(MAGIC, 1, 8, 3, 4) + struct.pack("<3i7q", *numbers, *tables))
 
 
 @given(edits=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=6), cut=st.integers(0, 200))
-def test_any_damage(corpus, edits: list[tuple[int, int]], cut: int) -> None:
+def test_any_damage(corpus: tuple[Path, bytes], edits: list[tuple[int, int]], cut: int) -> None:
     prefix, whole = corpus
     content = bytearray(whole)
     for position, value in edits:

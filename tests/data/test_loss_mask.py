@@ -110,7 +110,7 @@ def masked_corpus(prefix: Path, masks: list[list[int]], info: dict[str, Any] | N
 
 
 def check_loss(prefix: str, **lengths: int) -> None:
-    StageData([SourceConfig(path=prefix, **lengths)], 4, 1, 0, {}, 10).check_loss()  # type: ignore[arg-type]
+    StageData([SourceConfig(path=prefix, **lengths)], 4, 1, 0, {}, 10).check_loss()
 
 
 @pytest.mark.parametrize("info", [{}, None], ids=["recorded", "searched"])

@@ -19,7 +19,7 @@ from tests.data.corpora import MakeCorpus, numbered_documents
 
 
 def stage(*paths: str, weights: tuple[float, ...] = (), **changes: Any) -> StageData:
-    settings_ = {"seq_len": 8, "sequences": 100, "seed": 1, "starts": {}, "vocab_size": 1000} | changes
+    settings_: dict[str, Any] = {"seq_len": 8, "sequences": 100, "seed": 1, "starts": {}, "vocab_size": 1000} | changes
     weights = weights or (1.0,) * len(paths)
     sources = [SourceConfig(path=path, weight=weight) for path, weight in zip(paths, weights, strict=True)]
     return StageData(sources, **settings_)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -44,7 +45,9 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_shares_repeats_and_padding_are_those_of_the_samples(recipe: Path, packing: str) -> None:
+def test_shares_repeats_and_padding_are_those_of_the_samples(
+    recipe: Path, packing: Literal["concat", "best_fit"]
+) -> None:
     config = load_config(recipe, [f"data.packing={packing}"])
     run = resolve_unchecked(config)
     one_a, one_b, two_b = preview(run.samples, run.stages)

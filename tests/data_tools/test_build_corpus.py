@@ -81,7 +81,7 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(member, io.BytesIO(content))
 
 
-def moba_data(*arguments: str | Path) -> Any:
+def moba_data(*arguments: str | int | Path) -> Any:
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 

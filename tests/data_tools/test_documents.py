@@ -7,6 +7,7 @@ import random
 import tracemalloc
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from data_tools.documents import BadRecord, Chunk, cut_shards, read_documents
 from data_tools.input_files import TEXT_GLOBS, LeftOut, describe_suffixes, find_files
 from data_tools.outputs import hash_fraction
 from moba_train.errors import DataError, ForeignFileError
+from tests.noting import noting
 
 
 def test_folders_are_read_sorted_by_glob_without_excludes(folder: Path) -> None:
@@ -298,9 +300,8 @@ def test_all_frames_of_a_zst_file_are_read(folder: Path) -> None:
 def test_nested_json_is_a_bad_record_and_bad_records_take_linear_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = []
-    original = documents.open_input
-    monkeypatch.setattr(documents, "open_input", lambda path: opened.append(path) or original(path))
+    opened: list[Any] = []
+    monkeypatch.setattr(documents, "open_input", noting(opened.append, documents.open_input))
     found = read(folder / "a.jsonl.gz", gzip.compress(b"[" * 100_000 + b"\n" + b"no\n" * 1000))
     assert "a.jsonl.gz:1: JSON is nested too deeply" in str(found[0])
     assert [record.line for record in found if isinstance(record, BadRecord)] == list(range(1, 1002))

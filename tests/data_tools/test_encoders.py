@@ -35,10 +35,11 @@ def test_segments_are_sentencepieces_ids_for_any_text(tokenizer: str, texts: lis
 
 
 def train(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
+    settings: dict[str, Any] = {"vocab_size": 320, "byte_fallback": True, "minloglevel": 2, "model_type": "bpe"}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(prose(0, 20_000).split("\n")),
         model_prefix=str(folder / "m"),
-        **{"vocab_size": 320, "byte_fallback": True, "minloglevel": 2, "model_type": "bpe"} | options,
+        **settings | options,
     )
     return sentencepiece.SentencePieceProcessor(model_file=str(folder / "m.model"))
 

@@ -207,8 +207,8 @@ def test_tojson_takes_the_options_that_it_has_in_transformers(options: str) -> N
     from transformers.utils.chat_template_utils import render_jinja_template
 
     source = f"{{{{ tools | tojson{options} }}}}"
-    tools = [{"name": "météo", "arguments": {"b": "<", "a": [1, None]}}]
-    (theirs,), _ = render_jinja_template(conversations=[MESSAGES], tools=tools, chat_template=source)
+    tools: list[Any] = [{"name": "météo", "arguments": {"b": "<", "a": [1, None]}}]
+    theirs = render_jinja_template(conversations=[MESSAGES], tools=tools, chat_template=source)[0][0]
     assert ChatTemplate(source, "<e>").render(MESSAGES, tools=tools) == theirs
 
 

@@ -93,4 +93,7 @@ def test_a_run_that_is_stopped_there_repeats_nothing(
             main([*arguments, "checkpoint.every=3"])
     assert main([*arguments, "checkpoint.every=3"]) == 0
     assert history(tmp_path) == history(undisturbed)
-    assert_same_tensors(*(latest_checkpoint(folder / "run" / "checkpoints") for folder in (tmp_path, undisturbed)))
+    stopped, whole = (latest_checkpoint(folder / "run" / "checkpoints") for folder in (tmp_path, undisturbed))
+    assert stopped is not None
+    assert whole is not None
+    assert_same_tensors(stopped, whole)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from experiments import run_arm, schedule
 from moba_train.tools.cli import app
 from moba_train.train import main as train
+
+T = TypeVar("T")
 
 
 class Inline:
@@ -25,8 +27,8 @@ class Inline:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def submit(self, function: Callable[..., None], *arguments: Any) -> "Future[None]":
-        future: Future[None] = Future()
+    def submit(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
+        future: Future[T] = Future()
         try:
             future.set_result(function(*arguments))
         except BaseException as error:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_no_gpu_has_two_arms_and_all_are_used() -> None:
 
 def test_arms_share_a_gpu_where_they_may() -> None:
     together = threading.Barrier(4, timeout=5)
-    places: list[Sequence[int]] = []
+    places: list[tuple[int, ...]] = []
 
     def run(one: Arm, gpus: Sequence[int]) -> None:
         places.append(tuple(gpus))
@@ -209,6 +210,6 @@ def test_training_that_was_asked_to_stop_is_no_result(stage: str, step: int, unt
         last["until"] = {"metric": "eval_loss", "at_most": 1.0, "max_tokens": 1024}
     stages = [{"name": "short", "seq_len": 16, "tokens": 512}, last]
     whole = Arm("a", 0, recipe("tiny", FULL, 16, 1024, 128, {}, stages=stages))
-    records = [{"type": "metrics", "stage": stage, "step": step}, {"type": "validation_loss"}]
+    records: list[dict[str, Any]] = [{"type": "metrics", "stage": stage, "step": step}, {"type": "validation_loss"}]
     with nullcontext() if complete else pytest.raises(RuntimeError, match=f"asked to stop after step {step} of"):
         check_complete(whole, records)

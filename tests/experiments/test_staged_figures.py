@@ -137,7 +137,7 @@ def test_beginning_short_has_the_tokens_or_the_flops_of_beginning_long(run: Run)
 
     arms = {arm.name: arm.recipe for arm in figure.arms(0, quick=False)}
     tokens = {name: sum(stage["tokens"] for stage in recipe["stages"]) for name, recipe in arms.items()}
-    flops = {name: tokens[name] * flops_per_token(recipe) for name, recipe in arms.items()}
+    flops = {name: tokens[name] * flops_per_token(dict(recipe)) for name, recipe in arms.items()}
     for length, seq_len in (("", 32 * 1024), ("4k-", 4096)):
         assert tokens[length + "full"] == tokens[length + "moba"] == tokens[length + SHORT]
         lengths = {name: [stage["seq_len"] for stage in arms[length + name]["stages"]] for name in ("moba", SHORT)}

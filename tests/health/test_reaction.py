@@ -1,5 +1,7 @@
 """Which reaction a spike gets: skipped while that helps, rolled back when it does not, stopped when nothing does."""
 
+from typing import Any
+
 import pytest
 
 from moba_train.config.health import SpikeConfig
@@ -46,7 +48,7 @@ def test_when_rollbacks_do_not_help_the_run_ends() -> None:
 
 
 def test_a_good_checkpoint_is_from_before_the_spike() -> None:
-    metas = [{"good": step <= 30, "progress": {"step": step}} for step in range(10, 60, 10)]
+    metas: list[dict[str, Any]] = [{"good": step <= 30, "progress": {"step": step}} for step in range(10, 60, 10)]
 
     def newest(flagged: set[int], *rollbacks: list[int]) -> int | None:
         good = [meta["progress"]["step"] for meta in metas if good_before(60, flagged, rollbacks)(meta)]

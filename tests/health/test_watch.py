@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +36,7 @@ class Ranks:
 
 
 @pytest.fixture
-def three(tmp_path: Path):
+def three(tmp_path: Path) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path, 3)
     yield ranks
     ranks.watch.close()

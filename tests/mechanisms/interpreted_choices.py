@@ -25,7 +25,9 @@ quicken()
         pytest.param(3, 1, 128, CompressedBlocks(4, 4), (4, 19, 0, 1), id="no-overlap"),
     ],
 )
-def test_blocks_chosen_by_compressed_ones_equal_those_of_plain_pytorch(heads, kv_heads, head_dim, blocks, choice):
+def test_blocks_chosen_by_compressed_ones_equal_those_of_plain_pytorch(
+    heads: int, kv_heads: int, head_dim: int, blocks: CompressedBlocks, choice: tuple[int, int, int, int]
+) -> None:
     """Packed documents and parts of their queries; of equal scores, such as 0 where nothing is seen, the lower id."""
     block_size, topk, first, local = choice
     layout = layout_of([180, 0, 1, 3, 40], "cpu")
@@ -45,7 +47,7 @@ def test_blocks_chosen_by_compressed_ones_equal_those_of_plain_pytorch(heads, kv
 
 
 @pytest.mark.parametrize(("first", "local", "count"), [(1, 3, 7), (0, 1, 3), (2, 2, 40)])
-def test_the_highest_scores_are_chosen_as_in_plain_pytorch(first, local, count):
+def test_the_highest_scores_are_chosen_as_in_plain_pytorch(first: int, local: int, count: int) -> None:
     """Random scores, equal ones, none at all; rows with fewer blocks than are wanted."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(2, 50, 37, generator=generator)
@@ -61,7 +63,9 @@ def test_the_highest_scores_are_chosen_as_in_plain_pytorch(first, local, count):
 
 
 @pytest.mark.parametrize(("window", "block_size", "together"), [(32, 64, 2), (48, 96, 1)])
-def test_scores_of_blocks_equal_plain_pytorch(window, block_size, together, monkeypatch):
+def test_scores_of_blocks_equal_plain_pytorch(
+    window: int, block_size: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In chunks of queries, over documents, for the queries of a shard; heads of a group at once, or one by one."""
     monkeypatch.setattr("moba_train.mechanisms.infllm_v2.score_kernels.together", lambda group: together)
     sizes = {"block_size": block_size, "topk": 5, "local_blocks": 2, "window": window, "stride": 16}
@@ -93,8 +97,16 @@ def test_scores_of_blocks_equal_plain_pytorch(window, block_size, together, monk
     ],
 )
 def test_index_branches_select_and_learn_as_in_plain_pytorch(
-    lengths, heads, kv_heads, widths, block_size, count, dtype, ranges, monkeypatch
-):
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    widths: tuple[int, int],
+    block_size: int,
+    count: int,
+    dtype: torch.dtype,
+    ranges: tuple[tuple[int, int], ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Selected blocks, the divergence and its gradients: over the selected blocks, and over all of them."""
     monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 3000 * kv_heads)  # several chunks
     layout = layout_of(lengths, "cpu")
@@ -126,7 +138,9 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
     ("heads", "kv_heads", "block_size", "ranges"),
     [(4, 2, 64, None), (3, 1, 40, ((40, 70), (150, 201)))],
 )
-def test_largest_probabilities_of_two_blocks_equal_plain_pytorch(heads, kv_heads, block_size, ranges):
+def test_largest_probabilities_of_two_blocks_equal_plain_pytorch(
+    heads: int, kv_heads: int, block_size: int, ranges: tuple[tuple[int, int], ...] | None
+) -> None:
     layout = layout_of([150, 0, 1, 60], "cpu")
     q, k, _, _ = inputs([211], heads, kv_heads, 64, torch.float32, "cpu")
     lse = 4 + torch.randn(heads, 211, generator=torch.Generator().manual_seed(0))

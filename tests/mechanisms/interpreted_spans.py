@@ -1,17 +1,23 @@
 """Attention to spans of neighbouring keys, alone and beside selected blocks, in Triton's interpreter."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 import torch
 
 from moba_train.attention.kernels.common import call
+from moba_train.attention.layout import Layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.moa.moa_kind import SpanAttention
+from tests.attention.helpers import ranges
 from tests.attention.kernel_checks import assert_results, exact, inputs, layout_of, run, run_in_parts
 from tests.attention.quick_interpreter import quicken
 
 quicken()
 
 
-def test_spans_of_heads_with_blocks_of_several_sizes():
+def test_spans_of_heads_with_blocks_of_several_sizes() -> None:
     """The kind `moa`: heads that share keys, with blocks of 64 and 256 tokens, and one with full attention."""
     options = {"alpha": (64, -200, 0), "beta": (0.0, 0.6, 1.0), "max_length": 6000}
     tensors, layout = inputs([300, 20], 3, 1, 64, torch.float32, "cpu"), layout_of([300, 20], "cpu")
@@ -23,14 +29,20 @@ def test_spans_of_heads_with_blocks_of_several_sizes():
     assert_results(got, want)
 
 
-def infllm_v2(lengths, heads, **options):
+def infllm_v2(lengths: list[int], heads: int, **options: Any) -> tuple[InfLLMV2Attention, list[torch.Tensor], Layout]:
     """An attention of local and selected blocks, its inputs and their layout; one key/value head."""
     sizes = {"block_size": 64, "topk": 3, "local_blocks": 2, "window": 32, "stride": 16}
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**sizes | options, backend="triton"), 64)
     return attention, inputs(lengths, heads, 1, 64, torch.float32, "cpu"), layout_of(lengths, "cpu")
 
 
-def assert_selected_and_local(attention, tensors, layout, found, selection):
+def assert_selected_and_local(
+    attention: InfLLMV2Attention,
+    tensors: Sequence[torch.Tensor],
+    layout: Layout,
+    found: Sequence[torch.Tensor],
+    selection: Any,
+) -> None:
     """The results are those of one mask over all blocks, of which more than the selected ones are local."""
     selected = attention.blocks.selected_blocks(selection)
     assert (selected >= 0).sum() > len(selected) * (selection[0] >= 0).sum() > 0
@@ -38,15 +50,15 @@ def assert_selected_and_local(attention, tensors, layout, found, selection):
     assert_results(found, want)
 
 
-def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeypatch):
+def test_local_and_selected_blocks_share_one_softmax_from_shard_to_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short blocks, whose lists are cut into work ranges."""
     attention, tensors, layout = infllm_v2([210, 0, 1, 20], 2, dense_len=1)
     monkeypatch.setattr(call.BlockCall, "limit", 100)
-    found, _ = run_in_parts(attention, tensors, layout, [((0, 37), (150, 231)), ((37, 150),)])
+    found, _ = run_in_parts(attention, tensors, layout, [ranges((0, 37), (150, 231)), ranges((37, 150))])
     selection = attention.select(tensors[0], attention.summarize(tensors[1], layout), layout)
     assert_selected_and_local(attention, tensors, layout, found, selection)
 
 
-def test_local_and_selected_blocks_may_be_long():
+def test_local_and_selected_blocks_may_be_long() -> None:
     attention, tensors, layout = infllm_v2([480, 10], 1, dense_len=200, block_size=192, local_blocks=1)
     assert_selected_and_local(attention, tensors, layout, *run(attention, tensors, layout))

@@ -11,6 +11,7 @@ from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState
 from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit
 from moba_train.mechanisms.dispatch.by_unit import UnitQueries
+from tests.attention.helpers import triple
 
 LENGTHS = [75, 0, 1, 53]
 GIVEN = (TokenRange(16, 48), TokenRange(64, 76), TokenRange(92, 129))
@@ -57,7 +58,7 @@ def test_gathered_queries_attend_to_their_blocks(device: str, dtype: torch.dtype
     units_FC[50:90, 2] = -1
     attended_FU = (units_FC[:, :, None] == block_U).any(1)
 
-    exact = [x.double().unsqueeze(1) for x in (q, k, v)]
+    exact = triple(x.double().unsqueeze(1) for x in (q, k, v))
     scale = attention.attention.scale
     out, lse = masked_attend(*exact, lambda rows, keys: attended_FU[None, rows, keys], scale, prefix=False)
     state = BackwardState(dout.double().unsqueeze(1), *exact, out, lse)
@@ -83,7 +84,7 @@ def test_complete_blocks_attend_to_themselves_causally(device: str, dtype: torch
     row_U = torch.arange(tokens, device=device)
     seen_UU = (block_U[:, None] == block_U) & (row_U[:, None] >= row_U)
 
-    exact = [x.double() for x in (q, k, v)]
+    exact = triple(x.double() for x in (q, k, v))
     scale = attention.attention.scale
     out, lse = masked_attend(*exact, lambda rows, keys: seen_UU[None, rows, keys], scale, prefix=False)
     state = BackwardState(dout.double(), *exact, out, lse)

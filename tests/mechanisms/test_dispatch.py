@@ -11,6 +11,7 @@ from moba_train.attention.moba.gate import gate_scores
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention, Selection
 from moba_train.attention.registry import KINDS
+from moba_train.config.parallel import CPLayout
 from moba_train.mechanisms.dispatch import blocks_by_unit
 from moba_train.mechanisms.dispatch.blocks_by_unit import BlocksByUnit, units_of
 from moba_train.mechanisms.dispatch.by_unit import OffersUnits
@@ -31,6 +32,7 @@ class WeightedBlocks(BlocksByUnit):
         own = torch.ones(*units_HTC.shape[:2], 1, dtype=torch.float64)
         if self.attention.join == "sum":
             return units_HTC, torch.cat([own, seen.double()], -1)
+        assert summaries is not None
         gates = gate_scores(q_THD, summaries, "head").mul(self.attention.scale).gather(2, units_HTC.clamp(min=0).long())
         return units_HTC, torch.cat([own, gates.masked_fill(~seen, -torch.inf)], -1).softmax(-1)
 
@@ -135,7 +137,9 @@ def test_every_kind_is_joined_as_on_one_device(kind: str, options: dict[str, obj
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("join", ["sum", "gate"])
 @pytest.mark.parametrize("lengths", [(12, 0, 1, 21), (9,)], ids=["documents", "a rank without tokens"])
-def test_blocks_with_a_softmax_each_are_added_up_or_weighed(lengths: tuple[int, ...], join: str, layout: str) -> None:
+def test_blocks_with_a_softmax_each_are_added_up_or_weighed(
+    lengths: tuple[int, ...], join: str, layout: CPLayout
+) -> None:
     case = WeightedCase(lengths, join=join)
     inputs = case.inputs()
     want = weighted_oracle(case, inputs)

@@ -13,7 +13,7 @@ from tests.parallel.context.test_cp_costs import LLAMA_8B, costs_in_mib, selecti
 from tests.parallel.context.test_cp_policy import auto
 
 
-def test_auto_never_takes_dispatch_and_says_why():
+def test_auto_never_takes_dispatch_and_says_why() -> None:
     """Here it would receive nothing at all: no query selects a block before its own."""
     own = MobaAttention(MobaAttention.Options(topk=1), 128)
     strategy, why = auto(AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128, attentions=(own,)), ranks=8)
@@ -21,7 +21,7 @@ def test_auto_never_takes_dispatch_and_says_why():
     assert "dispatch: only as configured: the owner of blocks" in why
 
 
-def test_dispatch_needs_an_attention_that_selects_units():
+def test_dispatch_needs_an_attention_that_selects_units() -> None:
     dispatch = CPStrategy(4, "dispatch", "zigzag", 4)
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'dispatch' sends queries to the owners"):
         transport_spec("dispatch").check_shape(dispatch, replace(SHAPE, attentions=(MOBA, FULL)))
@@ -30,7 +30,7 @@ def test_dispatch_needs_an_attention_that_selects_units():
     transport_spec("ring").check_shape(ring, replace(SHAPE, attentions=(FULL,)))
 
 
-def test_dispatch_sends_a_query_at_most_once_to_each_rank():
+def test_dispatch_sends_a_query_at_most_once_to_each_rank() -> None:
     """Three ranks of four are others; a query of a rank's 256 MiB that selects one unit reaches them three times out of
     four, and with very many units all three of them."""
     dispatch = CPStrategy(4, "dispatch", "zigzag", 4)
@@ -42,13 +42,13 @@ def test_dispatch_sends_a_query_at_most_once_to_each_rank():
     assert received[2] == pytest.approx(3 * (6 * 256 * mib + ids[2]))
 
 
-def test_bytes_copies_and_buffers_of_a_known_case_in_mib():
+def test_bytes_copies_and_buffers_of_a_known_case_in_mib() -> None:
     """Sizes of a rank as in `test_cp_costs.py`: 256 MiB of queries, 128 MiB of keys and values."""
     want = [1164 / 3, 2 * 1164 / 3, 18 * 256, 8 * 256 / 8 + 2 * 256 + 2 * 128, 1]
     assert costs_in_mib(CPStrategy(4, "dispatch", "zigzag", 2)) == pytest.approx(want)
 
 
-def test_shards_are_zigzag_also_where_work_does_not_grow():
+def test_shards_are_zigzag_also_where_work_does_not_grow() -> None:
     shape = replace(LLAMA_8B, facts=AttentionFacts(work_grows=False))
     strategy, _ = choose_strategy("dispatch", "auto", shape, ranks=4, node_size=4)
     assert strategy.layout == "zigzag"

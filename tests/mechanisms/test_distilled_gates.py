@@ -28,6 +28,7 @@ from moba_train.parallel.data_shard import DataShard
 from moba_train.tools.convert.hf_export import layer_problem
 from moba_train.tools.inference.cache import CachedAttention, CachePlan
 from moba_train.tools.inference.generate import generate
+from tests.attention.helpers import labelled
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -48,7 +49,7 @@ BLOCK = 4
 LENGTHS = [12, 0, 1, 27]
 SEER = {"block_size": BLOCK, "topk": 3, "gate_dim": 6}
 MSA = {"block_size": BLOCK, "topk": 3, "index_dim": 6}
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seer warmup": ("seer", SEER | {"mode": "warmup"}),
     "seer sparse": ("seer", SEER | {"train_gate": True, "kl_weight": 0.5}),
     "seer frozen": ("seer", SEER),
@@ -173,7 +174,7 @@ def assert_same_results(layer: Layer, run: Callable[[Layer], list[Tensor]], atol
     names = ["output", "auxiliary loss"][: len(outputs)] + [f"gradient of {x}" for x in [*"xqkv", *parameters]]
     got_all, want_all = [*got_outputs, *got_inputs, *got_parameters.values()], [*outputs, *inputs, *parameters.values()]
     for name, got, want in zip(names, got_all, want_all, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=labelled(name))
 
 
 @each
@@ -198,7 +199,7 @@ def test_other_groups_of_heads(name: str, kv_heads: int) -> None:
 @pytest.mark.parametrize("mode", ["warmup", "sparse"])
 def test_with_every_block_it_is_full_attention(name: str, mode: str) -> None:
     layer = make_layer(name, {"block_size": BLOCK, "topk": 7, "mode": mode, "train_gate": False}, LENGTHS)
-    full = Layer(KINDS["full"](KINDS["full"].Options(), 8), None, *layer.inputs(), layer.layout)
+    full = layer.with_inputs(layer.inputs(), kind=KINDS["full"](KINDS["full"].Options(), 8), parameters=None)
     got, want = results(layer, lambda layer: run_layer(layer)[:1]), results(full)
     torch.testing.assert_close(got[0][0], want[0][0], rtol=0, atol=0 if mode == "warmup" else 1e-12)
     for gradient, expected in zip(got[1], want[1], strict=True):
@@ -365,7 +366,7 @@ def test_bfloat16_layers_have_a_float32_divergence(case: str) -> None:
     layer = make_layer(*CASES[case], LENGTHS)
     want = run_layer(layer)[1]
     inputs = [x.detach().bfloat16().requires_grad_() for x in layer.inputs()]
-    half = Layer(layer.kind, copy.deepcopy(layer.parameters).bfloat16(), *inputs, layer.layout)
+    half = layer.with_inputs(inputs, parameters=copy.deepcopy(layer.parameters).bfloat16())
     out, divergence = run_layer(half)
     assert out.dtype == torch.bfloat16
     assert divergence.dtype == torch.float32
@@ -377,16 +378,17 @@ def test_bfloat16_layers_have_a_float32_divergence(case: str) -> None:
 def test_problems_name_the_option() -> None:
     context = StageContext(MODEL, 64, 1, 1, False, "cpu", layers="in layer 0")
     for name in ("seer", "msa"):
-        options = KINDS[name].Options(block_size=128, backend="triton")
+        options = KINDS[name].Options.model_validate({"block_size": 128, "backend": "triton"})
         problems = list(KINDS[name].problems(options, context))
         assert problems[0].startswith("block_size: given 128 in layer 0, which does not fit")
         assert problems[1].startswith("backend: given 'triton' in layer 0, which cannot run")
-        assert not list(KINDS[name].problems(KINDS[name].Options(block_size=16), context))
+        assert not list(KINDS[name].problems(KINDS[name].Options.model_validate({"block_size": 16}), context))
 
 
 def test_index_heads_are_normalised_where_the_model_normalises_q_and_k() -> None:
     model = ModelConfig(**(MODEL.model_dump() | {"qk_norm": True}))
-    module = KINDS["msa"].parameters(KINDS["msa"].Options(), model, 0).double()
+    module: Any = KINDS["msa"].parameters(KINDS["msa"].Options(), model, 0)
+    module.double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
     q, k = module(torch.randn(5, model.hidden_size, dtype=torch.float64))
@@ -432,7 +434,7 @@ def test_what_a_distilled_gate_would_select_is_seen_in_its_warm_up_on_any_ranks(
     def rank(engine: ContextParallel) -> GateStatistics:
         with torch.no_grad():
             mine = [sequence.shard(x, engine.rank) for x in warm_up.inputs()]
-            layer = Layer(warm_up.kind, warm_up.parameters, *mine, warm_up.layout)
+            layer = warm_up.with_inputs(mine)
             positions = sequence.shard(warm_up.positions, engine.rank)
             return observed(layer, engine, DataShard(engine=engine), sample, positions)
 

@@ -19,7 +19,7 @@ from tests.attention.helpers import make_qkv
 from tests.attention.kernel_checks import error
 from tests.attention.kind_checks import MODEL, Layer, make_layer, results, run_layer
 
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seer warmup": ("seer", {"mode": "warmup"}),
     "seer sparse": ("seer", {"train_gate": True}),
     "msa warmup": ("msa", {"mode": "warmup"}),
@@ -39,7 +39,7 @@ def moved(layer: Layer, device: torch.device, dtype: torch.dtype, **options: Any
     parameters = copy.deepcopy(layer.parameters)
     lengths = layer.layout.cu_seqlens.diff().tolist()
     moved_parameters = None if parameters is None else parameters.to(device, dtype)
-    return Layer(kind, moved_parameters, *inputs, packed_layout(lengths, device), layer.model)
+    return layer.with_inputs(inputs, kind=kind, parameters=moved_parameters, layout=packed_layout(lengths, device))
 
 
 def assert_close(got: Any, want: Any, tolerance: float) -> None:
@@ -90,7 +90,7 @@ def test_32k_tokens_take_at_most_half_as_much_memory_again_as_full_attention(cas
         shapes = [(512,), (8, 64), (2, 64), (2, 64)]
         inputs = [torch.randn(32768, *shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
         module = None if parameters is None else copy.deepcopy(parameters).to(device, torch.bfloat16)
-        layer = Layer(kind, module, *inputs, packed_layout([32768], device), WIDE)
+        layer = tiny.with_inputs(inputs, kind=kind, parameters=module, layout=packed_layout([32768], device))
         bytes_of[kind.name] = peak_bytes(layer)
         del inputs, module, layer
     assert bytes_of[name] <= 1.5 * bytes_of["full"]
@@ -181,7 +181,9 @@ def test_a_learning_gate_takes_at_most_six_times_as_long_as_full_attention(case:
                 torch.randn(tokens, *shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes
             ]
             module = None if parameters is None else copy.deepcopy(parameters).to(device, torch.bfloat16)
-            times[kind.name] = milliseconds(Layer(kind, module, *inputs, packed_layout([tokens], device), wide))
+            layer = tiny.with_inputs(inputs, kind=kind, parameters=module, layout=packed_layout([tokens], device))
+            times[kind.name] = milliseconds(layer)
+            del layer
             del inputs, module
         print(f"{case}, {tokens} tokens: {times[tiny.kind.name]:.1f} ms; full attention: {times['full']:.1f} ms")
         assert times[tiny.kind.name] <= (6 if tokens > 8192 else 12) * times["full"]

@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,9 @@ def tensors(tokens: int, heads: int, kv_heads: int, seed: int = 0) -> tuple[Tens
     return normal(heads), normal(kv_heads), normal(kv_heads)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], topk: int, grouped: bool, sample: list[int]) -> dict:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], topk: int, grouped: bool, sample: list[int]
+) -> dict[str, Any]:
     """The means, one query and head at a time."""
     heads_per_kv = q.shape[1] // k.shape[1]
     scale = HEAD_DIM**-0.5
@@ -134,7 +137,13 @@ def test_an_attention_whose_blocks_have_no_score_has_no_margin(monkeypatch: pyte
     layout = packed_layout([80]).part((TokenRange(60, 80),), None)
     with_scores = gate_statistics(q[60:], k, v, moba(2), layout).means()
     gate = MobaAttention.gate
-    monkeypatch.setattr(MobaAttention, "gate", lambda *arguments: gate(*arguments)._replace(scores=None))
+
+    def without_scores(*arguments: Any) -> Any:
+        found = gate(*arguments)
+        assert found is not None
+        return found._replace(scores=None)
+
+    monkeypatch.setattr(MobaAttention, "gate", without_scores)
     without = gate_statistics(q[60:], k, v, moba(2), layout).means()
     assert {"margin", "gate_entropy"} == with_scores.keys() - without.keys()
     assert without == {name: with_scores[name] for name in without}
@@ -225,7 +234,8 @@ def test_it_probes_the_sparse_layers_and_leaves_the_model_as_it_was(config: RunC
         model = Transformer(config.model).to(world.device)
         initialize_weights(model, 0)
         model.set_attention(build_attention(stage.attention, config.model.head_width))
-        engines = [block.attention.engine for block in model.blocks]
+        blocks: list[Any] = list(model.blocks)
+        engines = [block.attention.engine for block in blocks]
         own = {name_of(stage.attention): stage.attention}
         context = EvaluationContext(model, stage, DataShard(), world.device, own)
         result = built(GateProbe, config).run(context)
@@ -233,7 +243,7 @@ def test_it_probes_the_sparse_layers_and_leaves_the_model_as_it_was(config: RunC
     assert result.data["queries"] == 120
     assert 0 < result.numbers["mass_recall"] < 1
     assert sum(result.data["layers"][0]["distance_share"]) == pytest.approx(1)
-    assert [block.attention.engine for block in model.blocks] == engines
+    assert [block.attention.engine for block in blocks] == engines
 
 
 def test_training_is_bitwise_what_it_is_without(config: RunConfig, tmp_path: Path) -> None:
@@ -249,7 +259,8 @@ def test_training_is_bitwise_what_it_is_without(config: RunConfig, tmp_path: Pat
 
 
 def test_problems_are_named(config: RunConfig) -> None:
-    probe = config.evaluation.gate_probe
+    evaluation: Any = config.evaluation  # its sections are found when it is loaded
+    probe = evaluation.gate_probe
     assert probe is not None
     evaluation = config.evaluation.model_copy(update={"gate_probe": probe.model_copy(update={"layers": [1, 3]})})
     wrong = config.model_copy(

@@ -82,7 +82,8 @@ def plain_loss(model: Transformer, x_TD: Tensor, first: int, batch: Batch) -> Te
     lengths = [stop - start for start, stop in pairwise(batch.layout.edges)]
     document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     cos, sin = rope_cos_sin(batch.positions, model.rope, model.config.head_width)
-    for block in list(model.blocks)[first:]:
+    blocks: list[Any] = list(model.blocks)
+    for block in blocks[first:]:
         layer = block.attention
         h_TD = block.attention_norm(x_TD)
         q, k, v = (p(h_TD).unflatten(-1, (-1, layer.head_dim)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -141,8 +142,9 @@ def test_one_moba_layer_reaches_selected_blocks_and_full_attention_reaches_all()
     batch = make_batch([16 * BLOCK], [100, 127])
     model = make_model(["moba"])
     context = distance_buckets(batch) > 0
-    x_TD = model.blocks[0].attention_norm(model.embedding(batch.tokens))
-    layer = model.blocks[0].attention
+    block: Any = model.blocks[0]
+    x_TD = block.attention_norm(model.embedding(batch.tokens))
+    layer = block.attention
     cos, sin = rope_cos_sin(batch.positions, model.rope, model.config.head_width)
     q, k = (
         apply_rope(project(x_TD).unflatten(-1, (-1, layer.head_dim)), cos=cos, sin=sin)

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from moba_train.errors import UserError
 from moba_train.mechanisms.infllm import InfLLMKind
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import MODEL, STRATEGIES, Layer, make_layer, run_layer
 from tests.thread_ranks import thread_transports
 from tests.tools.decoding_checks import assert_decodes_like_training
@@ -30,7 +32,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
     return apply_rope(x, *rope_cos_sin(positions, MODEL.rope, x.shape[-1]))
 
 
-def by_definition(layer: Layer, options: dict) -> Tensor:
+def by_definition(layer: Layer, options: dict[str, Any]) -> Tensor:
     """The layer's output, token by token from section 3 of the paper."""
     window, size = options["window"], options["block_size"]
     heads, group, width = MODEL.heads, MODEL.heads // MODEL.kv_heads, MODEL.head_width
@@ -56,7 +58,7 @@ def by_definition(layer: Layer, options: dict) -> Tensor:
                             m: float((near_q[m + 1 : m + 1 + window, mine] @ near_k[m, kv]).sum() / window)
                             for m in tokens
                         }
-                        best = sorted(tokens, key=lambda m, local=local: -local[m])[: options["representatives"]]
+                        best = sorted(tokens, key=local.__getitem__, reverse=True)[: options["representatives"]]
                         relevance += sum(float((far_q[token, mine] @ far_k[m, kv]).sum()) for m in best)
                     scores[block] = relevance
                 first = set(range(min(options["first_blocks"], leaving)))
@@ -77,7 +79,7 @@ def by_definition(layer: Layer, options: dict) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", OPTIONS)
-def test_outputs(options):
+def test_outputs(options: dict[str, Any]) -> None:
     layer = make_layer("infllm", options, LENGTHS)
     want = by_definition(layer, options)
     torch.testing.assert_close(run_layer(layer)[0], want, rtol=0, atol=1e-12)
@@ -85,25 +87,25 @@ def test_outputs(options):
 
 
 @torch.no_grad()
-def test_within_the_window_it_is_full_attention():
+def test_within_the_window_it_is_full_attention() -> None:
     got = run_layer(make_layer("infllm", SIZES | {"window": 47}, LENGTHS))
     torch.testing.assert_close(got, run_layer(make_layer("full", {}, LENGTHS)), rtol=0, atol=1e-13)
 
 
 @torch.no_grad()
-def test_packed_documents():
+def test_packed_documents() -> None:
     layer = make_layer("infllm", SIZES, LENGTHS)
     (out,) = run_layer(layer)
     for start, length in zip(layer.layout.edges, LENGTHS, strict=False):
         rows = slice(start, start + length)
-        own = Layer(layer.kind, None, *(x[rows] for x in layer.inputs()), packed_layout([length]))
+        own = layer.with_inputs((x[rows] for x in layer.inputs()), layout=packed_layout([length]))
         torch.testing.assert_close(run_layer(own)[0], out[rows], rtol=0, atol=1e-13)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", [LENGTHS, [9]], ids=["some", "none"])  # 9 on 4 ranks: 3, 3, 3 and none
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(strategy, lengths):
+def test_ranks_that_share_a_sequence(strategy: CPStrategy, lengths: list[int]) -> None:
     layer = make_layer("infllm", SIZES | {"window": 5}, lengths)
     transports, _ = thread_transports(strategy)
     engines = [ContextParallel(strategy, transport) for transport in transports]
@@ -112,7 +114,7 @@ def test_ranks_that_share_a_sequence(strategy, lengths):
     @torch.no_grad()
     def rank(engine: ContextParallel) -> Tensor:
         shards = [sequence.shard(x, engine.rank) for x in layer.inputs()]
-        own = Layer(layer.kind, None, *shards, layer.layout)
+        own = layer.with_inputs(shards)
         return run_layer(own, engine, sequence.shard(layer.positions, engine.rank))[0]
 
     with ThreadPoolExecutor(strategy.ranks) as pool:
@@ -120,33 +122,33 @@ def test_ranks_that_share_a_sequence(strategy, lengths):
     torch.testing.assert_close(got, run_layer(layer)[0], rtol=0, atol=1e-12)
 
 
-def test_decoding():
+def test_decoding() -> None:
     assert_decodes_like_training("infllm", SIZES, prompts=(25, 7), steps=8)
 
 
-def test_decoding_with_full_attention_after_a_prompt_within_the_window():
+def test_decoding_with_full_attention_after_a_prompt_within_the_window() -> None:
     assert_decodes_like_training("infllm", SIZES | {"window": 40}, prompts=(13, 5), steps=4, decode="full")
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_other_dtypes(dtype):
+def test_other_dtypes(dtype: torch.dtype) -> None:
     layer = make_layer("infllm", SIZES, LENGTHS)
-    rounded = Layer(layer.kind, None, *(x.to(dtype) for x in layer.inputs()), layer.layout)
-    exact = Layer(layer.kind, None, *(x.to(dtype).double() for x in layer.inputs()), layer.layout)
+    rounded = layer.with_inputs(x.to(dtype) for x in layer.inputs())
+    exact = layer.with_inputs(x.to(dtype).double() for x in layer.inputs())
     (got,) = run_layer(rounded)
     assert got.dtype == dtype
     off = (got.double() - run_layer(exact)[0]).abs().amax((1, 2)) > (0.05 if dtype == torch.bfloat16 else 1e-4)
     assert off.double().mean() < (0.1 if dtype == torch.bfloat16 else 1e-9)  # some select another block in 16 bits
 
 
-def test_a_gradient_is_refused():
+def test_a_gradient_is_refused() -> None:
     with pytest.raises(UserError, match="'infllm' has no gradient"):
         run_layer(make_layer("infllm", SIZES, LENGTHS))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_attended_pairs(options):
+def test_attended_pairs(options: dict[str, Any]) -> None:
     kind = InfLLMKind(InfLLMKind.Options(**options), 8)
     window, size = options["window"], options["block_size"]
     for length in (1, 10, 11, 47):
@@ -159,7 +161,7 @@ def test_attended_pairs(options):
         assert kind.costs(MODEL).pairs([length, 2]) == pairs + 2
 
 
-def test_problems():
+def test_problems() -> None:
     def problems(training: bool, tp: int = 1, **options: int) -> str:
         context = StageContext(MODEL, 64, 1, tp, False, "cpu", "in layer 1", training)
         return "\n".join(InfLLMKind.problems(InfLLMKind.Options(**options), context))

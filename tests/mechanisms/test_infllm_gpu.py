@@ -1,5 +1,7 @@
 """InfLLM-V2 and InfLLM on a GPU: kernels against float64, memory of a long sequence."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from moba_train.mechanisms.infllm_v2.scores import window_means
 from tests.attention.kernel_checks import error, exact, inputs, layout_of, naive, run
-from tests.attention.kind_checks import Layer, make_layer, run_layer
+from tests.attention.kind_checks import make_layer, run_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +30,9 @@ HEADS = pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), 
 
 @HEADS
 @pytest.mark.parametrize("options", [{}, {"dense_len": 1, "topk": 20, "local_blocks": 4}], ids=["paper", "sparse"])
-def test_outputs_and_gradients_for_the_selected_blocks(heads, kv_heads, head_dim, options, device):
+def test_outputs_and_gradients_for_the_selected_blocks(
+    heads: int, kv_heads: int, head_dim: int, options: dict[str, Any], device: torch.device
+) -> None:
     tensors, layout = inputs(LENGTHS, heads, kv_heads, head_dim, torch.bfloat16, device), layout_of(LENGTHS, device)
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**options), head_dim)
     q, k, v, dout = tensors
@@ -53,7 +57,7 @@ def shared_blocks(got: Tensor, want: Tensor) -> float:
     return (both.sum() / wanted.sum()).item()
 
 
-def test_selected_blocks_are_nearly_those_of_float64(device):
+def test_selected_blocks_are_nearly_those_of_float64(device: torch.device) -> None:
     q, k, *_ = inputs(LENGTHS, 4, 2, 128, torch.bfloat16, device)
     layout = layout_of(LENGTHS, device)
     options = {"dense_len": 1, "topk": 20, "local_blocks": 4}
@@ -66,7 +70,9 @@ def test_selected_blocks_are_nearly_those_of_float64(device):
 
 
 @HEADS
-def test_scores_and_choice_of_the_kernels_equal_float64(heads, kv_heads, head_dim, device):
+def test_scores_and_choice_of_the_kernels_equal_float64(
+    heads: int, kv_heads: int, head_dim: int, device: torch.device
+) -> None:
     q, k, *_ = inputs(LENGTHS, heads, kv_heads, head_dim, torch.bfloat16, device)
     layout = layout_of(LENGTHS, device)
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(dense_len=1), head_dim)
@@ -86,7 +92,7 @@ def test_scores_and_choice_of_the_kernels_equal_float64(heads, kv_heads, head_di
     assert torch.equal(got, choose_blocks(rounded.double(), queries, 20, first=1, local=4))
 
 
-def test_gradients_are_reproducible(device):
+def test_gradients_are_reproducible(device: torch.device) -> None:
     tensors, layout = inputs([12000], 8, 2, 64, torch.bfloat16, device), layout_of([12000], device)
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(topk=60, dense_len=3000), 64)
     first, selection = run(attention, tensors, layout)
@@ -95,7 +101,7 @@ def test_gradients_are_reproducible(device):
 
 
 @pytest.mark.parametrize("dense_len", [1, 4096])
-def test_decoding_attends_to_the_selected_blocks(dense_len, device):
+def test_decoding_attends_to_the_selected_blocks(dense_len: int, device: torch.device) -> None:
     """Outputs against float64 for the same blocks: of two with nearly the same score, float64 may take the other."""
     lengths = [9000, 1, 700, 5000]
     _, k, v, _ = inputs(lengths, 8, 2, 128, torch.bfloat16, device)
@@ -116,7 +122,7 @@ def test_decoding_attends_to_the_selected_blocks(dense_len, device):
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-3)
 
 
-def test_memory_of_a_long_sequence(device):
+def test_memory_of_a_long_sequence(device: torch.device) -> None:
     """32K tokens, forward and backward: 1.5 times q, k, v, output, their gradients and what dense attention adds."""
     tensors = inputs([32768], 32, 8, 128, torch.bfloat16, device)
     layout = packed_layout([32768], device)
@@ -137,7 +143,7 @@ def test_memory_of_a_long_sequence(device):
 
 
 @torch.no_grad()
-def test_memory_of_infllm_beside_dense_attention(device):
+def test_memory_of_infllm_beside_dense_attention(device: torch.device) -> None:
     """A forward pass of 32K tokens: at most 1.5 times what full attention takes forward and backward."""
     model = MODEL.model_copy(update={"hidden_size": 2048, "heads": 32, "kv_heads": 8})
     layer = make_layer("infllm", {}, [256], model=model)
@@ -147,7 +153,7 @@ def test_memory_of_infllm_beside_dense_attention(device):
     def peak(kind: AttentionKind) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        run_layer(Layer(kind, None, *on_device, packed_layout([32768], device), model))
+        run_layer(layer.with_inputs(on_device, kind=kind, layout=packed_layout([32768], device)))
         return torch.cuda.max_memory_allocated()
 
     full = make_layer("full", {}, [256], model=model).kind
@@ -156,12 +162,12 @@ def test_memory_of_infllm_beside_dense_attention(device):
 
 
 @torch.no_grad()
-def test_infllm_equals_its_float64_on_the_cpu(device):
+def test_infllm_equals_its_float64_on_the_cpu(device: torch.device) -> None:
     options = {"window": 512, "block_size": 64, "topk": 4, "representatives": 4}
     layer = make_layer("infllm", options, [3000, 0, 1, 400], model=MODEL)
     rounded = [x.to(torch.bfloat16) for x in layer.inputs()]
-    (want,) = run_layer(Layer(layer.kind, None, *(x.double() for x in rounded), layer.layout, MODEL))
-    on_device = Layer(layer.kind, None, *(x.to(device) for x in rounded), layout_of([3000, 0, 1, 400], device), MODEL)
+    (want,) = run_layer(layer.with_inputs(x.double() for x in rounded))
+    on_device = layer.with_inputs((x.to(device) for x in rounded), layout=layout_of([3000, 0, 1, 400], device))
     (got,) = run_layer(on_device)
     off = (got.cpu().double() - want).abs().amax((1, 2)) > 0.05
     assert off.double().mean() < 0.1  # some queries select another block in 16 bits

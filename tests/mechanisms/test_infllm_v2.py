@@ -1,6 +1,7 @@
 """InfLLM-V2 against its definition: scores, selected blocks, outputs and gradients; documents, ranks, decoding."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 from moba_train.attention.kernels.common.geometry import block_ids
 from moba_train.attention.kernels.common.selection import Choice
 from moba_train.attention.kind import StageContext
-from moba_train.attention.layout import TokenRange, packed_layout
+from moba_train.attention.layout import TokenRange, TokenRanges, packed_layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention, InfLLMV2Kind
 from moba_train.model.rope import apply_rope, rope_cos_sin
+from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention import test_routing_statistics as routing
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, ranges
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -37,7 +39,7 @@ OPTIONS = [
 ]
 
 
-def seen_by_definition(q: Tensor, k: Tensor, layer: Layer, options: dict) -> Tensor:
+def seen_by_definition(q: Tensor, k: Tensor, layer: Layer, options: dict[str, Any]) -> Tensor:
     """bool [H, T, T]: the keys of each query, token by token from section 3 of the paper."""
     block, window, stride = (options[name] for name in ("block_size", "window", "stride"))
     tokens, heads, width = q.shape
@@ -68,7 +70,7 @@ def seen_by_definition(q: Tensor, k: Tensor, layer: Layer, options: dict) -> Ten
     return seen
 
 
-def by_definition(layer: Layer, options: dict) -> list[Tensor]:
+def by_definition(layer: Layer, options: dict[str, Any]) -> list[Tensor]:
     """The layer's output: one softmax over the union of all chosen tokens."""
     cos, sin = rope_cos_sin(layer.positions, layer.model.rope, layer.model.head_width)
     q, k = (apply_rope(x, cos, sin) for x in (layer.q, layer.k))
@@ -80,7 +82,7 @@ def by_definition(layer: Layer, options: dict) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_outputs_and_gradients(options):
+def test_outputs_and_gradients(options: dict[str, Any]) -> None:
     layer = make_layer("infllm_v2", options | {"backend": "reference"}, LENGTHS)
     got = results(layer)
     want = results(layer, lambda layer: by_definition(layer, options))
@@ -89,7 +91,7 @@ def test_outputs_and_gradients(options):
     assert (full[0][0] - want[0][0]).abs().max() > 1e-2, "nothing was left out"
 
 
-def test_heads_may_be_attended_to_one_after_the_other(monkeypatch):
+def test_heads_may_be_attended_to_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for long sequences, whose ids of all heads would need too much memory."""
     options = SIZES | {"backend": "reference"}
     want = results(make_layer("infllm_v2", options, LENGTHS))
@@ -99,12 +101,12 @@ def test_heads_may_be_attended_to_one_after_the_other(monkeypatch):
 
 @pytest.mark.parametrize("options", [SIZES | {"topk": 8}, SIZES | {"dense_len": 64}], ids=["blocks", "dense"])
 @pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_all_blocks_are_full_attention(options, backend):
+def test_all_blocks_are_full_attention(options: dict[str, Any], backend: str) -> None:
     got = results(make_layer("infllm_v2", options | {"backend": backend}, LENGTHS))
     torch.testing.assert_close(got, results(make_layer("full", {}, LENGTHS)), rtol=0, atol=1e-13)
 
 
-def test_a_packed_sequence_of_short_documents_is_dense_where_each_of_them_is():
+def test_a_packed_sequence_of_short_documents_is_dense_where_each_of_them_is() -> None:
     """No longer than dense_len: full attention, whatever the length of the sequence."""
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(dense_len=1024), 8)
     q, k = torch.randn(2500, 2, 8), torch.randn(2500, 1, 8)
@@ -118,7 +120,7 @@ def test_a_packed_sequence_of_short_documents_is_dense_where_each_of_them_is():
 
 
 @pytest.mark.parametrize("dense_len", [1, 40])
-def test_selected_and_local_blocks_ascend_and_none_is_behind(dense_len):
+def test_selected_and_local_blocks_ascend_and_none_is_behind(dense_len: int) -> None:
     """As kernels, statistics and observers of the selection take them."""
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**(SIZES | {"dense_len": dense_len})), 8)
     q, k = torch.randn(sum(LENGTHS), 4, 8), torch.randn(sum(LENGTHS), 2, 8)
@@ -134,23 +136,23 @@ def test_selected_and_local_blocks_ascend_and_none_is_behind(dense_len):
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2])
-def test_packed_documents(options):
+def test_packed_documents(options: dict[str, Any]) -> None:
     assert_documents_are_independent("infllm_v2", options | {"backend": "reference"}, LENGTHS)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(strategy):
+def test_ranks_that_share_a_sequence(strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("infllm_v2", SIZES | {"dense_len": 40}, LENGTHS), strategy)
 
 
 @pytest.mark.parametrize("dense_len", [1, 17])
-def test_decoding(dense_len):
+def test_decoding(dense_len: int) -> None:
     """Also of texts that grow beyond dense_len, in the prompt and after it."""
     options = {"block_size": 4, "topk": 3, "local_blocks": 1, "window": 4, "stride": 2, "dense_len": dense_len}
     assert_decodes_like_training("infllm_v2", options, prompts=(21, 13), steps=6)
 
 
-def test_queries_are_selected_for_in_chunks(monkeypatch):
+def test_queries_are_selected_for_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 queries, over the ends of documents and of shards, against all at once."""
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**SIZES), 8)
     q, k = torch.randn(len_ := sum(LENGTHS), 4, 8), torch.randn(len_, 2, 8)
@@ -164,7 +166,7 @@ def test_queries_are_selected_for_in_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_select_nearly_the_same_blocks(dtype):
+def test_sixteen_bits_select_nearly_the_same_blocks(dtype: torch.dtype) -> None:
     options = InfLLMV2Attention.Options(block_size=16, topk=8, local_blocks=2, window=8, stride=4, dense_len=1)
     attention = InfLLMV2Attention(options, 64)
     generator = torch.Generator().manual_seed(0)
@@ -180,20 +182,20 @@ def test_sixteen_bits_select_nearly_the_same_blocks(dtype):
     assert (exact * rounded).sum() / exact.sum() > 0.97
 
 
-def attended_by_counting(length: int, options: dict) -> float:
+def attended_by_counting(length: int, options: dict[str, Any]) -> float:
     layer = make_layer("infllm_v2", options, [length])
     q, k = torch.randn(length, 1, 4).double(), torch.randn(length, 1, 4).double()
     return seen_by_definition(q, k, layer, options).sum().item() - length / 2
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2])
-def test_attended_pairs(options):
+def test_attended_pairs(options: dict[str, Any]) -> None:
     kind = InfLLMV2Kind(InfLLMV2Kind.Options(**options), 8)
     for length in (1, 44, 53):
         assert kind.costs(MODEL).pairs([length, 3]) == attended_by_counting(length, options) + 4.5
 
 
-def test_costs():
+def test_costs() -> None:
     kind = InfLLMV2Kind(InfLLMV2Kind.Options(), 8)
     full = 12.0 * MODEL.heads * MODEL.head_width
     assert kind.costs(MODEL).flops([8192, 100]) == full * kind.costs(MODEL).pairs([8192, 100])
@@ -217,7 +219,7 @@ def test_costs():
         ({"backend": "triton"}, "backend: given 'triton' in layer 0, which cannot run: head dim 8"),
     ],
 )
-def test_options_that_cannot_work(options, text):
+def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
     context = StageContext(MODEL, 4096, cp=1, tp=1, deterministic=False, device="cuda", layers="in layer 0")
     problems = "\n".join(InfLLMV2Kind.problems(InfLLMV2Kind.Options(**options), context))
     assert text in problems
@@ -226,7 +228,7 @@ def test_options_that_cannot_work(options, text):
             InfLLMV2Kind(InfLLMV2Kind.Options(**options), 8)
 
 
-def test_defaults_are_the_papers_and_have_no_problems():
+def test_defaults_are_the_papers_and_have_no_problems() -> None:
     context = StageContext(MODEL, 32768, cp=1, tp=1, deterministic=False, device="cpu", layers="in layer 0")
     options = InfLLMV2Kind.Options()
     assert list(InfLLMV2Kind.problems(options, context)) == []
@@ -234,10 +236,12 @@ def test_defaults_are_the_papers_and_have_no_problems():
     assert (options.block_size, options.window, options.stride, options.dense_len) == (64, 32, 16, 8192)
 
 
-@pytest.mark.parametrize("ranges", [None, ((5, 20), (34, 60))], ids=["all queries", "a shard"])
+@pytest.mark.parametrize("q_ranges", [None, ranges((5, 20), (34, 60))], ids=["all queries", "a shard"])
 @pytest.mark.parametrize("dense_len", [1, 22])
-def test_local_blocks_and_dense_queries_are_not_free(dense_len, ranges, device):
+def test_local_blocks_and_dense_queries_are_not_free(
+    dense_len: int, q_ranges: TokenRanges | None, device: torch.device
+) -> None:
     q, k, _ = (x.detach() for x in make_qkv(sum(routing.LENGTHS), 4, 2, 8, device))
     sizes = {"block_size": routing.BLOCK, "topk": 4, "first_blocks": 1, "local_blocks": 2, "dense_len": dense_len}
     attention = InfLLMV2Attention(InfLLMV2Attention.Options(**sizes, window=4, stride=2), 8)
-    assert routing.compare(attention, q, k, Choice(*sizes.values()), ranges, alike=2)["selected"]
+    assert routing.compare(attention, q, k, Choice(*sizes.values()), q_ranges, alike=2)["selected"]

@@ -2,6 +2,8 @@
 
 import sys
 import types
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,12 @@ from moba_train.mechanisms.linear import kda
 from moba_train.mechanisms.linear.delta import DeltaInputs, in_parts, most_rows
 from moba_train.mechanisms.linear.fla import has_fla
 from moba_train.mechanisms.linear.kda import KdaKind, KdaParameters
+from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
+    Layer,
+    Results,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -34,7 +39,7 @@ NAMES = (
 )
 
 
-def convolved(x, weight):
+def convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """silu of the last four rows' weighted sum, row by row; `x` [T, heads, d] of one document."""
     rows = []
     for token in range(len(x)):
@@ -46,11 +51,11 @@ def convolved(x, weight):
     return torch.stack(rows)
 
 
-def unit(x):
+def unit(x: torch.Tensor) -> torch.Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def oracle(layer, lengths=LENGTHS):
+def oracle(layer: Layer, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
     """The layer's output, document by document, head by head, token by token, with the transition as a matrix."""
     p, heads, width = layer.parameters, MODEL.heads, MODEL.head_width
     group = heads // MODEL.kv_heads
@@ -83,12 +88,12 @@ def oracle(layer, lengths=LENGTHS):
     return [torch.stack(rows)]
 
 
-def flat(found):
+def flat(found: Results) -> list[torch.Tensor]:
     outputs, inputs, parameters = found
     return [*outputs, *inputs, *parameters.values()]
 
 
-def test_output_and_every_gradient_are_those_of_the_oracle():
+def test_output_and_every_gradient_are_those_of_the_oracle() -> None:
     layer = make_layer("kda", {}, LENGTHS)
     got, want = results(layer), results(layer, oracle)
     assert set(got[2]) == set(NAMES.split())
@@ -97,49 +102,51 @@ def test_output_and_every_gradient_are_those_of_the_oracle():
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
-def test_packed_documents():
+def test_packed_documents() -> None:
     assert_documents_are_independent("kda", {}, LENGTHS)
 
 
-def test_decoding():
+def test_decoding() -> None:
     assert_decodes_like_training("kda", {})
 
 
-def test_prompts_shorter_than_a_convolution():
+def test_prompts_shorter_than_a_convolution() -> None:
     assert_decodes_like_training("kda", {}, prompts=(2, 3, 7), steps=4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("lengths", [LENGTHS, [40], [9], [2, 1, 1, 1, 1, 1, 1, 1], [40, 3]], ids=str)
-def test_ranks_that_share_a_sequence(lengths, strategy):
+def test_ranks_that_share_a_sequence(lengths: list[int], strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("kda", {}, lengths), strategy, atol=1e-10)
 
 
-def context(**changes):
+def context(**changes: Any) -> StageContext:
     values = {"seq_len": 64, "cp": 1, "tp": 1, "deterministic": False, "device": "cpu", "layers": "in layer 0"}
     return StageContext(**{"model": MODEL, **values, **changes})
 
 
 @pytest.mark.parametrize("with_states", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 16, 50])
-def test_the_rule_part_by_part(rows, with_states):
+def test_the_rule_part_by_part(rows: int, with_states: bool) -> None:
     """Segments that end inside a part, at its end, and that go on; outputs, states behind, every gradient."""
     generator = torch.Generator().manual_seed(0)
     edges = torch.tensor([0, 5, 7, 32, 48])
     sizes = [(48, 4, 8), (48, 2, 8), (48, 2, 8), (48, 4, 8), (48, 4), (4,), (32,)]
     leaves = [torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True) for size in sizes]
-    initial = torch.randn(4, 4, 8, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    initial = initial if with_states else None
+    states = torch.randn(4, 4, 8, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    initial = states if with_states else None
     rule = KdaKind(KdaKind.Options(backend="torch"), 8)._rule
 
-    def gradients(out, behind):
-        loss = out.sin().sum() + (behind.cos().sum() if with_states else 0)
-        wanted = [*leaves, initial] if with_states else leaves
-        return [out, *([behind] if with_states else []), *torch.autograd.grad(loss, wanted)]
+    def gradients(out: torch.Tensor, behind: torch.Tensor | None) -> list[torch.Tensor]:
+        if behind is None:
+            assert not with_states
+            return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+        assert with_states
+        return [out, behind, *torch.autograd.grad(out.sin().sum() + behind.cos().sum(), [*leaves, states])]
 
     whole = gradients(*rule(DeltaInputs(*leaves), (edges, edges), initial, with_states))
 
-    def part(rows, before, *arguments):
+    def part(rows: Sequence[torch.Tensor], before: Any, *arguments: Any) -> Any:
         assert before is None
         return rule(DeltaInputs(*rows, *leaves[5:]), *arguments)
 
@@ -150,7 +157,7 @@ def test_the_rule_part_by_part(rows, with_states):
 
 @pytest.mark.parametrize("rows", [5, 8, 21])
 @pytest.mark.parametrize("lengths", [LENGTHS, [40], [2, 1, 1, 1, 1, 1, 4, 20]], ids=str)
-def test_the_layer_part_by_part(rows, lengths, monkeypatch):
+def test_the_layer_part_by_part(rows: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that end inside a part, at its end, 1 to 3 tokens before it, and that go on."""
     want = results(make_layer("kda", {}, lengths))
     monkeypatch.setattr(kda, "most_rows", lambda channels, rows=rows: rows)
@@ -159,13 +166,13 @@ def test_the_layer_part_by_part(rows, lengths, monkeypatch):
 
 
 @pytest.mark.parametrize("channels", [100, 384, 1024, 2047])
-def test_parts_of_narrow_layers_are_longer_and_as_large(channels):
+def test_parts_of_narrow_layers_are_longer_and_as_large(channels: int) -> None:
     assert most_rows(8192) == most_rows(2048) == 8192
     assert most_rows(channels) % 64 == 0
     assert 0 <= 8192 * 2048 - most_rows(channels) * channels < 64 * channels
 
 
-def test_gradients_of_parts_are_added_in_float32(monkeypatch):
+def test_gradients_of_parts_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights' gradients of 40 parts, in bfloat16, are as exact as those of two."""
     errors = []
     want = results(make_layer("kda", {}, [200]))[2]
@@ -180,14 +187,14 @@ def test_gradients_of_parts_are_added_in_float32(monkeypatch):
         assert error < 1.2 * errors[0][name] + 1e-3, name
 
 
-def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
+def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """x, q, k, v are its input; kept besides are the states between four parts and the rows before them."""
     monkeypatch.setattr(kda, "most_rows", lambda channels: 16)
     layer = make_layer("kda", {}, [64])
     inputs = {x.untyped_storage().data_ptr() for x in [*layer.inputs(), *layer.parameters.parameters()]}
     kept = {}
 
-    def pack(x):
+    def pack(x: torch.Tensor) -> torch.Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
@@ -203,8 +210,8 @@ def test_a_layer_in_parts_keeps_its_input_alone(monkeypatch):
     assert planned[0] == planned[2] > planned[1] == 0
 
 
-def test_backends_that_cannot_run_are_refused(monkeypatch):
-    def problems(backend="auto", **changes):
+def test_backends_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problems(backend: str = "auto", **changes: Any) -> list[Any]:
         return list(KdaKind.problems(KdaKind.Options(backend=backend), context(**changes)))
 
     assert problems() == problems(device=None) == problems("torch", device="cuda") == []
@@ -222,17 +229,18 @@ def test_backends_that_cannot_run_are_refused(monkeypatch):
         run_layer(make_layer("kda", {"backend": "fla"}, LENGTHS))
 
 
-def test_compiled_layers_under_activation_checkpointing():
+def test_compiled_layers_under_activation_checkpointing() -> None:
     compiled = torch.compile(run_layer, backend="aot_eager")
     got = results(make_layer("kda", {}, LENGTHS), lambda layer: checkpoint(compiled, layer, use_reentrant=False))
     for ours, theirs in zip(flat(got), flat(results(make_layer("kda", {}, LENGTHS))), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_initial_values():
+def test_initial_values() -> None:
     """In their ranges, by name and seed alone; decays between exp(-0.1 * 16) and exp(-0.001)."""
     model = small_model("kda", {})
-    first, second = (block.attention.kda for block in model.blocks)
+    blocks: list[Any] = list(model.blocks)
+    first, second = (block.attention.kda for block in blocks)
     assert not torch.equal(first.A_log, second.A_log)
     assert ((first.A_log >= 0) & (first.A_log <= torch.tensor(16.0, dtype=torch.float64).log())).all()
     step = torch.nn.functional.softplus(first.dt_bias)
@@ -248,7 +256,7 @@ def test_initial_values():
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_flops_and_pairs():
+def test_flops_and_pairs() -> None:
     kind = KdaKind(KdaKind.Options(), MODEL.head_width)
     lengths = [5, 1, 7]
     earlier = sum(1 for length in lengths for query in range(length) for _ in range(query))
@@ -257,10 +265,20 @@ def test_flops_and_pairs():
     assert kind.costs(MODEL).flops(lengths) == 13 * (3 * 4 * 3 * 2 * 8 * 8 + 6 * matrices)
 
 
-def stand_in(recomputed=None):
+def stand_in(recomputed: bool | None = None) -> Callable[..., Any]:
     """`chunk_kda` with the interface of fla-core 0.6.0, one token after the other."""
 
-    def chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, **options):
+    def chunk_kda(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        scale: float | None = None,
+        initial_state: torch.Tensor | None = None,
+        output_final_state: bool = False,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert options["use_gate_in_kernel"]
         assert not {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"} & set(options)
         assert recomputed is None or options["disable_recompute"] is recomputed
@@ -274,8 +292,8 @@ def stand_in(recomputed=None):
     return chunk_kda
 
 
-def test_what_fla_is_asked_for(monkeypatch):
-    modules = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.kda")}
+def test_what_fla_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: dict[str, Any] = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.kda")}
     modules["fla.ops.kda"].chunk_kda = stand_in()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -293,7 +311,7 @@ def test_what_fla_is_asked_for(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_fla_gives_what_plain_pytorch_gives():
+def test_fla_gives_what_plain_pytorch_gives() -> None:
     if not has_fla():
         pytest.skip("needs fla-core")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -313,7 +331,7 @@ def test_fla_gives_what_plain_pytorch_gives():
     leaves = DeltaInputs(q, k, v, decay, beta, parameters.A_log, parameters.dt_bias)
     found = []
     for backend in ("fla", "torch"):
-        out, _ = KdaKind(KdaKind.Options(backend=backend), 64)._attend(leaves, shard)
+        out, _ = KdaKind(KdaKind.Options(backend=backend), 64)._attend(leaves, shard, False)
         found.append([out, *torch.autograd.grad((out.float().sin() * decay.detach()).sum(), leaves)])
     for index, (fla, plain) in enumerate(zip(*found, strict=True)):
         difference = (fla.float() - plain.float()).norm() / plain.float().norm()
@@ -322,7 +340,7 @@ def test_fla_gives_what_plain_pytorch_gives():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1024, 128])
-def test_fla_as_a_whole_and_part_by_part(rows, monkeypatch):
+def test_fla_as_a_whole_and_part_by_part(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 against float64, with decays as they are at the start of training: outputs and every gradient. With far
     stronger decays TF32, in which the kernels multiply, makes the gradient of `A_log` uncertain by 12 %."""
     if not has_fla():

@@ -22,11 +22,16 @@ def test_what_a_gate_would_select_is_seen_in_its_warm_up(name: str, mode: str) -
 
 def naive_state(layer: Layer) -> Tensor:
     """The state behind the last token, [H, d, d], token by token; `lightning` with `decay: geometric`."""
-    states: list[Tensor] = []
+    states: list[Any] = []
     if layer.kind.name == "kda":
         patch = pytest.MonkeyPatch()
         rule = delta.delta_attention
-        patch.setattr("moba_train.mechanisms.linear.kda.delta_attention", lambda *a: states.append(r := rule(*a)) or r)
+
+        def noted(*arguments: Any) -> Any:
+            states.append(rule(*arguments))
+            return states[-1]
+
+        patch.setattr("moba_train.mechanisms.linear.kda.delta_attention", noted)
         with patch.context(), torch.no_grad():
             run_layer(layer)
         patch.undo()

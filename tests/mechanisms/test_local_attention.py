@@ -37,5 +37,5 @@ CASES = [
 ]
 
 
-def test_every_registered_kind_with_one_call_is_tested():
+def test_every_registered_kind_with_one_call_is_tested() -> None:
     assert {case.values[0] for case in [*core.CASES, *CASES]} == {*core.ONE_CALL, WindowAttention}

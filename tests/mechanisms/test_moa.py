@@ -2,25 +2,31 @@
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from moba_train.attention.engine import LOCAL_ENGINE
+from moba_train.attention.engine import LOCAL_ENGINE, OperatorEngine
 from moba_train.attention.kind import StageContext
+from moba_train.attention.layout import Layout
 from moba_train.attention.observer import observing
-from moba_train.attention.shard import Generation
+from moba_train.attention.shard import Generation, Shard
 from moba_train.mechanisms.moa import moa_kind as moa_attention
 from moba_train.mechanisms.moa.moa_kind import MoaKind
 from moba_train.mechanisms.moa.spans import Spans
 from moba_train.model.rope import apply_rope, rope_cos_sin
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.tools.convert.hf_export import layer_entry, layer_problem, parse_layer
 from moba_train.tools.needle.answers import SelectedBlocks
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
+    Layer,
+    Results,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -30,7 +36,7 @@ from tests.attention.kind_checks import (
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 61]
-MIXED = {
+MIXED: dict[str, Any] = {
     "alpha": (4, -20, 6, 9),
     "beta": (0.0, 0.6, 0.3, 1.0),
     "sink_tokens": 3,
@@ -43,7 +49,7 @@ CASES = [("mixed", MIXED), ("one", {"alpha": 5, "beta": 0.25, "sink_tokens": 0, 
 each = pytest.mark.parametrize("options", [options for _, options in CASES], ids=[name for name, _ in CASES])
 
 
-def attended(length, alpha, beta, size, sinks):
+def attended(length: int, alpha: int, beta: float, size: int, sinks: int) -> torch.Tensor:
     """Mask [length, length] of one head in one document, token by token; size 0: all earlier tokens."""
     mask = torch.zeros(length, length, dtype=torch.bool)
     for query in range(length):
@@ -55,7 +61,7 @@ def attended(length, alpha, beta, size, sinks):
     return mask
 
 
-def masks(layer, sizes):
+def masks(layer: Layer, sizes: Sequence[int]) -> torch.Tensor:
     """[H, T, T] of a layer."""
     options = layer.kind.options
     rules = options.rules() * (4 // len(options.rules()))
@@ -67,7 +73,7 @@ def masks(layer, sizes):
     return torch.stack(heads).bool()
 
 
-def oracle(layer, sizes):
+def oracle(layer: Layer, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Softmax over what the masks admit, in float64."""
     cos_sin = rope_cos_sin(layer.positions, layer.model.rope, 8)
     q, k = (apply_rope(x, *cos_sin) for x in (layer.q, layer.k))
@@ -76,25 +82,29 @@ def oracle(layer, sizes):
     return [torch.einsum("hts,shd->thd", weights, layer.v.repeat_interleave(2, 1))]
 
 
-def flat(found):
+def flat(found: Results) -> list[torch.Tensor]:
     outputs, inputs, parameters = found
     return [*outputs, *inputs, *parameters.values()]
 
 
-def assert_equal(got, want, atol=1e-12):
+def assert_equal(got: Results, want: Results, atol: float = 1e-12) -> None:
     for one, other in zip(flat(got), flat(want), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(("options", "sizes"), [(CASES[0][1], SIZES), (CASES[1][1], (4,) * 4)])
-def test_output_and_gradients_are_those_of_the_definition(options, sizes):
+def test_output_and_gradients_are_those_of_the_definition(
+    options: dict[str, Any], sizes: tuple[int, int, int, int]
+) -> None:
     layer = make_layer("moa", options, LENGTHS)
     assert {rule.block_size for rule in layer.kind.options.rules()} == set(sizes)
     assert_equal(results(layer), results(layer, lambda layer: oracle(layer, sizes)))
 
 
 @pytest.mark.parametrize(("options", "sizes"), [(CASES[0][1], SIZES), (CASES[1][1], (4,) * 4)])
-def test_evaluations_see_which_blocks_heads_attend_to(options, sizes):
+def test_evaluations_see_which_blocks_heads_attend_to(
+    options: dict[str, Any], sizes: tuple[int, int, int, int]
+) -> None:
     """Whether the block of a token that is asked for is attended to, counted as for a needle."""
     layer = make_layer("moa", options, LENGTHS)
     seen = masks(layer, sizes)
@@ -110,7 +120,7 @@ def test_evaluations_see_which_blocks_heads_attend_to(options, sizes):
     assert 0.3 < share < 1
 
 
-def test_few_heads_at_a_time_give_the_numbers_of_all_together(monkeypatch):
+def test_few_heads_at_a_time_give_the_numbers_of_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads share a call until the block ids need more memory than q, or than an allowance for short sequences."""
     layer = make_layer("moa", CASES[1][1], LENGTHS)
     want = results(layer)
@@ -122,7 +132,7 @@ def test_few_heads_at_a_time_give_the_numbers_of_all_together(monkeypatch):
     assert_equal(results(layer), want)
 
 
-def test_spans_that_hold_the_document_are_full_attention():
+def test_spans_that_hold_the_document_are_full_attention() -> None:
     """Bit for bit where heads attend to everything by their rule or by the document's length, also one by one."""
     full = results(make_layer("full", {}, LENGTHS))
     for options in ({"alpha": 0, "beta": 1.0}, {"alpha": 61}, {"alpha": (131_072, 64, 61, -5), "beta": (0, 0, 0.5, 1)}):
@@ -136,53 +146,53 @@ def test_spans_that_hold_the_document_are_full_attention():
 
 @each
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(options, strategy):
+def test_ranks_that_share_a_sequence(options: dict[str, Any], strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("moa", options, LENGTHS), strategy)
 
 
 @pytest.mark.parametrize("lengths", [[0, 0], [1]])
-def test_documents_of_hardly_any_tokens(lengths):
+def test_documents_of_hardly_any_tokens(lengths: list[int]) -> None:
     layer = make_layer("moa", MIXED | {"alpha": (4, -(10**18), 10**18, 0), "backend": "reference"}, lengths)
     (out, *_), (_, _, _, dv), _ = results(layer)
     torch.testing.assert_close(out, layer.v.detach().repeat_interleave(2, 1))
     assert dv.shape == layer.v.shape
 
 
-def test_ranks_without_tokens():
+def test_ranks_without_tokens() -> None:
     for strategy in STRATEGIES:
         assert_ranks_equal_one_device(make_layer("moa", MIXED, [9]), strategy)
 
 
 @each
-def test_packed_documents(options):
+def test_packed_documents(options: dict[str, Any]) -> None:
     assert_documents_are_independent("moa", options, LENGTHS)
 
 
 @each
-def test_decoding(options):
+def test_decoding(options: dict[str, Any]) -> None:
     assert_decodes_like_training("moa", options, prompts=(31, 5))
 
 
-def test_new_tokens_may_attend_to_everything():
+def test_new_tokens_may_attend_to_everything() -> None:
     """`decode: full`, which the shard says."""
 
-    class Engine:
-        def shard(self, layout):
+    class AttendsToAll(OperatorEngine):
+        def shard(self, layout: Layout) -> Shard:
             shard = LOCAL_ENGINE.shard(layout)
             shard.generation = Generation(attends_to_all=True, states={})
             return shard
 
-    got = run_layer(make_layer("moa", MIXED, LENGTHS), Engine())
+    got = run_layer(make_layer("moa", MIXED, LENGTHS), AttendsToAll())
     assert torch.equal(got[0], run_layer(make_layer("full", {}, LENGTHS))[0])
 
 
-def test_compiled_layers_give_equal_numbers():
+def test_compiled_layers_give_equal_numbers() -> None:
     layer = make_layer("moa", MIXED, LENGTHS)
     assert_equal(results(layer, torch.compile(run_layer, backend="aot_eager")), results(layer))
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1], [61, 12, 0, 1], [64], [256, 130, 4]])
-def test_attended_pairs_are_those_of_the_masks(lengths):
+def test_attended_pairs_are_those_of_the_masks(lengths: list[int]) -> None:
     kind = MoaKind(MoaKind.Options(**MIXED), 8)
     count = 0.0
     for alpha, beta, size in zip(MIXED["alpha"], MIXED["beta"], SIZES, strict=True):
@@ -192,7 +202,7 @@ def test_attended_pairs_are_those_of_the_masks(lengths):
     assert kind.costs(MODEL).flops(lengths) == 12 * 4 * 8 * count / 4
 
 
-def test_spans_are_not_rounded_as_floating_point_is():
+def test_spans_are_not_rounded_as_floating_point_is() -> None:
     """7 blocks of 64, where floating point says a little more, and so 8."""
     assert math.ceil(0.07 * 6400 / 64) == 8
     (rule,) = MoaKind.Options(alpha=0, beta=0.07, max_length=8192).rules()
@@ -211,7 +221,7 @@ def test_spans_are_not_rounded_as_floating_point_is():
         ({"sink_tokens": -1}, "greater than or equal to 0"),
     ],
 )
-def test_options_that_contradict_each_other(options, message):
+def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         MoaKind.Options(**options)
 
@@ -231,15 +241,22 @@ def test_options_that_contradict_each_other(options, message):
         ({"backend": "triton"}, {"device": None}, r"backend: .*head dim 8, 64 or 128 needed; set auto"),
     ],
 )
-def test_what_a_stage_cannot_do(options, context, message):
-    given = {"seq_len": 1024, "cp": 1, "tp": 1, "deterministic": True, "device": "cpu", "layers": "in layer 5"}
+def test_what_a_stage_cannot_do(options: dict[str, Any], context: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "seq_len": 1024,
+        "cp": 1,
+        "tp": 1,
+        "deterministic": True,
+        "device": "cpu",
+        "layers": "in layer 5",
+    }
     stage = StageContext(MODEL, **(given | context))
     (problem,) = MoaKind.problems(MoaKind.Options(**options), stage)
     assert re.match(message, problem)
     assert not list(MoaKind.problems(MoaKind.Options(**MIXED | {"max_length": 2048}), StageContext(MODEL, **given)))
 
 
-def test_an_export_says_every_span():
+def test_an_export_says_every_span() -> None:
     kind = MoaKind(MoaKind.Options(**MIXED), 8)
     assert layer_problem(kind, MODEL) == ""
     entry = layer_entry(kind)

@@ -1,9 +1,11 @@
 """The kind `moa` on a GPU, in 16 bits: as near to the definition as rounding allows, and within the memory allowed."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, triple
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -27,7 +29,7 @@ UNIFORM = {"alpha": 200, "beta": 0.1, "max_length": 8192}
 @pytest.mark.parametrize("options", [MIXED, UNIFORM], ids=["mixed", "uniform"])
 @pytest.mark.parametrize("lengths", [[3000], [1500, 0, 1, 333, 700]])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_outputs_and_gradients(options, lengths, head_dim):
+def test_outputs_and_gradients(options: dict[str, Any], lengths: list[int], head_dim: int) -> None:
     tensors, layout = inputs(lengths, 8, 2, head_dim, torch.bfloat16, "cuda"), layout_of(lengths, "cuda")
     wide = [x.double() for x in tensors]
     kernels, exact = (
@@ -42,7 +44,7 @@ def test_outputs_and_gradients(options, lengths, head_dim):
 
 
 @pytest.mark.parametrize(("lengths", "keys_times"), [([32_768, 32_768], 1.0), ([32_768], 4.0)])
-def test_gradients_of_sinks_that_32k_queries_attend_to(lengths, keys_times):
+def test_gradients_of_sinks_that_32k_queries_attend_to(lengths: list[int], keys_times: float) -> None:
     """The layers of F10's arm at 32K, whose training diverged; larger keys give sharper softmaxes, as trained ones."""
     options = {"alpha": 1472, "sink_tokens": 64}
     tensors = inputs(lengths, 6, 3, 64, torch.bfloat16, "cuda")
@@ -60,18 +62,20 @@ def test_gradients_of_sinks_that_32k_queries_attend_to(lengths, keys_times):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", [{"alpha": 2048}, {"alpha": 1000, "beta": 0.1}, {}], ids=["64", "256", "mixed"])
-def test_memory_of_forward_and_backward_is_within_half_more_than_dense_attentions(options, head_dim):
+def test_memory_of_forward_and_backward_is_within_half_more_than_dense_attentions(
+    options: dict[str, Any], head_dim: int
+) -> None:
     tokens, heads, kv_heads = 131_072, 16, 4
     if not options:
         options = {"alpha": (256, 2048, 2000, 0) * 4, "beta": (0.0, 0.0, 0.125, 1.0) * 4}
     layout = packed_layout([tokens], "cuda")
 
-    def peak(attention):
+    def peak(attention: Any) -> int:
         qkv = [x.detach().requires_grad_() for x in make_qkv(tokens, heads, kv_heads, head_dim, "cuda", torch.bfloat16)]
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        out, _ = LOCAL_ENGINE(*qkv, attention, layout)
+        out, _ = LOCAL_ENGINE(*triple(qkv), attention, layout)
         out.backward(torch.ones_like(out))
         return torch.cuda.max_memory_allocated()
 

@@ -1,8 +1,9 @@
 """MoBA's v0.5, self attention inside segments and a sublayer of cross attention: against loops in float64."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,20 @@ from moba_train.attention.layout import packed_layout
 from moba_train.attention.observer import Observer, observing
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.registry import KINDS
+from moba_train.mechanisms.moba_v05 import MobaV05Kind
 from moba_train.model.build import initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.tools.convert.hf_export import layer_problem
-from tests.attention.helpers import make_qkv
+from moba_train.tools.inference.cache import Decode
+from tests.attention.helpers import labelled, make_qkv
 from tests.attention.kind_checks import (
     MODEL,
     RING_IN_PARTS,
     STRATEGIES,
+    Layer,
+    Results,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     in_16_bits,
@@ -39,10 +45,10 @@ from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 SMALL = {"block_size": 4, "topk": 3}
-KIND = KINDS["moba_v05"]
+KIND = MobaV05Kind
 
 
-def own_segment(q, k, v, lengths, block_size):
+def own_segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], block_size: int) -> torch.Tensor:
     """Causal attention inside each query's segment, query by query."""
     blocks = cut_blocks(lengths, block_size)
     rows = []
@@ -52,7 +58,9 @@ def own_segment(q, k, v, lengths, block_size):
     return torch.stack(rows)
 
 
-def earlier_segments(q, k, v, lengths, block_size, topk):
+def earlier_segments(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], block_size: int, topk: int
+) -> torch.Tensor:
     """The sum, over the topk - 1 earlier segments whose mean key fits best, of attention to each."""
     blocks = cut_blocks(lengths, block_size)
     chosen = select_blocks(q, k, lengths, block_size=block_size, topk=topk)
@@ -66,7 +74,7 @@ def earlier_segments(q, k, v, lengths, block_size, topk):
     return torch.stack(rows)
 
 
-def attended(q, k, v, token, seen):
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: int, seen: slice | list[int]) -> torch.Tensor:
     """Attention of one token with all heads, [H, d], to the keys `seen`."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x[seen].repeat_interleave(group, 1) for x in (k, v))
@@ -74,7 +82,7 @@ def attended(q, k, v, token, seen):
     return torch.einsum("hs,shd->hd", scores.softmax(-1), values)
 
 
-def oracle(layer, lengths):
+def oracle(layer: Layer, lengths: list[int]) -> list[torch.Tensor]:
     """[self attention before its projection, update by the second sublayer for the residual stream x]."""
     rope = rope_cos_sin(layer.positions, layer.model.rope, 8)
     own = own_segment(apply_rope(layer.q, *rope), apply_rope(layer.k, *rope), layer.v, lengths, 4)
@@ -92,24 +100,24 @@ def oracle(layer, lengths):
     return [own, out.flatten(1) @ p["o_proj.weight"].T]
 
 
-def flat(found):
+def flat(found: Results) -> dict[str, torch.Tensor]:
     outputs, inputs, parameters = found
     return {f"output {i}": x for i, x in enumerate(outputs)} | dict(zip("xqkv", inputs, strict=True)) | parameters
 
 
 @pytest.mark.parametrize("backend", ["reference", "composed"])
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "qkv_bias": True}], ids=["plain", "norms and biases"])
-def test_output_and_every_gradient_equal_the_loops(backend, changes):
+def test_output_and_every_gradient_equal_the_loops(backend: str, changes: dict[str, Any]) -> None:
     layer = make_layer("moba_v05", {**SMALL, "backend": backend}, LENGTHS, model=MODEL.model_copy(update=changes))
     got, want = (flat(results(layer, run)) for run in (run_layer, lambda layer: oracle(layer, LENGTHS)))
     assert len(got) == 6 + 5 + (5 if changes else 0)
     for name, x in want.items():
-        torch.testing.assert_close(got[name], x, rtol=0, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got[name], x, rtol=0, atol=1e-11, msg=labelled(name))
         assert x.any(), name
 
 
 @pytest.mark.parametrize("backend", ["reference", "composed"])
-def test_the_log_sum_exp_of_earlier_segments_is_that_of_all_their_keys(backend):
+def test_the_log_sum_exp_of_earlier_segments_is_that_of_all_their_keys(backend: str) -> None:
     """Run health shows the largest; -inf, not inf, for queries without an earlier segment."""
     kind = make_layer("moba_v05", {**SMALL, "backend": backend}, LENGTHS).kind
     q, k, v = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8))
@@ -126,31 +134,31 @@ def test_the_log_sum_exp_of_earlier_segments_is_that_of_all_their_keys(backend):
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != RING_IN_PARTS], ids=str)
-def test_ranks_that_share_a_sequence(strategy):
+def test_ranks_that_share_a_sequence(strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, LENGTHS), strategy)
 
 
-def test_a_rank_without_tokens():
+def test_a_rank_without_tokens() -> None:
     for strategy in STRATEGIES[:2]:
         assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, [9]), strategy)  # 3, 3, 3 and none
 
 
-def test_a_ring_that_attends_to_parts_of_the_keys_is_refused():
+def test_a_ring_that_attends_to_parts_of_the_keys_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' .* hierarchical or dispatch"):
         assert_ranks_equal_one_device(make_layer("moba_v05", SMALL, LENGTHS), RING_IN_PARTS)
 
 
-def test_packed_documents():
+def test_packed_documents() -> None:
     assert_documents_are_independent("moba_v05", SMALL, LENGTHS)
 
 
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(decode):
+def test_decoding(decode: Decode) -> None:
     """`decode: full` changes nothing: the model has never attended to its history with one softmax."""
     assert_decodes_like_training("moba_v05", SMALL, decode=decode)
 
 
-def models(kind, options, **changes):
+def models(kind: str, options: dict[str, Any], **changes: Any) -> Transformer:
     """A float64 model of this kind with initial weights."""
     model = MODEL.model_copy(update=changes)
     modules = [{"moba_v05": KIND.parameters(KIND.Options(), model, layer)} for layer in range(model.layers)]
@@ -160,7 +168,7 @@ def models(kind, options, **changes):
     return transformer
 
 
-def test_inserted_into_a_trained_model_it_only_takes_history_away():
+def test_inserted_into_a_trained_model_it_only_takes_history_away() -> None:
     """Its output projection begins as zeros: the model is that of own segments, and learns what to add."""
     tokens, layout = torch.arange(40) % 50, packed_layout([28, 12])
     positions = torch.cat([torch.arange(28), torch.arange(12)])
@@ -171,12 +179,13 @@ def test_inserted_into_a_trained_model_it_only_takes_history_away():
     torch.testing.assert_close(logits[:4], full[:4], rtol=0, atol=1e-12)
     assert (logits[4:28] - full[4:28]).abs().max() > 1e-3
     logits.square().sum().backward()
-    cross = v05.blocks[0].attention.moba_v05
+    first: Any = v05.blocks[0]
+    cross = first.attention.moba_v05
     assert cross.o_proj.weight.grad.any()
     assert not cross.q_proj.weight.grad.any()
 
 
-def test_compiled_and_recomputed_blocks_give_equal_numbers():
+def test_compiled_and_recomputed_blocks_give_equal_numbers() -> None:
     """Activation checkpointing keeps both attentions' results."""
     model = small_model("moba_v05", SMALL)
     block = model.blocks[0]
@@ -185,7 +194,7 @@ def test_compiled_and_recomputed_blocks_give_equal_numbers():
     calls = []
 
     class Count(Observer):
-        def around(self, function):
+        def around(self, function: str) -> AbstractContextManager[None]:
             calls.append(function)
             return nullcontext()
 
@@ -201,7 +210,7 @@ def test_compiled_and_recomputed_blocks_give_equal_numbers():
     assert calls.count("attend") == 3 * 2
 
 
-def test_the_plan_counts_its_parameters_pairs_and_operations():
+def test_the_plan_counts_its_parameters_pairs_and_operations() -> None:
     options = KIND.Options(**SMALL)
     kind = KIND(options, 8)
     with torch.device("meta"):
@@ -222,7 +231,7 @@ def test_the_plan_counts_its_parameters_pairs_and_operations():
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_saved_bytes_are_those_that_autograd_keeps(qk_norm):
+def test_saved_bytes_are_those_that_autograd_keeps(qk_norm: bool) -> None:
     """In 16 bits, beside full attention and the sublayer's input and output; plain PyTorch keeps no lists of the
     selected segments. Nothing is kept twice, nor what the backward pass makes anew."""
     model = MODEL.model_copy(update={"qk_norm": qk_norm})
@@ -233,7 +242,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(qk_norm):
     assert own == (token_bytes(v05.kind, model, seq_len=256).saved - outside) * 256
 
 
-def test_options_that_cannot_work_are_named():
+def test_options_that_cannot_work_are_named() -> None:
     context = StageContext(MODEL, 64, 1, 1, False, None, "in layer 0")
     assert list(KIND.problems(KIND.Options(**SMALL), context)) == []
     (problem,) = KIND.problems(KIND.Options(block_size=128), context)

@@ -1,11 +1,13 @@
 """MoBA's v1, a softmax for each block: against loops in float64, on ranks, in packed documents, while decoding."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from moba_train.attention.engine import LOCAL_ENGINE
+from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.protocol import AttentionFacts
@@ -13,15 +15,17 @@ from moba_train.attention.registry import KINDS
 from moba_train.mechanisms.moba_v1 import MobaV1Kind, SummedMoba
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
-from moba_train.parallel.context.strategy import AttentionShape
+from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 from moba_train.tools.convert.hf_export import layer_entry, layer_problem
+from moba_train.tools.inference.cache import Decode
 from moba_train.tools.transformers_attention import attention_forward
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, triple
 from tests.attention.kernel_checks import error, inputs, layout_of, run
 from tests.attention.kind_checks import (
     MODEL,
     RING_IN_PARTS,
     STRATEGIES,
+    Layer,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -33,11 +37,23 @@ from tests.attention.test_key_conv import assert_equals_convolved_keys, widths
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
-SMALL = {"block_size": 4, "topk": 3}
+SMALL: dict[str, Any] = {"block_size": 4, "topk": 3}
 merges = pytest.mark.parametrize("merge", ["sum", "gate"])
 
 
-def oracle(q, k, v, lengths, *, merge, block_size, topk, select="head", always=("current",), scale=None):
+def oracle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    *,
+    merge: str,
+    block_size: int,
+    topk: int,
+    select: str = "head",
+    always: tuple[str, ...] = ("current",),
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): every query and head has a list of blocks, and each block a softmax written out; autograd's
     gradients. Weights are numbers without gradient."""
     tokens, heads, width = q.shape
@@ -54,9 +70,10 @@ def oracle(q, k, v, lengths, *, merge, block_size, topk, select="head", always=(
             picked = chosen[head][token]
             weights = [1.0] * len(picked)
             if merge == "gate" and picked:
-                scores = [scale * gates(q.detach(), means, token, head, kv_heads, select, block) for block in picked]
-                weights = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
-            total, scores = 0, []
+                fits = [scale * gates(q.detach(), means, token, head, kv_heads, select, block) for block in picked]
+                weights = torch.tensor(fits, dtype=torch.float64).softmax(0).tolist()
+            total = torch.zeros_like(v[0, kv_head])
+            scores: list[torch.Tensor] = []
             for block, weight in [(own, 1.0), *zip(picked, weights, strict=True)]:
                 begin, end, _ = blocks[block]
                 seen = slice(begin, min(end, token + 1))
@@ -67,12 +84,12 @@ def oracle(q, k, v, lengths, *, merge, block_size, topk, select="head", always=(
     return torch.stack(out).view(tokens, heads, width), torch.stack(lse).view(tokens, heads).T
 
 
-def attention_of(options, head_dim=8):
-    (attention,) = KINDS["moba_v1"](KINDS["moba_v1"].Options(**options), head_dim).attentions
+def attention_of(options: dict[str, Any], head_dim: int = 8) -> Any:
+    (attention,) = MobaV1Kind(MobaV1Kind.Options(**options), head_dim).attentions
     return attention
 
 
-def build_summed(kind: str, head_dim: int, merge: str, **options) -> SummedMoba:
+def build_summed(kind: str, head_dim: int, merge: str, **options: Any) -> SummedMoba:
     """A softmax for each block; `merge`: sum or gate."""
     chosen = MobaV1Kind.Options(backend=kind, merge=merge, **options)
     return SummedMoba(chosen, head_dim, section="attention.moba_v1", gated=merge == "gate")
@@ -91,10 +108,12 @@ def build_summed(kind: str, head_dim: int, merge: str, **options) -> SummedMoba:
     ],
     ids=["packed", "group", "more than there are", "own block", "nothing"],
 )
-def test_output_lse_and_gradients_equal_the_loops(merge, backend, lengths, heads, kv_heads, options):
+def test_output_lse_and_gradients_equal_the_loops(
+    merge: str, backend: str, lengths: list[int], heads: int, kv_heads: int, options: dict[str, Any]
+) -> None:
     options = {**SMALL, **options, "merge": merge, "backend": backend}
     tensors = make_qkv(sum(lengths), heads, kv_heads, 8)
-    got = LOCAL_ENGINE(*tensors, attention_of(options), packed_layout(lengths))
+    got = LOCAL_ENGINE(*triple(tensors), attention_of(options), packed_layout(lengths))
     if not sum(lengths):
         assert got[0].shape == tensors[0].shape
         return
@@ -106,10 +125,10 @@ def test_output_lse_and_gradients_equal_the_loops(merge, backend, lengths, heads
 
 
 @merges
-def test_the_layer_is_the_loops_on_rotated_queries_and_keys(merge):
+def test_the_layer_is_the_loops_on_rotated_queries_and_keys(merge: str) -> None:
     layer = make_layer("moba_v1", {**SMALL, "merge": merge}, LENGTHS)
 
-    def plain(layer):
+    def plain(layer: Layer) -> list[torch.Tensor]:
         rope = rope_cos_sin(layer.positions, layer.model.rope, 8)
         q, k = (apply_rope(x, *rope) for x in (layer.q, layer.k))
         return [oracle(q, k, layer.v, LENGTHS, merge=merge, **SMALL)[0]]
@@ -119,20 +138,20 @@ def test_the_layer_is_the_loops_on_rotated_queries_and_keys(merge):
 
 
 @merges
-def test_parts_of_the_work_leave_no_trace(merge, monkeypatch):
+def test_parts_of_the_work_leave_no_trace(merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges of a few tokens, one key/value head at a time."""
     from moba_train.attention.kernels import composed
 
     tensors = [x.detach() for x in make_qkv(37, 6, 3, 8)]
     attention = attention_of({**SMALL, "merge": merge, "backend": "composed"})
-    want = LOCAL_ENGINE(*tensors, attention, packed_layout([25, 3, 9]))
+    want = LOCAL_ENGINE(*triple(tensors), attention, packed_layout([25, 3, 9]))
     monkeypatch.setattr(composed, "slots_at_once", lambda rows, head_dim: 12)
     assert_equal = torch.testing.assert_close
-    assert_equal(LOCAL_ENGINE(*tensors, attention, packed_layout([25, 3, 9])), want, rtol=0, atol=1e-13)
+    assert_equal(LOCAL_ENGINE(*triple(tensors), attention, packed_layout([25, 3, 9])), want, rtol=0, atol=1e-13)
 
 
 @merges
-def test_bf16_is_as_exact_as_its_rounding(merge):
+def test_bf16_is_as_exact_as_its_rounding(merge: str) -> None:
     options = {"block_size": 32, "topk": 4, "merge": merge}
     tensors = [x.detach().bfloat16() for x in make_qkv(150, 4, 2, 16)]
     layout = packed_layout([100, 50])
@@ -145,25 +164,25 @@ def test_bf16_is_as_exact_as_its_rounding(merge):
         assert (got - want).abs().max() < 0.03 * want.abs().max()
 
 
-def test_a_sum_over_all_blocks_differs_from_full_attention_and_a_softmax_does_not():
+def test_a_sum_over_all_blocks_differs_from_full_attention_and_a_softmax_does_not() -> None:
     """MoBA's author: sums could not be debugged against full attention; with one softmax, k >= n compares strictly."""
     tensors = [x.detach() for x in make_qkv(40, 4, 2, 8)]
     layout = packed_layout([27, 13])
-    (full,) = KINDS["full"](KINDS["full"].Options(backend="reference"), 8).attentions
-    want, _ = LOCAL_ENGINE(*tensors, full, layout)
+    (full,) = FullKind(FullKind.Options(backend="reference"), 8).attentions
+    want, _ = LOCAL_ENGINE(*triple(tensors), full, layout)
     error = {}
     for merge in ("sum", "gate", "softmax"):
         attention = attention_of({"block_size": 4, "topk": 7, "merge": merge, "backend": "reference"})
-        error[merge] = float((LOCAL_ENGINE(*tensors, attention, layout)[0] - want).abs().max())
+        error[merge] = float((LOCAL_ENGINE(*triple(tensors), attention, layout)[0] - want).abs().max())
     assert error["softmax"] < 1e-14, error
     assert error["sum"] > 1, error
     assert error["gate"] > 0.1, error
     # Within one block there is nothing to join.
     one = attention_of({"block_size": 32, "topk": 3})
-    torch.testing.assert_close(LOCAL_ENGINE(*tensors, one, layout)[0], want, rtol=0, atol=1e-14)
+    torch.testing.assert_close(LOCAL_ENGINE(*triple(tensors), one, layout)[0], want, rtol=0, atol=1e-14)
 
 
-def test_softmax_is_moba_to_the_bit():
+def test_softmax_is_moba_to_the_bit() -> None:
     layers = [
         make_layer(name, {**SMALL, **extra}, LENGTHS)
         for name, extra in (("moba", {}), ("moba_v1", {"merge": "softmax"}))
@@ -175,11 +194,13 @@ def test_softmax_is_moba_to_the_bit():
 
 
 @merges
-def test_auto_never_takes_dense_attention(merge):
+def test_auto_never_takes_dense_attention(merge: str) -> None:
     """A document of topk blocks, where MoBA's `auto` is dense."""
     tensors = [x.detach() for x in make_qkv(12, 2, 1, 8)]
     results = [
-        LOCAL_ENGINE(*tensors, attention_of({**SMALL, "merge": merge, "backend": backend}), packed_layout([12]))[0]
+        LOCAL_ENGINE(
+            *triple(tensors), attention_of({**SMALL, "merge": merge, "backend": backend}), packed_layout([12])
+        )[0]
         for backend in ("auto", "reference")
     ]
     assert torch.equal(*results)
@@ -187,17 +208,17 @@ def test_auto_never_takes_dense_attention(merge):
 
 @merges
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != RING_IN_PARTS], ids=str)
-def test_ranks_that_share_a_sequence(merge, strategy):
+def test_ranks_that_share_a_sequence(merge: str, strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("moba_v1", {**SMALL, "merge": merge}, LENGTHS), strategy)
 
 
-def test_a_ring_that_attends_to_parts_of_the_keys_is_refused_before_any_message():
+def test_a_ring_that_attends_to_parts_of_the_keys_is_refused_before_any_message() -> None:
     with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'ring' .* hierarchical or dispatch"):
         assert_ranks_equal_one_device(make_layer("moba_v1", SMALL, LENGTHS), RING_IN_PARTS)
     assert_ranks_equal_one_device(make_layer("moba_v1", {**SMALL, "merge": "softmax"}, LENGTHS), RING_IN_PARTS)
 
 
-def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits():
+def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits() -> None:
     shape = AttentionShape(
         2**17, heads=28, kv_heads=4, head_dim=128, facts=AttentionFacts(merges=False, work_grows=False)
     )
@@ -213,27 +234,27 @@ def test_auto_takes_no_ring_with_few_buffers_for_it_even_where_nothing_fits():
 
 
 @merges
-def test_packed_documents(merge):
+def test_packed_documents(merge: str) -> None:
     assert_documents_are_independent("moba_v1", {**SMALL, "merge": merge}, LENGTHS)
 
 
 @merges
 @pytest.mark.parametrize("decode", ["own", "full"])
-def test_decoding(merge, decode):
+def test_decoding(merge: str, decode: Decode) -> None:
     """`decode: full` replaces attentions that full attention is a limit of; sums go on as they were trained."""
     assert_decodes_like_training("moba_v1", {**SMALL, "merge": merge}, decode=decode)
 
 
-def test_exported_to_transformers_it_attends_as_it_was_trained():
+def test_exported_to_transformers_it_attends_as_it_was_trained() -> None:
     """Also to the newest token alone, which full attention would be taken for."""
     options = {**SMALL, "merge": "gate"}
-    kind = KINDS["moba_v1"](KINDS["moba_v1"].Options(**options), 8)
+    kind = MobaV1Kind(MobaV1Kind.Options(**options), 8)
     config = SimpleNamespace(moba={"layers": [layer_entry(kind)]})
     module = SimpleNamespace(config=config, layer_idx=0, head_dim=8)
     q, k, v = (x.detach() for x in make_qkv(22, 4, 2, 8))
     want, _ = LOCAL_ENGINE(q, k, v, kind.attentions[0], packed_layout([22]))
     for queries in (22, 5, 1):
-        hf = (x.transpose(0, 1)[None] for x in (q[-queries:], k, v))
+        hf = triple(x.transpose(0, 1)[None] for x in (q[-queries:], k, v))
         got, _ = attention_forward(module, *hf, None)
         torch.testing.assert_close(got[0], want[-queries:], rtol=0, atol=1e-12)
 
@@ -241,7 +262,9 @@ def test_exported_to_transformers_it_attends_as_it_was_trained():
 @pytest.mark.gpu
 @merges
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 4), (128, 8, 2), (80, 4, 2)])
-def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(merge, head_dim, heads, kv_heads, monkeypatch):
+def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(
+    merge: str, head_dim: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`auto` takes the composition; all at once and, with `slots_at_once`, in many parts."""
     from moba_train.attention.kernels import composed
 
@@ -258,13 +281,13 @@ def test_kernels_on_a_gpu_are_as_exact_as_their_rounding(merge, head_dim, heads,
             assert error(a, b) < 0.02, (name, limit, float(error(a, b)))
 
 
-def context(**changes):
+def context(**changes: Any) -> StageContext:
     values = {"seq_len": 64, "cp": 1, "tp": 1, "deterministic": False, "device": None, "layers": "in layer 0"}
     return StageContext(MODEL, **{**values, **changes})
 
 
-def test_options_that_cannot_work_are_named():
-    kind = KINDS["moba_v1"]
+def test_options_that_cannot_work_are_named() -> None:
+    kind = MobaV1Kind
     (problem,) = kind.problems(kind.Options(**SMALL, backend="triton", merge="gate"), context())
     assert problem.startswith("backend: given 'triton' in layer 0 with merge: gate, which has no kernels for sums")
     with pytest.raises(ValueError, match=r"attention\.moba_v1\.backend: 'triton' given, .* auto, composed, reference"):
@@ -273,12 +296,12 @@ def test_options_that_cannot_work_are_named():
     assert problem.startswith("block_size: given 128")
 
 
-def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_too():
+def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_too() -> None:
     moba, v1 = (KINDS[name](KINDS[name].Options(**SMALL), 8) for name in ("moba", "moba_v1"))
     assert v1.costs(MODEL).pairs(LENGTHS) == moba.costs(MODEL).pairs(LENGTHS)
     assert v1.costs(MODEL).flops(LENGTHS) == moba.costs(MODEL).flops(LENGTHS)
     assert (token_bytes(moba, seq_len=12).saved, token_bytes(v1, seq_len=12).saved) == (0, 2 * 4 * 4 * 2)
-    gated = KINDS["moba_v1"](KINDS["moba_v1"].Options(**SMALL, merge="gate"), 8)
+    gated = MobaV1Kind(MobaV1Kind.Options(**SMALL, merge="gate"), 8)
     assert token_bytes(gated, seq_len=12).saved == 2 * 4 * 4 * 2 + 4 * 4 * 2
     assert layer_entry(v1) == {
         "kind": "moba_v1",
@@ -292,5 +315,5 @@ def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_t
 
 
 @widths
-def test_output_and_every_gradient_are_those_of_convolved_keys(width):
+def test_output_and_every_gradient_are_those_of_convolved_keys(width: int) -> None:
     assert_equals_convolved_keys("moba_v1", width)

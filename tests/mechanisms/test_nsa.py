@@ -1,7 +1,8 @@
 """Native Sparse Attention against the paper written out query by query, in float64."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +12,22 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 
 from moba_train.attention.kind import StageContext
-from moba_train.attention.layout import TokenRange, packed_layout
+from moba_train.attention.layout import TokenRanges, packed_layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.attention.registry import KINDS
+from moba_train.config.model import ModelConfig
 from moba_train.mechanisms import window
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
 from moba_train.mechanisms.nsa.nsa_kind import Compression, NsaKind, NsaOptions
 from moba_train.mechanisms.nsa.selection import BlockChoice
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention.helpers import labelled, ranges
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
     Layer,
+    Results,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     in_16_bits,
@@ -73,7 +77,7 @@ def document(layer: Layer, rows: slice) -> Tensor:
         for kv in range(model.kv_heads):
             heads = range(kv * group, (kv + 1) * group)
             probabilities = [softmax(q[t, head], many_k[complete, kv]) for head in heads]
-            chosen = selected(t, sum(probabilities).detach(), [starts[i] for i in complete], options)
+            chosen = selected(t, torch.stack(probabilities).sum(0).detach(), [starts[i] for i in complete], options)
             tokens = [token for b in chosen for token in range(b * options.block_size, (b + 1) * options.block_size)]
             tokens = [token for token in tokens if token <= t]
             near = list(range(max(0, t - options.window + 1), t + 1))
@@ -102,7 +106,7 @@ def selected(t: int, probabilities: Tensor, starts: list[int], options: NsaOptio
     return sorted([*forced, *others[: options.topk - len(forced | {own})]])
 
 
-def branch(module, x: Tensor, model) -> tuple[Tensor, Tensor]:
+def branch(module: Any, x: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
     shape = len(x), model.kv_heads, model.head_width
     k, v = x @ module.k_proj.weight.T, x @ module.v_proj.weight.T
     if model.qkv_bias:
@@ -113,7 +117,7 @@ def branch(module, x: Tensor, model) -> tuple[Tensor, Tensor]:
     return k.view(shape), v.view(shape)
 
 
-def compress(module, x: Tensor, starts: list[int], block: int) -> Tensor:
+def compress(module: Any, x: Tensor, starts: list[int], block: int) -> Tensor:
     """[blocks, K, d]: the MLP of each block's vectors, each with its position's embedding, one after the other."""
     found = [
         torch.cat([x[start + i, kv] + module.positions[i] for i in range(block)])
@@ -134,72 +138,72 @@ def softmax(q: Tensor, k: Tensor) -> Tensor:
     return (k @ q / q.shape[-1] ** 0.5).softmax(0)
 
 
-def flat(found) -> Iterator[tuple[str, Tensor]]:
+def flat(found: Results) -> Iterator[tuple[str, Tensor]]:
     outputs, inputs, parameters = found
     yield "output", outputs[0]
     yield from zip("xqkv", inputs, strict=True)
     yield from parameters.items()
 
 
-def assert_equal(got, want, atol: float = 1e-11) -> None:
+def assert_equal(got: Results, want: Results, atol: float = 1e-11) -> None:
     for (name, a), (_, b) in zip(flat(got), flat(want), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(a, b, rtol=0, atol=atol, msg=labelled(name))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_output_and_every_gradient_are_the_papers(options):
+def test_output_and_every_gradient_are_the_papers(options: dict[str, Any]) -> None:
     layer = make_layer("nsa", options, LENGTHS)
     found = results(layer)
     assert_equal(found, results(layer, paper))
     assert all(gradient.abs().max() > 1e-6 for _, gradient in flat(found))
 
 
-def test_heads_may_be_taken_one_after_the_other(monkeypatch):
+def test_heads_may_be_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where queries are many, to bound the memory of the backward pass."""
     layer = make_layer("nsa", SMALL, LENGTHS)
     want = results(layer)
-    calls = []
+    calls: list[int] = []
     monkeypatch.setattr(window, "_ROWS_AT_ONCE", 10)
     monkeypatch.setattr(layer.kind.compressed.rows, "attend", counted(layer.kind.compressed.rows.attend, calls))
     assert_equal(results(layer), want)
     assert calls == [1, 1]
 
 
-def counted(function, calls: list[int]):
-    def attend(q, k, *rest):
+def counted(function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    def attend(q: Tensor, k: Tensor, *rest: Any) -> Any:
         calls.append(k.shape[1])
         return function(q, k, *rest)
 
     return attend
 
 
-def test_own_projections_have_the_layers_bias_and_norm():
+def test_own_projections_have_the_layers_bias_and_norm() -> None:
     model = MODEL.model_copy(update={"qkv_bias": True, "qk_norm": True})
     layer = make_layer("nsa", SMALL, [20, 7], model=model)
     assert_equal(results(layer), results(layer, paper))
 
 
 @pytest.mark.parametrize("branch", [1, 2], ids=["selected", "window"])
-def test_all_blocks_or_a_window_of_all_tokens_behind_a_gate_of_one_is_full_attention(branch):
+def test_all_blocks_or_a_window_of_all_tokens_behind_a_gate_of_one_is_full_attention(branch: int) -> None:
     options = {**SMALL, "separate_kv": False, "topk": 64, "window": 1000}
     layer = make_layer("nsa", options, LENGTHS)
     with torch.no_grad():
         layer.x[:, 0] = 1.0
         layer.parameters.gates.weight.zero_()
         layer.parameters.gates.weight[:, 0] = torch.where(torch.arange(12) % 3 == branch, 1000.0, -1000.0)
-    full = Layer(KINDS["full"](KINDS["full"].Options(), 8), None, *layer.inputs(), layer.layout)
+    full = layer.with_inputs(layer.inputs(), kind=KINDS["full"](KINDS["full"].Options(), 8), parameters=None)
     got, want = results(layer), results(full)
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(got[1][1:], want[1][1:], rtol=0, atol=1e-11)
 
 
-def test_the_papers_sizes_are_usable_defaults():
+def test_the_papers_sizes_are_usable_defaults() -> None:
     out, grads, parameters = results(make_layer("nsa", {}, [150, 20]))
     assert all(x.isfinite().all() for x in (*out, *grads, *parameters.values()))
     assert parameters["compress_k.positions"].shape == (32, 8)
 
 
-def test_a_query_that_sees_no_complete_block_has_nothing_from_the_compressed_branch():
+def test_a_query_that_sees_no_complete_block_has_nothing_from_the_compressed_branch() -> None:
     attention = CompressedAttention(CompressedBlocks(4, 2), 8)
     layout = packed_layout([3, 5])
     q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64) for n in (8, 4, 4))
@@ -208,10 +212,12 @@ def test_a_query_that_sees_no_complete_block_has_nothing_from_the_compressed_bra
     assert torch.equal(lse == -torch.inf, torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]).bool().expand(2, 8))
 
 
-@pytest.mark.parametrize("ranges", [None, ((0, 10), (77, 87)), ((15, 24), (60, 73)), ((21, 22),)])
-def test_compressed_attention_has_no_more_rows_than_its_queries_have_newest_blocks(ranges):
+@pytest.mark.parametrize("q_ranges", [None, ranges((0, 10), (77, 87)), ranges((15, 24), (60, 73)), ranges((21, 22))])
+def test_compressed_attention_has_no_more_rows_than_its_queries_have_newest_blocks(
+    q_ranges: TokenRanges | None,
+) -> None:
     """Rows that no query needs would be work for nothing, and keys behind the last block."""
-    layout = packed_layout(LENGTHS).part(ranges and tuple(TokenRange(*tokens) for tokens in ranges), None)
+    layout = packed_layout(LENGTHS).part(q_ranges, None)
     blocks = CompressedBlocks(4, 2)
     first, end = blocks.seen(layout)
     folded = blocks.fold(layout)
@@ -219,7 +225,7 @@ def test_compressed_attention_has_no_more_rows_than_its_queries_have_newest_bloc
     assert folded.layout.q_tokens.tolist() == (end - 1)[first < end].unique().tolist()
 
 
-def test_equation_9():
+def test_equation_9() -> None:
     """Blocks of 64 over blocks of 32 at stride 16: those inside count twice, those across an edge once."""
     choice = BlockChoice(CompressedBlocks(32, 16), block_size=64, topk=16, first=1, local=2)
     layout = packed_layout([200])
@@ -233,23 +239,23 @@ def test_equation_9():
 
 @pytest.mark.parametrize("options", OPTIONS[:2])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_ranks_that_share_a_sequence(options, strategy):
+def test_ranks_that_share_a_sequence(options: dict[str, Any], strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("nsa", options, LENGTHS), strategy)
 
 
-def test_ranks_without_tokens():
+def test_ranks_without_tokens() -> None:
     for strategy in STRATEGIES:
         assert_ranks_equal_one_device(make_layer("nsa", SMALL, [9]), strategy)  # 3, 3, 3 and none
 
 
-def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch):
+def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
+    forward = Compression.forward
 
-    def counted(module, x, first):
+    def counted(module: Compression, x: Tensor, first: Tensor) -> Tensor:
         counts.append(len(first))
-        return compress(module, x, first)
+        return forward(module, x, first)
 
-    compress = Compression.forward
     monkeypatch.setattr(Compression, "forward", counted)
     layer = make_layer("nsa", SMALL, [64])
     assert_ranks_equal_one_device(layer, CPStrategy(4, "allgather", "contiguous", 4))
@@ -258,27 +264,27 @@ def test_each_rank_compresses_its_share_of_the_blocks(monkeypatch):
     assert token_bytes(layer.kind, width=8, tokens=16, cp=4).activations * 16 == received
 
 
-def test_packed_documents():
+def test_packed_documents() -> None:
     assert_documents_are_independent("nsa", SMALL, LENGTHS)
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2])
-def test_decoding(options):
+def test_decoding(options: dict[str, Any]) -> None:
     assert_decodes_like_training("nsa", options, prompts=(33, 5))
 
 
-def test_decoding_with_all_blocks():
+def test_decoding_with_all_blocks() -> None:
     """`decode: full`: the selected branch attends to all tokens, which it does anyway where every block is selected."""
     assert_decodes_like_training("nsa", {**SMALL, "topk": 64}, decode="full")
 
 
-def test_compiled_and_recomputed_layers_give_equal_numbers():
+def test_compiled_and_recomputed_layers_give_equal_numbers() -> None:
     layer = make_layer("nsa", SMALL, LENGTHS)
     want = results(layer)
     assert_equal(results(layer, torch.compile(run_layer, backend="aot_eager")), want, atol=1e-12)
 
     def recomputed(layer: Layer) -> list[Tensor]:
-        def contexts():
+        def contexts() -> Any:
             return create_selective_checkpoint_contexts(list(SAVED_OPERATORS))
 
         return checkpoint(run_layer, layer, use_reentrant=False, context_fn=contexts)
@@ -294,7 +300,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("options", "problems"), LIMITS, ids=lambda value: str(value)[:20])
-def test_sizes_that_contradict_each_other(options, problems):
+def test_sizes_that_contradict_each_other(options: dict[str, Any], problems: list[str]) -> None:
     context = StageContext(MODEL, 4096, 1, 1, False, "cpu", layers="in layer 0")
     found = list(NsaKind.problems(NsaOptions(**options), context))
     for problem in problems:
@@ -303,7 +309,7 @@ def test_sizes_that_contradict_each_other(options, problems):
         NsaKind(NsaOptions(**options), 8)
 
 
-def test_blocks_that_do_not_fit_in_the_sequence():
+def test_blocks_that_do_not_fit_in_the_sequence() -> None:
     context = StageContext(MODEL, 48, 1, 1, False, "cpu", layers="in layer 0")
     (problem,) = NsaKind.problems(NsaOptions(), context)
     assert problem.startswith("block_size: given 64 in layer 0, which does not fit in a sequence of 48 tokens")
@@ -314,9 +320,9 @@ def test_blocks_that_do_not_fit_in_the_sequence():
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_pairs_are_those_counted_one_by_one(options):
+def test_pairs_are_those_counted_one_by_one(options: dict[str, Any]) -> None:
     kind = NsaKind(NsaOptions(**options), 8)
-    chosen = kind.options
+    chosen: Any = kind.options
     pairs = 0.0
     for length in LENGTHS:
         starts = range(0, length - chosen.compressed_block + 1, chosen.stride)
@@ -330,7 +336,7 @@ def test_pairs_are_those_counted_one_by_one(options):
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])
-def test_flops_are_those_of_the_products(separate_kv):
+def test_flops_are_those_of_the_products(separate_kv: bool) -> None:
     """Those of the modules are counted by torch; with stride and size equal, no row of a block is unused."""
     options = {**SMALL, "stride": 4, "separate_kv": separate_kv}
     layer = make_layer("nsa", options, [48])
@@ -348,7 +354,7 @@ def test_flops_are_those_of_the_products(separate_kv):
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])
-def test_saved_bytes_are_those_that_autograd_keeps(separate_kv):
+def test_saved_bytes_are_those_that_autograd_keeps(separate_kv: bool) -> None:
     """In 16 bits, beside what full attention keeps; plain PyTorch keeps no inverse lists of the selected blocks."""
     nsa, full = in_16_bits(make_layer("nsa", {**SMALL, "separate_kv": separate_kv}, [256]))
     lists = 4 * MODEL.heads * (SMALL["topk"] - 1)

@@ -4,6 +4,8 @@ fla-core wants 16 query heads for each key/value head, and averages its compress
 selected ones and do not overlap: with blocks averaged alike, everything can be compared but the MLP.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,13 +13,13 @@ from torch import Tensor
 from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kernels.common.geometry import first_blocks, query_blocks
-from moba_train.attention.layout import packed_layout
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.mechanisms.nsa import selection
 from moba_train.mechanisms.nsa import selection_kernel as kernel
 from moba_train.mechanisms.nsa.compressed import CompressedAttention, CompressedBlocks
 from moba_train.mechanisms.nsa.selection import BlockChoice
-from tests.attention.helpers import make_qkv
-from tests.attention.kind_checks import MODEL, Layer, make_layer, results
+from tests.attention.helpers import make_qkv, triple
+from tests.attention.kind_checks import MODEL, make_layer, results
 
 pytestmark = pytest.mark.gpu
 
@@ -35,16 +37,18 @@ def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-def compressed(attention: CompressedAttention, q: Tensor, k: Tensor, v: Tensor, layout) -> tuple[list[Tensor], Tensor]:
+def compressed(
+    attention: CompressedAttention, q: Tensor, k: Tensor, v: Tensor, layout: Layout
+) -> tuple[list[Tensor], Tensor]:
     """[out, dq, dk, dv] and lse."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = LOCAL_ENGINE.shard(layout).attend(*leaves, attention)
+    out, lse = LOCAL_ENGINE.shard(layout).attend(*triple(leaves), attention)
     return gradients(out, leaves), lse
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("lengths", [[1300, 0, 1, 31, 699], [20_000]], ids=["packed", "long"])
-def test_compressed_attention_equals_float64(lengths, head_dim):
+def test_compressed_attention_equals_float64(lengths: list[int], head_dim: int) -> None:
     blocks, layout = CompressedBlocks(32, 16), packed_layout(lengths, "cuda")
     q = make_qkv(layout.total, 8, 2, head_dim, "cuda", torch.bfloat16)[0]
     _, k, v = make_qkv(blocks.bound(layout), 8, 2, head_dim, "cuda", torch.bfloat16, seed=1)
@@ -59,7 +63,7 @@ def test_compressed_attention_equals_float64(lengths, head_dim):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 1)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_probabilities_in_plain_pytorch_equal_float64(head_dim, heads, kv_heads):
+def test_probabilities_in_plain_pytorch_equal_float64(head_dim: int, heads: int, kv_heads: int) -> None:
     """On a GPU their products are of 16-bit inputs."""
     blocks, layout = CompressedBlocks(32, 16), packed_layout([3000, 0, 1, 999], "cuda")
     q, k, lse = queries_and_keys(blocks, layout, heads, kv_heads, head_dim)
@@ -69,7 +73,9 @@ def test_probabilities_in_plain_pytorch_equal_float64(head_dim, heads, kv_heads)
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
 
 
-def queries_and_keys(blocks: CompressedBlocks, layout, heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
+def queries_and_keys(
+    blocks: CompressedBlocks, layout: Layout, heads: int, kv_heads: int, head_dim: int
+) -> list[Tensor]:
     """Random queries, compressed keys, and the queries' log-sum-exp over those they see."""
     q = make_qkv(layout.total, heads, kv_heads, head_dim, "cuda", torch.bfloat16)[0].detach()
     _, k, v = make_qkv(blocks.bound(layout), heads, kv_heads, head_dim, "cuda", torch.bfloat16, seed=1)
@@ -81,7 +87,9 @@ def queries_and_keys(blocks: CompressedBlocks, layout, heads: int, kv_heads: int
     ("lengths", "head_dim", "group", "topk"),
     [([3000, 0, 1, 999], 64, 4, 16), ([2500, 1500], 128, 3, 40), ([16_384], 64, 4, 16), ([9000], 128, 1, 100)],
 )
-def test_the_kernel_chooses_the_blocks_with_the_highest_scores(lengths, head_dim, group, topk):
+def test_the_kernel_chooses_the_blocks_with_the_highest_scores(
+    lengths: list[int], head_dim: int, group: int, topk: int
+) -> None:
     """By scores in float64: each query's blocks are the forced ones and others whose scores no other block exceeds by
     more than their rounding; ascending, -1 behind, and equal again."""
     blocks, layout = CompressedBlocks(32, 16), packed_layout(lengths, "cuda")
@@ -112,7 +120,7 @@ def test_the_kernel_chooses_the_blocks_with_the_highest_scores(lengths, head_dim
 
 
 @pytest.mark.parametrize("separate_kv", [False, True])
-def test_the_layer_equals_float64_with_the_same_selection(separate_kv, monkeypatch):
+def test_the_layer_equals_float64_with_the_same_selection(separate_kv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 on the GPU, then float64 on the CPU, which is given the blocks that the first selected."""
     model = MODEL.model_copy(update={"hidden_size": 128, "heads": 8, "kv_heads": 2, "head_dim": 64, "init_std": 0.05})
     exact = make_layer("nsa", {"separate_kv": separate_kv, "topk": 6}, [1500, 0, 1, 547], model=model)
@@ -123,12 +131,12 @@ def test_the_layer_equals_float64_with_the_same_selection(separate_kv, monkeypat
     inputs = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact.inputs()]
     module = type(exact.kind).parameters(exact.kind.options, model, 0).to("cuda", torch.bfloat16)
     module.load_state_dict(exact.parameters.state_dict())
-    ours = Layer(exact.kind, module, *inputs, packed_layout([1500, 0, 1, 547], "cuda"), model)
+    ours = exact.with_inputs(inputs, parameters=module, layout=packed_layout([1500, 0, 1, 547], "cuda"))
 
     chosen = []
     choose = BlockChoice.choose
 
-    def record(*arguments):
+    def record(*arguments: Any) -> Any:
         chosen.append(choose(*arguments))
         return chosen[-1]
 
@@ -152,7 +160,7 @@ def averaged(x_TKD: Tensor) -> Tensor:
     return x_TKD.detach().unflatten(0, (-1, 64)).float().mean(1).to(x_TKD.dtype)
 
 
-def test_selected_blocks_equal_those_of_fla():
+def test_selected_blocks_equal_those_of_fla() -> None:
     """Equal block ids in, equal outputs and gradients out."""
     parallel_nsa = pytest.importorskip("fla.ops.nsa").parallel_nsa
     q, k, v = fla_inputs()
@@ -180,7 +188,7 @@ def test_selected_blocks_equal_those_of_fla():
         assert_near(got, want)
 
 
-def test_compressed_branch_equals_that_of_fla():
+def test_compressed_branch_equals_that_of_fla() -> None:
     pytest.importorskip("fla.ops.nsa")
     from fla.ops.nsa.compression import parallel_nsa_compression
 
@@ -198,7 +206,7 @@ def test_compressed_branch_equals_that_of_fla():
     torch.testing.assert_close(lse[sees], their_lse[0].T[sees].float(), rtol=0, atol=5e-3)
 
 
-def test_selection_equals_that_of_fla():
+def test_selection_equals_that_of_fla() -> None:
     """Nearly all queries get equal blocks: the two round probabilities that are nearly equal in other ways."""
     pytest.importorskip("fla.ops.nsa")
     from fla.ops.nsa.parallel import parallel_nsa_topk

@@ -18,11 +18,12 @@ from tests.parallel.test_stage_strategy import MOBA, stage_of
 from tests.resolved import estimate_of
 
 
-def test_layers_without_a_transport_count_what_they_gather():
+def test_layers_without_a_transport_count_what_they_gather() -> None:
     """Two ranks of 32K tokens: `msa` keeps the other rank's keys, values and index keys, `lightning` exchanges states
     alone."""
 
     def transport(plan: StagePlan) -> float:
+        assert plan.context is not None
         return most_memory(plan.context.layer_costs.values()).buffers
 
     found = {}
@@ -32,11 +33,13 @@ def test_layers_without_a_transport_count_what_they_gather():
             found[kind, cp] = planned("llama-1b", cp, "64K", {"default": kind}, **changes)
     row = 2 * 2 * 8 * 64  # bf16 keys and values of a token
     index = 2 * 64
-    assert transport(found["full", 2]) == found["full", 2].context.cost.memory_bytes > 0
+    full, lightning = found["full", 2].context, found["lightning", 2].context
+    assert full is not None
+    assert lightning is not None
+    assert transport(found["full", 2]) == full.cost.memory_bytes > 0
     assert transport(found["msa", 2]) == 65536 * (row + index)
     assert transport(found["lightning", 2]) == 0
-    (layer,) = set(found["lightning", 2].stage.attention)
-    assert found["lightning", 2].context.exposed_seconds(layer) == 0
+    assert lightning.exposed_seconds(*set(found["lightning", 2].stage.attention)) == 0
     stage, config_of_run = found["msa", 2].stage, config("llama-1b", "64K", {"default": "msa"}, batch_tokens="64K")
     kept = estimate_of(config_of_run, stage, found["msa", 2].mesh).kept_bytes
     alone = estimate_of(config_of_run, stage, found["msa", 1].mesh).kept_bytes

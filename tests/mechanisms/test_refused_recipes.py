@@ -6,6 +6,7 @@ from moba_train.errors import ConfigError
 from tests.resolve.refusals import assert_refused, problems
 from tests.resolve.test_recipe_warnings import VALIDATION, recipe_warnings
 from tests.resolved import check
+from tests.small_recipe import Load
 
 
 @pytest.mark.parametrize(
@@ -22,11 +23,13 @@ from tests.resolved import check
         ),
     ],
 )
-def test_a_layout_that_dispatch_cannot_use_is_refused_with_its_key(load, overrides, problem):
+def test_a_layout_that_dispatch_cannot_use_is_refused_with_its_key(
+    load: Load, overrides: list[str], problem: str
+) -> None:
     assert_refused(load(*overrides), problem)
 
 
-def test_the_reach_of_gradients_is_not_measured_in_a_pipeline(load):
+def test_the_reach_of_gradients_is_not_measured_in_a_pipeline(load: Load) -> None:
     with pytest.raises(ConfigError, match="gradient_reach"):
         check(load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]"))
 
@@ -38,7 +41,7 @@ def test_the_reach_of_gradients_is_not_measured_in_a_pipeline(load):
         ("model.head_dim=12", "which needs heads of a width of 8, 16, ... or 256 on CUDA; the model's have 12"),
     ],
 )
-def test_dispatch_is_refused_where_no_kernel_could_attend_on_cuda(load, override, text):
+def test_dispatch_is_refused_where_no_kernel_could_attend_on_cuda(load: Load, override: str, text: str) -> None:
     config = load("stages.1.parallel={cp: 2, cp_transport: dispatch}", "stages.1.attention.full_layers=none", override)
     (found,) = problems(config, device="cuda")
     assert found.startswith(f"stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', {text}")
@@ -54,7 +57,9 @@ def test_dispatch_is_refused_where_no_kernel_could_attend_on_cuda(load, override
         ("", "{0: {train_gate: true}}", False),
     ],
 )
-def test_gates_that_do_not_learn_cannot_be_all_that_is_trained(load, options: str, layers: str, refused: bool) -> None:
+def test_gates_that_do_not_learn_cannot_be_all_that_is_trained(
+    load: Load, options: str, layers: str, refused: bool
+) -> None:
     config = load(
         f"stages.1.attention={{default: seer, overrides: {layers}, seer: {{{options}block_size: 16, topk: 2}}}}",
         "stages.1.trainable=['blocks.*.attention.seer.*']",
@@ -66,12 +71,12 @@ def test_gates_that_do_not_learn_cannot_be_all_that_is_trained(load, options: st
         check(config)
 
 
-def test_a_checkpoint_of_a_pipeline_is_evaluated_without_one(load):
+def test_a_checkpoint_of_a_pipeline_is_evaluated_without_one(load: Load) -> None:
     """What stands in the way of training only does not stand in the way of evaluation."""
     config = load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]")
     check(config, allow_idle=True, training=False)
 
 
-def test_nothing_is_said_of_the_loss_masks_of_corpora_that_need_not_exist_yet(load):
+def test_nothing_is_said_of_the_loss_masks_of_corpora_that_need_not_exist_yet(load: Load) -> None:
     """`plan --no-data`; `gradient_reach` tells of loss masks that exist."""
     assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K", "evaluation.gradient_reach={}")) == []

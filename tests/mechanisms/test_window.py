@@ -1,20 +1,23 @@
 """Sliding windows against a mask, in several tiles; the LocalAttention contract is in test_local_attention.py."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kernels.common.reference import masked_attend, masked_attend_backward
+from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import BackwardState
 from moba_train.mechanisms import window
 from moba_train.mechanisms.window import WindowAttention, bands
-from tests.attention.helpers import make_qkv
+from tests.attention.helpers import make_qkv, triple
 
 
 @pytest.mark.parametrize("width", [1, 3, 7, 100])
 @pytest.mark.parametrize("tile", [1, 4, 50])
-def test_bands_have_every_pair_in_a_window_once_and_no_key_outside_of_it(width, tile):
+def test_bands_have_every_pair_in_a_window_once_and_no_key_outside_of_it(width: int, tile: int) -> None:
     q_ranges = (TokenRange(2, 9), TokenRange(9, 14), TokenRange(20, 31))
     k_ranges = (TokenRange(0, 8), TokenRange(11, 25))
     queries, keys = ([token for part in ranges for token in range(*part)] for ranges in (q_ranges, k_ranges))
@@ -32,15 +35,23 @@ def test_bands_have_every_pair_in_a_window_once_and_no_key_outside_of_it(width, 
     assert sorted(found) == [(q, k) for q in queries for k in keys if 0 <= q - k < width]
 
 
-def results(q, k, v, layout: Layout, width: int, engine: Engine = LOCAL_ENGINE, backend: str = "auto") -> list:
+def results(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    width: int,
+    engine: Engine = LOCAL_ENGINE,
+    backend: str = "auto",
+) -> list[torch.Tensor]:
     """[out, dq, dk, dv]."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves = triple(x.detach().requires_grad_() for x in (q, k, v))
     out, _ = engine(*leaves, WindowAttention(width, q.shape[-1], backend), layout)
     weights = torch.arange(out.numel(), device=q.device).view_as(out).cos().to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-def masked(q, k, v, layout: Layout, width: int) -> list:
+def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, width: int) -> list[torch.Tensor]:
     token, document = layout.q_tokens, layout.q_documents
     back = token[:, None] - token[None]
     seen = ((document[:, None] == document[None]) & (back >= 0) & (back < width)).unsqueeze(0)
@@ -52,7 +63,7 @@ def masked(q, k, v, layout: Layout, width: int) -> list:
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 100])
-def test_windows_equal_a_mask_over_all_keys(width, monkeypatch):
+def test_windows_equal_a_mask_over_all_keys(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "_LEAST_TILE", 8)
     monkeypatch.setattr(window, "_ROWS_AT_ONCE", 1)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
@@ -66,11 +77,12 @@ class MaskedKernel:
     most_segments = 8
 
     @staticmethod
-    def refuses(q):
+    def refuses(q: torch.Tensor) -> str:
         return ""
 
     @staticmethod
-    def mask(segments, queries, keys):
+    def mask(segments: Segments, queries: int, keys: int) -> Callable[[slice, slice], torch.Tensor]:
+        assert segments.window is not None
         row, key = torch.arange(queries), torch.arange(keys)
         q_segment = torch.searchsorted(segments.cu_q[1:].long(), row, right=True)
         k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)
@@ -80,18 +92,22 @@ class MaskedKernel:
         return lambda rows, columns: seen[None, rows, columns]
 
     @classmethod
-    def forward(cls, q, k, v, segments, scale):
+    def forward(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert segments.causal
         return masked_attend(q, k, v, cls.mask(segments, len(q), len(k)), scale, prefix=False)
 
     @classmethod
-    def backward(cls, state, segments, scale, deterministic):
+    def backward(
+        cls, state: BackwardState, segments: Segments, scale: float, deterministic: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mask = cls.mask(segments, len(state.q), len(state.k))
         return masked_attend_backward(state, mask, scale, prefix=False)
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 100])
-def test_kernels_are_given_the_documents_and_keys_of_every_band(width, monkeypatch):
+def test_kernels_are_given_the_documents_and_keys_of_every_band(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "TorchFlash", MaskedKernel)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
     layout = packed_layout([33, 0, 1, 26])
@@ -113,7 +129,7 @@ def test_kernels_are_given_the_documents_and_keys_of_every_band(width, monkeypat
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 64, 300, 5000])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_kernel_equals_a_mask(width, head_dim):
+def test_the_kernel_equals_a_mask(width: int, head_dim: int) -> None:
     """bfloat16, whole sequences and the ranges of a zigzag shard."""
     q, k, v = (x.detach() for x in make_qkv(2000, 4, 2, head_dim, "cuda", torch.bfloat16))
     layout = packed_layout([1300, 0, 1, 699], "cuda")
@@ -128,5 +144,5 @@ def test_the_kernel_equals_a_mask(width, head_dim):
     torch.testing.assert_close(out.double(), want[0][rows], rtol=0.02, atol=0.03)
     dq, _, _ = attention.attend_backward(BackwardState(out, q[rows], k, v, out, lse), part, ())
     plain = WindowAttention(width, head_dim, "reference")
-    exact = BackwardState(*(x.double() for x in (out, q[rows], k, v, out, lse)))
-    torch.testing.assert_close(dq.double(), plain.attend_backward(exact, part, ())[0], rtol=0.02, atol=0.03)
+    state = BackwardState(*(x.double() for x in (out, q[rows], k, v, out, lse)))
+    torch.testing.assert_close(dq.double(), plain.attend_backward(state, part, ())[0], rtol=0.02, atol=0.03)

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14
 LENGTHS = st.lists(st.integers(0, 120), min_size=1, max_size=6)
 
 
-def real(lengths: list[int], **attention) -> float:
+def real(lengths: list[int], **attention: Any) -> float:
     layers = resolve_layers(AttentionConfig.model_validate(attention), LLAMA_8B.layers)
     return real_flops(LLAMA_8B, layers, lengths)
 
@@ -51,25 +52,25 @@ def counted_pairs(lengths: list[int], block_size: int, topk: int) -> float:
 
 
 @given(lengths=LENGTHS, block_size=st.integers(1, 64), topk=st.integers(1, 12))
-def test_pairs_of_moba_are_those_counted_one_by_one(lengths, block_size, topk):
+def test_pairs_of_moba_are_those_counted_one_by_one(lengths: list[int], block_size: int, topk: int) -> None:
     assert moba(block_size, topk).costs(LLAMA_8B).pairs(lengths) == pytest.approx(
         counted_pairs(lengths, block_size, topk)
     )
 
 
 @given(lengths=LENGTHS)
-def test_pairs_of_full_attention_are_those_counted_one_by_one(lengths):
+def test_pairs_of_full_attention_are_those_counted_one_by_one(lengths: list[int]) -> None:
     full = FullKind(FullKind.Options(), LLAMA_8B.head_width)
     assert full.costs(LLAMA_8B).pairs(lengths) == pytest.approx(counted_pairs(lengths, 200, 1))
 
 
 @given(length=st.integers(1, 10**6), blocks=st.integers(1, 64))
-def test_selecting_every_block_is_dense_attention(length, blocks):
+def test_selecting_every_block_is_dense_attention(length: int, blocks: int) -> None:
     assert moba(-(-length // blocks), blocks).costs(LLAMA_8B).pairs([length]) == pytest.approx(length**2 / 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_cost_what_they_cost_apart(kind):
+def test_packed_documents_cost_what_they_cost_apart(kind: str) -> None:
     """Every kind counts documents by their own lengths, so no pair is counted across a boundary. The work of kinds with
     a state does not depend on the boundaries."""
     attention = KINDS[kind](KINDS[kind].Options(), LLAMA_8B.head_width)
@@ -80,26 +81,26 @@ def test_packed_documents_cost_what_they_cost_apart(kind):
     assert attention.costs(LLAMA_8B).pairs(lengths) < attention.costs(LLAMA_8B).pairs([sum(lengths)])
 
 
-def test_the_dense_formula_is_six_per_weight_plus_half_of_full_attention():
+def test_the_dense_formula_is_six_per_weight_plus_half_of_full_attention() -> None:
     weights = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # without the embedding lookup and the norms
     assert dense_flops(LLAMA_8B, 8192) == 6 * weights + 12 * 32 * 32 * 128 * 8192 / 2
 
 
-def test_real_equals_dense_for_one_full_document_and_up_to_the_gate_when_every_block_is_selected():
+def test_real_equals_dense_for_one_full_document_and_up_to_the_gate_when_every_block_is_selected() -> None:
     dense = 65536 * dense_flops(LLAMA_8B, 65536)
     assert real([65536], default="full") == dense
     gates = 32 * 65536 * LLAMA_8B.heads * LLAMA_8B.head_width * 16  # 2 H d a block, 16 blocks, half behind a query
     assert real([65536], moba={"block_size": 4096, "topk": 16}) == pytest.approx(dense + gates, rel=1e-12)
 
 
-def test_many_short_documents_are_not_one_long_one():
+def test_many_short_documents_are_not_one_long_one() -> None:
     """64 documents of 1K in a sequence of 64K: the attention of a 64K document would be 64 times theirs."""
     attention_of = {name: real(lengths, default="full") for name, lengths in (("one", [2**16]), ("many", [2**10] * 64))}
     matmul = 2**16 * matmul_flops(LLAMA_8B)
     assert attention_of["one"] - matmul == pytest.approx(64 * (attention_of["many"] - matmul))
 
 
-def test_a_layer_repeats_a_forward_pass_less_what_it_keeps():
+def test_a_layer_repeats_a_forward_pass_less_what_it_keeps() -> None:
     """A forward pass is a third of training's operations. The down projection's result is needed by no gradient."""
     config = RunConfig.model_validate(
         {
@@ -128,7 +129,7 @@ def test_a_layer_repeats_a_forward_pass_less_what_it_keeps():
     )
 
 
-def test_each_layer_counts_as_what_it_is():
+def test_each_layer_counts_as_what_it_is() -> None:
     options = {"block_size": 4096, "topk": 12}
     sparse, dense = real([2**20], moba=options), real([2**20], default="full")
     hybrid = real([2**20], moba=options, full_layers="last:3")
@@ -136,7 +137,7 @@ def test_each_layer_counts_as_what_it_is():
     assert sparse < hybrid < dense
 
 
-def test_sparse_attention_saves_what_the_design_table_says():
+def test_sparse_attention_saves_what_the_design_table_says() -> None:
     """Forward pass of one layer at 1M tokens, H = 32, d = 128: dense 9007 TFLOP, 4096/12 791 and a gate of 1.1."""
     heads, tokens = 32 * 128, 2**20
     pairs = moba(4096, 12).costs(LLAMA_8B).pairs([tokens])
@@ -212,7 +213,7 @@ def brute_force_flops(model: ModelConfig, document_of_token: list[int]) -> float
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_plan_and_throughput_agree_with_a_count_over_real_batches(tmp_path, packing):
+def test_plan_and_throughput_agree_with_a_count_over_real_batches(tmp_path: Path, packing: str) -> None:
     config = packed_run(tmp_path, packing)
     (stage,) = stages_of(config)
     data = training_data(samples_of(config), stage, {})
@@ -229,7 +230,7 @@ def test_plan_and_throughput_agree_with_a_count_over_real_batches(tmp_path, pack
     assert len({batch.padding > 0 for batch in batches}) == (2 if packing == "best_fit" else 1)
 
 
-def test_utilisation_is_a_share_of_the_peak_of_all_gpus(tmp_path, monkeypatch):
+def test_utilisation_is_a_share_of_the_peak_of_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = packed_run(tmp_path, "concat")
     (stage,) = stages_of(config)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
@@ -251,7 +252,7 @@ def test_utilisation_is_a_share_of_the_peak_of_all_gpus(tmp_path, monkeypatch):
     )
 
 
-def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path):
+def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path: Path) -> None:
     config = packed_run(tmp_path, "concat")
     by_documents = planned(config)
     (tmp_path / "two.bin").unlink()
@@ -263,7 +264,7 @@ def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path):
     assert by_documents.real_flops < by_sequences.real_flops
 
 
-def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path):
+def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path: Path) -> None:
     config = packed_run(tmp_path, "concat")
     config = config.model_copy(update={"parallel": ParallelConfig(cp=2)})
     (stage_plan,) = plan_of(config, 2, 989, 0.4).stages
@@ -273,7 +274,9 @@ def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path):
         assert seconds == pytest.approx(flops / 16 / 2 / (989e12 * 0.4))  # of 16 sequences one, on 2 ranks
 
 
-def test_a_plan_reads_a_bounded_number_of_sequences_and_at_least_one(tmp_path, monkeypatch):
+def test_a_plan_reads_a_bounded_number_of_sequences_and_at_least_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = packed_run(tmp_path, "concat")
     (stage,) = stages_of(config)
     data = training_data(samples_of(config), stage, {})

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,9 +30,10 @@ FULL = {"default": "full"}
 LLAMA_8B = 8_030_261_248
 LLAMA_8B_BLOCK = 218_112_000
 LAYERS = 32
+Section = dict[str, Any]
 
 
-def config(model: str, seq_len: str, attention: dict, **changes) -> RunConfig:
+def config(model: str, seq_len: str, attention: Section, **changes: Any) -> RunConfig:
     """A recipe with one stage of the model in configs/models."""
     recipe = {
         "name": "measured",
@@ -45,17 +47,17 @@ def config(model: str, seq_len: str, attention: dict, **changes) -> RunConfig:
     return RunConfig.model_validate(recipe)
 
 
-def planned(model: str, world_size: int, *arguments, **changes) -> StagePlan:
+def planned(model: str, world_size: int, *arguments: Any, **changes: Any) -> StagePlan:
     """The plan of the only stage of `config`."""
     return plan_of(config(model, *arguments, **changes), world_size, 989, 0.4).stages[0]
 
 
-def memory(*arguments, **changes) -> Memory:
+def memory(*arguments: Any, **changes: Any) -> Memory:
     return planned(*arguments, **changes).memory
 
 
 @pytest.fixture
-def logits_twice(monkeypatch):
+def logits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """These runs were measured when the backward pass computed the logits again, where FSDP holds nothing of its last
     gather any more."""
     now = estimates.rank_weights
@@ -63,13 +65,13 @@ def logits_twice(monkeypatch):
 
 
 @pytest.fixture
-def before(monkeypatch, logits_twice):
+def before(monkeypatch: pytest.MonkeyPatch, logits_twice: None) -> None:
     """These runs were measured before `compile: true` compiled the loss, and with feed-forwards of all rows at once."""
     monkeypatch.setattr(moments, "bytes_per_logit", lambda _: 12)
     monkeypatch.setattr(layer_memory, "FEED_FORWARD_ROWS", 1 << 30)
 
 
-def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve():
+def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve() -> None:
     """As benchmarks/results/loss-compare-h200.json measured: 3.06 GiB in place of 6.94 for 8K tokens of Llama-3-8B."""
     plain, compiled = (memory("llama3-8b", 8, "8K", FULL, batch_tokens="1M", compile=c) for c in (False, True))
     assert plain.moment == "loss"
@@ -82,7 +84,7 @@ def test_a_compiled_loss_needs_four_bytes_a_logit_in_place_of_twelve():
 
 
 @pytest.mark.parametrize("parallel", [{"cp": 2}, {"cp": 2, "tp": 2}])
-def test_a_feed_forward_in_parts_needs_memory_for_one_part(parallel, monkeypatch):
+def test_a_feed_forward_in_parts_needs_memory_for_one_part(parallel: Section, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the results of its products are recomputed; one part's widest tensors, and the parts' summed gradient."""
     policies = ("full", "selective")
 
@@ -114,13 +116,15 @@ def test_a_feed_forward_in_parts_needs_memory_for_one_part(parallel, monkeypatch
     ],
     ids=["8K", "64K cp 2 recomputed", "128K cp 2 recomputed"],
 )
-def test_the_estimate_is_what_an_8b_model_took_on_two_h200(measured, seq_len, attention, changes, before):
+def test_the_estimate_is_what_an_8b_model_took_on_two_h200(
+    measured: float, seq_len: str, attention: Section, changes: Section, before: None
+) -> None:
     """Peaks of torch.cuda.max_memory_allocated, as `memory_gib` in the metrics, at 94bc9b8, compiled, in GiB."""
     total = memory("llama3-8b", 2, seq_len, attention, compile=True, **changes).total
     assert total / 2**30 == pytest.approx(measured, rel=0.02)
 
 
-def test_the_estimate_is_what_an_8b_model_takes_whose_loss_computes_its_logits_once():
+def test_the_estimate_is_what_an_8b_model_takes_whose_loss_computes_its_logits_once() -> None:
     """The peak is the loss, inside the forward pass, until whose end FSDP holds the output weight as it has arrived."""
     results = json.loads((ROOT / "benchmarks/results/training-8b-8k-logits-once-h200-x2.json").read_text())["results"]
     found = memory("llama3-8b", 2, "8K", FULL, compile=True, batch_tokens="16K")
@@ -140,7 +144,9 @@ def test_the_estimate_is_what_an_8b_model_takes_whose_loss_computes_its_logits_o
     ],
     ids=["one GPU", "two GPUs", "half of it with tp", "tp alone", "copy engines gather blocks only", "pipeline"],
 )
-def test_fsdp_holds_its_last_gather_in_the_loss_where_it_gathers_for_it(ranks, parallel, held):
+def test_fsdp_holds_its_last_gather_in_the_loss_where_it_gathers_for_it(
+    ranks: int, parallel: Section, held: int
+) -> None:
     recipe = config("llama3-8b", "8K", FULL, batch_tokens="1M", parallel=parallel)
     (stage,) = stages_of(recipe)
     sizes = mesh_sizes(stage.parallel, ranks)
@@ -156,7 +162,7 @@ def test_fsdp_holds_its_last_gather_in_the_loss_where_it_gathers_for_it(ranks, p
         ("8K:full:none:fp8-rowwise", {"linear": "fp8", "fp8": {"scaling": "rowwise"}}),
     ],
 )
-def test_the_estimate_is_what_an_8b_model_took_in_fp8(row, precision, logits_twice):
+def test_the_estimate_is_what_an_8b_model_took_in_fp8(row: str, precision: Section, logits_twice: None) -> None:
     """FP8 keeps the inputs of projections in one byte an element, or not at all. Measured before weights stayed in FP8
     for a whole step, and before the output projection was a unit of FSDP of its own."""
     results = json.loads((ROOT / "benchmarks/results/training-8b-h200-x2.json").read_text())["results"]
@@ -166,7 +172,7 @@ def test_the_estimate_is_what_an_8b_model_took_in_fp8(row, precision, logits_twi
     assert (found.total - cast) / 2**30 == pytest.approx(results[row]["memory_gib"], rel=0.01)
 
 
-def test_weights_that_stay_gathered_take_the_memory_of_all_blocks():
+def test_weights_that_stay_gathered_take_the_memory_of_all_blocks() -> None:
     """In FP8, whose peak is the loss with them and without; those of a pipeline stay in any case."""
     for pp, more in ((1, LAYERS * LLAMA_8B_BLOCK), (2, 0)):
         again, once = (
@@ -212,7 +218,7 @@ def test_budget_keeps_the_weights_of_the_last_blocks_that_fit_beside_the_activat
         assert {layer.weights for layer in found.layers} == {stay}
 
 
-def test_copy_engines_take_the_memory_of_two_gathered_blocks_and_of_gradients():
+def test_copy_engines_take_the_memory_of_two_gathered_blocks_and_of_gradients() -> None:
     """On one GPU nothing travels."""
     for gpus, more in ((2, 2 * 2 * LLAMA_8B_BLOCK + REDUCTION_BUFFER), (1, 0)):
         by_nccl, by_copy_engines = (
@@ -223,7 +229,7 @@ def test_copy_engines_take_the_memory_of_two_gathered_blocks_and_of_gradients():
         assert by_copy_engines.total - by_nccl.total == more
 
 
-def test_exchanged_gradients_take_the_memory_of_float32_ones():
+def test_exchanged_gradients_take_the_memory_of_float32_ones() -> None:
     """In bf16 what is sent and what has arrived; FSDP alone sends one buffer of float32."""
     summed, exchanged = (
         memory("llama3-8b", 2, "8K", FULL, batch_tokens="16K", parallel={"gradient_transport": given})
@@ -233,7 +239,7 @@ def test_exchanged_gradients_take_the_memory_of_float32_ones():
 
 
 MOBA = {"full_layers": "last:3", "moba": {"block_size": 512, "topk": 3}}
-VARIANTS = {
+VARIANTS: dict[str, Section] = {
     "full": {"attention": FULL},
     "full, recomputed": {"attention": FULL, "activation_checkpointing": "full"},
     "full, compiled": {"attention": FULL, "compile": True},
@@ -243,16 +249,16 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_estimate_is_what_a_1b_model_took_in_the_result_file(variant, before):
+def test_the_estimate_is_what_a_1b_model_took_in_the_result_file(variant: str, before: None) -> None:
     results = json.loads((ROOT / "benchmarks/results/training-1b-h200.json").read_text())
     assert set(results["results"]) == set(VARIANTS)
     assert (results["settings"]["seq_len"], results["settings"]["sequences_per_gpu"]) == (8192, 2)
-    changes = {"micro_batch_size": 2, "batch_tokens": "16K", **VARIANTS[variant]}
+    changes: Section = {"micro_batch_size": 2, "batch_tokens": "16K", **VARIANTS[variant]}
     total = memory("llama-1b", 1, "8K", **changes).total
     assert total / 2**30 == pytest.approx(results["results"][variant]["memory_gib"]["median"], rel=0.01)
 
 
-def test_master_weights_gradients_and_adamw_are_sixteen_bytes_a_parameter_over_the_shards_once_steps_accumulate():
+def test_master_weights_gradients_and_adamw_are_16_bytes_a_parameter_over_the_shards_once_steps_accumulate() -> None:
     for ranks in (1, 4, 8):
         found = memory("llama3-8b", ranks, "8K", FULL, batch_tokens="1M")
         states = found.parameters + found.gradients + found.optimizer
@@ -263,7 +269,7 @@ def test_master_weights_gradients_and_adamw_are_sixteen_bytes_a_parameter_over_t
     assert replicated.parameters == pytest.approx(4 * LLAMA_8B / 2)
 
 
-def test_a_small_model_on_one_gpu_has_all_its_weights_gathered_at_once(monkeypatch):
+def test_a_small_model_on_one_gpu_has_all_its_weights_gathered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def peaks() -> list[Memory]:
         recipe = config("mini", "8K", FULL, batch_tokens="8K")
         stage = stages_of(recipe)[0]
@@ -279,7 +285,7 @@ def test_a_small_model_on_one_gpu_has_all_its_weights_gathered_at_once(monkeypat
         assert large.total - small.total < 10 * blocks, "bf16 weights and gradients, and a float32 copy to reduce"
 
 
-def test_activation_checkpointing_keeps_each_blocks_input_and_attention():
+def test_activation_checkpointing_keeps_each_blocks_input_and_attention() -> None:
     tokens = 8192
     hidden = 2 * 4096 * tokens
     kept = memory("llama3-8b", 8, "8K", FULL, batch_tokens="1M").activations - 2 * hidden
@@ -288,13 +294,13 @@ def test_activation_checkpointing_keeps_each_blocks_input_and_attention():
     assert recomputed.activations - 2 * hidden == LAYERS * (2 * hidden + 4 * 32 * tokens) < kept / 3
 
 
-def test_logits_exist_for_a_chunk_of_tokens_only():
+def test_logits_exist_for_a_chunk_of_tokens_only() -> None:
     short, long = (memory("llama3-8b", 8, length, FULL, batch_tokens="1M") for length in ("8K", "32K"))
     row = 2 * 4096  # bf16: the gradient of a token's input of the loss
     assert short.working - row * 8192 == long.working - row * 32768 < 8 * 2**30
 
 
-def test_blocks_that_moba_selects_are_kept_for_the_backward_pass():
+def test_blocks_that_moba_selects_are_kept_for_the_backward_pass() -> None:
     moba = {"full_layers": "last:3", "moba": {"block_size": 4096, "topk": 3}}
     full, chosen = (memory("llama3-8b", 8, "128K", kind, batch_tokens="1M") for kind in (FULL, moba))
     assert full.moment == chosen.moment
@@ -302,7 +308,7 @@ def test_blocks_that_moba_selects_are_kept_for_the_backward_pass():
     assert chosen.activations - full.activations == ids
 
 
-def test_a_kinds_own_activations_are_kept_for_all_layers_or_recomputed_for_one(monkeypatch):
+def test_a_kinds_own_activations_are_kept_for_all_layers_or_recomputed_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is in the last block: it moves there with so many activations."""
     tokens, own = 8192, 10**6
     token_bytes = FullCosts.token_bytes
@@ -317,7 +323,7 @@ def test_a_kinds_own_activations_are_kept_for_all_layers_or_recomputed_for_one(m
     assert found["full"] == pytest.approx(1, rel=0.1)
 
 
-def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else():
+def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else() -> None:
     """With one block, whose SwiGLU is small, attention is the peak."""
     heads = {"heads": 32, "kv_heads": 32, "head_dim": 128}
     narrow = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 64, "layers": 1, **heads}
@@ -325,11 +331,12 @@ def test_buffers_of_context_parallelism_count_in_attention_and_nowhere_else():
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=narrow)})
     stage = plan_of(recipe, 8, 989, 0.4).stages[0]
     assert stage.memory.moment == "first attention"
+    assert stage.context is not None
     assert stage.memory.transport == stage.context.cost.memory_bytes > 0
     assert stage.memory.total == sum(getattr(stage.memory, part) for part in MEMORY_PARTS)
 
 
-def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it():
+def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it() -> None:
     """Blocks: packed queries, packed gradients and partial gradients of queries, in bf16, of the heads of a slice."""
     heads = {"heads": 32, "kv_heads": 32, "head_dim": 128}
     narrow = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 64, "layers": 1, **heads}
@@ -345,18 +352,18 @@ def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it():
     assert found[1].working - found[4].working == round(0.75 * 3 * queries)
 
 
-def test_a_stage_that_does_not_fit_the_gpu_is_named():
+def test_a_stage_that_does_not_fit_the_gpu_is_named() -> None:
     stage = planned("llama3-8b", 2, "8K", FULL, batch_tokens="16K")
     for gibibytes, fits in ((80, False), (141, True)):
         found = shortage("only", stage.memory, Gpu("a GPU", None, gibibytes * 2**30))
         assert (found is None) == fits
-        assert fits or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
+        assert found is None or f"stage only needs about {stage.memory.total / 2**30:.1f} GiB" in found
 
 
-def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory():
+def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory() -> None:
     """Muon keeps one number for each of the blocks' 6,979,321,856 weights in matrices, AdamW two for any."""
 
-    def state(**optim) -> tuple[int, int]:
+    def state(**optim: Any) -> tuple[int, int]:
         found = memory("llama3-8b", 2, "8K", FULL, batch_tokens="16K", optim=optim)
         return found.optimizer, found.host_optimizer
 
@@ -366,7 +373,7 @@ def test_optimizer_state_is_that_of_the_optimizer_and_may_be_in_host_memory():
     assert state(implementation="deepspeed_cpu") == (0, adamw)
 
 
-def test_an_8b_model_fits_on_one_h200_with_its_optimizer_in_host_memory():
+def test_an_8b_model_fits_on_one_h200_with_its_optimizer_in_host_memory() -> None:
     """Weights and gradients take 64 GB, AdamW's state as much again."""
     one = {"batch_tokens": "8K", "activation_checkpointing": "full", "compile": True}
     on_gpu = memory("llama3-8b", 1, "8K", FULL, **one).total
@@ -375,17 +382,17 @@ def test_an_8b_model_fits_on_one_h200_with_its_optimizer_in_host_memory():
     assert on_host < 0.9 * 141e9 < on_gpu
 
 
-def test_a_1b_model_fits_in_16_gib_with_its_optimizer_in_host_memory():
+def test_a_1b_model_fits_in_16_gib_with_its_optimizer_in_host_memory() -> None:
     one = {"batch_tokens": "4K", "activation_checkpointing": "full", "compile": True}
     on_host = memory("llama-1b", 1, "4K", FULL, **one, optim={"implementation": "deepspeed_cpu"}).total
     assert on_host < 16 * 2**30
 
 
-def test_offloaded_activations_leave_room_on_the_host_for_saves_and_the_optimizer():
+def test_offloaded_activations_leave_room_on_the_host_for_saves_and_the_optimizer() -> None:
     """The host takes as many layers, the last one left out, as there is room for beside the copy of a save, which is of
     weights and AdamW's state, and beside that state."""
 
-    def offloaded(host_gib: float, every: int | None, **optim) -> int:
+    def offloaded(host_gib: float, every: int | None, **optim: Any) -> int:
         changes = {"batch_tokens": "8K", "activation_offload": True, "optim": optim, "memory": {"gpu_gib": 1}}
         recipe = config("llama-1b", "8K", FULL, checkpoint={"every": every}, **changes)
         layers = plan_of(recipe, 1, 989, 0.4, host_bytes=host_gib * 2**30).stages[0].activations.layers
@@ -399,7 +406,7 @@ def test_offloaded_activations_leave_room_on_the_host_for_saves_and_the_optimize
     assert offloaded(1 + state, 100) == 0
 
 
-def test_the_copy_of_a_save_is_as_large_as_the_rank_s_part_of_the_checkpoint():
+def test_the_copy_of_a_save_is_as_large_as_the_rank_s_part_of_the_checkpoint() -> None:
     """89.75 GiB on two ranks (benchmarks/results/checkpoint-layouts-8b-h200-x2.json)."""
     two = {"batch_tokens": "16K"}
     assert memory("llama3-8b", 2, "8K", FULL, **two).host_copies == 12 * LLAMA_8B // 2
@@ -407,23 +414,23 @@ def test_the_copy_of_a_save_is_as_large_as_the_rank_s_part_of_the_checkpoint():
     assert memory("llama3-8b", 2, "8K", FULL, checkpoint={"every": None}, **two).host_copies == 0
 
 
-def test_a_host_with_too_little_memory_is_named_with_what_takes_it():
+def test_a_host_with_too_little_memory_is_named_with_what_takes_it() -> None:
     changes = {"batch_tokens": "16K", "activation_offload": True, "activation_checkpointing": "full"}
     plan = plan_of(config("llama3-8b", "8K", FULL, **changes), 2, 989, 0.4)
     copies, kept = 12 * LLAMA_8B // 2, plan.stages[0].activations.host_bytes
     needs = {"only": plan.stages[0].activations}
     assert host_shortage(needs, copies + kept) is None
-    missing = host_shortage(needs, copies + kept - 1)
+    missing = host_shortage(needs, copies + kept - 1) or ""
     assert missing.startswith(f"stage only needs about {(copies + kept) / 2**30:.1f} GiB of host memory for each GPU")
     assert f"(the copy of a save 44.9, activations {kept / 2**30:.1f}), but this machine has" in missing
     assert missing.endswith("lower memory.host_gib or use more machines")
     without = plan_of(config("llama3-8b", "8K", FULL, batch_tokens="16K"), 2, 989, 0.4)
-    alone = host_shortage({"only": without.stages[0].activations}, copies - 1)
+    alone = host_shortage({"only": without.stages[0].activations}, copies - 1) or ""
     assert alone.endswith("take more; use more machines"), "memory.host_gib is refused without activation_offload"
 
 
 @pytest.mark.parametrize(("host_gib", "warned"), [(40, True), (45, False)])
-def test_a_run_says_first_that_its_host_has_too_little_memory(host_gib, warned):
+def test_a_run_says_first_that_its_host_has_too_little_memory(host_gib: int, warned: bool) -> None:
     """Before the copy is allocated, in which Linux may kill it."""
     device = Device(H200, host_gib * 2**30)
     text = summarize(resolve(config("llama3-8b", "8K", FULL, batch_tokens="16K"), WorldSize(2, 2), device))
@@ -432,7 +439,7 @@ def test_a_run_says_first_that_its_host_has_too_little_memory(host_gib, warned):
     ) == warned
 
 
-def test_budget_leaves_room_for_gradients_that_come_later():
+def test_budget_leaves_room_for_gradients_that_come_later() -> None:
     """Where it left less, torch waited for the GPU 8 times in 5 steps (128K in
     benchmarks/results/training-8b-16-layers-long-h100-x2.json). The peak is below by the gradients: they come as
     activations go."""
@@ -456,7 +463,7 @@ def test_budget_leaves_room_for_gradients_that_come_later():
     assert limit - 2**30 < estimate.reserved(found.layers) <= limit
 
 
-def test_the_line_that_memory_md_quotes_is_that_of_plan():
+def test_the_line_that_memory_md_quotes_is_that_of_plan() -> None:
     changes = {"batch_tokens": "128K", "parallel": {"cp": 2}, "compile": True}
     recipe = config("llama3-8b", "128K", {"default": "moba", "moba": {"block_size": 512, "topk": 8}}, **changes)
     (stage,) = plan_of(recipe, 2, 989, 0.4, gpu_bytes=H200.memory).stages

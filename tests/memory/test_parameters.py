@@ -1,7 +1,7 @@
 """Parameter counts are exact: against published totals and against the model itself."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ import yaml
 
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
-from moba_train.config.schema import RunConfig
 from moba_train.model.build import build_model
 from moba_train.model.spec import count_parameters
 from moba_train.model.transformer import Transformer
 from moba_train.optim.spec import block_matrices
 from tests.resolved import spec_of
+from tests.small_recipe import Load
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 
@@ -33,7 +33,7 @@ def shape(name: str) -> ModelConfig:
         ("smollm2-135m", 134_515_008),
     ],
 )
-def test_published_totals(name, total):
+def test_published_totals(name: str, total: int) -> None:
     counts = count_parameters(shape(name))
     assert counts.total == total
     assert counts.without_embeddings == total - counts.embedding - counts.output
@@ -49,7 +49,7 @@ def test_published_totals(name, total):
         {"layers": 1, "qk_norm": True, "tie_embeddings": True},
     ],
 )
-def test_counts_are_those_of_the_model(changes):
+def test_counts_are_those_of_the_model(changes: dict[str, Any]) -> None:
     config = shape("tiny").model_copy(update=changes)
     with torch.device("meta"):
         model = Transformer(config)
@@ -62,7 +62,7 @@ def test_counts_are_those_of_the_model(changes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recipe_counts_what_its_attention_kinds_add(load: Callable[..., RunConfig], kind: str) -> None:
+def test_a_recipe_counts_what_its_attention_kinds_add(load: Load, kind: str) -> None:
     spec = spec_of(load("attention.overrides={}", f"stages.1.attention.default={kind}"))
     with torch.device("meta"):
         model = build_model(spec)

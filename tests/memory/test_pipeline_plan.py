@@ -14,6 +14,7 @@ from moba_train.memory.pipeline import kept_micro_batches, pipeline_bubble
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.model import balanced_split, model_parts, rank_part
 from tests.resolved import estimate_of, kept_by, setup_of, stages_of, work_of
+from tests.small_recipe import Load
 
 EVERYTHING = [LayerActivations(Kept.ALL)] * 4
 """What the small recipe's layers keep without recomputation."""
@@ -53,7 +54,7 @@ def test_parts_are_dealt_to_the_ranks_in_turn() -> None:
     assert (last.layers, last.has_embedding, last.has_output) == ((2, 4, 5, 6), False, True)
 
 
-def test_the_output_projection_and_full_layers_leave_their_part_fewer_layers(load) -> None:
+def test_the_output_projection_and_full_layers_leave_their_part_fewer_layers(load: Load) -> None:
     even = ("model.layers=8", "model.vocab_size=64", "parallel.pp=2", "attention.overrides={}")
     assert parts_of(load(*even)) == (4, 4)
     large = load(*even, "model.vocab_size=40000")
@@ -66,7 +67,7 @@ def test_the_output_projection_and_full_layers_leave_their_part_fewer_layers(loa
     assert parts_of(load(*even, "parallel.pp_schedule=interleaved_1f1b")) == (2, 2, 2, 2)
 
 
-def test_stages_count_for_the_split_by_their_tokens(load) -> None:
+def test_stages_count_for_the_split_by_their_tokens(load: Load) -> None:
     """Full attention of a short stage at the end makes the first layers dear, but only for a hundredth of the run."""
     base = ("model.layers=8", "model.vocab_size=64", "parallel.pp=2", "attention={moba: {block_size: 64, topk: 2}}")
     end = "{name: end, seq_len: 32K, tokens: 1M, attention: {full_layers: 'first:2'}}"
@@ -75,7 +76,7 @@ def test_stages_count_for_the_split_by_their_tokens(load) -> None:
     assert parts_of(load(*base, f"stages=[{{name: begin, seq_len: 2K, tokens: 100M}}, {end}]")) == (4, 4)
 
 
-def test_the_slower_rank_is_waited_for_by_its_layers_and_output(load) -> None:
+def test_the_slower_rank_is_waited_for_by_its_layers_and_output(load: Load) -> None:
     """Parameters decide where documents are short: attention is 1 % of a layer here."""
     config = load("model.vocab_size=2048", "attention.overrides={}", "parallel.pp=2", "parallel.pp_layers=[2, 2]")
     layer = 128 * (128 + 2 * 64 + 128) + 3 * 128 * 384
@@ -84,7 +85,7 @@ def test_the_slower_rank_is_waited_for_by_its_layers_and_output(load) -> None:
     assert found == pytest.approx(1 - 8 * (first + last) / 2 / (8 * last + first), rel=1e-2)
 
 
-def test_a_rank_has_buffers_for_both_neighbours_and_all_micro_batches(load) -> None:
+def test_a_rank_has_buffers_for_both_neighbours_and_all_micro_batches(load: Load) -> None:
     config = load("parallel.pp=4", "stages.0.micro_batch_size=2")
     stage = stages_of(config)[0]
     sizes = mesh_sizes(stage.parallel, 8)
@@ -94,7 +95,7 @@ def test_a_rank_has_buffers_for_both_neighbours_and_all_micro_batches(load) -> N
     assert [work.kept for work in found] == [4, 3, 2, 1]
 
 
-def test_the_bubble_is_that_of_the_schedule_where_parts_are_equal(load) -> None:
+def test_the_bubble_is_that_of_the_schedule_where_parts_are_equal(load: Load) -> None:
     """(pp - 1) / (m + pp - 1) for 1F1B (Narayanan et al. 2021); interleaved parts divide it."""
     base = ("model.layers=8", "model.vocab_size=2", "attention.overrides={}", "parallel.pp=4")
     for schedule, share in (("1f1b", 3), ("interleaved_1f1b", 3 / 2), ("zero_bubble", 1)):
@@ -112,7 +113,7 @@ def test_how_many_micro_batches_a_rank_keeps() -> None:
     assert [kept_micro_batches(interleaved, rank, 8) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]
 
 
-def test_the_first_rank_keeps_more_activations_than_the_last(load) -> None:
+def test_the_first_rank_keeps_more_activations_than_the_last(load: Load) -> None:
     config = load("parallel.pp=4", "model.vocab_size=64", "batch_tokens=8K")
     (stage, _) = stages_of(config)
     memory = estimate_of(config, stage, mesh_sizes(stage.parallel, 4)).by_rank(EVERYTHING)
@@ -121,7 +122,7 @@ def test_the_first_rank_keeps_more_activations_than_the_last(load) -> None:
     assert kept[0] > 1.5 * kept[-1]
 
 
-def test_budget_fits_the_rank_that_needs_most_and_reckons_all_its_micro_batches(load) -> None:
+def test_budget_fits_the_rank_that_needs_most_and_reckons_all_its_micro_batches(load: Load) -> None:
     """The same rank alone would keep everything: it is what it keeps for other micro-batches that does not fit."""
     config = load("parallel.pp=4", "model.vocab_size=64", "attention.overrides={}", "batch_tokens=8K")
     (stage, _) = stages_of(config)
@@ -142,13 +143,13 @@ def test_budget_fits_the_rank_that_needs_most_and_reckons_all_its_micro_batches(
     assert estimate.reserved(more) > limit
 
 
-def test_a_zero_bubble_pipeline_recomputes_nothing(load) -> None:
+def test_a_zero_bubble_pipeline_recomputes_nothing(load: Load) -> None:
     config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble")
     (stage, _) = stages_of(config)
     assert kept_by(config, stage, mesh_sizes(stage.parallel, 4), 1.0, None).keeps_everything
 
 
-def test_a_zero_bubble_pipeline_keeps_the_gradients_of_the_loss(load, monkeypatch) -> None:
+def test_a_zero_bubble_pipeline_keeps_the_gradients_of_the_loss(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan counts the gradients of hidden states and output weight for every micro-batch whose backward pass has not
     reached its second part."""
     config = load("parallel.pp=4", "parallel.pp_schedule=zero_bubble", "model.vocab_size=500000")

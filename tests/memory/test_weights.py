@@ -1,12 +1,9 @@
 """Weights and optimizer state of each rank, against those of the model that it builds."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from moba_train.config.mesh import MeshSizes, mesh_sizes
-from moba_train.config.schema import RunConfig
 from moba_train.model.part import cut_to_part
 from moba_train.model.spec import kind_parameters
 from moba_train.model.transformer import Transformer
@@ -15,6 +12,7 @@ from moba_train.optim.spec import block_matrices
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
 from tests.resolved import estimate_of, spec_of, stages_of, weights_of, work_of
+from tests.small_recipe import Load
 
 MIXED = "attention={default: full, overrides: {0: {kind: moba, key_conv: 3}, 2: {kind: moba, key_conv: 5}}}"
 """Layers to which attention adds different numbers of parameters."""
@@ -27,13 +25,11 @@ layouts = pytest.mark.parametrize(
 
 
 @layouts
-def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(
-    load: Callable[..., RunConfig], changes: list[str]
-) -> None:
+def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(load: Load, changes: list[str]) -> None:
     assert_parameters_of_own_layers(load, MIXED, changes)
 
 
-def assert_parameters_of_own_layers(load: Callable[..., RunConfig], attention: str, changes: list[str]) -> None:
+def assert_parameters_of_own_layers(load: Load, attention: str, changes: list[str]) -> None:
     """Each rank of a pipeline of two has what its part of the model has, with this override for the attention."""
     config = load("parallel.pp=2", "optim.kind=muon", attention, "stages.1.attention=null", *changes)
     stage = stages_of(config)[0]
@@ -53,14 +49,12 @@ def assert_parameters_of_own_layers(load: Callable[..., RunConfig], attention: s
         assert found.optimizer == OPTIMIZERS["muon"].state_bytes(matrices, found.total - matrices)
 
 
-def test_gathered_weights_that_stay_are_those_of_their_own_layers(
-    load: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gathered_weights_that_stay_are_those_of_their_own_layers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
     assert_gathered_weights_of_own_layers(load, MIXED)
 
 
-def assert_gathered_weights_of_own_layers(load: Callable[..., RunConfig], attention: str) -> None:
+def assert_gathered_weights_of_own_layers(load: Load, attention: str) -> None:
     """Weights that the layers keep gathered count as what these layers have, with this override for the attention."""
     config = load(attention, "stages.1.attention=null", "model.vocab_size=64")
     stage = stages_of(config)[0]

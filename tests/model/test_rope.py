@@ -16,13 +16,15 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, config: RopeConfig) -> torc
     return apply_rope(x, *rope_cos_sin(positions.to(x.device), config, HEAD_DIM))
 
 
-def random_heads(tokens: int, device, dtype=torch.float64) -> torch.Tensor:
+def random_heads(tokens: int, device: torch.device | str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(tokens, 2, HEAD_DIM, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 @pytest.mark.parametrize("position", [0, 1, 4095, 1_000_000])
 @pytest.mark.parametrize("config", [RopeConfig(), RopeConfig(kind="abf", theta=5e6), RopeConfig(kind="pi", factor=8)])
-def test_each_pair_turns_by_position_times_its_frequency(position, config, device):
+def test_each_pair_turns_by_position_times_its_frequency(
+    position: int, config: RopeConfig, device: torch.device
+) -> None:
     """Written with complex numbers; dimension i pairs with i + d/2. At 10**6 a float32 angle would be off by 0.06."""
     x = random_heads(1, device)
     before, turned = x[0, 0].tolist(), rotate(x, torch.tensor([position]), config)[0, 0].tolist()
@@ -33,7 +35,7 @@ def test_each_pair_turns_by_position_times_its_frequency(position, config, devic
         assert complex(turned[i], turned[i + half]) == pytest.approx(want, abs=1e-6)
 
 
-def test_scores_depend_on_distance_alone(device):
+def test_scores_depend_on_distance_alone(device: torch.device) -> None:
     q, k = random_heads(1, device), random_heads(2, device)[1:]
 
     def score(q_at: int, k_at: int) -> torch.Tensor:
@@ -45,20 +47,20 @@ def test_scores_depend_on_distance_alone(device):
     assert (score(12, 5) - score(12, 6)).abs().min() > 1e-3
 
 
-def test_abf_slows_every_frequency_but_the_first(device):
+def test_abf_slows_every_frequency_but_the_first(device: torch.device) -> None:
     plain = rope_frequencies(RopeConfig(), HEAD_DIM, device)
     abf = rope_frequencies(RopeConfig(kind="abf", theta=5e6), HEAD_DIM, device)
     assert plain[0] == abf[0] == 1
     assert (abf[1:] < plain[1:]).all()
 
 
-def test_pi_squeezes_the_new_length_into_the_trained_one(device):
+def test_pi_squeezes_the_new_length_into_the_trained_one(device: torch.device) -> None:
     x = random_heads(4, device)
     squeezed = rotate(x, torch.tensor([0, 4, 40, 400]), RopeConfig(kind="pi", factor=4))
     torch.testing.assert_close(squeezed, rotate(x, torch.tensor([0, 1, 10, 100]), RopeConfig()), rtol=0, atol=1e-6)
 
 
-def test_factor_belongs_to_pi_alone(device):
+def test_factor_belongs_to_pi_alone(device: torch.device) -> None:
     """A `factor` left over in a recipe must not change what `none` and `abf` do."""
     for kind in ("none", "abf"):
         left_over, clean = (RopeConfig(kind=kind, factor=f) for f in (4, 1))
@@ -66,7 +68,7 @@ def test_factor_belongs_to_pi_alone(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_rotation_is_rounded_once_to_the_inputs_dtype(dtype, device):
+def test_the_rotation_is_rounded_once_to_the_inputs_dtype(dtype: torch.dtype, device: torch.device) -> None:
     x = random_heads(3, device, torch.float32).to(dtype)
     positions = torch.tensor([0, 7, 90_001])
     turned = rotate(x, positions, RopeConfig())
@@ -93,7 +95,9 @@ def yarn_by_hand(i: int, theta: float, factor: float, trained: int, head_dim: in
     ("theta", "factor", "trained", "head_dim"),
     [(1e4, 8, 4096, 64), (5e5, 32, 8192, 128), (1e4, 8, 128, 64), (10, 4, 840, 8)],
 )
-def test_yarn_turns_and_scales_as_published(position, theta, factor, trained, head_dim, device):
+def test_yarn_turns_and_scales_as_published(
+    position: int, theta: float, factor: int, trained: int, head_dim: int, device: torch.device
+) -> None:
     """Every pair of a query and key, against float64 complex numbers; both are scaled by 0.1 ln(factor) + 1."""
     config = RopeConfig(kind="yarn", theta=theta, factor=factor, original_seq_len=trained)
     x = torch.randn(1, 1, head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -109,7 +113,7 @@ def test_yarn_turns_and_scales_as_published(position, theta, factor, trained, he
 
 
 @pytest.mark.parametrize("factor", [8, 64])
-def test_llama3_scales_as_meta_publishes(factor, device):
+def test_llama3_scales_as_meta_publishes(factor: int, device: torch.device) -> None:
     """By wavelengths, as in Meta's code: short ones stay, long ones are stretched, those between are blended."""
     config = RopeConfig(kind="llama3", theta=5e5, factor=factor, original_seq_len=8192)
     got = rope_frequencies(config, 128, device).tolist()
@@ -130,7 +134,7 @@ def test_llama3_scales_as_meta_publishes(factor, device):
     assert rope_cos_sin(torch.tensor([0], device=device), config, 128)[0].max() == 1
 
 
-def test_yarn_leaves_fast_frequencies_and_interpolates_slow_ones(device):
+def test_yarn_leaves_fast_frequencies_and_interpolates_slow_ones(device: torch.device) -> None:
     plain = rope_frequencies(RopeConfig(theta=5e5), 128, device)
     yarn = rope_frequencies(RopeConfig(kind="yarn", theta=5e5, factor=16, original_seq_len=8192), 128, device)
     turns = 8192 * plain / (2 * math.pi)

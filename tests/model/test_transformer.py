@@ -1,11 +1,14 @@
 """The Transformer computes what a plain Llama computes, document by document."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moba_train.attention.full.full_kind import FullKind
-from moba_train.attention.layout import packed_layout
+from moba_train.attention.kind import AttentionKind
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.build import initialize_weights
@@ -31,7 +34,7 @@ SHAPES = [
 ]
 
 
-def build(device, kinds=None, **changes) -> Transformer:
+def build(device: torch.device | str, kinds: Any = None, **changes: Any) -> Transformer:
     config = ModelConfig(**{**BASE, **changes})
     model = Transformer(config).to(device)
     initialize_weights(model, seed=3)
@@ -39,19 +42,19 @@ def build(device, kinds=None, **changes) -> Transformer:
     with torch.no_grad():  # norms and biases away from 1 and 0, or a test could not tell them from nothing
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(device)
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(device))
     model.set_attention(kinds or [FullKind(FullKind.Options(), config.head_width)] * config.layers)
     return model
 
 
-def inputs(lengths, device):
+def inputs(lengths: list[int], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, Layout]:
     """tokens, positions and layout of packed documents; positions start anew in each."""
     tokens = torch.randint(50, (sum(lengths),), generator=torch.Generator().manual_seed(1)).to(device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
     return tokens, positions, packed_layout(lengths, device)
 
 
-def rms(x, weight, eps):
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
@@ -62,11 +65,11 @@ def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     steps = torch.arange(len(tokens), device=tokens.device, dtype=torch.float32) / config.rope.factor
     angles = torch.outer(steps, config.rope.theta ** (-torch.arange(half, device=tokens.device) / half))
 
-    def rope(x_HTd):
+    def rope(x_HTd: torch.Tensor) -> torch.Tensor:
         a, b = x_HTd[..., :half], x_HTd[..., half:]
         return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
-    def heads(x, layer, name):
+    def heads(x: torch.Tensor, layer: str, name: str) -> torch.Tensor:
         y = F.linear(x, weights[f"{layer}.{name}_proj.weight"], weights.get(f"{layer}.{name}_proj.bias"))
         y = y.view(len(tokens), -1, width).transpose(0, 1)
         return rms(y, weights[f"{layer}.{name}_norm.weight"], eps) if config.qk_norm and name != "v" else y
@@ -86,7 +89,9 @@ def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("changes", SHAPES)
-def test_float32_logits_and_gradients_equal_a_plain_implementation(changes, device):
+def test_float32_logits_and_gradients_equal_a_plain_implementation(
+    changes: dict[str, Any], device: torch.device
+) -> None:
     model = build(device, **changes)
     tokens, positions, layout = inputs([17], device)
     got, want = model(tokens, positions, layout), plain_logits(model, tokens)
@@ -103,7 +108,7 @@ def test_float32_logits_and_gradients_equal_a_plain_implementation(changes, devi
 
 
 @pytest.mark.parametrize("kind", ["full", "moba"])
-def test_packed_documents_give_the_logits_of_each_document_alone(kind, device):
+def test_packed_documents_give_the_logits_of_each_document_alone(kind: str, device: torch.device) -> None:
     attention = {
         "full": FullKind(FullKind.Options(), 8),
         "moba": MobaKind(MobaKind.Options(block_size=4, topk=2), 8),
@@ -120,7 +125,7 @@ def test_packed_documents_give_the_logits_of_each_document_alone(kind, device):
         start += length
 
 
-def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(device):
+def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(device: torch.device) -> None:
     """Staged training relies on it: weights do not depend on the attention kind of a layer."""
     model = build(device)
     batch = inputs([20, 7], device)
@@ -128,7 +133,7 @@ def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(devic
     every_block = MobaKind(MobaKind.Options(block_size=4, topk=5), 8)
     one_block = MobaKind(MobaKind.Options(block_size=4, topk=1), 8)
     for layer in range(2):
-        kinds = [FullKind(FullKind.Options(), 8)] * 2
+        kinds: list[AttentionKind] = [FullKind(FullKind.Options(), 8)] * 2
         kinds[layer] = every_block
         model.set_attention(kinds)
         torch.testing.assert_close(model(*batch), full, rtol=1e-4, atol=1e-4)
@@ -137,7 +142,7 @@ def test_a_moba_model_that_selects_every_block_is_the_full_attention_model(devic
         assert (model(*batch) - full).abs().max() > 1e-2
 
 
-def test_positions_are_the_ones_given(device):
+def test_positions_are_the_ones_given(device: torch.device) -> None:
     """Shifting a document changes nothing (RoPE is relative); stretching its positions does."""
     model = build(device)
     tokens, positions, layout = inputs([12], device)
@@ -146,7 +151,7 @@ def test_positions_are_the_ones_given(device):
     assert (model(tokens, 7 * positions, layout) - logits).abs().max() > 1e-2
 
 
-def test_the_rotary_embedding_may_change_between_steps(device):
+def test_the_rotary_embedding_may_change_between_steps(device: torch.device) -> None:
     """`pi` with factor 2 on doubled positions is the unchanged model."""
     model = build(device)
     tokens, positions, layout = inputs([12], device)
@@ -156,14 +161,14 @@ def test_the_rotary_embedding_may_change_between_steps(device):
     assert (model(tokens, positions, layout) - logits).abs().max() > 1e-2
 
 
-def test_logits_of_given_rows_only(device):
+def test_logits_of_given_rows_only(device: torch.device) -> None:
     model = build(device)
     batch = inputs([5, 6], device)
     rows = torch.tensor([4, 10], device=device)
     torch.testing.assert_close(model(*batch, rows_n=rows), model(*batch)[rows], rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_is_the_cross_entropy_of_the_given_rows(device):
+def test_the_loss_is_the_cross_entropy_of_the_given_rows(device: torch.device) -> None:
     model = build(device)
     batch = inputs([9, 6], device)
     index = torch.tensor([0, 3, 8, 14], device=device)
@@ -175,7 +180,7 @@ def test_the_loss_is_the_cross_entropy_of_the_given_rows(device):
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(rows, device):
+def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(rows: int, device: torch.device) -> None:
     """A data-parallel rank whose samples are all prompt must not hang or poison the others' reduction."""
     model = build(device, qkv_bias=True, qk_norm=True)
     nothing = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -187,7 +192,7 @@ def test_without_loss_tokens_every_parameter_still_gets_a_gradient_of_zero(rows,
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
-def test_a_model_without_attention_kinds_says_what_to_do(device):
+def test_a_model_without_attention_kinds_says_what_to_do(device: torch.device) -> None:
     model = Transformer(ModelConfig(**BASE)).to(device)
     with pytest.raises(RuntimeError, match="set_attention"):
         model(*inputs([4], device))
@@ -204,9 +209,11 @@ def test_a_model_without_attention_kinds_says_what_to_do(device):
         pytest.param(596_049_920, (151936, 1024, 3072, 28, 16, 8, 128, True, True, False), id="Qwen3-0.6B"),
     ],
 )
-def test_published_models_have_the_published_number_of_parameters(published, shape):
-    names = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
-    names += ("tie_embeddings", "qk_norm", "qkv_bias")
+def test_published_models_have_the_published_number_of_parameters(
+    published: int, shape: tuple[int | None, ...]
+) -> None:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")
+    names = (*sizes, "tie_embeddings", "qk_norm", "qkv_bias")
     with torch.device("meta"):
-        model = Transformer(ModelConfig(**dict(zip(names, shape, strict=True))))
+        model = Transformer(ModelConfig.model_validate(dict(zip(names, shape, strict=True))))
     assert sum(parameter.numel() for parameter in model.parameters()) == published

@@ -26,10 +26,10 @@ class Blocks(nn.Module):
     def __init__(self, shapes: Sequence[tuple[int, int]] = SHAPES, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [
+        self.layers = [
             nn.Linear(columns, rows, bias=index == 0, dtype=dtype) for index, (rows, columns) in enumerate(shapes)
         ]
-        self.blocks = nn.ModuleList(layers)
+        self.blocks = nn.ModuleList(self.layers)
         self.norm = nn.RMSNorm(4, dtype=dtype)
         self.output = nn.Linear(4, 3, bias=False, dtype=dtype)
 
@@ -78,7 +78,7 @@ def test_the_update_has_singular_values_near_one_and_zeros_stay() -> None:
 def test_several_steps_follow_the_definition_in_float64(nesterov: bool, scale: muon.MuonScale) -> None:
     model = Blocks()
     options = {"momentum": 0.8, "nesterov": nesterov, "steps": 4, "scale": scale}
-    config = OptimConfig(kind="muon", weight_decay=0.3, muon=options)  # type: ignore[arg-type]
+    config = OptimConfig(kind="muon", weight_decay=0.3, muon=options)
     optimizer = build_optimizer(model, config, CPU)
     weights = {name: weight.detach().clone() for name, weight in block_matrices(model).items()}
     means = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -102,14 +102,14 @@ def test_several_steps_follow_the_definition_in_float64(nesterov: bool, scale: m
 def test_it_is_torchs_muon_up_to_bf16(scale: muon.MuonScale, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "_compute_dtype", lambda _: torch.bfloat16)
     ours, theirs = Blocks([(48, 32)], torch.float32), Blocks([(48, 32)], torch.float32)
-    start = ours.blocks[0].weight.detach().clone()
-    optimizer = build_optimizer(ours, OptimConfig(kind="muon", lr=0.02, muon={"scale": scale}), CPU)  # type: ignore[arg-type]
-    reference = torch.optim.Muon([theirs.blocks[0].weight], lr=0.02, weight_decay=0.1, adjust_lr_fn=scale)
+    start = ours.layers[0].weight.detach().clone()
+    optimizer = build_optimizer(ours, OptimConfig(kind="muon", lr=0.02, muon={"scale": scale}), CPU)
+    reference = torch.optim.Muon([theirs.layers[0].weight], lr=0.02, weight_decay=0.1, adjust_lr_fn=scale)
     for number in range(3):
         step(ours, optimizer, number)
         step(theirs, reference, number)
-    difference = ours.blocks[0].weight - theirs.blocks[0].weight
-    assert difference.norm() < 0.03 * (theirs.blocks[0].weight - start).norm()
+    difference = ours.layers[0].weight - theirs.layers[0].weight
+    assert difference.norm() < 0.03 * (theirs.layers[0].weight - start).norm()
 
 
 def test_its_update_has_the_size_of_adamws() -> None:

@@ -333,9 +333,12 @@ def test_hooks_around_a_model_see_what_its_blocks_do_not_send() -> None:
     for on_host in (False, True):
         set_activations(model, [LayerActivations(Kept.ALL, on_host)] * 2, CPU)
         shapes: list[torch.Size] = []
-        with saved_tensors_hooks(
-            lambda tensor, into=shapes: into.append(tensor.shape) or tensor, lambda tensor: tensor
-        ):
+
+        def noted(tensor: Tensor, into: list[torch.Size] = shapes) -> Tensor:
+            into.append(tensor.shape)
+            return tensor
+
+        with saved_tensors_hooks(noted, lambda tensor: tensor):
             step_loss = model(
                 torch.arange(TOKENS), torch.arange(TOKENS), Layout(torch.tensor([0, TOKENS]), TOKENS, TOKENS)
             )

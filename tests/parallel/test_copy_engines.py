@@ -8,12 +8,14 @@ import os
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from moba_train.parallel.transfers import (
     GATHER_BUFFERS,
@@ -75,13 +77,13 @@ def train(
         reduce_scatter = CopyEngineReduceScatter(group, cpu, dtype, minute, files, size=BUFFER)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in (*layers, model):
-        fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard)
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        sharded: Any = fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
         if files and unit is not model:
-            unit.set_custom_all_gather(gather)
+            sharded.set_custom_all_gather(gather)
         if files and sums:
-            unit.set_custom_reduce_scatter(reduce_scatter)
+            sharded.set_custom_reduce_scatter(reduce_scatter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found: list[Tensor] = []
     for step in range(3):
@@ -95,7 +97,10 @@ def train(
         if reshard:  # else its weights would stay, for the next step too
             with torch.no_grad():
                 found.append(model(torch.ones(1, WIDTHS[0])))
-    return found + [weight.detach().to_local() for weight in model.parameters()], files
+    for weight in model.parameters():
+        assert isinstance(weight, DTensor)
+        found.append(weight.to_local().detach())
+    return found, files
 
 
 def join(rank: int, ranks: int, folder: Path) -> None:

@@ -53,7 +53,9 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_ranks_that_wait_name_the_one_that_does_not_answer() -> None:
-    errors = {rank: CommunicationError(f"rank {rank} waits in vain") for rank in range(8) if rank != 5}
+    errors: dict[int, Exception] = {
+        rank: CommunicationError(f"rank {rank} waits in vain") for rank in range(8) if rank != 5
+    }
     for text, code, _ in give_up(dist.HashStore(), errors, size=8).values():
         assert "no answer from rank 5: dead" in text
         assert code is None
@@ -68,7 +70,7 @@ def test_ranks_that_wait_name_those_that_ended_with_errors_of_their_own() -> Non
     assert give_up(store, {5: CheckpointError("bug")}, size=6)[5][0].endswith(
         "ended before: CheckpointError: the disk is full"
     )
-    waiting = {rank: CommunicationError(f"rank {rank} waits in vain") for rank in (0, 1)}
+    waiting: dict[int, Exception] = {rank: CommunicationError(f"rank {rank} waits in vain") for rank in (0, 1)}
     for text, code, said in give_up(store, waiting, size=6).values():
         assert text.splitlines() == [
             "ranks 2-4 ended before: CheckpointError: the disk is full",

@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.fsdp import norm_problem, use_apex_norms
 
 
-def norm_and_gradients(norm: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
+def norm_and_gradients(norm: Any, x: Tensor, gradient: Tensor) -> list[Tensor]:
     leaf = x.clone().requires_grad_()
     out = norm(leaf)
     return [out.detach(), *torch.autograd.grad(out, [leaf, *norm.parameters()], gradient)]

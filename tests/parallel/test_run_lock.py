@@ -49,7 +49,7 @@ def is_locked(path: Path) -> bool:
 
 
 @pytest.fixture
-def world(tmp_path: Path):
+def world(tmp_path: Path) -> Iterator[World]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield World(0, 1, torch.device("cpu"), 1, timedelta(minutes=1), dist.HashStore())
     dist.destroy_process_group()

@@ -1,6 +1,8 @@
 """What works but is hardly meant is said, with the keys to change; the run goes on."""
 
 import hashlib
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.resolve import warnings
 from moba_train.resolve.run import resolve_unchecked
 from tests.resolved import check
+from tests.small_recipe import Load
 
 NEVER = ["stages.0.evaluate=false", "stages.1.evaluate=false"]
 VALIDATION = "data.validation=[{path: v}]"
@@ -31,13 +34,13 @@ def recipe_warnings(config: RunConfig) -> list[str]:
         (["evaluation.every=10"], "evaluation: given, but there is nothing to evaluate on; set data.validation"),
     ],
 )
-def test_evaluations_that_never_run_are_named(load, overrides, warning):
+def test_evaluations_that_never_run_are_named(load: Load, overrides: list[str], warning: str | None) -> None:
     config = load(*overrides)
     check(config)
     assert [text[: len(warning or "")] for text in recipe_warnings(config)] == ([warning] if warning else [])
 
 
-def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load):
+def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load: Load) -> None:
     """A unit too many, which a plan of the memory does not show."""
     whole = load("batch_tokens=1M", "stages.0.tokens=1048576")
     assert recipe_warnings(whole) == []
@@ -64,14 +67,16 @@ def test_a_batch_that_is_larger_than_its_stage_is_named_with_its_key(load):
         (["model.intermediate_size=128", "activation_checkpointing=full"], None),
     ],
 )
-def test_sizes_by_which_checkpointing_confuses_products_are_named(load, overrides, as_large_as):
+def test_sizes_by_which_checkpointing_confuses_products_are_named(
+    load: Load, overrides: list[str], as_large_as: str | None
+) -> None:
     config = load(*overrides)
     size = config.model.intermediate_size
     begin = f"model.intermediate_size: given {size}, as large as {as_large_as}: activation checkpointing"
     assert [text[: len(begin)] for text in recipe_warnings(config)] == ([begin] if as_large_as else [])
 
 
-def write_corpora(folder, **info):
+def write_corpora(folder: Path, **info: Any) -> None:
     """Corpora `a` and `b` of one document, whose sidecars say `info`."""
     for name in ("a", "b"):
         with IndexedDatasetWriter(folder / "corpora" / name, np.uint16, info) as writer:
@@ -80,8 +85,8 @@ def write_corpora(folder, **info):
 
 @pytest.mark.parametrize(("vocab_size", "silent"), [(32_000, True), (35_200, True), (35_201, False)])
 def test_a_vocabulary_much_larger_than_the_tokenizers_is_named_with_its_cost(
-    load, tmp_path, monkeypatch, vocab_size, silent
-):
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int, silent: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpora").mkdir()
     config = load(f"model.vocab_size={vocab_size}")
@@ -95,7 +100,9 @@ def test_a_vocabulary_much_larger_than_the_tokenizers_is_named_with_its_cost(
     assert recipe_warnings(config) == ([] if silent else [warning])
 
 
-def test_the_vocabulary_of_a_small_model_is_that_of_data_tokenizer_and_may_be_padded(load, tmp_path):
+def test_the_vocabulary_of_a_small_model_is_that_of_data_tokenizer_and_may_be_padded(
+    load: Load, tmp_path: Path
+) -> None:
     model = tmp_path / "tok.model"
     with model.open("wb") as file:
         text = ["a few words that are enough for so small a vocabulary"]
@@ -112,7 +119,7 @@ def test_the_vocabulary_of_a_small_model_is_that_of_data_tokenizer_and_may_be_pa
     assert found.endswith("it is that of init_from, whose tokenizer may be another one")
 
 
-def test_weights_of_another_tokenizer_are_named(load, tmp_path, monkeypatch):
+def test_weights_of_another_tokenizer_are_named(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No error: one tokenizer may be written in two forms, of which the model's folder has one."""
     monkeypatch.chdir(tmp_path)
     for folder in ("corpora", "model"):
@@ -132,12 +139,14 @@ def test_weights_of_another_tokenizer_are_named(load, tmp_path, monkeypatch):
     assert recipe_warnings(config) == []
 
 
-def test_nothing_is_said_of_corpora_that_need_not_exist_yet(load):
+def test_nothing_is_said_of_corpora_that_need_not_exist_yet(load: Load) -> None:
     """`plan --no-data`."""
     assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K")) == []
 
 
-def test_the_tokenizer_of_an_imported_model_lies_in_its_run_folder(load, tmp_path, monkeypatch):
+def test_the_tokenizer_of_an_imported_model_lies_in_its_run_folder(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its checkpoint has no tokenizer's hash, as nothing was trained."""
     monkeypatch.chdir(tmp_path)
     for folder in ("corpora", "imported/checkpoints"):
@@ -152,7 +161,9 @@ def test_the_tokenizer_of_an_imported_model_lies_in_its_run_folder(load, tmp_pat
         assert any("another tokenizer" in warning for warning in recipe_warnings(config)) == warned
 
 
-def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_start(load, tmp_path, monkeypatch):
+def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_start(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would be missed when the first evaluation is due, after days of training."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpora").mkdir()
@@ -174,7 +185,7 @@ def test_an_evaluation_for_which_no_document_is_long_enough_is_named_at_the_star
         ("[{path: corpora/c, min_length: 63}]", True),
     ],
 )
-def test_a_validation_corpus_that_is_trained_on_is_named(load, validation, named):
+def test_a_validation_corpus_that_is_trained_on_is_named(load: Load, validation: str, named: bool) -> None:
     config = load(f"data.validation={validation}", "stages.1.train=[{path: corpora/c, below_length: 64}]")
     found = [warning for warning in recipe_warnings(config) if "is trained on as well" in warning]
     assert len(found) == named
@@ -183,8 +194,8 @@ def test_a_validation_corpus_that_is_trained_on_is_named(load, validation, named
 
 @pytest.mark.parametrize(("documents", "warned"), [(7, True), (8, False)])
 def test_a_validation_corpus_shorter_than_what_is_evaluated_is_named_with_its_tokens(
-    load, tmp_path, monkeypatch, documents, warned
-):
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: int, warned: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
     with IndexedDatasetWriter(tmp_path / "v", np.uint16) as writer:
         for _ in range(documents):

@@ -1,9 +1,12 @@
 """Attention that cannot work is refused, with the key of every mistake."""
 
+from typing import Literal
+
 import pytest
 
 from tests.resolve.refusals import assert_refused, problems
 from tests.resolved import check
+from tests.small_recipe import Load
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ from tests.resolved import check
         ),
     ],
 )
-def test_an_attention_that_cannot_work_is_refused_with_its_key(load, overrides, problem):
+def test_an_attention_that_cannot_work_is_refused_with_its_key(load: Load, overrides: list[str], problem: str) -> None:
     assert_refused(load(*overrides), problem)
 
 
@@ -60,8 +63,11 @@ def test_an_attention_that_cannot_work_is_refused_with_its_key(load, overrides, 
     ("override", "backend", "device"),
     [("attention.full.backend=cudnn", "cudnn", "cpu"), ("attention.full.backend=sdpa", "sdpa", "cuda")],
 )
-def test_a_backend_is_refused_where_the_run_has_no_such_device(load, override, backend, device):
-    needed = {"cpu": "cuda", "cuda": "cpu"}[device]
+def test_a_backend_is_refused_where_the_run_has_no_such_device(
+    load: Load, override: str, backend: str, device: str
+) -> None:
+    others: dict[str, Literal["cpu", "cuda"]] = {"cpu": "cuda", "cuda": "cpu"}
+    needed = others[device]
     config = load(override)
     found = problems(config, device=device)
     assert found[0].startswith(
@@ -71,14 +77,16 @@ def test_a_backend_is_refused_where_the_run_has_no_such_device(load, override, b
     check(config)
 
 
-def test_triton_kernels_are_refused_before_the_first_stage_on_a_cpu(load, monkeypatch):
+def test_triton_kernels_are_refused_before_the_first_stage_on_a_cpu(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     config = load("attention.moba={backend: triton, block_size: 512}", "model.head_dim=64")
     assert "the run trains on cpu, CUDA needed" in problems(config, device="cpu")[0]
     check(config, device="cuda")
 
 
-def test_every_mistake_in_an_attention_is_reported_with_its_key(load):
+def test_every_mistake_in_an_attention_is_reported_with_its_key(load: Load) -> None:
     config = load(
         "attention={default: mob, full_layers: x, overrides: {0: {kind: y, tokp: 1}, 1: {kind: moba, topk: z}, 9: {}}}"
     )
@@ -87,7 +95,7 @@ def test_every_mistake_in_an_attention_is_reported_with_its_key(load):
     assert found == [f"attention.{key}" for key in keys]
 
 
-def test_a_stage_that_corrects_the_recipes_attention_has_no_problem(load):
+def test_a_stage_that_corrects_the_recipes_attention_has_no_problem(load: Load) -> None:
     config = load("stages.1.attention={moba: {block_size: 8192}}", "stages.0.attention={moba: {block_size: 1024}}")
     assert problems(load("attention.moba.block_size=16384", "stages.0.attention={default: moba}"))
     check(config)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.resolve.refusals import assert_refused
+from tests.small_recipe import Load
 
 
 @pytest.mark.parametrize(
@@ -96,5 +97,5 @@ from tests.resolve.refusals import assert_refused
         ),
     ],
 )
-def test_what_cannot_be_evaluated_or_waited_for_is_refused(load, overrides, problem):
+def test_what_cannot_be_evaluated_or_waited_for_is_refused(load: Load, overrides: list[str], problem: str) -> None:
     assert_refused(load(*overrides), problem)

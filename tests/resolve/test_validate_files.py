@@ -1,6 +1,7 @@
 """Files that are missing, and corpora that do not fit the recipe or each other, are named before the run begins."""
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,14 +10,15 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.resolve.data import tokenizer_problems
 from tests.resolve.refusals import problems
 from tests.resolved import check
+from tests.small_recipe import Load
 
 
-def test_looking_for_files_leaves_the_other_problems_their_path(load):
+def test_looking_for_files_leaves_the_other_problems_their_path(load: Load) -> None:
     found = problems(load("attention.default=mobba"), check_files=True)
     assert any(text.startswith("attention.default: 'mobba' is not") for text in found)
 
 
-def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):
+def test_missing_files_are_named_with_their_key(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpora").mkdir()
     for name in ("a.bin", "a.idx", "b.bin"):
@@ -31,13 +33,15 @@ def test_missing_files_are_named_with_their_key(load, tmp_path, monkeypatch):
     assert "late.bin and late.idx" in found[1]
 
 
-def corpus(path, tokenizer, content):
+def corpus(path: Path, tokenizer: str, content: bytes) -> None:
     info = {"tokenizer": tokenizer, "tokenizer_sha256": hashlib.sha256(content).hexdigest(), "vocab_size": 9}
     with IndexedDatasetWriter(path, np.uint16, info) as writer:
         writer.add_document([1, 2, 3])
 
 
-def test_corpora_of_different_tokenizers_are_refused_and_both_are_named(load, tmp_path, monkeypatch):
+def test_corpora_of_different_tokenizers_are_refused_and_both_are_named(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path / "one", "tok.model", b"one")
     corpus(tmp_path / "same", "moved.model", b"one")
@@ -54,7 +58,9 @@ def test_corpora_of_different_tokenizers_are_refused_and_both_are_named(load, tm
     assert "but the corpus one with tok.model (SHA-256 " in found
 
 
-def test_a_corpus_of_another_tokenizer_than_the_recipes_is_refused(load, tmp_path, monkeypatch):
+def test_a_corpus_of_another_tokenizer_than_the_recipes_is_refused(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path / "one", "tok.model", b"one")
     (tmp_path / "tok.model").write_bytes(b"one")
@@ -70,7 +76,7 @@ def test_a_corpus_of_another_tokenizer_than_the_recipes_is_refused(load, tmp_pat
     assert "but data.tokenizer is tok.model" in found
 
 
-def test_a_corpus_without_tokens_is_named(load, tmp_path, monkeypatch):
+def test_a_corpus_without_tokens_is_named(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, documents in (("good", [[1, 2, 3]]), ("empty", [])):
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
@@ -93,8 +99,8 @@ def test_a_corpus_without_tokens_is_named(load, tmp_path, monkeypatch):
     ],
 )
 def test_a_blend_that_cannot_be_read_is_named_before_the_first_stage_begins(
-    load, tmp_path, monkeypatch, key, sources, said
-):
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, sources: str, said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     with IndexedDatasetWriter(tmp_path / "good", np.uint16) as writer:
         writer.add_document([1, 2, 3])
@@ -104,7 +110,9 @@ def test_a_blend_that_cannot_be_read_is_named_before_the_first_stage_begins(
     assert found.startswith(f"{key.replace('.1.', '[1].')}: {said}")
 
 
-def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(load, tmp_path, monkeypatch):
+def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name, token in (("good", 1), ("bad", 60_000)):
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
@@ -115,7 +123,9 @@ def test_a_bad_corpus_of_a_later_stage_is_named_before_the_first_begins(load, tm
     assert f"model.vocab_size is {config.model.vocab_size}" in found
 
 
-def test_files_and_dangling_links_in_the_place_of_folders_are_named_with_their_key(load, tmp_path, monkeypatch):
+def test_files_and_dangling_links_in_the_place_of_folders_are_named_with_their_key(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("gone")
     for name in ("a.bin", "a.idx", "b.bin", "b.idx", "file"):

@@ -6,6 +6,7 @@ from moba_train.config.mesh import mesh_sizes
 from moba_train.errors import ConfigError
 from tests.resolve.refusals import assert_refused, problems
 from tests.resolved import check, stages_of
+from tests.small_recipe import Load
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ from tests.resolved import check, stages_of
         ),
     ],
 )
-def test_a_layout_that_cannot_work_is_refused_with_its_key(load, overrides, problem):
+def test_a_layout_that_cannot_work_is_refused_with_its_key(load: Load, overrides: list[str], problem: str) -> None:
     assert_refused(load(*overrides), problem)
 
 
@@ -43,7 +44,9 @@ def test_a_layout_that_cannot_work_is_refused_with_its_key(load, overrides, prob
     ("replicate", "shard", "world_size", "sizes"),
     [(1, -1, 8, (1, 8)), (2, -1, 8, (2, 4)), (-1, 2, 8, (4, 2)), (2, 3, 6, (2, 3)), (1, 1, 1, (1, 1))],
 )
-def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
+def test_minus_one_fills_the_world(
+    load: Load, replicate: int, shard: int, world_size: int, sizes: tuple[int, int]
+) -> None:
     config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
     assert mesh_sizes(config.parallel, world_size) == (1, *sizes, 1, 1)
 
@@ -62,7 +65,9 @@ def test_minus_one_fills_the_world(load, replicate, shard, world_size, sizes):
         (-1, 16, 8, ["parallel.dp_shard: given 16", "allowed: 1, 2, 4, 8"]),
     ],
 )
-def test_a_layout_that_does_not_fit_says_what_would(load, replicate, shard, world_size, parts):
+def test_a_layout_that_does_not_fit_says_what_would(
+    load: Load, replicate: int, shard: int, world_size: int, parts: list[str]
+) -> None:
     config = load(f"parallel.dp_replicate={replicate}", f"parallel.dp_shard={shard}")
     with pytest.raises(ConfigError) as caught:
         mesh_sizes(config.parallel, world_size)
@@ -99,11 +104,13 @@ def test_a_layout_that_does_not_fit_says_what_would(load, replicate, shard, worl
         ),
     ],
 )
-def test_a_sharing_of_sequences_that_does_not_fit_is_refused(load, overrides, world_size, problem):
+def test_a_sharing_of_sequences_that_does_not_fit_is_refused(
+    load: Load, overrides: list[str], world_size: int, problem: str
+) -> None:
     assert_refused(load(*overrides), problem, world_size, ranks_per_node=8)
 
 
-def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
+def test_stages_may_share_sequences_among_different_numbers_of_ranks(load: Load) -> None:
     config = load("stages.1.parallel={cp: 4, cp_transport: ring}", "parallel.dp_replicate=2")
     check(config, 16, ranks_per_node=8)
     short, long = (stage.parallel for stage in stages_of(config))
@@ -184,11 +191,13 @@ def test_stages_may_share_sequences_among_different_numbers_of_ranks(load):
         ),
     ],
 )
-def test_a_sharing_of_layers_that_does_not_fit_is_refused(load, overrides, world_size, problem):
+def test_a_sharing_of_layers_that_does_not_fit_is_refused(
+    load: Load, overrides: list[str], world_size: int, problem: str
+) -> None:
     assert_refused(load(*overrides), problem, world_size, ranks_per_node=8)
 
 
-def test_shared_layers_are_of_the_run_not_of_a_stage(load):
+def test_shared_layers_are_of_the_run_not_of_a_stage(load: Load) -> None:
     config = load("parallel={tp: 2, dp_replicate: 2}", "stages.1.parallel={cp: 4}")
     check(config, 16, ranks_per_node=8)
     assert [mesh_sizes(stage.parallel, 16) for stage in stages_of(config)] == [(1, 2, 4, 1, 2), (1, 2, 1, 4, 2)]
@@ -196,6 +205,6 @@ def test_shared_layers_are_of_the_run_not_of_a_stage(load):
         load("parallel.tp=2", "stages.1.parallel.tp=1")
 
 
-def test_the_batch_must_divide_over_the_ranks(load):
+def test_the_batch_must_divide_over_the_ranks(load: Load) -> None:
     (found,) = [text for text in problems(load(), 16) if "long" in text]
     assert "needs a multiple of seq_len 8192 x 16 data-parallel ranks = 131072; nearest: 131072" in found

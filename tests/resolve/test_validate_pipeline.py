@@ -5,6 +5,7 @@ import pytest
 from moba_train.config.mesh import mesh_sizes
 from moba_train.errors import ConfigError
 from tests.resolved import check
+from tests.small_recipe import Load
 
 INTERLEAVED = "parallel.pp_schedule=interleaved_1f1b"
 ZERO_BUBBLE = "parallel.pp_schedule=zero_bubble"
@@ -21,7 +22,7 @@ ZERO_BUBBLE = "parallel.pp_schedule=zero_bubble"
         (["parallel.pp=1", "parallel.pp_layers=[7]", INTERLEAVED], 1),
     ],
 )
-def test_what_can_work_is_accepted(load, overrides, world_size):
+def test_what_can_work_is_accepted(load: Load, overrides: list[str], world_size: int) -> None:
     check(load(*overrides), world_size)
 
 
@@ -45,13 +46,15 @@ def test_what_can_work_is_accepted(load, overrides, world_size):
         (["parallel.pp=2", INTERLEAVED, "batch_tokens=56K"], 2, ["7 micro-batches", "multiple of 3", "49152 or 65536"]),
     ],
 )
-def test_what_cannot_work_is_refused(load, overrides, world_size, words):
+def test_what_cannot_work_is_refused(
+    load: Load, overrides: list[str], world_size: int | None, words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check(load(*overrides), world_size)
     text = "\n".join(caught.value.problems)
     assert all(word in text for word in words), text
 
 
-def test_pipelines_are_the_outermost_dimension(load):
+def test_pipelines_are_the_outermost_dimension(load: Load) -> None:
     config = load("parallel.pp=2", "parallel.tp=2", "parallel.cp=2")
     assert mesh_sizes(config.parallel, 16) == (2, 1, 2, 2, 2)

@@ -6,15 +6,16 @@ from moba_train.config.load import dump_config, load_config
 from moba_train.registry import TRANSPORTS
 from tests.resolve.refusals import assert_refused, problems
 from tests.resolved import check
+from tests.small_recipe import Load, Write
 
 
-def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load):
+def test_the_recipe_itself_is_valid_on_the_world_sizes_it_divides_into(load: Load) -> None:
     for world_size in (None, 1, 2, 4, 8):
         check(load(), world_size)
 
 
 @pytest.mark.parametrize("transport", ["auto", *TRANSPORTS])
-def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
+def test_what_a_valid_recipe_is_written_as_is_valid(load: Load, write: Write, transport: str) -> None:
     """A checkpoint holds it with every key, and evaluation begins there."""
     layers = ["stages.1.attention.full_layers=none"] if transport == "dispatch" else []
     config = load("parallel.cp=4", f"stages.1.parallel={{cp_transport: {transport}}}", *layers)
@@ -22,7 +23,7 @@ def test_what_a_valid_recipe_is_written_as_is_valid(load, write, transport):
     check(load_config(write("dumped.yaml", dump_config(config))), 4, ranks_per_node=2)
 
 
-def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load):
+def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load: Load) -> None:
     config = load("optim.implementation=apex")
     check(config)  # the device is not known
     check(config, device="cpu", training=False)
@@ -95,7 +96,7 @@ def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load)
         ),
     ],
 )
-def test_a_combination_that_cannot_work_is_refused_with_its_key(load, overrides, problem):
+def test_a_combination_that_cannot_work_is_refused_with_its_key(load: Load, overrides: list[str], problem: str) -> None:
     assert_refused(load(*overrides), problem)
 
 
@@ -103,13 +104,13 @@ def test_a_combination_that_cannot_work_is_refused_with_its_key(load, overrides,
     "override",
     ["attention.overrides={3: {topk: 2}}", "stages.0.attention.overrides={0: {topk: 2}}", "stages.1.rope.factor=1"],
 )
-def test_a_recipe_that_was_trained_with_may_have_options_that_change_nothing(load, override):
+def test_a_recipe_that_was_trained_with_may_have_options_that_change_nothing(load: Load, override: str) -> None:
     """Earlier versions did not refuse them, and its checkpoints must stay usable."""
     assert problems(load(override))
     check(load(override), allow_idle=True)
 
 
-def test_all_problems_come_at_once_and_only_once(load):
+def test_all_problems_come_at_once_and_only_once(load: Load) -> None:
     config = load("model.kv_heads=3", "attention.full_layers=lst:1", "parallel.dp_shard=0", "batch_tokens=1K")
     found = problems(config, 4)
     assert len(found) == len(set(found))

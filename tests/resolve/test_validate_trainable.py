@@ -5,9 +5,10 @@ import pytest
 from moba_train.config.load import dump_config, load_config
 from moba_train.errors import ConfigError
 from tests.resolved import check, stages_of
+from tests.small_recipe import Load, Write
 
 
-def test_all_is_the_default_and_patterns_are_kept(load, write) -> None:
+def test_all_is_the_default_and_patterns_are_kept(load: Load, write: Write) -> None:
     config = load("stages.1.trainable=['blocks.*.attention.*', norm.weight]")
     check(config)
     assert [stage.trainable for stage in stages_of(config)] == [("*",), ("blocks.*.attention.*", "norm.weight")]
@@ -15,7 +16,7 @@ def test_all_is_the_default_and_patterns_are_kept(load, write) -> None:
     assert stages_of(load("stages.1.trainable=all"))[1].trainable == ("*",)
 
 
-def test_a_pattern_that_matches_nothing_is_named_with_the_closest_names(load) -> None:
+def test_a_pattern_that_matches_nothing_is_named_with_the_closest_names(load: Load) -> None:
     config = load("stages.1.trainable=[norm.weight, blocks.0.atention.q_proj.weight, zzz]")
     with pytest.raises(ConfigError) as caught:
         check(config)
@@ -29,6 +30,6 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_closest_names(load) ->
 
 
 @pytest.mark.parametrize("value", ["[]", "none", "3"])
-def test_a_stage_that_trains_nothing_is_refused(load, value: str) -> None:
+def test_a_stage_that_trains_nothing_is_refused(load: Load, value: str) -> None:
     with pytest.raises(ConfigError, match=r"stages\[1\]\.trainable: .*allowed: all \| non-empty list of text"):
         load(f"stages.1.trainable={value}")

@@ -1,6 +1,6 @@
 """Runs into which faults are put at given steps, as they occur in practice: into a batch, a gradient, a rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -52,7 +52,7 @@ def not_a_number_on_rank_1(loss: Tensor) -> Tensor:
 
 
 def inject(
-    monkeypatch: pytest.MonkeyPatch, faults: dict[int, Fault], poisoned: tuple[int, ...] = ()
+    monkeypatch: pytest.MonkeyPatch, faults: Mapping[int, Fault], poisoned: tuple[int, ...] = ()
 ) -> list[tuple[int, bool]]:
     """In these steps, the loss of every micro-batch passes through its fault, or all labels are noise.
 

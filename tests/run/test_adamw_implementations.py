@@ -1,6 +1,7 @@
 """Runs whose AdamW is another package's: the same losses, and checkpoints that any implementation goes on from."""
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's kernel, or where it is not installed one with its interface."""
     if HostAdamW.problem("cpu"):
-        options = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 0.0, "adamw_mode": True}
+        options: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 0.0, "adamw_mode": True}
         monkeypatch.setattr(adamw_cpu, "_deepspeed_adam", lambda _: StandInAdam([], **options))
         monkeypatch.setattr(HostAdamW, "problem", lambda _: "")
 

@@ -189,8 +189,8 @@ def test_shards_hold_every_token_once_with_its_own_position_label_and_loss(kind:
         whole = sequence.to_packed(torch.cat([getattr(shard, name) for shard in shards]))
         assert torch.equal(whole, getattr(batch, name)), name
     assert sum(shard.loss_weight_sum for shard in shards) == batch.loss_weight_sum == 1.5
-    labels, _, weights = (torch.cat(parts) for parts in zip(*(shard.loss_on for shard in shards), strict=True))
-    kept = weights > 0
-    assert sorted(zip(labels[kept].tolist(), weights[kept].tolist(), strict=True)) == [(2, 1.0), (3, 0.5)]
+    labels, _, loss_weights = (torch.cat(parts) for parts in zip(*(shard.loss_on for shard in shards), strict=True))
+    kept = loss_weights > 0
+    assert sorted(zip(labels[kept].tolist(), loss_weights[kept].tolist(), strict=True)) == [(2, 1.0), (3, 0.5)]
     assert all(len(shard.loss_index) >= 1 and shard.layout is batch.layout for shard in shards)
     assert any(shard.loss_tokens == 0 for shard in shards) or count == 1

@@ -68,6 +68,7 @@ def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, i
         output, _ = launcher.communicate(timeout=60)
     finally:
         launcher.kill()
+    assert launcher.returncode is not None
     return at, launcher.returncode, output, taken
 
 

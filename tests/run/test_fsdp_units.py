@@ -2,6 +2,7 @@
 block, and these once or twice a micro-batch."""
 
 from collections import Counter
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -34,7 +35,7 @@ def test_one_unit_and_units_of_one_block_give_the_same_bits(
     models: list[Transformer] = []
     build = learner.sharded_model
 
-    def noted(*arguments: object) -> Transformer:
+    def noted(*arguments: Any) -> Transformer:
         models.append(build(*arguments))
         return models[-1]
 
@@ -121,6 +122,7 @@ def exchanged_units(recipe: str) -> None:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         group = unit._get_fsdp_state()._fsdp_param_group
+        assert group is not None
         assert isinstance(group._reduce_scatter_comm, AllToAllReduceScatter)
         assert group._reduce_scatter_comm._dtype == torch.bfloat16
     assert len(units) > config.model.layers
@@ -138,7 +140,9 @@ def gathered_at_the_loss(recipe: str) -> None:
     stage = stages_of(config)[0]
     sizes = MeshSizes(dp_shard=2)
     planned = weights_of(config, sizes, work_of(config, stage, sizes)).copied
-    unshard, contexts, found = FSDPParamGroup.unshard, [], set()
+    unshard = FSDPParamGroup.unshard
+    contexts: list[Any] = []
+    found: set[int] = set()
 
     def noted(self: FSDPParamGroup, *given: bool) -> None:
         contexts.append(self.comm_ctx)

@@ -27,6 +27,8 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, training_loss
 from moba_train.parallel.world import World, joined_world
 from moba_train.run.step import StepCounts, StepLosses
+from tests.attention.helpers import labelled
+from tests.gradients import full_gradient, gradient
 from tests.resolved import sharded_of
 from tests.run.trainer_ranks import Ranks
 
@@ -75,7 +77,7 @@ def step(micro_batches: list[Batch], world: World, transport: str | None) -> dic
         batch_loss.backward()
         loss += batch_loss.detach()
     dist.all_reduce(loss)
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    gradients = {name: full_gradient(parameter) for name, parameter in model.named_parameters()}
     return {"loss": loss, "norm": Gradients(model).norm(), **gradients}
 
 
@@ -110,8 +112,8 @@ def expected() -> dict[str, torch.Tensor]:
         total = total + (token_losses * torch.from_numpy(sample.loss_weight)).sum()
         count += float(sample.loss_weight.sum())
     (total / count).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    gradients = {name: gradient(parameter) for name, parameter in model.named_parameters()}
+    norm = torch.stack([found.norm() for found in gradients.values()]).norm()
     return {"loss": (total / count).detach(), "norm": norm, **gradients}
 
 
@@ -126,7 +128,7 @@ def check(spread: list[list[list[int]]], transport: str | None, ranks: Ranks, ou
     ranks.work(worker, (spread, transport, str(output)), len(spread))
     result = torch.load(output, weights_only=True)
     for name, value in expected().items():
-        torch.testing.assert_close(result[name], value, rtol=2e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(result[name], value, rtol=2e-5, atol=1e-7, msg=labelled(name))
 
 
 @pytest.mark.parametrize("transport", ["ring", "ulysses"])
@@ -143,7 +145,7 @@ def test_a_step_without_any_loss_token_leaves_zero_gradients() -> None:
     loss = training_loss(model, batch).total
     loss.backward()
     assert loss.item() == 0
-    assert all(not parameter.grad.any() for parameter in model.parameters())
+    assert all(not gradient(parameter).any() for parameter in model.parameters())
 
 
 def test_a_step_counts_weights_and_tokens_of_all_its_micro_batches() -> None:
@@ -190,4 +192,5 @@ def test_gradients_in_bf16_are_not_rounded_once_more_for_the_mean() -> None:
     dlogits_V = logits_V.softmax(0) - torch.nn.functional.one_hot(batch.labels[token], VOCAB)
     wanted_VD = torch.outer(dlogits_V / weights, hidden_TD[token].double())
     half_step = torch.finfo(torch.bfloat16).eps / 2
-    torch.testing.assert_close(model.output.weight.grad.double(), wanted_VD, rtol=2 * half_step, atol=0)
+    assert model.output is not None
+    torch.testing.assert_close(gradient(model.output.weight).double(), wanted_VD, rtol=2 * half_step, atol=0)

@@ -12,6 +12,7 @@ from moba_train.config.mesh import mesh_sizes
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.world import joined_world
+from tests.gradients import full_tensor
 from tests.resolved import sharded_of, stages_of
 from tests.run.tiny_run import Run, assert_like_one_gpu, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
@@ -44,7 +45,7 @@ def update_on_ranks(recipe: str, out: str) -> None:
             optimizer.step()
         tensors = {}
         for name, parameter in model.named_parameters():
-            tensors[name] = parameter.detach().full_tensor()
+            tensors[name] = full_tensor(parameter)
             for key, value in optimizer.state[parameter].items():
                 tensors[f"{name}.{key}"] = value.full_tensor() if isinstance(value, DTensor) else value
         if world.is_main:

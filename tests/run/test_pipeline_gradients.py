@@ -25,6 +25,7 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients, most_likely_tokens, token_losses
 from moba_train.parallel.pipeline import schedule
 from moba_train.parallel.world import joined_world
+from tests.attention.helpers import labelled
 from tests.resolved import shard_of, sharded_of, spec_of, stages_of
 from tests.run.trainer_ranks import Ranks
 
@@ -112,7 +113,9 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     for _ in range(repeat):  # a second step has its own batches, and gathers the weights anew
         model.zero_grad()
         parts = list(accumulate_gradients(model, batches, weight))
-    found = {"loss": sum(part.loss.detach() for part in parts)}
+    loss = sum(part.loss.detach() for part in parts)
+    assert isinstance(loss, Tensor)
+    found: Found = {"loss": loss}
     auxiliary = [part.auxiliary.detach() for part in parts if part.auxiliary is not None]
     if auxiliary:
         found["auxiliary"] = torch.stack(auxiliary).sum(0)
@@ -198,7 +201,7 @@ def on_one_device(options: Model) -> Found:
 @pytest.fixture(scope="module")
 def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Found]:
     """What the cases of the file that collects the test give."""
-    every = {}
+    every: dict[str, Found] = {}
     for count, cases in ((2, request.module.TWO_RANKS), (4, request.module.FOUR_RANKS)):
         output = tmp_path_factory.mktemp("pipeline") / "results.pt"
         ranks.work(worker, (list(cases.values()), str(output)), count)
@@ -210,8 +213,8 @@ def assert_equal(got: Found, want: Found) -> None:
     """The same things are found, and are equal up to rounding."""
     assert got.keys() == want.keys()
     for key, value in want.items():
-        tolerance = {"rtol": 1e-4, "atol": 1e-6}
-        torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+        tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(got[key], value, **tolerance, msg=labelled(key))
 
 
 @pytest.mark.parametrize("name", [*TWO_RANKS, *FOUR_RANKS])
@@ -228,7 +231,7 @@ def test_gradients_that_bf16_ranks_exchange_have_the_bits_of_reduced_ones(ranks:
     reduced, exchanged = torch.load(tmp_path / "results.pt", weights_only=True)
     assert reduced.keys() == exchanged.keys()
     for key, value in reduced.items():
-        torch.testing.assert_close(exchanged[key], value, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(exchanged[key], value, rtol=0, atol=0, msg=labelled(key))
 
 
 def compiling_worker(options: Model, output: str) -> None:

@@ -73,7 +73,12 @@ def test_any_layout_goes_on_from_any_other(run: Run, alone: dict[str, Any], rank
     """A step on each of: a pipeline of two, one rank, an interleaved pipeline that shares layers, one of four; with no
     memory for activations, so that all layers are recomputed."""
     run.recipe["memory"] = {"gpu_gib": 1e-9}
-    layouts = ({"pp": 2}, 2), ({}, 1), ({"pp": 2, "pp_schedule": "interleaved_1f1b", "tp": 2}, 4), ({"pp": 4}, 4)
+    layouts: list[tuple[dict[str, Any], int]] = [
+        ({"pp": 2}, 2),
+        ({}, 1),
+        ({"pp": 2, "pp_schedule": "interleaved_1f1b", "tp": 2}, 4),
+        ({"pp": 4}, 4),
+    ]
     for step, (parallel, count) in enumerate(layouts, start=1):
         ranks.train(short(run, parallel), count, "--stop-at-step", str(step))
     assert [event["step"] for event in run.records("resume")] == [1, 2, 3]

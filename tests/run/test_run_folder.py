@@ -87,10 +87,13 @@ def test_a_run_whose_folder_is_gone_stops_and_does_not_make_it_again(
 ) -> None:
     """Also when it vanishes after the last save, where the report would be written into it."""
     run.recipe["telemetry"]["report"] = True
+
+    def remove_folder(trainer: Trainer) -> None:
+        trainer.checkpoints.checkpointer.wait()
+        shutil.rmtree(run.run_dir)
+
     for step in (4, 12):
-        before_save(
-            monkeypatch, {step: lambda trainer: (trainer.checkpoints.checkpointer.wait(), shutil.rmtree(run.run_dir))}
-        )
+        before_save(monkeypatch, {step: remove_folder})
         code, printed = train_here(run, capsys)
         assert code == 2
         assert "is no longer there" in printed

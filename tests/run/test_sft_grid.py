@@ -22,6 +22,8 @@ from moba_train.optim.gradients import Gradients
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import World, joined_world, sum_over_ranks
+from tests.attention.helpers import labelled
+from tests.gradients import full_gradient, gradient
 from tests.resolved import shard_of, sharded_of, stages_of
 from tests.run.trainer_ranks import Ranks
 
@@ -103,7 +105,7 @@ def one_step(case: dict[str, int], norm: LossNorm, prefix: str, world: World) ->
         loss += batch_loss.detach()
     dist.all_reduce(loss)
     kinds = [layer.kind for layer in stage.attention]
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    gradients = {name: full_gradient(parameter) for name, parameter in model.named_parameters()}
     return {
         "loss": loss,
         "tokens": tokens,
@@ -155,9 +157,10 @@ def expected(prefix: str) -> dict[LossNorm, dict[str, torch.Tensor]]:
                 losses.append(torch.nn.functional.cross_entropy(logits[rows - 1], tokens[rows], reduction="none"))
         loss = torch.cat(losses).mean() if norm == "token" else torch.stack([each.mean() for each in losses]).mean()
         loss.backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients = {name: gradient(parameter) for name, parameter in model.named_parameters()}
         norms = [
-            torch.stack([parameter.grad.norm() for parameter in block.parameters()]).norm() for block in model.blocks
+            torch.stack([gradient(parameter).norm() for parameter in block.parameters()]).norm()
+            for block in model.blocks
         ]
         found[norm] = {"loss": loss.detach(), "moba": norms[0], "full": norms[1], **gradients}
     return found
@@ -173,7 +176,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
     for kind in ("moba", "full"):
         torch.testing.assert_close(got["norms"][f"grad_norm_{kind}"], want.pop(kind), rtol=1e-4, atol=1e-7)
     for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=labelled(name))
 
 
 def test_the_two_norms_differ_and_some_ranks_had_no_loss_token(results: dict[tuple[int, LossNorm], Any]) -> None:

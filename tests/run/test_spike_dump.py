@@ -34,9 +34,10 @@ def test_the_dump_holds_the_batch_and_the_numbers_of_its_step(skipping: tuple[Ru
         assert mean == pytest.approx(found["loss"], rel=1e-3)
         norms = found["gradient_norms"]
         assert [layer["kind"] for layer in norms["layers"]] == ["moba", "full"]
-        parts = [layer["norm"] for layer in norms["layers"]] + [norms[key] for key in ("embedding", "norm", "output")]
-        assert math.hypot(*parts) == pytest.approx(found["grad_norm"], rel=1e-5)
-        assert norms["kinds"] == pytest.approx({"moba": parts[0], "full": parts[1]})
+        layers = [layer["norm"] for layer in norms["layers"]]
+        others = [norms[key] for key in ("embedding", "norm", "output")]
+        assert math.hypot(*layers, *others) == pytest.approx(found["grad_norm"], rel=1e-5)
+        assert norms["kinds"] == pytest.approx({"moba": layers[0], "full": layers[1]})
         assert all(0 < layer["max_lse"] < 20 for layer in rank["attention"])
         assert rank["attention"] == found["attention"]
 

@@ -28,6 +28,7 @@ from moba_train.run.progress import Progress
 from moba_train.run.recovery import Recovery
 from moba_train.run.restarts import RESTARTS
 from moba_train.train import main
+from tests.noting import noting
 from tests.resolved import stages_of
 from tests.run.faults import (
     FAULTS,
@@ -412,7 +413,7 @@ def test_the_newest_checkpoint_is_in_doubt_until_enough_steps_are_applied(
         SimpleNamespace(health=SimpleNamespace(spike=SimpleNamespace(reaction=reaction))),  # type: ignore[arg-type]
         **dict.fromkeys(("model", "optimizer", "detector", "telemetry")),  # type: ignore[arg-type]
         checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-            saved_step=8, trust=SimpleNamespace(trust_again=list), doubt=lambda reason: not reasons.append(reason)
+            saved_step=8, trust=SimpleNamespace(trust_again=list), doubt=noting(reasons.append, lambda _: True)
         ),
         progress=Progress(step=8),
     )

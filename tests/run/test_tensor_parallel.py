@@ -35,7 +35,9 @@ from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import joined_world
+from tests.attention.helpers import labelled
 from tests.forked import run_processes
+from tests.gradients import gradient
 from tests.resolved import sharded_of
 from tests.run.trainer_ranks import Ranks, free_port
 
@@ -119,7 +121,7 @@ def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.d
     weights = {f"weight {name}": parameter.detach().float().clone() for name, parameter in model.named_parameters()}
     result, selected = step(model.to(dtype), DataShard(), device)
     for name, parameter in model.named_parameters():
-        result[f"gradient {name}"] = parameter.grad
+        result[f"gradient {name}"] = gradient(parameter)
     norms = zip(("norm of full", "norm of moba"), (Gradients(block).norm() for block in model.blocks), strict=False)
     result |= {"norm": Gradients(model).norm(), **dict(norms)}
     return weights | result | {f"selected {number}": ids for number, ids in enumerate(selected)}
@@ -172,7 +174,7 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
     for key, value in want.items():
         exact = key.startswith(("weight", "selected"))
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-7}
-        torch.testing.assert_close(got[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(got[key], value, **tolerance, msg=labelled(key))
 
 
 def load_and_collect(folder: str, output: str) -> None:
@@ -226,7 +228,8 @@ def test_two_gpus_are_as_exact_as_one(tmp_path: Path) -> None:
 def test_ranks_that_share_rows_have_every_loss_token_once_with_its_label(cp: int, tp: int) -> None:
     """Among them one without any; tokens, positions and documents stay those of all rows."""
     batch = batches()[1]
-    sequence, found = SequenceLayout.split(SEQ_LEN, cp, "zigzag"), []
+    sequence = SequenceLayout.split(SEQ_LEN, cp, "zigzag")
+    found: list[Any] = []
     for cp_rank in range(cp):
         shard = shard_batch(batch, sequence, cp_rank)
         parts = [DataShard(tp_rank=rank, tp_size=tp).shard_batch(shard) for rank in range(tp)]

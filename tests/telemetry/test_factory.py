@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,12 +36,14 @@ RECIPE = {
         ({"report": False}, True, {"metrics.jsonl"}),
     ],
 )
-def test_the_sinks_asked_for(tmp_path, capsys, section: dict, console: bool, files: set[str]) -> None:
+def test_the_sinks_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: dict[str, Any], console: bool, files: set[str]
+) -> None:
     assert files_of_sinks(tmp_path, section) == files
     assert ("loss 3.5000" in capsys.readouterr().out) == console
 
 
-def files_of_sinks(tmp_path: Path, section: dict) -> set[str]:
+def files_of_sinks(tmp_path: Path, section: dict[str, Any]) -> set[str]:
     """Files and folders in the run's folder once the sinks of this section have had a record."""
     run_dir: Path = tmp_path / "run"
     config = RunConfig.model_validate(RECIPE | {"telemetry": section})

@@ -3,6 +3,7 @@
 import io
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,10 +15,10 @@ from moba_train.telemetry.telemetry import Telemetry
 
 class ListSink:
     def __init__(self) -> None:
-        self.records: list[dict] = []
+        self.records: list[dict[str, Any]] = []
         self.closed = False
 
-    def write(self, record: dict) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         self.records.append(record)
 
     def close(self) -> None:
@@ -25,7 +26,7 @@ class ListSink:
 
 
 class BrokenSink:
-    def write(self, record: dict) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         raise OSError("disk full")
 
     def close(self) -> None:

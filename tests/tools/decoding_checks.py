@@ -6,6 +6,7 @@ import torch
 
 from moba_train.attention.layout import packed_layout
 from moba_train.tools.inference.cache import CachedAttention, CachePlan, Decode
+from tests.attention.helpers import labelled
 from tests.attention.kind_checks import small_model
 
 
@@ -32,4 +33,4 @@ def assert_decodes_like_training(
         tokens = torch.stack([text[place] for text, place in zip(texts, at, strict=True)])
         got = model(tokens, torch.tensor(at), plan.layout)
         expected = torch.stack([logits[place] for logits, place in zip(want, at, strict=True)])
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text, s=step: f"step {s}: {text}")
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=labelled(f"step {step}"))

@@ -40,6 +40,7 @@ def write_data(folder: Path) -> None:
     with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
         for _ in range(30):
             text = " ".join(words[at] for at in rng.integers(len(words), size=200))
+            assert tokenizer.eos_id is not None
             writer.add_document([*tokenizer.encode(text), tokenizer.eos_id])
 
 

@@ -33,7 +33,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_help_starts_at_once_without_heavy_imports():
+def test_help_starts_at_once_without_heavy_imports() -> None:
     program = (
         "import sys\nsys.argv = ['moba-train', '--help']\nfrom moba_train.tools.cli import app\n"
         "try:\n    app()\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
@@ -50,7 +50,7 @@ def test_help_starts_at_once_without_heavy_imports():
     assert min(times) < 0.5
 
 
-def test_plan_prints_the_layout_and_what_it_costs(recipe):
+def test_plan_prints_the_layout_and_what_it_costs(recipe: Path) -> None:
     done = runner.invoke(
         app, ["plan", str(recipe), "stages.0.tokens=2M", "--gpus", "4", "--tflops", "989", "--no-data"]
     )
@@ -59,7 +59,7 @@ def test_plan_prints_the_layout_and_what_it_costs(recipe):
         assert part in done.output, part
 
 
-def test_a_users_mistake_is_a_message_and_exit_code_2(recipe):
+def test_a_users_mistake_is_a_message_and_exit_code_2(recipe: Path) -> None:
     done = runner.invoke(app, ["plan", str(recipe), "model.kv_heads=3", "--gpus", "5", "--no-data"])
     assert done.exit_code == 2
     assert "error: 2 problems in the configuration" in done.stderr
@@ -82,14 +82,14 @@ def test_a_users_mistake_is_a_message_and_exit_code_2(recipe):
         (["convert", "moba-to-hf", "run", "new", "--dtype", "float8"], "float8"),
     ],
 )
-def test_a_value_out_of_range_is_named_once(arguments, given):
+def test_a_value_out_of_range_is_named_once(arguments: list[str], given: str) -> None:
     done = runner.invoke(app, arguments)
     assert done.exit_code == 2
     assert done.stderr.count(f"given {given}; ") == 1 or f"{given} is not in the range" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["eval", "fit-scaling"])
-def test_a_file_in_place_of_an_output_folder_is_refused_before_the_work(tmp_path, command):
+def test_a_file_in_place_of_an_output_folder_is_refused_before_the_work(tmp_path: Path, command: str) -> None:
     (tmp_path / "file").touch()
     for output in ("file", "file/inside"):
         done = runner.invoke(app, [command, str(tmp_path), "--output", str(tmp_path / output)], env={"COLUMNS": "500"})
@@ -99,12 +99,12 @@ def test_a_file_in_place_of_an_output_folder_is_refused_before_the_work(tmp_path
         )
 
 
-def test_a_bug_of_ours_keeps_its_traceback(recipe, monkeypatch):
+def test_a_bug_of_ours_keeps_its_traceback(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moba_train.tools.plan.command.make_plan", lambda *_, **__: 1 / 0)
     assert isinstance(runner.invoke(app, ["plan", str(recipe), "--no-data"]).exception, ZeroDivisionError)
 
 
-def test_config_prints_yaml_that_loads_back(recipe, tmp_path):
+def test_config_prints_yaml_that_loads_back(recipe: Path, tmp_path: Path) -> None:
     done = runner.invoke(app, ["config", str(recipe), "seed=7"])
     assert done.exit_code == 0
     resolved = tmp_path / "resolved.yaml"
@@ -113,12 +113,14 @@ def test_config_prints_yaml_that_loads_back(recipe, tmp_path):
     assert yaml.safe_load(done.output)["model"]["hidden_size"] == 128
 
 
-def test_schema_prints_json():
+def test_schema_prints_json() -> None:
     done = runner.invoke(app, ["schema"])
     assert json.loads(done.output)["title"] == "RunConfig"
 
 
-def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(recipe, monkeypatch):
+def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("moba_train.tools.sinks.wandb.find_spec", lambda name: None)
     done = runner.invoke(app, ["plan", str(recipe), "telemetry.wandb.mode=offline"])
     assert done.exit_code == 2
@@ -128,7 +130,7 @@ def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(rec
     ) in done.stderr
 
 
-def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch):
+def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moba_train.tools.environment.import_problem", lambda features: "ModuleNotFoundError: gone")
     done = runner.invoke(app, ["env"], env={"COLUMNS": "300"})
     assert done.exit_code == 0
@@ -138,7 +140,7 @@ def test_env_reports_every_optional_package_and_how_to_get_it(monkeypatch):
         assert package.install in done.output
 
 
-def test_env_lists_only_packages_that_something_imports():
+def test_env_lists_only_packages_that_something_imports() -> None:
     sources = [*ROOT.glob("moba_train/**/*.py"), *ROOT.glob("data_tools/**/*.py")]
     text = "".join(path.read_text() for path in sources if path.name != "environment.py")
     for package in OPTIONAL_PACKAGES:
@@ -147,7 +149,7 @@ def test_env_lists_only_packages_that_something_imports():
             assert re.search(rf'(from |import |import_module\("|"){re.escape(imported)}\b', text), package.name
 
 
-def test_packages_are_probed_by_what_they_can_do(tmp_path, monkeypatch):
+def test_packages_are_probed_by_what_they_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apexlike.py").write_text("")
     (tmp_path / "broken.py").write_text("raise OSError('libcudart.so.13 is missing')")
     monkeypatch.syspath_prepend(tmp_path)

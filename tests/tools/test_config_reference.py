@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,13 @@ from moba_train.tools import reference
 from tests.forked_program import ForkedProgram
 
 
-def test_the_committed_files_are_what_the_schema_gives():
+def test_the_committed_files_are_what_the_schema_gives() -> None:
     assert not reference.stale_files(), "run python -m moba_train.tools.reference"
 
 
-def test_check_exits_1_for_a_stale_file_and_writing_updates_it(tmp_path, monkeypatch, capsys):
+def test_check_exits_1_for_a_stale_file_and_writing_updates_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(reference, "DOCS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["reference", "--check"])
     assert reference.main() == 1
@@ -28,13 +31,13 @@ def test_check_exits_1_for_a_stale_file_and_writing_updates_it(tmp_path, monkeyp
     assert reference.main() == 0
 
 
-def test_it_runs_as_a_module(tmp_path):
+def test_it_runs_as_a_module(tmp_path: Path) -> None:
     program = ForkedProgram(["-m", "moba_train.tools.reference", "--check"], tmp_path / "output")
     program.wait()
     assert program.returncode == 0
 
 
-def test_every_key_is_documented_with_a_meaning():
+def test_every_key_is_documented_with_a_meaning() -> None:
     text = reference.reference()
     for path, field in walk(RunConfig):
         name = path.rpartition(".")[2]
@@ -46,14 +49,14 @@ def test_every_key_is_documented_with_a_meaning():
 
 
 @pytest.mark.parametrize(("text", "fits"), [("128K", True), ("1.5M", True), ("12Q", False), ("", False)])
-def test_the_json_schema_takes_numbers_with_suffixes(text, fits):
+def test_the_json_schema_takes_numbers_with_suffixes(text: str, fits: bool) -> None:
     schema = json.loads(reference.json_schema())
     options = schema["properties"]["batch_tokens"]["anyOf"]
     pattern = next(option["pattern"] for option in options if option["type"] == "string")
     assert bool(re.search(pattern, text)) is fits
 
 
-def test_the_json_schema_knows_extends_and_demands_nothing_a_base_file_may_bring():
+def test_the_json_schema_knows_extends_and_demands_nothing_a_base_file_may_bring() -> None:
     schema = json.loads(reference.json_schema())
     assert "extends" in schema["properties"]
     assert "required" not in schema

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,10 @@ from moba_train.tools.chat.confined_template import ConfinedTemplate, Limits
 from moba_train.tools.chat.load import TEMPLATE_BYTES, load_chat_template
 from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation
 
-MESSAGES = [{"role": "user", "content": "What is two?"}, {"role": "assistant", "content": "A number."}]
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "What is two?"},
+    {"role": "assistant", "content": "A number."},
+]
 SMALL = Limits(seconds=1, memory=64 << 20)
 
 ENDLESS = "takes more than 1 s of processor time"
@@ -72,8 +76,8 @@ def test_a_template_of_its_own_process_gives_what_it_gives_here(tmp_path: Path) 
     here = ChatTemplate(source, end)
     assert confined.render(MESSAGES, add_generation_prompt=True) == here.render(MESSAGES, add_generation_prompt=True)
     call = {"function": {"name": "add", "arguments": {"to": 2}}}
-    calling = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
-    long = [{"role": "user", "content": "é\ud800" * 500_000}, MESSAGES[1]]
+    calling: list[dict[str, Any]] = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    long: list[dict[str, Any]] = [{"role": "user", "content": "é\ud800" * 500_000}, MESSAGES[1]]
     conversations = [
         Conversation(messages) for messages in (MESSAGES, MESSAGES[:1], calling, *[long] * 3, *[MESSAGES] * 200, long)
     ]
@@ -89,7 +93,9 @@ def test_a_folder_without_a_readable_template_is_refused(tmp_path: Path, content
         load_chat_template(str(tmp_path), "<e>")
 
 
-def test_a_template_file_is_limited_and_does_not_lead_out_of_its_folder(tmp_path: Path, monkeypatch) -> None:
+def test_a_template_file_is_limited_and_does_not_lead_out_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MOBA_TRAIN_DATA_ROOTS", raising=False)
     (tmp_path / "long.jinja").write_text("x" * (TEMPLATE_BYTES + 1))
     with pytest.raises(DataError, match="has 1,048,577 bytes; allowed: 1,048,576"):

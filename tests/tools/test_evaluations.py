@@ -44,6 +44,7 @@ from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.train import main
 from tests.evals.setting import stage_setting
 from tests.resolved import check, stages_of
+from tests.small_recipe import Load
 from tests.tools import questions
 
 RECIPE = """
@@ -268,7 +269,7 @@ def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
         ("evaluation.needle={generate: true}", "needle.generate"),
     ],
 )
-def test_answers_are_not_generated_by_a_pipeline(load, section, key):
+def test_answers_are_not_generated_by_a_pipeline(load: Load, section: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(load("parallel.pp=2", section, "data.validation=[{path: v}]"))
     text = "\n".join(caught.value.problems)

@@ -1,16 +1,17 @@
 """Generation through the cache gives the tokens that one pass over the complete text predicts."""
 
 import math
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from moba_train.attention.full.full_kind import FullKind
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.attention.protocol import LocalAttention
 from moba_train.config.model import ModelConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
@@ -25,7 +26,7 @@ MOBA = MobaKind(MobaKind.Options(block_size=8, topk=2), CONFIG.head_width)
 GROUPED = MobaKind(MobaKind.Options(block_size=4, topk=3, select="group", always=("first",)), CONFIG.head_width)
 
 
-def model_with(kinds: list[LocalAttention]) -> Transformer:
+def model_with(kinds: Sequence[AttentionKind]) -> Transformer:
     model = Transformer(CONFIG).double()
     initialize_weights(model, seed=5)
     model.set_attention(kinds)
@@ -130,6 +131,7 @@ def test_the_model_is_as_before_after_an_interrupted_generation() -> None:
     before = most_likely(model, prompt(30))
     generation = generate(model, prompt(10), 20)
     next(generation)
+    assert isinstance(generation, Generator)
     generation.close()
     assert most_likely(model, prompt(30)) == before
 
@@ -137,7 +139,7 @@ def test_the_model_is_as_before_after_an_interrupted_generation() -> None:
 @pytest.mark.parametrize(
     ("options", "named"), [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"top_p": 1.5}, "top_p")]
 )
-def test_values_out_of_range_are_named(options: dict[str, float], named: str) -> None:
+def test_values_out_of_range_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         next(generate(model_with([FULL] * 3), prompt(5), 5, **options))
     with pytest.raises(ValueError, match="prompt"):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moba_train.tools.generate import generate_text
 from moba_train.tools.inference.corpus_marks import CorpusMarks
 from moba_train.train import main
 from tests.guide import ROOT, blocks
+from tests.noting import noting
 from tests.resolved import spec_of, stages_of
 
 RECIPE = """
@@ -135,7 +137,8 @@ def test_overrides_change_the_attention_of_the_prompt_and_of_new_tokens(
     assert "representatives: given 9; allowed: at most block_size 4" in message
     models: list[Transformer] = []
     monkeypatch.setattr(
-        "moba_train.tools.generate.generate_text", lambda model, *_, **__: models.append(model) or iter(())
+        "moba_train.tools.generate.generate_text",
+        noting(lambda model, *_, **__: models.append(model), lambda *_, **__: iter(())),
     )
     generated(run, *infllm, *asked)
     assert [kind.name for kind in models[0].attention_kinds()] == ["infllm", "full"]
@@ -219,7 +222,8 @@ def test_a_prompt_begins_as_the_documents_of_training_did(project: Path, monkeyp
     """With the token of `--bos`, once; sentencepiece makes none from text."""
     tokenizer = load_tokenizer(project / "data" / "tok.model")
     read: list[list[int]] = []
-    monkeypatch.setattr("moba_train.tools.generate.generate", lambda _, tokens, *__, **___: read.append(tokens) or [])
+    says_nothing = noting(lambda _, tokens, *__, **___: read.append(tokens), lambda *_, **__: [])
+    monkeypatch.setattr("moba_train.tools.generate.generate", says_nothing)
     model = Transformer(load_config(project / "recipe.yaml").model)
     options = {"temperature": 0.0, "top_p": 1.0, "seed": 0, "decode": "full"}
     assert not [*generate_text(model, tokenizer, "Once", 10, marks=CorpusMarks(bos_id=1), **options)]  # type: ignore[arg-type]  # a dict
@@ -248,9 +252,12 @@ def test_special_tokens_of_a_prompt_are_those_of_training(
 ) -> None:
     """In a prompt and an answer: text of pretraining has none, conversations have those that a chat template writes."""
     read: list[list[int]] = []
-    monkeypatch.setattr(
-        "moba_train.tools.generate.generate", lambda _, tokens, *__, **___: read.append(tokens) or iter([1, tokens[-1]])
-    )
+
+    def echo(_: Any, tokens: list[int], *__: Any, **___: Any) -> Iterator[int]:
+        read.append(tokens)
+        return iter([1, tokens[-1]])
+
+    monkeypatch.setattr("moba_train.tools.generate.generate", echo)
     tokenizer = load_tokenizer(shutil.copy(project / "data" / "tok.model", tmp_path))
     if template:
         (tmp_path / "chat_template.jinja").write_text("{{ messages }}")

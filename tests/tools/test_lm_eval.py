@@ -34,6 +34,7 @@ from moba_train.tools.report.history import read_history
 from moba_train.tools.ruler.ruler_tasks import found_share
 from moba_train.tools.saved_recipe import open_checkpoint
 from moba_train.train import main
+from tests.noting import noting
 from tests.tools.questions import Reader, context, recipe
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -255,8 +256,8 @@ def test_a_stopped_answer_takes_no_further_steps(run: Path, tmp_path: Path, monk
     options = {"until": [], "max_gen_toks": 30}
     (answer,) = ours.generate_until(requests("generate_until", (TEXTS[0], options)))
     steps: list[int] = []
-    step = generate._next
-    monkeypatch.setattr(generate, "_next", lambda *given: (steps.append(len(given[2])), step(*given))[1])
+    noted_step = noting(lambda *given: steps.append(len(given[2])), generate._next)
+    monkeypatch.setattr(generate, "_next", noted_step)
     ours.generate_until(requests("generate_until", (TEXTS[0], {**options, "until": [answer[:5]]})))
     assert len(steps) < 15
 
@@ -294,7 +295,7 @@ def test_rulers_synthetic_tasks_run_offline(run: Path, tmp_path: Path, offline: 
     for task in RULER:
         assert any(line.split()[:2] == [task, str(LENGTH)] for line in shown.splitlines())
     assert "results: " in shown
-    (chart,) = lm_eval_charts([Shown(read_history(run), 0, False, [])])
+    (chart,) = lm_eval_charts([Shown(read_history(run), 0, False, np.zeros(0, dtype=np.int64))])
     assert chart.traces[0]["x"] == ["moba", "full"]
     assert chart.traces[0]["y"] == [f"{task}, {LENGTH}" for task in RULER]
 
@@ -426,11 +427,11 @@ def test_a_hugging_face_folder_names_no_code_and_its_chat_template_is_applied(
         return found
 
     monkeypatch.setattr(run_module, "open_hf_tokenizer", noted)
-    monkeypatch.setattr(ours, "loglikelihood", lambda lm, asked: (scored.extend(asked), loglikelihood(lm, asked))[1])
+    monkeypatch.setattr(ours, "loglikelihood", noting(lambda _, asked: scored.extend(asked), loglikelihood))
     monkeypatch.setattr(
         run_module,
         "NativeLM",
-        lambda *given, **options: (stops.append(options["stop_tokens"]), ours(*given, **options))[1],
+        noting(lambda *_, **options: stops.append(options["stop_tokens"]), ours),
     )
     own_task(tmp_path)
     common = ("--tasks", "colours", "--include-path", tmp_path, "--limit", 1, "--attention", "full")

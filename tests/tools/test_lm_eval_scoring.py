@@ -11,6 +11,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.tools.lm_eval.scoring import Continuation, score
+from tests.noting import noting
 
 MODEL = ModelConfig(vocab_size=40, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2)
 
@@ -76,10 +77,8 @@ def test_packed_scores_are_those_of_each_text_alone(attention: AttentionConfig, 
 def test_a_context_that_several_continuations_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_with(AttentionConfig.model_validate({"default": "full"}))
     read: list[int] = []
-    hidden = model.hidden
-    monkeypatch.setattr(
-        model, "hidden", lambda tokens_T, *rest: (read.append(len(tokens_T)), hidden(tokens_T, *rest))[1]
-    )
+    noted = noting(lambda tokens_T, *_: read.append(len(tokens_T)), model.hidden)
+    monkeypatch.setattr(model, "hidden", noted)
     context = tuple(range(20))
     score(model, [Continuation(context, (answer,)) for answer in range(4)], 1000)
     assert read == [20]

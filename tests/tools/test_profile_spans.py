@@ -1,6 +1,8 @@
 """`moba-train profile-spans`: influences of a whole model, the command, and training with what it wrote."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 
 from moba_train.attention.engine import LOCAL_ENGINE, OperatorEngine
 from moba_train.attention.full import FullAttention
-from moba_train.attention.layout import packed_layout
+from moba_train.attention.layout import Layout, packed_layout
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
@@ -36,7 +38,7 @@ telemetry: {console: false, report: false, wandb: {mode: disabled}}
 """
 
 
-def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention():
+def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention() -> None:
     """The loss of a two-layer model with one row of one head's output moved towards what it is with one key masked."""
     shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 4, "kv_heads": 2}
     model = Transformer(ModelConfig.model_validate({**shape, "init_std": 0.3})).double()
@@ -44,9 +46,9 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
     model.set_attention(build_attention([LayerAttention("full", FullAttention.Options())] * 2, 8))
     tokens, labels = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(0))
     rows, layout = torch.arange(13), packed_layout([13])
-    seen = {}
+    seen: dict[int, Any] = {}
 
-    def loss():
+    def loss() -> torch.Tensor:
         return F.cross_entropy(model(tokens, rows, layout), labels)  # in float64, as Transformer.loss is not
 
     with _influences(model, seen.__setitem__, 1):
@@ -54,14 +56,27 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
     assert sorted(seen) == [0, 1]
 
     class Moved(OperatorEngine):
-        def __init__(self, *place):
-            self.place = place
+        def __init__(self, *place: Any) -> None:
+            self.moved: Any = partial(moved, *place)
 
-        def __call__(self, q, k, v, attention, layout):
+        def __call__(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Any, layout: Layout
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             out, lse = super().__call__(q, k, v, attention, layout)
-            return moved(*self.place, q, k, v, attention, out), lse
+            return self.moved(q, k, v, attention, out), lse
 
-    def moved(layer, head, query, key, share, q, k, v, attention, out):
+    def moved(
+        layer: int,
+        head: int,
+        query: int,
+        key: int,
+        share: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attention: Any,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
         scores = attention.scale * k[: query + 1, head // 2] @ q[query, head]
         scores[key] = -torch.inf
         masked = scores.softmax(0) @ v[: query + 1, head // 2] if query else torch.zeros(8, dtype=torch.float64)
@@ -121,7 +136,7 @@ def continued(tmp_path: Path, spans: Path, **changes: object) -> Path:
     return path
 
 
-def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resumes_with(tmp_path: Path):
+def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resumes_with(tmp_path: Path) -> None:
     spans = tmp_path / "spans.yaml"
     code, text = profile(spans, "--lengths", "32,64", "--budget", "0.6")
     assert code == 0, text
@@ -134,7 +149,7 @@ def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resume
     check(config)
     (stage,) = stages_of(config)
     assert {layer.kind for layer in stage.attention} == {"moa"}
-    assert len(stage.attention[0].options.alpha) == 4
+    assert len(stage.attention[0].options.model_dump()["alpha"]) == 4
     kinds = build_attention(stage.attention, 8)
     for at, length in enumerate((32, 64)):
         density = sum(kind.costs(config.model).pairs([length]) for kind in kinds) / 2 / (length**2 / 2)
@@ -158,7 +173,7 @@ def test_the_command_writes_spans_within_the_budget_that_a_run_trains_and_resume
     assert "moa" in result.output
 
 
-def test_spans_of_another_model_are_refused(tmp_path: Path):
+def test_spans_of_another_model_are_refused(tmp_path: Path) -> None:
     spans = tmp_path / "spans.yaml"
     assert profile(spans, "--lengths", "32,64")[0] == 0
     model = yaml.safe_load(RECIPE)["model"]
@@ -188,14 +203,14 @@ def test_spans_of_another_model_are_refused(tmp_path: Path):
         (["--data", "nowhere"], "nowhere"),
     ],
 )
-def test_what_it_refuses(options: list[str], message: str, tmp_path: Path):
+def test_what_it_refuses(options: list[str], message: str, tmp_path: Path) -> None:
     code, text = profile(tmp_path / "spans.yaml", *options)
     assert code == 2, text
     assert message in " ".join(text.split())
     assert not list(tmp_path.iterdir())
 
 
-def test_it_never_overwrites(tmp_path: Path):
+def test_it_never_overwrites(tmp_path: Path) -> None:
     spans = tmp_path / "spans.yaml"
     spans.write_text("mine")
     code, text = profile(spans)

@@ -68,8 +68,9 @@ def test_the_end_that_the_corpus_was_made_with_is_no_text_either(texts: Path, tm
 @pytest.mark.parametrize("task", ["vt", "niah_single_2"])
 def test_ruler_questions_begin_as_the_documents_of_the_corpus(texts: Path, tmp_path: Path, task: str) -> None:
     config = recipe(with_sidecar(texts, tmp_path, bos_id=BOS), LENGTH, {"ruler": {"tasks": [task], "samples": 2}})
-    assert config.evaluation.ruler is not None
-    for prompt in RulerTexts(config.evaluation.ruler, stage_setting(config)).questions(task, LENGTH):
+    evaluation: Any = config.evaluation  # its sections are found when it is loaded
+    assert evaluation.ruler is not None
+    for prompt in RulerTexts(evaluation.ruler, stage_setting(config)).questions(task, LENGTH):
         first, *rest = prompt.question.tokens
         assert first == BOS
         assert not {BOS, EOS} & {*rest}

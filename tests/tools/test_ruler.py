@@ -31,8 +31,9 @@ WORDS = SENTENCES.split() * 40
 
 def texts_of(texts: Path, **section: Any) -> RulerTexts:
     config = recipe(texts, LENGTH, {"ruler": section})
-    assert config.evaluation.ruler is not None
-    return RulerTexts(config.evaluation.ruler, stage_setting(config))
+    evaluation: Any = config.evaluation  # its sections are found when it is loaded
+    assert evaluation.ruler is not None
+    return RulerTexts(evaluation.ruler, stage_setting(config))
 
 
 @pytest.mark.parametrize("task", TASKS)

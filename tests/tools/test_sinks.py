@@ -105,7 +105,9 @@ def test_records_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert run.finished
 
 
-def test_a_changed_recipe_is_a_row_of_a_table_also_at_a_step_that_is_drawn(tmp_path, monkeypatch) -> None:
+def test_a_changed_recipe_is_a_row_of_a_table_also_at_a_step_that_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The event is of the checkpoint's step, and wandb has the steps after it already. A restart repeats it."""
     run = FakeRun()
     install(monkeypatch, run)
@@ -164,7 +166,9 @@ def test_steps_trained_again_are_counted_also_where_few_have_a_record(tmp_path: 
     assert row("metrics", 110)["redone_steps"] == 60
 
 
-def test_a_damaged_history_costs_no_more_than_itself(tmp_path, monkeypatch, caplog) -> None:
+def test_a_damaged_history_costs_no_more_than_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """An empty file is what a power cut may leave."""
     run = FakeRun()
     install(monkeypatch, run)
@@ -179,7 +183,13 @@ def test_a_damaged_history_costs_no_more_than_itself(tmp_path, monkeypatch, capl
 
 @pytest.mark.parametrize("behaviour", [raise_error, hang])
 @pytest.mark.parametrize("where", ["init", "log", "alert", "finish"])
-def test_a_failing_wandb_neither_stops_nor_slows_a_run(tmp_path, monkeypatch, caplog, where, behaviour) -> None:
+def test_a_failing_wandb_neither_stops_nor_slows_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    behaviour: Callable[..., Any],
+) -> None:
     """A record costs the training loop less than 0.2 ms of work, whatever wandb does; closing ends."""
     install(monkeypatch, FakeRun(where, behaviour))
     monkeypatch.setattr(wandb_sink, "QUEUE_SIZE", 10)
@@ -208,7 +218,9 @@ def test_a_failing_wandb_neither_stops_nor_slows_a_run(tmp_path, monkeypatch, ca
         assert f"wandb missed {lost[where, behaviour]} records; metrics.jsonl has them" in caplog.text
 
 
-def test_online_without_a_key_is_one_warning(tmp_path, monkeypatch, caplog) -> None:
+def test_online_without_a_key_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     run = FakeRun()
     install(monkeypatch, run, api_key=None)
     with caplog.at_level(logging.WARNING):
@@ -219,7 +231,9 @@ def test_online_without_a_key_is_one_warning(tmp_path, monkeypatch, caplog) -> N
     assert run.logged == []
 
 
-def test_a_missing_package_is_one_warning(tmp_path, monkeypatch, caplog) -> None:
+def test_a_missing_package_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with caplog.at_level(logging.WARNING):
         sink(tmp_path).close()
@@ -315,7 +329,7 @@ def test_the_first_lines_of_a_run_say_where_it_is_recorded() -> None:
     assert "tensorboard" in describe_sinks(config).partition("off: ")[2]
 
 
-def test_tensorboard_writes_its_files_beside_the_metrics(tmp_path, capsys) -> None:
+def test_tensorboard_writes_its_files_beside_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     section = {"tensorboard": True, "report": False}
     assert files_of_sinks(tmp_path, section) == {"metrics.jsonl", "tensorboard"}
     assert "loss 3.5000" in capsys.readouterr().out

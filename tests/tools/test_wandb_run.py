@@ -27,7 +27,7 @@ def read_wandb_file(path: Path) -> list[Any]:
     """The protobuf records of a .wandb file: LevelDB's log format, 32 KiB blocks of (crc u32, length u16, type u8,
     data), after 7 bytes of header; a record that spans blocks comes in parts of type 2, 3, ..., 3, 4, a whole one has
     type 1. A record that is still being written is left out."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # made when it is imported
 
     data, position, parts, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):

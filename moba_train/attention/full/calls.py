@@ -62,6 +62,8 @@ def query_chunks(q_ranges: TokenRanges, k_ranges: TokenRanges) -> list[QueryChun
                 own=any(begin <= start < end for begin, end in k_ranges),
             )
             row = chunk.rows.stop
+            # A single query sees its own key as it sees earlier ones, without a mask: neighbours of this form become
+            # one call.
             if chunk.own and stop - start == 1:
                 chunk = replace(chunk, earlier=chunk.earlier + 1, own=False)
             if chunks and not chunk.own and replace(chunks[-1], rows=chunk.rows) == chunk:
@@ -93,6 +95,7 @@ def _cut(layout: Layout, bottom_right: bool) -> KernelCalls:
     q_edges, k_edges = (_document_edges(layout.cu_seqlens, ranges) for ranges in (layout.q_ranges, layout.k_ranges))
 
     def call(rows: slice, keys: slice, causal: bool) -> KernelCall:
+        # Bounds from ranges alone: exact lengths would make the host wait for the GPU.
         max_q, max_k = (min(layout.max_seqlen, part.stop - part.start) for part in (rows, keys))
         return KernelCall(keys, Segments(_clip(q_edges, rows), _clip(k_edges, keys), max_q, max_k, causal))
 

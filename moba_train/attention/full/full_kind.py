@@ -115,6 +115,7 @@ class FullAttention(LocalAttention, Decodes):
         for first in range(0, kv_heads, together):
             kv = slice(first, min(first + together, kv_heads))
             of = slice(kv.start * group, kv.stop * group)
+            # Every head has the same list, but the kernels read one for each.
             selected_HTC = selected_TC.repeat(of.stop - of.start, 1, 1)
             yield of, kv, self.by_block.selection(selected_HTC, q_THD[:, of], layout, kv_heads=kv.stop - kv.start)
 

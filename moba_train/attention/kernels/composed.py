@@ -243,6 +243,7 @@ def _cut_diagonal_segments(layout: Layout, block_size: int) -> Segments:
     if layout.q_ranges is None:
         return Segments(edges, edges, longest, longest, causal=True)
     ranges = joined_ranges(layout.q_ranges)
+    # The kernels end causal masks at a segment's last key, so a block's keys behind the last query are cut off from it.
     cu_k = torch.cat([edges, edges.new_tensor([stop for _, stop in ranges])]).sort().values
     cu_q = torch.zeros_like(cu_k)
     for start, stop in ranges:
@@ -313,8 +314,10 @@ def attend_backward(
     rows = Rows.from_state(state)
     rows_of_k = k_SKD.shape[0], k_SKD.shape[2]
     for kv_heads, parts in call.parts():
+        # Sums over parts in float32: a block that many queries select gets a term from each part.
         dk_kSD, dv_kSD = (x.new_zeros(kv_heads.stop - kv_heads.start, *rows_of_k, dtype=wide) for x in (k_SKD, v_SKD))
         for some, shared in heads_at_once(q_THD, k_SKD, kv_heads):
+            # Diagonal blocks first and by assignment: `dq` is uninitialised, and the slots add to it.
             diagonal = join.diagonal_state(call.blocks, state, some, shared)
             if diagonal is None:
                 dq_THD[:, some] = 0
@@ -337,6 +340,7 @@ def _slots_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) [k * S, 1, D] of the slots of a part, whose dq is added in place. What was gathered is freed again."""
     gathered = join.slots_state(call.blocks, part, rows, k, v)
+    # Deterministic in any case: MoBA's gradients repeat bit by bit by every backend on a GPU.
     dq, dk, dv = call.kernel.backward(gathered, part.segments, call.scale, deterministic=True)
     part.add(dq_THD, dq.squeeze(1))
     return dk, dv
@@ -409,9 +413,12 @@ class _Call:
         edges = block_edges(self.layout, self.block_size)
         longest = self.diagonal.max_k
         buffers = self.kernel.dq_buffers(edges.numel() - 1, selected_HTC.device)
+        # FlashAttention-2's deterministic backward pass holds a dq for each of its programs, so parts shrink by that
+        # number.
         limit = max(1, slots_at_once(tokens * heads, self.head_dim) // buffers)
         if history_blocks == 0:
             return iter([(slice(0, self.kv_heads), iter(()))])
+        # Triton's tiles are powers of 2, so other head widths take the sort in PyTorch.
         if not lists or self.head_dim & (self.head_dim - 1):
             most = self.kernel.most_segments
             return sorted_parts(selected_HTC, self.kv_heads, limit, most, edges, longest, self.layout.total)

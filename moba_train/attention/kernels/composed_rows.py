@@ -39,6 +39,8 @@ class SortedPart:
     def merge(self, out_THD: Tensor, lse_HT: Tensor, diagonal_lse_HT: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
         """Join the diagonal blocks' results with those of the slots, by online softmax (common/merge.py): out in place,
         lse written."""
+        # Rows behind the lists belong to no segment and are undefined, perhaps NaN, which a weight of 0 would not
+        # remove.
         part_ED[self.slots :] = 0.0
         part_E[self.slots :] = -torch.inf
         position_thC = self.position_thC
@@ -92,6 +94,7 @@ def sorted_parts(
     group = heads // kv_heads
     blocks = edges.numel() - 1
     per_head = tokens * group * history_blocks
+    # FlashAttention-2 takes 65,535 segments at most, the second dimension of its launch.
     together = max(1, min(limit // per_head, most_lists // blocks))
     size = -(-tokens // -(-per_head // limit))
     for first in range(0, kv_heads, together):
@@ -114,11 +117,13 @@ def _part(
     key = torch.int16 if lists < 2**15 else torch.int32  # half the width, about half the time
     sorted_E, order_E = list_thC.flatten().to(key).sort(stable=True)
     starts = torch.searchsorted(sorted_E, torch.arange(lists + 1, dtype=key, device=device), out_int32=True)
+    # One wait for both numbers. Kernels of full attention need the longest segment on the host.
     most, slots = torch.stack([starts.diff().max(), starts[-1]]).tolist()
 
     position_E = torch.empty_like(order_E).scatter_(0, order_E, torch.arange(order_E.numel(), device=device))
     token_t = torch.arange(tokens.start, tokens.stop, device=device)
     row_th = token_t.view(-1, 1) * selected_HTC.shape[0] + (heads.start + head_h)
+    # Slots without a block are sorted last; of these one row stays, to which all their positions point.
     rows_E = row_th.flatten()[order_E[: slots + 1] // selected_thC.shape[2]]
     keys = keys_end_to_end(edges, kv_heads.stop - kv_heads.start, total)
     segments = Segments(starts, keys, most, longest, causal=False)

@@ -203,7 +203,7 @@ KERNELS = (
     Kernel("forward", "triton/blocks_to_128.py", _SHORT, _WIDTHS, "64K 128/8: 4.7 ms, by row tiles 7.3"),
     # With 512 keys or more a row's products outweigh its gather, so tiles are as large as registers allow.
     Kernel("forward", "triton/blocks_from_144_forward.py", _LONG, _WIDTHS, "128K 4096/12: 155 ms, 533 TFLOP/s"),
-    # Longer blocks would gather their rows once for each tile of keys: 32K 512/3 7.65 ms for 6.77
+    # Longer blocks would gather their rows once for each tile of keys: 32K 512/3 7.63 ms for 6.70
     # (benchmarks/results/attention-gradients-gathered-h200-again.json).
     Kernel(
         "backward",

@@ -1,6 +1,6 @@
 """Mixture of Block Attention (Lu et al. 2025, arXiv:2502.13189).
 
-Attention to the selected blocks is ../blocks. Nothing here imports torch.distributed.
+Attention to the selected blocks is in ../kernels. Nothing here imports torch.distributed.
 """
 
 from moba_train.attention.moba.function import moba_attention

@@ -78,6 +78,7 @@ def _attention(options: dict[str, Any], head_dim: int, softmax_scale: float | No
     return _cached(MobaAttention.Options(**options), head_dim, softmax_scale)
 
 
+# Behind `assume_constant_result`, so that torch.compile traces neither the cache nor the constructor.
 _cached = cache(MobaAttention)
 
 
@@ -119,6 +120,7 @@ def _documents(q: Tensor, cu_seqlens: Tensor | None) -> Layout:
         )
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens: on {cu_seqlens.device}, q is on {q.device}; they must agree")
+    # Waits for the GPU: wrong boundaries from a caller would be read past the end by kernels.
     edges = cu_seqlens.tolist()
     if edges[0] != 0:
         raise ValueError(f"cu_seqlens: starts at {edges[0]}, must start at 0")

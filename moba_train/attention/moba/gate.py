@@ -19,9 +19,12 @@ def pool_keys(k_SKD: Tensor, layout: Layout, block_size: int) -> Tensor:
     Keys come after RoPE. The sum runs in float32 (float64 for float64) in the order of the tokens, then is rounded.
     """
     ids_S = block_ids(layout.k_tokens, layout.k_documents, layout, block_size)
+    # Counts by searchsorted: bincount would wait for the GPU to learn its length.
     edges = torch.arange(block_bound(layout, block_size) + 1, device=k_SKD.device)
     counts_N = torch.searchsorted(ids_S, edges).diff()
     keys_SE = k_SKD.detach().to(accumulation_dtype(k_SKD.dtype)).flatten(1)
+    # segment_reduce adds in the order of the tokens, so that the kernels can give the same bits; a matrix product or
+    # index_add on a GPU would not.
     sums_NE = torch.segment_reduce(keys_SE, "sum", lengths=counts_N, axis=0, initial=0.0, unsafe=True)
     means_NE = sums_NE / counts_N.clamp(min=1).unsqueeze(1)
     return means_NE.to(k_SKD.dtype).unflatten(1, k_SKD.shape[1:])
@@ -81,6 +84,7 @@ def select_blocks(
         # below what is forced.
         gates = gates.clamp(torch.finfo(gates.dtype).min, torch.finfo(gates.dtype).max)
         gates = gates.masked_fill(forced_tN & candidate_tN, torch.inf).masked_fill(~candidate_tN, -torch.inf)
+        # A stable sort, not `topk`, whose choice among equal gates depends on the device.
         best = gates.sort(dim=-1, descending=True, stable=True).indices[..., :history_blocks]
         valid = torch.arange(history_blocks, device=q_THD.device) < (diagonal_t1 - first_t1)
         ordered = torch.where(valid, best, blocks).sort(-1).values

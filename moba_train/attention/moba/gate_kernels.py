@@ -70,6 +70,7 @@ def _pool(k, pooled, bounds, stride_t, D: tl.constexpr, UNROLL: tl.constexpr):
         total += tl.load(first + i * stride_t).to(tl.float32)
     count = tl.zeros([D], tl.float32) + tl.maximum(end - start, 1)
     offset = (block.to(tl.int64) * tl.num_programs(1) + kv_head) * D + tl.arange(0, D)
+    # div_rn: Triton's plain division is approximate, and the mean would differ from the reference's in its last bit.
     tl.store(pooled + offset, tl.div_rn(total, count).to(pooled.dtype.element_ty))
 
 
@@ -101,6 +102,8 @@ def select_blocks(
     grouped = select == "group"
     rows = 64
     chunks = ceil_div(blocks, _CHUNK)
+    # Three levels with a second kernel for the tiles where they may not suffice (0.9 %) took 1.49 + 0.57 ms at 64K
+    # 128/8 with topk 8, four levels 1.77 + 0.09 (benchmarks/LOG.md, "Selection and lists").
     levels = min(chunks, history_blocks, 3 if history_blocks <= 5 else 4)
     grid = (ceil_div(tokens, rows), kv_heads if grouped else heads)
     shared = {
@@ -127,6 +130,7 @@ def select_blocks(
     if history_blocks <= 16:  # with more history blocks, many tiles would have to be done again
         pooled = pooled_NKD.flatten(1)
         desc = TensorDescriptor(pooled, list(pooled.shape), list(pooled.stride()), [_CHUNK, head_dim])
+        # By bulk copies: pooled keys are a plain matrix, and what lies past its end reads as zeros.
         launch(_select, grid, pooled_desc=desc, chunk_bits=(chunks - 1).bit_length(), LEVELS=levels, **shared)
     if history_blocks > 16 or levels < min(chunks, history_blocks):
         launch(_select_marked, grid, pooled=pooled_NKD, ALL=history_blocks > 16, **shared)
@@ -205,6 +209,8 @@ def _select(
     chunk_mask = (1 << chunk_bits) - 1
     best1 = tl.full([M, N], EMPTY, tl.int32)
     best2, best3, best4 = best1, best1, best1
+    # No mask here, and infinite gates are not clamped, which alone took 4.61 to 4.31 ms at 128K 128/8 (by a program;
+    # the output was not kept).
     for chunk in tl.range(inner, inner_end, num_stages=3):
         s = _chunk_scores(q_row, q_MD, ok, pooled_desc, lo + chunk * N, kv_head, GROUP, G, D)
         key = _chunk_key(s, chunk, chunk_mask)

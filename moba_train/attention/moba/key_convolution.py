@@ -62,6 +62,7 @@ def previous(x_nx: Tensor, name: str, count: int, shard: Shard) -> Tensor:
     most = max(map(len, by_rank))
     tails_rcx = _tails(x_nx, ranges, x_nx.new_zeros((most, count, *x_nx.shape[1:])))
     tails_Ncx = shard.all_ranks(tails_rcx).flatten(0, 1)
+    # Ranks may have different numbers of ranges, and an all-gather needs equal shapes.
     filled = [(*rank, *[TokenRange(0, 0)] * (most - len(rank))) for rank in by_rank]
     numbers = [token for rank in filled for token_range in rank for token in token_range]
     return _previous(x_nx, tails_Ncx, *layout_arguments(shard.layout), numbers)
@@ -108,6 +109,7 @@ def _rows_before_backward(grad: Tensor, tails: int, *where: Any) -> tuple[Tensor
     heads = grad.new_zeros((len(ranges), count, *rest), dtype=wide)
     grad = grad.masked_fill(_outside(layout, count, grad.dim() - 1), 0)
     for head, rows in zip(heads, ranges, strict=True):
+        # The sum is made in float32 and rounded once: a row gets a term for each distance.
         both = grad_x.new_zeros((count + rows.stop - rows.start, *rest))
         for target, part in zip(_shifted(both, count), grad[:, rows], strict=True):
             target += part

@@ -106,6 +106,7 @@ class MobaCosts(KindCosts):
         options, model = self.kind.moba_options, self.model
         saved = 2 * model.kv_heads * model.head_width * (options.key_conv + 1) if options.key_conv else 0
         if batch.seq_len > options.topk * options.block_size:
+            # Ids and slots are int32, one of each for every query head and block.
             saved += 2 * 4 * model.heads * options.history_blocks
         return super().token_bytes(batch)._replace(saved=saved)
 

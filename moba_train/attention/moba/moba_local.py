@@ -46,6 +46,7 @@ class Selector(Protocol):
 def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, history_blocks: int) -> Selector:
     """The selector for tensors like `x` ([tokens, heads, D]): kernels where they can run and are not refused by the
     backend `wanted`, else plain PyTorch. `composed` has none of its own and takes the kernels."""
+    # `triton` is also asked for on a CPU, under Triton's interpreter, for tests.
     if wanted == "reference" or (wanted != "triton" and not x.is_cuda):
         return cast(Selector, gate)
     return cast(Selector, gate) if call_problem(x, layout, block_size, history_blocks) else _triton()
@@ -106,6 +107,8 @@ class MobaAttention(DenseOrSparse, Gated):
         self.options = options
         self.backend = options.backend
         self.block_size = options.block_size
+        # With at most topk blocks in a document every block is selected: MoBA is dense attention there, whose kernels
+        # win in all ten cases measured (benchmarks/results/crossover-h200.json).
         self.full_up_to = options.topk * options.block_size
         # Every query attends to topk blocks: the gate's work, which does grow with the position, is small.
         couples_heads = options.select == "group"

@@ -82,6 +82,7 @@ class BlocksByUnit(UnitAttention):
             return dq_UHD, dk_UKD, dv_UKD
         kernel = _kernel(state.q, layout, self.block_size)
         segments = self._own_segments(layout)
+        # Kernels index the rows of a call with 32 bits.
         for heads, kv_heads in heads_at_once(state.q, state.k, slice(0, state.k.shape[1])):
             some = state.part(heads=heads, kv_heads=kv_heads)
             dq_UHD[:, heads], dk, dv = kernel.backward(some, segments, self.attention.scale, deterministic=True)
@@ -118,6 +119,7 @@ class BlocksByUnit(UnitAttention):
                 out, lse = self._forward(kernel, part, q, k_UD, v_UD)
                 dout = (dout * part.by_slot(queries.weights_FC.unsqueeze(0))[:, None, None]).to(q.dtype)
             state = BackwardState(dout, q, k_UD.unsqueeze(1), v_UD.unsqueeze(1), out, lse)
+            # Always deterministic: as in the joins, nothing here depends on timing.
             dq, dk, dv = kernel.backward(state, part.segments, self.attention.scale, deterministic=True)
             part.add(dq_F1D, dq.squeeze(1))
             dk_UD += dk.squeeze(1)
@@ -139,6 +141,7 @@ class BlocksByUnit(UnitAttention):
         blocks = edges.numel() - 1
         kernel = _kernel(queries.q_FD.unsqueeze(1), layout, self.block_size)
         limit = min(_ENTRIES_AT_ONCE, MOST_ELEMENTS // queries.q_FD.shape[1])
+        # A deterministic backward pass of some kernels has a dq for each group of keys, all in memory at once.
         limit = max(1, limit // kernel.dq_buffers(blocks, queries.q_FD.device))
         longest = min(self.block_size, layout.max_seqlen)
         ranges = ((0, layout.total),) if layout.k_ranges is None else layout.k_ranges
@@ -160,6 +163,7 @@ def _given_edges(layout: Layout, block_size: int) -> Tensor:
         return edges
     given = torch.zeros_like(edges)
     for start, stop in layout.k_ranges:
+        # The sum over the ranges of how much of each lies before an edge: no lookup, and no wait for the device.
         given += (edges - start).clamp_(0, stop - start)
     return given
 

@@ -51,6 +51,8 @@ class DispatchSpec(TransportSpec):
     """The transport `dispatch`."""
 
     name = "dispatch"
+    # Measured on four H200 at 256K, MoBA 512/8: 2,897 ms with a sink, 608 without
+    # (benchmarks/results/context-skew-h200.json).
     not_for_auto = "only as configured: the owner of blocks that all queries select would attend for all of them"
 
     def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
@@ -74,6 +76,7 @@ class DispatchSpec(TransportSpec):
         copied = tokens * reached * 18 * shape.q_bytes
         # Rows of one key/value head, sent and received (q, dout, out, dq), and dq, dk and dv of the shard in float32.
         buffers = tokens * (8 * reached * shape.q_bytes / shape.kv_heads + 2 * shape.q_bytes + 2 * shape.kv_bytes)
+        # All of it up front: sizes of messages follow from the selection, so no transfer overlaps attention.
         return TransportCost(received * within, received * (1 - within), copied, buffers, upfront_share=1)
 
     def check_shape(self, strategy: CPStrategy, shape: AttentionShape) -> None:
@@ -119,6 +122,7 @@ class Dispatch(Transport):
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.rank = communicator.rank
+        # For layers of full attention and for evaluations on the same weights, which name no owner to send to.
         self.gathered = AllGather(communicator, slices=1)
 
     def forward(
@@ -132,7 +136,9 @@ class Dispatch(Transport):
         q_UHD, k_UKD, v_UKD = (owner.take(x) for x in (q_LHD, k_LKD, v_LKD))
         selection = self._select(q_LHD, k_UKD, call, owner)
         routing = _Routing(owner, call, selection, k_LKD.shape[1])
+        # By the owner, not by the query's rank: a unit that straddles two shards is complete only there.
         own_UHD, own_HU = units.attend_own(q_UHD, k_UKD, v_UKD, owner.layout)
+        # Joined in float32: up to cp results are added, each rounded once.
         out_nHD = owner.give_back(own_UHD).to(sum_dtype(q_LHD.dtype)).contiguous()
         lse_nH = owner.give_back(own_HU.T.contiguous())
         if routing.weights_HnW is not None:
@@ -247,6 +253,7 @@ class _Routing:
         # One exchange for all heads: the host must know the sizes of messages.
         sent_RK = self.is_sent_RHn.unflatten(1, (kv_heads, -1)).flatten(2).sum(2)
         (received_RK,) = self.communicator.all_to_all(sent_RK).wait()
+        # One copy to the host for both, as each waits for the device.
         self.sent_KR, self.received_KR = torch.stack([sent_RK.T, received_RK.T]).tolist()
 
     def routes(self) -> Iterator[tuple[int, "_Route"]]:
@@ -264,6 +271,8 @@ class _Routing:
         rank_E = found_E // max(1, group * tokens)
         row_E = place_E % max(1, tokens) * heads + some.start + place_E // max(1, tokens)
         units_EC = self.units_HnC[some].flatten(0, 1)[place_E]
+        # The width C stays, with -1 for units of other owners: lists of different lengths would need a further exchange
+        # of sizes.
         units_EC = torch.where(self.owners_N[units_EC] == rank_E.unsqueeze(1), units_EC, -1)
         weights_EC = None
         if self.weights_HnW is not None:
@@ -294,6 +303,7 @@ class _Route:
 
     def send_merged(self, dout_rows: Tensor, out_rows: Tensor, lse_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Send the gradients and the merged results of the queries, and return those that came."""
+        # One message for both, as every uneven exchange costs a launch and a wait of all ranks.
         both_F2D = self._send(torch.stack([dout_rows[self.row_E], out_rows[self.row_E]], dim=1))
         dout_FD, out_FD = (x.contiguous() for x in both_F2D.unbind(1))
         return dout_FD, out_FD, self._send(lse_rows[self.row_E])
@@ -304,6 +314,8 @@ class _Route:
 
     def join(self, out_rows: Tensor, lse_rows: Tensor, part_ED: Tensor, part_E: Tensor) -> None:
         """Join the owners' results with those so far, in place, in the order of ranks."""
+        # Rank by rank: within a rank no row comes twice, so the indexed writes do not collide and the order of sums is
+        # fixed.
         for row, part_eD, part_e in self._by_rank(self.row_E, part_ED, part_E):
             if self.weights_EC is None:
                 out_e1D, lse_1e = merge(

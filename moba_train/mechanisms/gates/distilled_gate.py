@@ -141,6 +141,7 @@ class DistilledGate(AttentionKind):
         learns = torch.is_grad_enabled()
         if not (learns or observer):
             return out_LHd, None
+        # Detached: the divergence trains the gate alone.
         q_nHd = own_rows(rotated.q_THd, shard).detach()
         k_TKd = shard.gather("k", own_rows(rotated.k_TKd, shard).detach())
         features = self.features(layer, parameters)
@@ -171,6 +172,7 @@ class DistilledGate(AttentionKind):
         teacher: tuple[Tensor, Tensor | None] = (lse_Hn, selected_HnC)
         if self.needs_full:
             with torch.no_grad():
+                # Of the teacher only the LSE counts: with it q and k give each probability again, block by block.
                 _, lse_HL = layer.engine(rotated.q_THd, rotated.k_TKd, rotated.v_TKd, self.full, layer.layout)
             teacher = (lse_HL[:, : len(q_nHd)], None)
         kl_n = self.divergence(features, shard, q_nHd.detach(), k_TKd.detach(), *teacher)

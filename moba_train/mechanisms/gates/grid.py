@@ -60,6 +60,8 @@ def block_grid(layout: Layout, block_size: int) -> BlockGrid:
     edges = block_edges(host, block_size).long()
     tokens_NB = edges[:-1, None] + torch.arange(block_size)
     present_NB = tokens_NB < edges[1:, None]
+    # Made on the CPU and copied: `causal_chunks` needs these numbers in Python, and to read them back it would wait for
+    # the GPU.
     own_n = block_ids(host.q_tokens, host.q_documents, host, block_size)
     first_n = first_blocks(host.cu_seqlens, block_size)[host.q_documents]
     return BlockGrid(
@@ -160,6 +162,8 @@ def causal_chunks(
         low = int(first[start])
         stop = len(own)
         while stop - start > 1 and (stop - start) * (int(own[stop - 1]) + 1 - low) * scores_per_block > budget:
+            # Halved, not computed: every row counts as many blocks as the last one sees, so fewer rows have fewer
+            # blocks as well.
             stop = start + (stop - start) // 2
         yield slice(start, stop), slice(low, int(own[stop - 1]) + 1)
         start = stop

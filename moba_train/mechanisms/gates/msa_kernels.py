@@ -1,21 +1,17 @@
-"""Pairs of a query and a block for the kernels of `msa`, listed by group of heads and block.
+"""The index scores of `msa`, and attention's probabilities, in Triton; the same functions as in msa_reference.py.
 
-Shape suffixes: n queries of the layout, t a chunk of them, N blocks, b blocks of a chunk, K groups of heads, C selected
-blocks, j these and the own one.
-
-The index scores of `msa`, and attention's probabilities, in Triton; the same functions as in msa_reference.py.
-
-A pair is a query and a block that it may see, or has selected (msa_pairs.py). A program takes M pairs of one block and
-group of heads, and its keys; of the scores of all tokens only a block's best one, the token that has it,
-and the sum of the probabilities leave the chip. The gradient of a best score reaches one key. That of the keys is made
-for each block at once, as the product of a matrix with one number for each pair and the queries: no atomics, so equal
-calls give equal bits.
+A pair is a query and a block that it may see, or has selected; pairs are listed by group of heads and block. A program
+takes M pairs of one block and group of heads, and its keys; of the scores of all tokens only a block's best one, the
+token that has it, and the sum of the probabilities leave the chip. The gradient of a best score reaches one key. That
+of the keys is made for each block at once, as the product of a matrix with one number for each pair and the queries: no
+atomics, so equal calls give equal bits.
 
 At 32K tokens and 8 groups of 4 heads, all blocks of 128: 33 million pairs, of which each has 128 * 64 * 10 products and
 512 exponentials: 2.7 TFLOP, and 5 ms at the 16 exponentials a cycle of an H200's multiprocessors.
 
-Sizes: K groups with G query heads each, D head width, W index width, C blocks that a query's results have room for; a
-tile has M pairs and N keys.
+Shape suffixes: n queries of the layout, t a chunk of them, N blocks, b blocks of a chunk, K groups of heads, C selected
+blocks, j these and the own one. Sizes in kernels: K groups with G query heads each, D head width, W index width, C
+blocks that a query's results have room for; a tile has M pairs and N keys.
 """
 
 from collections.abc import Iterator
@@ -101,6 +97,7 @@ def selected_pairs(selected_KnC: Tensor, layout: Layout, block_size: int) -> Pai
     selected_Knj = torch.cat([selected_KnC, grid.own_n.int()[:, None].expand(groups, -1, 1)], 2)
     blocks = len(edges) - 1
     lists = BlockLists.from_tensors(*invert(selected_Knj, groups, blocks), selected_Knj, groups, blocks)
+    # A list ends where the next begins: `invert` cuts it into chunks of queries, which the kernels here don't need.
     begin, end = lists.starts[: -1 : lists.chunks], lists.starts[lists.chunks :: lists.chunks]
     return Pairs(
         slice(0, queries),
@@ -234,6 +231,7 @@ def _launch(
 ) -> None:
     """Fill scores, best tokens and probabilities [K, t, C] of the pairs; without a scale, scores alone."""
     shape = tile_shape(block_size)
+    # By a bound: a list has at most one tile that is not full, and the number of tiles itself only the device knows.
     tiles = cut_lists(pairs.begin, pairs.end, pairs.most // shape.rows + len(pairs.begin), shape.rows)
     _scores[(tiles.bound,)](
         *(x.contiguous() for x in (q_index_tKw, k_index_Tw, q_tHd, k_TKd, lse_Ht)),
@@ -273,6 +271,7 @@ def _pair(entries, position, ok, block, group, queries, width, LISTED: tl.conste
     return query, (group * queries + query) * width + slot
 
 
+# Counts that change from batch to batch; see attention/kernels/triton/__init__.py.
 @triton.jit(do_not_specialize=["lists", "blocks", "queries", "width", "groups"])
 def _scores(
     q_index,
@@ -318,6 +317,7 @@ def _scores(
     query_M, place_M = _pair(entries, position, ok_M, block, group, queries, width, LISTED)
     start, stop = tl.load(edges + block), tl.load(edges + block + 1)
     last_key_M = tl.minimum(tl.load(token_of + query_M, mask=ok_M, other=-1), stop - 1)
+    # In a query's own block the keys behind the tile's last query are not read at all.
     stop = tl.minimum(stop, tl.max(last_key_M, 0) + 1)
     column_W = tl.arange(0, W)
     q_at = (query_M * groups + group) * W
@@ -333,6 +333,7 @@ def _scores(
         s_MN = tl.where(visible_MN, tl.dot(q_index_MW, k_index_NW.T), float("-inf"))
         if ATTENTION:
             here_M, at_M = tl.max(s_MN, 1, return_indices=True)
+            # Of equal scores the earliest token stays, as torch's max has it: one token gets the whole gradient.
             best_M = tl.where(here_M > top_M, base + at_M, best_M)
             top_M = tl.maximum(top_M, here_M)
             column_D = tl.arange(0, D)
@@ -401,6 +402,8 @@ def _key_gradients(
     key = base + tl.arange(0, N)
     column_W = tl.arange(0, W)
     dk_NW = tl.zeros([N, W], tl.float32)
+    # Groups share the index keys: their sums go to KEY_PARTS tensors, added in a fixed order, where atomics would add
+    # them in any.
     for group in range(part, groups, tl.num_programs(2)):
         last = tl.load(end + group * blocks + block)
         for first in range(tl.load(begin + group * blocks + block), last, M):

@@ -87,6 +87,7 @@ def distill(
     scored = _implementation(reference, q_index, q).scored
     for part in scored(q_index, k_index, q, k, lse, selected, layout, block_size, scale):
         target_gtb = _target(part.mass_gtb)
+        # Blocks that do not count have -inf here and 0 as their target, and the product is NaN.
         log_index_gtb = part.logits_gtb.log_softmax(-1).masked_fill_(target_gtb == 0, 0.0)
         kl_n[part.queries] += (torch.xlogy(target_gtb, target_gtb) - target_gtb * log_index_gtb).sum(-1).sum(0)
     return kl_n / q_index.shape[1]
@@ -94,6 +95,7 @@ def distill(
 
 def _target(mass_gtb: Tensor) -> Tensor:
     """The share of attention's probability in each block."""
+    # The sum is not 0: every query's own block counts, and has its own key.
     return mass_gtb / mass_gtb.sum(-1, keepdim=True)
 
 

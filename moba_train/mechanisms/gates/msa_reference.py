@@ -92,6 +92,7 @@ def scored(
             q_Gtd = q_nHd[queries, heads].to(dtype).transpose(0, 1)
             p_Gts = (q_Gtd @ k_NBd[blocks].flatten(0, 1).T).mul_(scale)
             p_Gts = p_Gts.sub_(lse_Hn[heads, queries].to(dtype).unsqueeze(-1)).exp_()
+            # Filled, not multiplied by the mask: what is not seen is not in the LSE and may have overflowed to inf.
             p_Gts = p_Gts.masked_fill_(~seen_tbB.flatten(1), 0.0)
             mass_tb = p_Gts.unflatten(2, (-1, block_size)).sum((0, 3))
             yield Scored(groups, queries, logits_gtb, best_gtb.squeeze(-1).unsqueeze(0), mass_tb.unsqueeze(0))

@@ -169,4 +169,5 @@ def _pooled(shard: Shard, q_nHd: Tensor, k_nKd: Tensor, tokens_N: Tensor, block_
     extremes_NKd = extremes_NKd.masked_fill(tokens_N11 == 0, 0.0)
     q_NHd, k_NKd = mean_NHd.split([heads, kv_heads], 1)
     largest_NKd, smallest_NKd = extremes_NKd.split([kv_heads, kv_heads], 1)
+    # The smallest came as the largest of -k.
     return q_NHd.to(q_nHd.dtype), torch.cat([k_NKd, largest_NKd, -smallest_NKd], -1).to(k_nKd.dtype)

@@ -17,6 +17,7 @@ from moba_train.attention.kernels.common.softmax import LOG2_E
 from moba_train.attention.layout import Layout
 from moba_train.mechanisms.gates.grid import block_grid, query_rows
 
+# A tile holds two whole blocks' scores in registers: 256 x 256 in float32 would be all registers of a multiprocessor.
 _LONGEST = 128
 
 
@@ -27,6 +28,7 @@ def able(block_size: int) -> bool:
 
 def tile_rows(block_size: int) -> int:
     """Queries and keys of a tile."""
+    # Triton multiplies at least 16 rows.
     return max(16, triton.next_power_of_2(block_size))
 
 
@@ -36,6 +38,7 @@ def block_maxima(q_nHd: Tensor, k_TKd: Tensor, lse_Hn: Tensor, layout: Layout, b
     rows = query_rows(layout, block_size)
     edges = block_edges(layout, block_size)
     heads = q_nHd.shape[1]
+    # Zeros: blocks that a row does not see are not written.
     maxima_HlN = torch.zeros(heads, rows.bound, len(edges) - 1, dtype=torch.float32, device=q_nHd.device)
     if rows.count:
         _maxima[(rows.count, heads)](
@@ -62,6 +65,7 @@ def block_maxima(q_nHd: Tensor, k_TKd: Tensor, lse_Hn: Tensor, layout: Layout, b
     return maxima_HlN
 
 
+# Counts that change from batch to batch; see attention/kernels/triton/__init__.py.
 @triton.jit(do_not_specialize=["queries", "rows", "blocks"])
 def _maxima(
     q,
@@ -101,4 +105,5 @@ def _maxima(
         k_MD = tl.load(k + k_at[:, None] + column[None, :], mask=(key < stop)[:, None], other=0.0)
         s = tl.dot(q_MD, k_MD.T) * scale_log2 - lse_M[:, None]
         s = tl.where(key[None, :] <= tl.minimum(token_M, stop - 1)[:, None], s, float("-inf"))
+        # exp2 grows, so the largest score has the largest probability: one exponential for a pair of blocks.
         tl.store(result + block, tl.math.exp2(tl.max(tl.max(s, 1), 0)))

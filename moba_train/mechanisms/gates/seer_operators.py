@@ -56,6 +56,7 @@ def pool(q: Tensor, k: Tensor, layout: Layout, block_size: int) -> tuple[Tensor,
             x_lBHd = x_nHd[rows.queries_lB[: rows.count]].to(dtype).masked_fill(~present_lB11, 0.0)
             sums_NHd[ids_l, first : first + x_nHd.shape[1]] = x_lBHd.sum(1)
         k_lBKd = k[rows.queries_lB[: rows.count]].to(dtype)
+        # The minimum as the maximum of -k: one reduction here, and one over the ranks, for both.
         both_lBKd = torch.cat([k_lBKd, -k_lBKd], 2).masked_fill(~present_lB11, -torch.inf)
         extremes_NKd[ids_l] = both_lBKd.amax(1)
     return sums_NHd, extremes_NKd
@@ -137,6 +138,7 @@ def attention_map(
     else:
         map_HlN = _block_maxima(q, k, lse, layout, block_size, scale)
     rows = query_rows(layout, block_size)
+    # Four places, used or not: ranks gather tensors of equal sizes.
     edge_ids_E = torch.full((EDGES,), -1, device=q.device)
     edge_rows_EHN = map_HlN.new_zeros((EDGES, *map_HlN.shape[::2]))
     for place, row in enumerate(rows.edges):
@@ -210,10 +212,14 @@ def distill(
     gate's features [N, H, w] and [N, K, w] of all blocks.
     """
     rows = query_rows(layout, block_size)
+    # A copy: an operator may not change its argument, and what it returns may not be one.
     target_HlN = attention_map.clone()
     for row in rows.edges:
         shared = (edge_ids == rows.ids_l[row])[..., None, None]
+        # Each rank has the maxima of the queries that it holds of this block; those of the block are the largest of
+        # them.
         target_HlN[:, row] = torch.where(shared, edge_rows, 0.0).flatten(0, 1).amax(0)
+    # Rows that are not in use sum to 0.
     target_HlN /= target_HlN.sum(-1, keepdim=True).clamp_(min=torch.finfo(target_HlN.dtype).tiny)
     kl_l = target_HlN.new_zeros(rows.bound)
     for part, blocks, logits_Hcb in _gate_logits(q_gate, k_gate, rows):
@@ -249,6 +255,7 @@ def _distill_backward(
     dq_NHw = torch.zeros_like(q_gate, dtype=target.dtype)
     dk_NKw = torch.zeros_like(k_gate, dtype=target.dtype)
     if queries:
+        # Without queries there is nothing to index, and no chunk in the loop.
         grad_l = grad_kl[rows.queries_lB].masked_fill(~rows.present_lB, 0.0).sum(1) * (width**-0.5 / heads)
     for part, blocks, logits_Hcb in _gate_logits(q_gate, k_gate, rows):
         dlogits_Hcb = (logits_Hcb.softmax(-1) - target[:, part, blocks]) * grad_l[part, None]

@@ -65,6 +65,8 @@ class SharedBlocks:
         """The selected blocks of the layout's queries, int32 [K, T, C], none of them local; their local history blocks,
         int32 [T, 2], and a tensor without elements whose first sizes are H and L, the most of these."""
         sizes = q_THD.shape[1], self.local.most(layout), 0
+        # A copy, as an operator's result must be no alias of what the layout keeps; and two sizes that travel with the
+        # selection as the shape of a tensor without elements.
         return selected_KTC, self.local.history(layout).clone(), selected_KTC.new_empty(sizes)
 
     def empty_selection(self, selected: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
@@ -112,6 +114,7 @@ class SharedBlocks:
         selected_KTC, _, sizes_HL0 = selection
         kv_heads, tokens, selected = selected_KTC.shape
         group = len(sizes_HL0) // kv_heads
+        # Ids are kept once for a group and repeated for each of its query heads here, so only for some heads at a time.
         together = max(1, _ENTRIES // max(1, tokens * group * selected))
         for first in range(0, kv_heads, together):
             last = min(first + together, kv_heads)

@@ -101,6 +101,8 @@ def together(group: int) -> int:
     Each has a tile of shared memory. With all of 8 heads of 128, the shared memory of a multiprocessor holds one
     program instead of four (0.96 ms instead of 0.52 at 32K tokens); with all of 16, it holds none.
     """
+    # Up to 4 are faster together: 32 heads of 128 on 8 key/value heads take 0.46 ms, one by one 0.61 (H200, 32K tokens;
+    # benchmarks/LOG.md, Selection and lists).
     return group if group <= 4 else 1
 
 
@@ -117,6 +119,7 @@ def _load_windows(windows, unit_N, units, kv_heads, kv_head, D: tl.constexpr):
     return tl.load(windows + at_N[:, None] + tl.arange(0, D)[None, :], mask=ok_N[:, None], other=0.0)
 
 
+# Counts that change from batch to batch; see attention/kernels/triton/__init__.py.
 @triton.jit(do_not_specialize=["tokens", "units", "kv_heads"])
 def _log_sum_exp(
     q,
@@ -150,6 +153,7 @@ def _log_sum_exp(
         new_M = tl.maximum(top_M, tl.max(s, 1))
         sum_M = sum_M * tl.math.exp2(top_M - new_M) + tl.sum(tl.math.exp2(s - new_M[:, None]), 1)
         top_M = new_M
+    # The log of 0 is not asked for: a query that sees no window gets -inf.
     lse_M = tl.where(sum_M > 0, top_M + tl.math.log2(sum_M), float("-inf"))
     tl.store(lse + head.to(tl.int64) * tokens + row_M, lse_M, mask=ok_M)
 

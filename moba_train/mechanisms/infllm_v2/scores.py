@@ -37,7 +37,7 @@ class WindowSizes:
 
 @dataclass(frozen=True)
 class BlockScores:
-    """Scores of blocks, a chunk of queries at a time, by plain PyTorch or by the kernels of kernel.py."""
+    """Scores of blocks, a chunk of queries at a time, by plain PyTorch or by the kernels of score_kernels.py."""
 
     sizes: WindowSizes
     scale: float
@@ -87,6 +87,7 @@ class BlockScores:
         queries, kv_heads = q_tHD.shape[0], windows_WKD.shape[1]
         q_KND = q_tHD.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         unseen_tW = self._visible(layout, rows, within).logical_not()
+        # The lowest number, not -inf: a query that sees no window would have a softmax of NaN.
         bias_tW = unseen_tW.to(q_tHD.dtype) * torch.finfo(q_tHD.dtype).min
         bias_1NW = bias_tW.repeat(q_KND.shape[1] // queries, 1).unsqueeze(0)
         logits_KNW = torch.baddbmm(bias_1NW, q_KND, windows_WKD.permute(1, 2, 0), alpha=self.scale)

@@ -38,6 +38,8 @@ class ShortConvolution(nn.Module):
         rows_Rc = _spread(x_nhd, places)
         states = None if shard.generation is None else shard.generation.states
         tails_rwc = None if states is None else states.get(name)
+        # A range may begin in the middle of a document: its first rows see the last three of whichever rank holds
+        # those.
         if len(shard.place.ranges_by_rank) > 1:
             tails_rwc = _tails_of_other_ranks(rows_Rc[places.last_rw], shard)
         if tails_rwc is not None:
@@ -55,6 +57,8 @@ class ShortConvolution(nn.Module):
 
     def _convolve(self, rows_Rc: Tensor, places: "Places") -> Tensor:
         summed_cR = F.conv1d(rows_Rc.T.unsqueeze(0), self.weight.unsqueeze(1), groups=len(self.weight)).squeeze(0)
+        # One convolution over all documents, with three rows of zeros before each, instead of one for each document;
+        # the sums over these rows are dropped here.
         return F.silu(summed_cR.T.index_select(0, places.rows_n - BEFORE))
 
 
@@ -124,6 +128,7 @@ def _sources(shard: Shard) -> tuple[Tensor, Tensor]:
     for start, _ in query_ranges(layout):
         document = max((edge for edge in layout.edges if edge <= start), default=0)
         for token in range(start - BEFORE, start):
+            # A range may be shorter than three tokens, so each of the three is looked for by itself.
             holder = next((i for i, (first, stop) in enumerate(everyone) if first <= token < stop), None)
             if token < document or holder is None:
                 found.append((0, 0))

@@ -41,6 +41,7 @@ def decayed_attention(
     `log_decay_H`: log lambda of each query head, <= 0. `segments_n`: int64, never descending; rows with equal numbers
     share a state.
     """
+    # Autocast would cut the products of states to 16 bits; a state sums over the whole document.
     with torch.autocast(q_nHd.device.type, enabled=False):
         return _decayed_attention(q_nHd, k_nKd, v_nKd, log_decay_H, segments_n, chunk_size, chunks_at_once)
 
@@ -69,6 +70,7 @@ def _backward(
     chunks_at_once: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums = _Sums(log_decay, segments, chunk_size, chunks_at_once)
+    # Nothing of the forward pass but its inputs is saved: see the top of this file.
     dq = sums(_Input(dout), _Input(v), _silu(k))
     dk = sums(_Input(v), _Input(dout), _silu(q), heads=k.shape[1], backwards=True)
     dv = sums(_silu(k), _silu(q), _Input(dout), heads=v.shape[1], backwards=True)
@@ -138,6 +140,7 @@ class _Sums:
             segments_r = self.segments_n[place].flip(0) if backwards else self.segments_n[place]
             out_rHd, state = self._group(q_rHd, k_rHd, v_rHd, segments_r, state)
             if heads is not None and heads != query_heads:
+                # In float32, before the result is rounded to the dtype of the gradient.
                 out_rHd = out_rHd.unflatten(1, (heads, -1)).sum(2)
             result_nHd[place] = out_rHd.flip(0) if backwards else out_rHd
         return result_nHd
@@ -193,6 +196,8 @@ class _Sums:
         between_mm = chunks[:, None] - chunks
         unseen_mm = (segments_m[:, None] != segments_m) | (between_mm < 0)
         weights_Hmm = self._powers(size * between_mm.clamp(min=0), k_Hmcd).masked_fill_(unseen_mm, 0)
+        # One product for all chunks of a group, not a loop over them: a launch each would leave a GPU waiting for the
+        # host.
         sums_Hmdd = (weights_Hmm @ added_Hmdd.flatten(2)).view_as(added_Hmdd)
         behind = _State(sums_Hmdd[:, -1], segments_m[-1])
         return _StatesBefore(sums_Hmdd[:, :-1], segments_m[:-1]), behind

@@ -133,6 +133,8 @@ def delta_over_ranks(
         return inputs.q_nHd + before_rHdd[:0].sum(), behind_rHdd
     out_nHd, _ = rule(inputs, segment_edges(layout), None, False)
     firsts = [first for first, _ in _end_segments(layout)]
+    # The rule is linear in (state, values): only the first document of a range can have begun on another rank, so just
+    # its rows are computed a second time, without values.
     added_nHd, _ = rule(inputs.rows(firsts).without_values(), _edges(firsts, out_nHd.device), before_rHdd, False)
     rows_n = torch.cat([torch.arange(part.start, part.stop) for part in firsts]).to(out_nHd.device, non_blocking=True)
     return out_nHd.index_add(0, rows_n, added_nHd), behind_rHdd
@@ -161,6 +163,8 @@ def _maps(inputs: DeltaInputs, rule: DeltaRule, layout: Layout) -> Tensor:
     heads, width = inputs.q_nHd.shape[1:]
     ends = _end_segments(layout)
     if not ends:
+        # A rank without tokens takes part in the backward pass of the gather all the same: the collective needs every
+        # rank.
         nothing = torch.stack([x.sum() for x in inputs.by_row]).sum()
         dtype = torch.promote_types(nothing.dtype, torch.float32)
         return nothing.to(dtype) + torch.zeros((1, 2, heads, width, width), dtype=dtype, device=nothing.device)
@@ -168,6 +172,8 @@ def _maps(inputs: DeltaInputs, rule: DeltaRule, layout: Layout) -> Tensor:
     rows = inputs.rows(lasts)
     dtype = torch.promote_types(inputs.v_nKd.dtype, torch.float32)
     unit_dd = torch.eye(width, dtype=dtype, device=inputs.v_nKd.device)
+    # B from an empty state with the values, A from the unit matrix without: as further heads of one call, half the
+    # launches.
     initial_2Hdd = torch.stack([torch.zeros_like(unit_dd), unit_dd])[:, None].expand(2, heads, width, width)
     initial_r2Hdd = initial_2Hdd.flatten(0, 1).repeat(len(lasts), 1, 1, 1)
     _, behind_rHdd = rule(rows.beside(rows.without_values()), _edges(lasts, unit_dd.device), initial_r2Hdd, True)
@@ -184,6 +190,7 @@ def _states_before(maps_N2Hdd: Tensor, shard: Shard) -> Tensor:
     empty_Hdd = torch.zeros_like(maps_N2Hdd[0, 0]) + maps_N2Hdd[:0].sum()  # with gradient, so that all ranks send it
     before: dict[TokenRange, Tensor] = {}
     state_Hdd = empty_Hdd
+    # By token, not by rank: a zigzag rank has an early and a late range.
     for index in sorted(range(len(everyone)), key=everyone.__getitem__):
         start, stop = everyone[index]
         if start == stop:
@@ -245,6 +252,9 @@ def in_parts(
         inner = (*(max(bound, start) - start for bound in bounds[first:last]), size)
         goes_on = bounds[last] > stop
         known = min(lookback, start - bounds[first])
+        # fla-core's passes hold 42 tensors of the size of q at 32K, most of them in the backward pass; recomputed in
+        # parts, a whole layer of `kda` holds 17 (counted), 1.43 times full attention's peak (measured;
+        # benchmarks/results/mechanisms-h200.json).
         out, behind_NHdd = checkpoint(
             run,
             pieces[number],
@@ -266,6 +276,8 @@ def in_parts(
 def _part_sizes(total: int, most: int) -> list[int]:
     """Parts of nearly equal sizes."""
     parts = -(-total // most)
+    # Nearly equal: a short last part would cost the host as many launches, and fla-core tunes some of its kernels again
+    # for another number of rows.
     size = -(-total // parts)
     if size >= _CHUNK:
         size = min(most, -(-size // _CHUNK) * _CHUNK)

@@ -71,6 +71,7 @@ def fla_decayed_attention(q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor, log_decay
         )
         return out_1nHd.squeeze(0)
 
+    # Keeps q, k and v alone, as the plain version: silu, repeated heads and the kernels' states are made again.
     return checkpoint(attend, q_nHd, k_nKd, v_nKd, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -108,7 +109,11 @@ def fla_delta_attention(
         dt_bias=dt_bias_h,
         initial_state=None if initial_NHdd is None else initial_NHdd * width**-0.5,
         output_final_state=wants_states,
+        # The decays in float32 would be a tensor twice the size of q; the kernel makes them from the projection in 16
+        # bits.
         use_gate_in_kernel=True,
+        # With this and PyTorch's norms above, a part has 18 launches, not 30 (benchmarks/LOG.md, Other kinds of
+        # attention).
         disable_recompute=recomputed,
         cu_seqlens=edges[0],
         cu_seqlens_cpu=edges[1],

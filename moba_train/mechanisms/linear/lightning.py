@@ -45,6 +45,7 @@ def log_decays(decay: Decay, heads: int, layer: int, layers: int) -> Tensor:
     `linear`: -8 h / H (1 - layer / layers), as Qin et al. write it. `geometric`: -2^(-8 h / H), the slopes of ALiBi,
     times 1 - layer / (layers - 1) + 1e-5, as MiniMax-Text-01's published code has it.
     """
+    # On the CPU even where modules are made on the device `meta`, which has no values.
     fractions_H = torch.arange(1, heads + 1, dtype=torch.float64, device="cpu") / heads
     if decay == "linear":
         return -8 * fractions_H * (1 - layer / layers)

@@ -73,6 +73,7 @@ def all_ranges(shard: Shard) -> tuple[TokenRange, ...]:
 def gather_ranges(x_r: Tensor, shard: Shard) -> Tensor:
     """`x_r` of all ranks, [N, ...]: one entry for each range, in the order of `all_ranges`; differentiable."""
     missing = _most_ranges(shard) - len(x_r)
+    # Padded to the most ranges of any rank: an all-gather needs equal sizes.
     return shard.all_ranks(torch.cat([x_r, x_r.new_zeros((missing, *x_r.shape[1:]))])).flatten(0, 1)
 
 
@@ -115,6 +116,7 @@ def _segment_edges(layout: Layout) -> tuple[Tensor, Tensor]:
         edges += [row + edge - start for edge in layout.edges if start < edge < stop]
         row += stop - start
         edges.append(row)
+    # Empty ranges and documents give an edge twice, which fla-core would take for segments without rows.
     on_cpu = torch.tensor(edges).unique()
     return on_cpu.to(layout.cu_seqlens.device, non_blocking=True), on_cpu
 
@@ -192,6 +194,8 @@ class _Ranges:
     def states_behind(self, k_nKd: Tensor, v_nKd: Tensor, log_decay_H: Tensor) -> Tensor:
         """The state behind each range, [r, H, d, d], from the rows of its last document in this range."""
         k_rLKd, v_rLKd = F.silu(self._by_range(k_nKd)), self._by_range(v_nKd)
+        # Clamped before the power: padding lies behind the last row, and lambda^-n may overflow to inf, which times 0
+        # is NaN.
         later_rL = (self.lengths_r[:, None] - 1 - self._places()).clamp(min=0)
         weights_rLH = _powers(log_decay_H, later_rL, k_rLKd.dtype) * self.same_as_last_rL[..., None]
         k_rLKGd = k_rLKd[:, :, :, None] * weights_rLH.unflatten(-1, (k_rLKd.shape[2], -1))[..., None]
@@ -222,6 +226,7 @@ class _Ranges:
 def _range_masks(layout: Layout, ranges: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """`lengths_r`, `same_as_first_rL` and `same_as_last_rL` of `_Ranges`."""
     lengths_r, first_rL, last_rL = layout.cached("linear ranges", lambda: _make_range_masks(layout))
+    # Copies: an operator's results are its caller's, and these stay with the layout for the next layer.
     return lengths_r.clone(), first_rL.clone(), last_rL.clone()
 
 
@@ -264,6 +269,7 @@ def _distances(layout: Layout, bounds: Sequence[int], ranges: int) -> tuple[Tens
     """For each own range and each range of all ranks (start, stop, start, stop, ...): the tokens between them, int64
     [r, N], and whether the state behind the one reaches the other, bool."""
     tokens_rN, reaches_rN = layout.cached(("linear ranks", tuple(bounds)), lambda: _make_distances(layout, bounds))
+    # Copies, as above.
     return tokens_rN.clone(), reaches_rN.clone()
 
 

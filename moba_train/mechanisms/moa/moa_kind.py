@@ -126,6 +126,8 @@ class SpanAttention(LocalAttention, Probed):
             history_nN & rule.attends(own_n - first_n, inside_nN, block_size) if rule.block_size else history_nN
             for rule in self.rules
         ]
+        # Sorting brings what is not attended to behind the rest: a fixed width, where picking the ids would wait for
+        # the device.
         chosen_HnN = torch.where(torch.stack(attended), ids_N, len(ids_N)).sort(-1).values
         return SelectedBlocks(torch.where(chosen_HnN == len(ids_N), -1, chosen_HnN).int(), block_size)
 
@@ -174,6 +176,8 @@ class SpanAttention(LocalAttention, Probed):
             attention, chosen = self._local(groups[0], state.q, layout)
             return attention.attend_backward(state, layout, chosen)
         dq_THD = torch.empty(state.q.shape, dtype=state.q.dtype, device=state.q.device)
+        # Only where a key/value head is in more than one group are gradients added, so that 16 bits would round each
+        # part.
         several = sum(len(some.kv_heads) for some in groups) > state.k.shape[1]
         wide = accumulation_dtype(state.k.dtype) if several else state.k.dtype
         dk_SKD, dv_SKD = (torch.zeros_like(x, dtype=wide) for x in (state.k, state.v))
@@ -191,6 +195,8 @@ class SpanAttention(LocalAttention, Probed):
         rules = self.rules * heads if self.options.heads is None else self.rules
         if len(rules) != heads:
             raise ValueError(f"attention.moa.alpha: given spans of {len(rules)} heads, but the layer has {heads}")
+        # A layer's ids then take at most half of q's memory; the floor keeps short sequences from being cut into many
+        # calls.
         most = max(q_THD.numel() * q_THD.element_size() // 2, _IDS_BYTES)
         groups: list[_HeadGroup] = []
         for group in _head_groups(rules, k_SKD.shape[1]):
@@ -216,6 +222,7 @@ def history_blocks(spans: Spans, layout: Layout) -> Tensor:
     size = spans.block_size
     first = first_blocks(layout.cu_seqlens, size)
     ids_N = torch.arange(block_bound(layout, size), device=first.device)
+    # Ids behind the last block, up to the bound that needs no wait for the device, count to the last document.
     document_N = torch.searchsorted(first[1:], ids_N, right=True).clamp_(max=first.numel() - 2)
     first_N = first[document_N]
     starts_hN = spans.starts((ids_N - first_N).clamp(min=0))
@@ -224,6 +231,8 @@ def history_blocks(spans: Spans, layout: Layout) -> Tensor:
     inside_hNC = torch.where(j_C < sinks_hN1, j_C, starts_hN.unsqueeze(-1) - sinks_hN1 + j_C)
     chosen_hNC = inside_hNC + first_N.unsqueeze(-1)
     chosen_hNC = torch.where(chosen_hNC < ids_N.unsqueeze(-1), chosen_hNC, -1).int()
+    # All queries of a block have the same list: it is made for each block and copied to its queries, B times less
+    # arithmetic.
     return chosen_hNC.index_select(1, block_ids(layout.q_tokens, layout.q_documents, layout, size))
 
 
@@ -272,6 +281,8 @@ def _head_groups(rules: tuple[SpanRule, ...], kv_heads: int) -> tuple[_HeadGroup
     for head, rule in enumerate(rules):
         by_size[rule.block_size][head * kv_heads // len(rules)].append(head)
     groups: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
+    # The block kernels take equally many query heads for each key/value head, so heads are grouped by that number as
+    # well.
     for size, members in by_size.items():
         for kv_head, heads in members.items():
             groups[size, len(heads)][kv_head] = heads

@@ -56,6 +56,8 @@ class SpanRule:
         blocks_n, rest_n = lengths_n // size, lengths_n % size
         blocks = int(blocks_n.max()) + 1 if lengths_n.numel() else 1
         history_N = Spans((self,)).history(torch.arange(blocks))[0].double()
+        # A prefix sum over the blocks of the longest document serves all documents; in float64, which holds these
+        # counts exactly up to 2**53 (in float32 they are rounded from 4K tokens on, at 2**24 pairs).
         before_N = torch.cat([history_N.new_zeros(1), history_N.cumsum(0)])
         own = (blocks_n * size**2 + rest_n**2).double() / 2
         return float((own + size**2 * before_N[blocks_n] + size * rest_n * history_N[blocks_n]).sum())
@@ -98,6 +100,8 @@ class Spans:
 
     def most_history(self, length: int) -> int:
         """`history` of the last block of a document of this many tokens: no block of it has more, as beta <= 1."""
+        # Computed on the CPU from the layout's longest length, so that the width of the lists needs no wait for the
+        # device.
         return int(self.history(self._last_block(length)).max())
 
     def hold(self, length: int) -> bool:

@@ -161,6 +161,7 @@ class CompressedAttention(LocalAttention):
         out_THD, lse_HT = nothing_seen(q_THD)
         if not folded.rows:
             return out_THD, lse_HT
+        # Behind the last block, up to the bound, there are rows of no block.
         k_NKD, v_NKD = (x[: folded.layout.total] for x in (k_NKD, v_NKD))
         for heads, kv_heads in heads_at_once(q_THD, k_NKD):
             k, v = k_NKD[:, kv_heads], v_NKD[:, kv_heads]
@@ -188,11 +189,13 @@ class CompressedAttention(LocalAttention):
             dq_THD[:, heads] = self._unfold(dq, folded, k.shape[1])
             dk_NKD[:count, kv_heads] = dk
             dv_NKD[:count, kv_heads] = dv
+        # Queries that see no block have been given some other row's gradient.
         return dq_THD.masked_fill_(~folded.sees_n.view(-1, 1, 1), 0), dk_NKD, dv_NKD
 
     def _fold(self, x_THD: Tensor, folded: FoldedQueries, kv_heads: int) -> Tensor:
         """[T, H, D] -> [R, K * S * G, D]; zeros for places without a query, whose gradients then are zero as well."""
         slots = folded.rows * self.blocks.stride
+        # One row more: queries that see no block go there, and it is cut off.
         x_slots = x_THD.new_zeros(slots + 1, *x_THD.shape[1:])
         x_slots[torch.where(folded.sees_n, folded.slot_n, slots)] = x_THD
         x_RSKGD = x_slots[:-1].view(folded.rows, self.blocks.stride, kv_heads, -1, x_THD.shape[2])

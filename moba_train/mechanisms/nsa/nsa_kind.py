@@ -53,6 +53,7 @@ class Compression(nn.Module):
 
     def _compress(self, x_TKd: Tensor, first_N: Tensor) -> Tensor:
         tokens_NL = first_N.unsqueeze(-1) + torch.arange(len(self.positions), device=first_N.device)
+        # Ids of no block, up to the bound that the host knows, may reach beyond the end; no query sees what they give.
         tokens_NL = tokens_NL.clamp(max=len(x_TKd) - 1)
         x_NLKd = x_TKd.index_select(0, tokens_NL.flatten()).unflatten(0, tokens_NL.shape)
         x_NLKd = x_NLKd + self.positions.unsqueeze(1)
@@ -213,8 +214,11 @@ class NsaKind(AttentionKind):
         else:
             sizes = (*compressed_blocks, options.block_size, options.topk, options.first, options.local)
             scale = self.compressed.scale
+            # The compressed branch's LSE normalises the probabilities that choose, so these take one pass over the
+            # blocks, not two.
             chosen_HnC = operators.choose(q_nHd, k_NKd, lse_Hn, *where, *sizes, options.backend, scale)
             out_nHd, _ = shard.attend(q_nHd, *selected, self.selected, chosen_HnC)
+        # Without a tensor for the product.
         sum_nHd = torch.addcmul(sum_nHd, out_nHd, gates[1])
         out_nHd, _ = shard.attend(q_nHd, *window, self.window)
         return padded(torch.addcmul(sum_nHd, out_nHd, gates[2]), len(layer.x_TD)), None
@@ -303,6 +307,7 @@ def _compressed(shard: Shard, compression: Compression, x_TKd: Tensor, first_N: 
     if ranks == 1:
         return compression(x_TKd, first_N)
     share = max(1, -(-len(first_N) // ranks))
+    # Padded with the first block: an all-gather needs equal shares.
     first_RS = F.pad(first_N, (0, share * ranks - len(first_N))).unflatten(0, (ranks, share))
     return shard.all_ranks(compression(x_TKd, first_RS[shard.place.rank])).flatten(0, 1)[: len(first_N)]
 

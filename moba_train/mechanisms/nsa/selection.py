@@ -123,6 +123,7 @@ class BlockChoice:
         ids_OM = begins_M + offsets_O1
         exists_OM = (first[document_M] <= ids_OM) & (ids_OM < first[document_M + 1])
         weights = [float(shared[offset]) for offset in sorted(shared)]
+        # An id beyond all blocks, which no query sees: the kernel needs no second mask.
         return torch.where(exists_OM, ids_OM, layout.total), torch.tensor(weights, device=first.device)
 
 

@@ -85,6 +85,7 @@ def choose(
     return chosen_KnC
 
 
+# Counts that change from batch to batch; see attention/kernels/triton/__init__.py.
 @triton.jit(do_not_specialize=["tokens", "many", "blocks", "kv_heads"])
 def _choose(
     q,
@@ -142,6 +143,7 @@ def _choose(
             sees_MN = (from_M[:, None] <= id_N[None, :]) & (id_N[None, :] < to_M[:, None])
             # What is not seen may have overflowed.
             score_MN += tl.where(sees_MN, sum_MN, 0.0) * tl.load(weights + offset)
+        # Infinity stands for forced blocks.
         score_MN = tl.minimum(score_MN, HIGHEST)
         forced_MN = (block[None, :] < first_M[:, None] + FORCED_FIRST) | (
             block[None, :] > own_M[:, None] - FORCED_LOCAL

@@ -118,6 +118,8 @@ class GateProbe(Evaluation[GateProbeConfig]):
             for first in range(0, self._data.sequences, shard.dp_size):
                 context.between_batches()
                 index = first + shard.dp_rank
+                # A rank that has no sequence left repeats the last one without counting it: collectives need every
+                # rank.
                 whole = collate([self._data.sample(min(index, self._data.sequences - 1))])
                 tokens = self._sample(whole, index) if index < self._data.sequences else ()
                 for probe in probes.values():

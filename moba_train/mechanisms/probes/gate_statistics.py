@@ -180,6 +180,7 @@ class _Choice:
     def selected_HmN(self) -> Tensor:
         """True for the history blocks that are selected, bool [H, m, N]."""
         heads, rows, _ = self.selected_HmC.shape
+        # One column more takes the empty slots, and is cut off.
         chosen = torch.zeros(heads, rows, self.blocks + 1, dtype=torch.bool, device=self.own_m.device)
         chosen.scatter_(2, torch.where(self.selected_HmC < 0, self.blocks, self.selected_HmC), True)
         return chosen[:, :, : self.blocks]

@@ -189,6 +189,7 @@ class GradientReach(Evaluation[GradientReachConfig]):
         for first in range(0, self._data.sequences, shard.dp_size):
             context.between_batches()
             index = first + shard.dp_rank
+            # As in gate_probe.py, a rank without a sequence repeats the last one.
             whole = collate([self._data.sample(min(index, self._data.sequences - 1))])
             batch = shard.shard_batch(whole).to(context.device)
             norms_LR = input_gradient_norms(context.model, batch, self._loss_weight)
@@ -248,6 +249,7 @@ def reach_statistics(observed: list[ObservedGradients], layers: int, device: tor
         sums += torch.stack([one.by_bucket(values_LR) for values_LR in counted])
     dist.all_reduce(sums)
     tokens_LB, norms_LB, zero_LB = sums
+    # A second sum over the ranks: the threshold goes by the mean of all tokens, which is known only now.
     threshold_L1 = context_thresholds(tokens_LB, norms_LB)
     reached_LB = sum((one.by_bucket(one.norms_LR > threshold_L1) for one in observed), start=nothing_LB)
     dist.all_reduce(reached_LB)

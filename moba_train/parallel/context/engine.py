@@ -137,6 +137,7 @@ def _all_ranks(x: Tensor, ranks: int, engine: str) -> Tensor:
     """`x` [L, ...] of all ranks, [R * L, ...], by the transport of an engine (attention/handles.py). Its derivative is
     `_sum_shards`, and the reverse."""
     running: ContextParallel = by_handle(engine)
+    # A copy: with one rank the transport returns its argument, and an operator's result must be no alias of that.
     return running.transport.gather(x.contiguous()).clone()
 
 

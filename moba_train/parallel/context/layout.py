@@ -39,6 +39,7 @@ def copy_into(target: Tensor, x: Tensor) -> None:
 
 def _words(x: Tensor) -> Tensor | None:
     """A view of `x` in 16-byte words along the last dimension; None if its shape or strides are not whole words."""
+    # complex128 is the only dtype of torch with 16 bytes; it is copied, never computed with.
     count = torch.complex128.itemsize // x.element_size()
     if x.dim() == 0 or x.stride(-1) != 1:
         return None
@@ -185,6 +186,8 @@ class SequenceLayout:
         A view when they are already in that order.
         """
         if self._is_packed:
+            # Not copied: putting in order what is in order took hierarchical's transfers at 256K 512/8 from 17.4 to
+            # 20.1 ms (four H200; no result file).
             return shards_RL[: self._total_tokens]
         return torch.cat([shards_RL[row : row + stop - start] for start, stop, row in self.placed_ranges])
 

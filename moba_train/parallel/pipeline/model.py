@@ -158,6 +158,7 @@ class PipelineModel(Transformer):
             x_TD, _ = self.run_blocks(self.blocks_of(number), x_TD, positions_T, layout)
             if part.has_output:
                 return self.norm(x_TD)
+            # Blocking, one micro-batch at a time: evaluations need no schedule.
             dist.send(x_TD.contiguous(), self.place.rank_of(number + 1), self.place.group)
         return None
 

@@ -36,9 +36,13 @@ def accumulate_gradients(model: PipelineModel, batches: Sequence[Batch]) -> Loss
     Returns this rank's part of the sums over the micro-batches. Called on all ranks together.
     """
     shape = (len(batches), model.rows(batches[0].tokens))
+    # Gathering for each micro-batch would send the weights once for each forward and backward pass of a step.
     _hold_weights(model, hold=True)
     if not isinstance(model.training_schedule, TrainingSchedule) or model.training_schedule.shape != shape:
+        # Made again for another shape alone: torch's stages keep buffers of these sizes.
         model.training_schedule = TrainingSchedule(model, *shape, batches[0].tokens.device)
+        # Stages of the 8B on four H100 began to compile 18 to 20 s apart, and the first step had not ended after 150 s;
+        # with this it ends 62 s after the start (benchmarks/results/training-8b-8k-pp4-h100-x4.json).
         _compile_parts(model, batches[0])
     sums = model.training_schedule.run(batches)
     _hold_weights(model, hold=False)
@@ -58,6 +62,7 @@ class TrainingSchedule:
         self._model = model
         self._parts = [_Part(model, number, count) for number in model.place.own]
         stages: list[Any] = [_torch_stage(part, rows, device) for part in self._parts]
+        # Gradients are not scaled: the loss is divided by the weights of all micro-batches before the forward pass.
         options: dict[str, Any] = {"loss_fn": lambda loss, _target: loss.sum(), "scale_grads": False}
         match model.place.schedule:
             case "1f1b":
@@ -143,6 +148,7 @@ class _Part(nn.Module):
         if not output.requires_grad:  # all frozen up to here, but a backward pass must begin somewhere
             output = output.requires_grad_()
         is_last_backward = self.number == self.model.place.own[0] and len(self.sums) == self._count
+        # A hook, because torch's schedule calls the backward passes by itself.
         if is_last_backward and self.model.place.schedule != "zero_bubble":
             output.register_hook(partial(_end_accumulation, self.model))
         return output
@@ -225,6 +231,7 @@ def _add_tied_gradients(model: PipelineModel) -> None:
     own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     other = torch.empty_like(own)
     peer = dist.get_global_rank(place.group, ends[1] - place.rank)
+    # Both directions in one batch: two blocking calls on both ends would wait for each other.
     exchange = [dist.P2POp(dist.isend, own, peer, place.group), dist.P2POp(dist.irecv, other, peer, place.group)]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()

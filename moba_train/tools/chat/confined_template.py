@@ -249,6 +249,7 @@ def _answer(template: ChatTemplate, method: str, *arguments: Any) -> tuple[Any, 
 
 
 def _encode(value: Any) -> bytes:
+    # JSON texts may hold half a surrogate pair, which plain UTF-8 refuses.
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -259,11 +260,13 @@ def _limit_memory(extra: int) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (used + extra, used + extra))
+    # A process that the kernel ends would leave a file of its memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _limit_time(seconds: int) -> None:
     """Have the kernel end this process (SIGXCPU) after `seconds` more of processor time."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    # The kernel counts from the process's start, so the limit moves along with each batch of calls.
     soft = math.ceil(time.process_time()) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

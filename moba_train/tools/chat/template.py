@@ -193,6 +193,8 @@ class ChatTemplate:
         self.end_of_turn = end_of_turn
         self.fingerprint = template_fingerprint(source, end_of_turn, variables)
         self._variables = variables or {}
+        # The settings with which transformers renders templates; sandboxed, as a template comes with a model from
+        # elsewhere.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )

@@ -67,6 +67,7 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
         "attention_bias": False,
         "max_position_embeddings": hf_length(rope, max_length),
         **hf_rope(rope),
+        # Newer releases of transformers read the first, older ones the second.
         "dtype": dtype,
         "torch_dtype": dtype,
     }

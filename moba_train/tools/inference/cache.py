@@ -162,6 +162,7 @@ class CachedAttention(Engine):
             k_TKD = stored.k_RKD[start + done * alignment :][:tokens]
             new = attention.summarize(k_TKD, packed_layout([tokens], self._plan.device))
             assert new is not None
+            # Cut: `summarize` returns a row for each id up to a bound, more than there are units.
             stored.summaries[edges[sequence] + done : edges[sequence] + complete] = new[: complete - done]
             stored.complete[sequence] = complete
 

@@ -96,6 +96,7 @@ def generate_batch(
     if max_new_tokens < 1:
         return
     device = model.embedding.weight.device
+    # One for each sequence, so that an answer does not depend on what else is in the batch.
     generators = [torch.Generator(device).manual_seed(sampling.seed + index) for index in range(len(prompts))]
     plan = CachePlan([len(prompt) + max_new_tokens for prompt in prompts], device)
     model.set_engines([CachedAttention(plan, decode) for _ in model.blocks])
@@ -121,6 +122,7 @@ def _read(
     tokens_T = torch.tensor(prompt, device=plan.device)
     positions_T = torch.arange(len(prompt), device=plan.device)
     unit = math.lcm(*(kind.facts.prefill_unit for kind in model.attention_kinds()))
+    # Whole units: a kind that selects for a unit of queries at once would see a part of one otherwise.
     part = max(unit, PREFILL_TOKENS // unit * unit)
     for part_T, positions_t in zip(tokens_T.split(part), positions_T.split(part), strict=True):
         plan.read(index, part_T.numel())
@@ -132,6 +134,7 @@ def _read(
 
 def _next(model: Transformer, plan: CachePlan, tokens: dict[int, int]) -> dict[int, Tensor]:
     """Logits [V] behind the new token of each running sequence."""
+    # Before `plan.decode`, which counts the new tokens.
     positions_B = torch.tensor([plan.lengths[index] for index in tokens]).to(plan.device, non_blocking=True)
     plan.decode(list(tokens))
     logits_BV = model(torch.tensor(list(tokens.values()), device=plan.device), positions_B, plan.layout)

@@ -150,6 +150,7 @@ class HeadSignal:
         standard deviation of other blocks' scores."""
         size, width = self.size.block_size, self.head_dim
         tiny = 1e-30  # keys or scores that are all equal
+        # The paper takes 1 / d for the variance of the other products (arXiv:2511.11571).
         if model == "paper":
             return self.separation * math.sqrt(width / size), 1.0
         if model == "spread":
@@ -209,6 +210,7 @@ def _query_signal(q_HD: Tensor, k_sKD: Tensor, source: int, blocks: int, size: G
         key_variance=products_HNB[:, others].flatten(1).var(-1),
         score=score_H,
         score_squares=score_H.square(),
+        # The variance of one value is NaN.
         score_variance=scores_HN[:, others].var(-1) if blocks > 2 else torch.zeros_like(mean_H),
         other_blocks=torch.full_like(mean_H, blocks - 1),
         outranked=((above_HN > 0).double() + 0.5 * (above_HN == 0)).mean(-1),
@@ -231,11 +233,13 @@ def miss_rate(distance: float, spread: float, others: int, slots: int) -> float:
     """
     if slots > others:
         return 0.0
+    # A sum over the needle's own score, z standard deviations from its mean: beyond 8 lies 1e-15 of the weight.
     z_Z = torch.linspace(-8, 8, 641, dtype=torch.float64)
     weight_Z = torch.exp(-(z_Z**2) / 2)
     higher_Z = torch.special.ndtr(-(distance + spread * z_Z)).clamp(1e-300, 1 - 1e-16)
     fewer_Z = torch.zeros_like(z_Z)
     for count in range(slots):
+        # By logarithms, as binomials of thousands of blocks overflow; the clamp above keeps both logarithms finite.
         ways = math.lgamma(others + 1) - math.lgamma(count + 1) - math.lgamma(others - count + 1)
         fewer_Z += torch.exp(ways + count * higher_Z.log() + (others - count) * torch.log1p(-higher_Z))
     return float(((1 - fewer_Z).clamp(min=0) * weight_Z).sum() / weight_Z.sum())

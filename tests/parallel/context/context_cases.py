@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from moba_train.attention.protocol import BackwardState, LocalAttention, Selecti
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention.helpers import labelled
 from tests.thread_ranks import thread_transports
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -31,7 +33,7 @@ class Case:
     block_size: int = 4
     topk: int | None = 3
     """None: dense attention."""
-    options: dict = field(default_factory=dict, hash=False)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     dtype: torch.dtype = torch.float64
     backend: str = "reference"
     head_dim: int = HEAD_DIM
@@ -125,7 +127,7 @@ def padded_shards(shards: list[Tensor], rows: int) -> Tensor:
 
 def assert_same(got: list[Tensor], want: list[Tensor], atol: float = 1e-12) -> None:
     for name, a, b in zip(NAMES, got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(a, b, atol=atol, rtol=0, msg=labelled(name))
 
 
 def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor], *observers: Observer) -> Result:
@@ -145,7 +147,7 @@ def on_threads(strategy: CPStrategy, case: Case, inputs: list[Tensor], *observer
 
     with ThreadPoolExecutor(strategy.ranks) as pool:
         futures = [pool.submit(run, engine) for engine in engines]
-    errors = [future.exception() for future in futures if future.exception()]
+    errors = [error for future in futures if (error := future.exception())]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     results, selections = zip(*(future.result() for future in futures), strict=True)

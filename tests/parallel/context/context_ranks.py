@@ -5,11 +5,12 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from moba_train.attention.layout import Layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.registry import TRANSPORTS
 from moba_train.run.determinism import deterministic
+from tests.attention.helpers import triple
 from tests.forked import run_processes
 from tests.parallel.context.context_cases import (
     NAMES,
@@ -75,7 +78,7 @@ class Member:
     def engine(self, strategy: CPStrategy) -> ContextParallel:
         return context_engine(strategy, self.groups[strategy.ranks], self.device)
 
-    def everyone(self, ranks: int, mine: object) -> list:
+    def everyone(self, ranks: int, mine: object) -> list[Any]:
         """`mine` of all ranks of the group, in their order."""
         theirs = [None] * ranks
         dist.all_gather_object(theirs, mine, group=self.groups[ranks])
@@ -87,13 +90,13 @@ Call = tuple[str, int, list[int], list[tuple[int, ...]]]
 
 
 @contextmanager
-def recorded_calls():
+def recorded_calls() -> Iterator[list[Call]]:
     """Record the calls to `Communicator` in order, as far as they must agree on all ranks."""
     calls: list[Call] = []
     names = ("all_gather", "all_gather_by_ring", "all_to_all", "all_to_all_uneven", "all_reduce", "send_recv")
     methods = {name: getattr(Communicator, name) for name in names}
 
-    def recording(name: str, communicator: Communicator, *args, **options):
+    def recording(name: str, communicator: Communicator, *args: Any, **options: Any) -> Any:
         sizes = [] if name == "all_to_all_uneven" else [tuple(x.shape) for x in args if isinstance(x, Tensor)]
         calls.append((name, communicator.size, [x % communicator.size for x in args if isinstance(x, int)], sizes))
         return methods[name](communicator, *args, **options)
@@ -193,8 +196,9 @@ def nothing_gathered_is_saved(member: Member) -> None:
     for transport in ("allgather", "ring", "ring in parts", "ulysses"):
         engine = member.engine(STRATEGIES[f"{transport}, contiguous, 4 ranks"])
         shards = [engine.sequence(case.total).shard(x, engine.rank).requires_grad_() for x in case.inputs()[:3]]
-        out, _ = engine(*shards, case.attention(), case.layout())
-        saved = [x.shape[0] for x in out.grad_fn.saved_tensors]
+        out, _ = engine(*triple(shards), case.attention(), case.layout())
+        node: Any = out.grad_fn
+        saved = [x.shape[0] for x in node.saved_tensors]
         assert max(saved) == shards[0].shape[0] == 12, saved
 
 
@@ -215,7 +219,9 @@ def compiles_without_graph_breaks(member: Member) -> None:
         engine, attention = member.engine(strategy), case.attention()
         shards = [engine.sequence(case.total).shard(x, engine.transport.rank) for x in case.inputs()]
 
-        def run(q: Tensor, k: Tensor, v: Tensor, layout, engine=engine, attention=attention) -> Tensor:
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, layout: Layout, engine: Any = engine, attention: Any = attention
+        ) -> Tensor:
             return engine(q * 1.5, k, v, attention, layout)[0]
 
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
@@ -224,7 +230,7 @@ def compiles_without_graph_breaks(member: Member) -> None:
             results = []
             for function in (run, compiled):
                 leaves = [x.clone().requires_grad_() for x in shards[:3]]
-                out = function(*leaves, layout)
+                out = function(*triple(leaves), layout)
                 results.append([out, *torch.autograd.grad(out, leaves, shards[3])])
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
 
@@ -258,7 +264,7 @@ def refusals_come_before_any_message(member: Member) -> None:
         fewer, more = ([x[1:] for x in (q, k, v)], [torch.cat([x, x[:1]]) for x in (q, k, v)])
         for bad, word in (((q, k, v), "parallel.cp_transport"), (fewer, "11 rows given"), (more, "13 rows given")):
             with pytest.raises(ValueError, match=word):
-                engine(*bad, case.attention(), case.layout())
+                engine(*triple(bad), case.attention(), case.layout())
     assert calls == []
 
 

@@ -13,6 +13,7 @@ import random
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,18 +85,19 @@ def soak(member: Member) -> None:
 
 
 @pytest.fixture(scope="module")
-def errors(request, tmp_path_factory) -> dict[str, str]:
+def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The errors of the selected checks: `-k ring` runs only those."""
-    selected = {item.callspec.params["check"] for item in request.session.items if item.function is test_between_gpus}
+    functions = (item for item in request.session.items if isinstance(item, pytest.Function))
+    selected = {item.callspec.params["check"] for item in functions if item.function is test_between_gpus}
     checks = {name: check for name, check in CHECKS.items() if name in selected}
     return run_checks(WORLD, checks, tmp_path_factory.mktemp("context"), "cuda")
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_between_gpus(check, errors):
+def test_between_gpus(check: str, errors: dict[str, str]) -> None:
     assert check not in errors, errors[check]
 
 
-def test_soak(tmp_path):
+def test_soak(tmp_path: Path) -> None:
     errors = run_checks(WORLD, {"soak": soak}, tmp_path, "cuda")
     assert errors == {}, errors.get("soak")

@@ -1,8 +1,10 @@
 """Attention over a sharded sequence equals attention on one device. Ranks are threads, numbers are float64."""
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from moba_train import registry
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import Layout, TokenRanges
 from moba_train.attention.observer import StatisticsObserver
+from moba_train.config.parallel import CPLayout
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.parallel.context.context_cases import (
     Case,
@@ -24,10 +27,10 @@ from tests.parallel.context.context_cases import (
 from tests.thread_ranks import ThreadCommunicator
 
 TRANSPORTS = ("ring in parts", *registry.TRANSPORTS)
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS: tuple[CPLayout, ...] = ("contiguous", "zigzag")
 
 
-def strategy(transport: str, layout: str, ranks: int = 4) -> CPStrategy:
+def strategy(transport: str, layout: CPLayout, ranks: int = 4) -> CPStrategy:
     """`ring in parts`: over two nodes, so that it attends to the chunks of two ranks at once."""
     node_size = 2 if transport in ("hierarchical", "ring in parts") else ranks
     return CPStrategy(ranks, transport.removesuffix(" in parts"), layout, node_size)
@@ -37,8 +40,10 @@ def check(how: CPStrategy, case: Case) -> None:
     inputs = case.inputs()
     want, got = on_one_device(case, inputs), on_threads(how, case, inputs)
     assert_same(got.tensors, want.tensors)
-    assert (got.selected is None) == (want.selected is None)
-    assert got.selected is None or torch.equal(got.selected, want.selected)
+    if got.selected is None or want.selected is None:
+        assert got.selected is want.selected
+    else:
+        assert torch.equal(got.selected, want.selected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -60,13 +65,13 @@ def check(how: CPStrategy, case: Case) -> None:
         pytest.param(Case((5,)), id="a rank without tokens"),
     ],
 )
-def test_equal_to_one_device(case, transport, layout):
+def test_equal_to_one_device(case: Case, transport: str, layout: CPLayout) -> None:
     check(strategy(transport, layout), case)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_equal_to_one_device_at_random_sizes(data):
+def test_equal_to_one_device_at_random_sizes(data: st.DataObject) -> None:
     transport = data.draw(st.sampled_from(list(registry.TRANSPORTS)))
     sizes = {"hierarchical": [4, 6], "ring": [1, 2, 3, 4, 6, 8]}.get(transport, [1, 2, 3, 4, 5])
     ranks = data.draw(st.sampled_from(sizes))
@@ -91,7 +96,7 @@ def test_equal_to_one_device_at_random_sizes(data):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transport, layout):
+def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transport: str, layout: CPLayout) -> None:
     """Load and entropy are left out: a rank has them for its own queries."""
 
     case = Case((60, 3, 37), options={"always": ("current", "first")}, topk=4)
@@ -104,7 +109,7 @@ def test_the_routing_statistics_of_the_ranks_join_to_those_of_one_device(transpo
     assert ranks == pytest.approx(one)
 
 
-def test_selecting_every_block_is_dense_attention():
+def test_selecting_every_block_is_dense_attention() -> None:
     sparse, dense = Case((40, 9), topk=99), Case((40, 9), topk=None)
     inputs = sparse.inputs()
     want = on_one_device(dense, inputs).tensors
@@ -113,7 +118,7 @@ def test_selecting_every_block_is_dense_attention():
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_changed_token_moves_only_what_may_see_it(transport):
+def test_a_changed_token_moves_only_what_may_see_it(transport: str) -> None:
     """It may change itself and later tokens of its document; no other bit may change."""
     case, token = Case((11, 20, 9), topk=3), 17
     inputs = case.inputs()
@@ -130,18 +135,20 @@ def test_a_changed_token_moves_only_what_may_see_it(transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bf16_selects_the_same_blocks_and_is_as_exact_as_one_device(transport, layout):
+def test_bf16_selects_the_same_blocks_and_is_as_exact_as_one_device(transport: str, layout: CPLayout) -> None:
     case = Case((37, 43), dtype=torch.bfloat16)
     inputs = case.inputs()
     one, many = on_one_device(case, inputs), on_threads(strategy(transport, layout), case, inputs)
     want = for_the_same_selection(case, one.selected, inputs)
+    assert many.selected is not None
+    assert one.selected is not None
     assert torch.equal(many.selected, one.selected)
     for ours, single, truth in zip(many.tensors, one.tensors, want, strict=True):
         worst = [(x.double() - truth).abs().max().item() for x in (ours, single)]
         assert worst[0] <= 1.5 * worst[1] + 1e-2  # a bf16 unit in the last place of numbers around 2
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_give_the_same_bits() -> None:
     case = Case((37, 6))
     inputs = case.inputs()
     for transport in TRANSPORTS:
@@ -159,18 +166,22 @@ def test_two_runs_give_the_same_bits():
     ],
     ids=["two buffers", "three buffers", "two nodes", "eight nodes"],
 )
-def test_the_ring_sends_chunks_on_before_it_attends(ring, before_each_attention, monkeypatch):
+def test_the_ring_sends_chunks_on_before_it_attends(
+    ring: CPStrategy, before_each_attention: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the rank that sees every chunk, all buffers receive while attention is at work."""
     begun: dict[int, int] = {}
     counts: list[int] = []
     send_recv = ThreadCommunicator.send_recv
     attend = FullAttention.attend
 
-    def counted_send_recv(communicator, *args, **options):
+    def counted_send_recv(communicator: ThreadCommunicator, *args: Any, **options: Any) -> Any:
         begun[threading.get_ident()] = begun.get(threading.get_ident(), 0) + 1
         return send_recv(communicator, *args, **options)
 
-    def counted_attend(attention, q, k, v, layout, selection):
+    def counted_attend(
+        attention: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, selection: Any
+    ) -> Any:
         if layout.q_ranges == ((28, 32),):
             counts.append(begun[threading.get_ident()])
         return attend(attention, q, k, v, layout, selection)
@@ -183,13 +194,15 @@ def test_the_ring_sends_chunks_on_before_it_attends(ring, before_each_attention,
 
 
 @pytest.mark.parametrize("depth", [None, 5])
-def test_a_ring_inside_a_node_attends_to_all_keys_in_one_call(depth, monkeypatch):
+def test_a_ring_inside_a_node_attends_to_all_keys_in_one_call(
+    depth: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernels for all keys of a sequence are faster than those for a part of them."""
     calls: dict[str, list[TokenRanges | None]] = {"attend": [], "attend_backward": []}
     for name, keys in calls.items():
         function = getattr(FullAttention, name)
 
-        def recorded(*arguments, function=function, keys=keys):
+        def recorded(*arguments: Any, function: Callable[..., Any] = function, keys: list[Any] = keys) -> Any:
             (layout,) = (x for x in arguments if isinstance(x, Layout))
             keys.append(layout.k_ranges)
             return function(*arguments)

@@ -22,7 +22,7 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @given(st.data())
-def test_a_view_of_any_strides_is_copied_bit_by_bit(data):
+def test_a_view_of_any_strides_is_copied_bit_by_bit(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     rows, heads, width = (data.draw(st.integers(1, most)) for most in (5, 6, 40))
     x = any_bits(dtype, rows, heads, width)
@@ -43,13 +43,13 @@ def test_a_view_of_any_strides_is_copied_bit_by_bit(data):
     assert not padded[..., view.shape[-1] :].any()
 
 
-def test_other_dtypes_are_converted_as_torch_does():
+def test_other_dtypes_are_converted_as_torch_does() -> None:
     x, target = torch.randn(3, 16), torch.zeros(3, 16, dtype=torch.bfloat16)
     copy_into(target, x)
     assert torch.equal(target, x.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_contiguous_tensors_are_not_copied(dtype):
+def test_contiguous_tensors_are_not_copied(dtype: torch.dtype) -> None:
     x = torch.zeros(4, 8, dtype=dtype)
     assert contiguous(x) is x

@@ -1,5 +1,7 @@
 """Strategies that are impossible are refused with the key to change."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ MOBA = MobaAttention(MobaAttention.Options(), 16)
 FULL = FullAttention(FullAttention.Options(), 16)
 
 
-def check(strategy, heads, kv_heads, **facts):
+def check(strategy: CPStrategy, heads: int, kv_heads: int, **facts: Any) -> None:
     transport_spec(strategy.transport).check_attention(strategy, heads, kv_heads, AttentionFacts(**facts))
 
 
@@ -32,13 +34,15 @@ def check(strategy, heads, kv_heads, **facts):
         (CPStrategy(4, "hierarchical", "zigzag", 1), r"with 1 in a node"),
     ],
 )
-def test_impossible_sizes_are_refused(strategy, message):
+def test_impossible_sizes_are_refused(strategy: CPStrategy, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_sizes(strategy)
 
 
-def test_an_engine_is_not_made_for_such_a_strategy_nor_for_another_number_of_ranks():
+def test_an_engine_is_not_made_for_such_a_strategy_nor_for_another_number_of_ranks() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    world = dist.group.WORLD
+    assert world is not None
     try:
         for strategy, message in (
             (CPStrategy(2, "ring", "zigzag", 2), r"parallel.cp: 2 given, the group has 4 ranks"),
@@ -46,7 +50,7 @@ def test_an_engine_is_not_made_for_such_a_strategy_nor_for_another_number_of_ran
             (CPStrategy(4, "ring", "zigzag", 4, 1), r"parallel.cp_ring_depth: 1 given"),
         ):
             with pytest.raises(ValueError, match=message):
-                context_engine(strategy, dist.group.WORLD, torch.device("cpu"))
+                context_engine(strategy, world, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 
@@ -59,14 +63,14 @@ def test_an_engine_is_not_made_for_such_a_strategy_nor_for_another_number_of_ran
         (8, 2, True, "would split the query heads of 2 key/value heads among 4 ranks"),
     ],
 )
-def test_heads_that_cannot_be_shared_are_refused(heads, kv_heads, couples, message):
+def test_heads_that_cannot_be_shared_are_refused(heads: int, kv_heads: int, couples: bool, message: str) -> None:
     with pytest.raises(ValueError, match=rf"parallel\.cp_transport: 'ulysses' {message}"):
         check(CPStrategy(4, "ulysses", "contiguous", 4), heads, kv_heads, couples_heads=couples)
     check(CPStrategy(4, "ring", "zigzag", 4), heads, kv_heads, couples_heads=couples)
 
 
 @pytest.mark.parametrize("parts", [CPStrategy(4, "ring", "zigzag", 4, 2), CPStrategy(4, "ring", "zigzag", 2)], ids=str)
-def test_a_ring_over_parts_of_the_keys_needs_results_that_merge(parts):
+def test_a_ring_over_parts_of_the_keys_needs_results_that_merge(parts: CPStrategy) -> None:
     with pytest.raises(ValueError, match=r"cp_transport: 'ring' attends .* leave parallel\.cp_ring_depth out"):
         check(parts, 4, 4, merges=False)
     check(parts, 4, 4, merges=True)

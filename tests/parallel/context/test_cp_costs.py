@@ -23,7 +23,7 @@ def selecting(blocks: int) -> AttentionShape:
     return replace(LLAMA_8B, attentions=(MobaAttention(MobaAttention.Options(topk=blocks + 1), 128),))
 
 
-def test_bytes_of_a_known_case():
+def test_bytes_of_a_known_case() -> None:
     """128K tokens over 4 ranks: 512 MiB of keys and values, of which a rank lacks 3/4; fetched twice, returned once."""
     assert predict_cost(CPStrategy(4, "ring", "zigzag", 4), LLAMA_8B).node_bytes == 3 * 0.75 * 512 * 2**20
     assert predict_cost(CPStrategy(4, "allgather", "zigzag", 4), LLAMA_8B).node_bytes == 3 * 0.75 * 512 * 2**20
@@ -51,7 +51,9 @@ def test_bytes_of_a_known_case():
     ],
     ids=lambda value: f"{value.transport}-{value.node_size}-of-{value.ranks}" if isinstance(value, CPStrategy) else "",
 )
-def test_bytes_copies_and_buffers_of_known_cases_in_mib(strategy, in_node, from_nodes, copied, buffers, upfront):
+def test_bytes_copies_and_buffers_of_known_cases_in_mib(
+    strategy: CPStrategy, in_node: float, from_nodes: float, copied: int, buffers: float, upfront: float
+) -> None:
     assert costs_in_mib(strategy) == pytest.approx([in_node, from_nodes, copied, buffers, upfront])
 
 
@@ -62,7 +64,7 @@ def costs_in_mib(strategy: CPStrategy) -> list[float]:
     return [*got, found.upfront_share]
 
 
-def test_one_head_cannot_be_gathered_in_slices():
+def test_one_head_cannot_be_gathered_in_slices() -> None:
     """The attention waits for all of it, and all of it is in memory at once, keys and values and their gradients."""
     found = predict_cost(CPStrategy(4, "allgather", "contiguous", 4), replace(LLAMA_8B, kv_heads=1))
     assert found.upfront_share == 1
@@ -72,7 +74,7 @@ def test_one_head_cannot_be_gathered_in_slices():
 @pytest.mark.parametrize(
     ("kv_heads", "asked", "slices"), [(1, 4, 1), (2, 4, 2), (4, 4, 4), (6, 4, 3), (8, 4, 4), (8, 1, 1), (8, 3, 3)]
 )
-def test_predicted_slices_are_those_that_are_gathered(kv_heads, asked, slices):
+def test_predicted_slices_are_those_that_are_gathered(kv_heads: int, asked: int, slices: int) -> None:
     strategy = CPStrategy(4, "allgather", "contiguous", 4, slices=asked)
     assert predict_cost(strategy, replace(LLAMA_8B, kv_heads=kv_heads)).upfront_share == 1 / slices
     made = AllGather(ThreadCommunicator(0, Board(1)), asked)._slices(
@@ -81,20 +83,20 @@ def test_predicted_slices_are_those_that_are_gathered(kv_heads, asked, slices):
     assert len(made) == slices
 
 
-def test_fewer_slices_need_more_memory():
+def test_fewer_slices_need_more_memory() -> None:
     bytes_of = [
         predict_cost(CPStrategy(4, "allgather", "zigzag", 4, slices=n), LLAMA_8B).memory_bytes for n in (1, 2, 4, 8)
     ]
     assert bytes_of[0] == bytes_of[1] == 2 * bytes_of[2] == 4 * bytes_of[3]
 
 
-def test_a_ring_that_attends_to_everything_at_once_costs_what_all_gather_costs():
+def test_a_ring_that_attends_to_everything_at_once_costs_what_all_gather_costs() -> None:
     ring, allgather = (predict_cost(CPStrategy(4, name, "zigzag", 4), LLAMA_8B) for name in ("ring", "allgather"))
     assert ring == allgather
 
 
 @pytest.mark.parametrize("ranks", [4, 6, 8, 16])
-def test_fewer_buffers_of_a_ring_need_less_memory_and_more_copies(ranks):
+def test_fewer_buffers_of_a_ring_need_less_memory_and_more_copies(ranks: int) -> None:
     costs = [predict_cost(CPStrategy(ranks, "ring", "zigzag", ranks, n), LLAMA_8B) for n in range(2, ranks // 2 + 2)]
     assert costs[-1] == predict_cost(CPStrategy(ranks, "ring", "zigzag", ranks), LLAMA_8B)
     for few, more in pairwise(costs):
@@ -103,7 +105,7 @@ def test_fewer_buffers_of_a_ring_need_less_memory_and_more_copies(ranks):
         assert few.upfront_share < more.upfront_share
 
 
-def test_predicted_seconds_agree_with_those_measured_inside_a_node():
+def test_predicted_seconds_agree_with_those_measured_inside_a_node() -> None:
     """Where transfers, not launches, take the time; hierarchical as two nodes of two, over the same links. The messages
     of a ring took 1.5 times as long as predicted here, and as long as predicted at 1M tokens; why is not known."""
     path = Path(__file__).parents[3] / "benchmarks" / "results" / "context-parallel-h200.json"
@@ -118,7 +120,7 @@ def test_predicted_seconds_agree_with_those_measured_inside_a_node():
         assert 1000 * found.seconds() == pytest.approx(row["communication_ms"]["median"], rel=off), how
 
 
-def test_the_most_that_layers_of_different_kinds_take_is_of_each_part():
+def test_the_most_that_layers_of_different_kinds_take_is_of_each_part() -> None:
     """One layer has the larger buffers, another one attends to all heads at once."""
     sliced = TransportCost(0, 0, 0, memory_bytes=10, upfront_share=1, heads_at_once=0.25)
     whole = TransportCost(0, 0, 0, memory_bytes=5, upfront_share=1)

@@ -1,6 +1,7 @@
 """Units are summarized as a whole by their owner, wherever shards and documents end."""
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from moba_train.parallel.context.units import OwnedUnits
 
 
 @st.composite
-def situations(draw):
+def situations(draw: st.DrawFn) -> tuple[list[int], SequenceLayout, int]:
     lengths = draw(st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda lengths: sum(lengths) >= 6))
     ranks, size = draw(st.integers(1, 6)), draw(st.integers(1, 20))
     sequence = SequenceLayout.split(sum(lengths), ranks, draw(st.sampled_from(["contiguous", "zigzag"])))
@@ -25,11 +26,13 @@ def units(lengths: list[int], size: int) -> list[range]:
 
 
 @given(situations())
-def test_the_rank_of_its_first_token_gets_the_whole_unit_and_only_missing_tokens_move(situation):
+def test_the_rank_of_its_first_token_gets_the_whole_unit_and_only_missing_tokens_move(
+    situation: tuple[list[int], SequenceLayout, int],
+) -> None:
     lengths, sequence, size = situation
     owned = OwnedUnits.from_sequence(sequence, (0, *accumulate(lengths)), size)
     wanted: list[set[int]] = [set() for _ in sequence.ranges]
-    missing = {}
+    missing: dict[int, Any] = {}
     for unit in units(lengths, size):
         owner = sequence.owner(unit[0])
         wanted[owner] |= set(unit)
@@ -46,7 +49,7 @@ def test_the_rank_of_its_first_token_gets_the_whole_unit_and_only_missing_tokens
     assert moved == missing
 
 
-def test_aligned_shards_move_nothing():
+def test_aligned_shards_move_nothing() -> None:
     sequence = SequenceLayout.split(64, 4, "zigzag")
     assert OwnedUnits.from_sequence(sequence, (0, 64), 8).moves == ()
     assert OwnedUnits.from_sequence(sequence, (0, 16, 64), 8).moves == ()

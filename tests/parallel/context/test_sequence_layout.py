@@ -5,19 +5,21 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from moba_train.config.parallel import CPLayout
 from moba_train.parallel.context.layout import SequenceLayout, sees
+from tests.attention.helpers import ranges
 
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS: tuple[CPLayout, ...] = ("contiguous", "zigzag")
 
 
 @st.composite
-def layouts(draw) -> SequenceLayout:
+def layouts(draw: st.DrawFn) -> SequenceLayout:
     ranks = draw(st.integers(1, 9))
     return SequenceLayout.split(draw(st.integers(ranks, 200)), ranks, draw(st.sampled_from(LAYOUTS)))
 
 
 @given(layouts())
-def test_every_token_is_on_one_rank_and_padding_is_at_the_end(sequence):
+def test_every_token_is_on_one_rank_and_padding_is_at_the_end(sequence: SequenceLayout) -> None:
     held = [token for ranges in sequence.ranges for start, stop in ranges for token in range(start, stop)]
     assert sorted(held) == list(range(sequence.total))
     assert 0 <= sequence.ranks * sequence.rows - sequence.total < 2 * sequence.ranks
@@ -32,7 +34,7 @@ def test_every_token_is_on_one_rank_and_padding_is_at_the_end(sequence):
 
 
 @given(layouts())
-def test_concatenated_shards_go_to_packed_order_and_back(sequence):
+def test_concatenated_shards_go_to_packed_order_and_back(sequence: SequenceLayout) -> None:
     x = torch.randn(sequence.total, 2, 3)
     y = torch.randn(sequence.total, 1, 3)
     shards = torch.cat([sequence.shard(x, rank) for rank in range(sequence.ranks)])
@@ -42,7 +44,7 @@ def test_concatenated_shards_go_to_packed_order_and_back(sequence):
 
 
 @given(layouts(), st.data())
-def test_groups_of_ranks_hold_what_their_ranks_hold(sequence, data):
+def test_groups_of_ranks_hold_what_their_ranks_hold(sequence: SequenceLayout, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([n for n in range(1, sequence.ranks + 1) if sequence.ranks % n == 0]))
     x = torch.randn(sequence.total)
     groups = sequence.merge_ranks(size)
@@ -55,7 +57,7 @@ def test_groups_of_ranks_hold_what_their_ranks_hold(sequence, data):
 
 
 @given(layouts(), st.data())
-def test_shards_of_any_ranks_are_copied_into_token_order(sequence, data):
+def test_shards_of_any_ranks_are_copied_into_token_order(sequence: SequenceLayout, data: st.DataObject) -> None:
     members = data.draw(st.lists(st.integers(0, sequence.ranks - 1), min_size=1, unique=True))
     tokens = torch.arange(sequence.total)
     shards = [sequence.shard(tokens, rank, padding=-1) for rank in members]
@@ -66,7 +68,7 @@ def test_shards_of_any_ranks_are_copied_into_token_order(sequence, data):
 
 
 @given(layouts())
-def test_local_rows_find_tokens_in_the_shard(sequence):
+def test_local_rows_find_tokens_in_the_shard(sequence: SequenceLayout) -> None:
     tokens = torch.arange(sequence.total)
     for rank in range(sequence.ranks):
         rows = sequence.local_rows(tokens, rank)
@@ -76,7 +78,7 @@ def test_local_rows_find_tokens_in_the_shard(sequence):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_zigzag_balances_work_that_grows_with_the_position(ranks):
+def test_zigzag_balances_work_that_grows_with_the_position(ranks: int) -> None:
     total = 16 * ranks
     work = torch.arange(1, total + 1).double()
     shares = {}
@@ -95,27 +97,27 @@ def test_zigzag_balances_work_that_grows_with_the_position(ranks):
         SequenceLayout.split(24, 4, "zigzag").merge_ranks(2).select_ranks(range(1, 2)),  # two ranges, in this order
     ],
 )
-def test_tensors_in_order_are_not_copied(sequence):
+def test_tensors_in_order_are_not_copied(sequence: SequenceLayout) -> None:
     x = torch.randn(12, 2)
     assert sequence.to_packed(x).data_ptr() == x.data_ptr()
     assert sequence.to_shards(x).data_ptr() == x.data_ptr()
 
 
-def test_a_shard_sees_what_its_documents_held_before():
+def test_a_shard_sees_what_its_documents_held_before() -> None:
     edges = (0, 10, 10, 30)
-    assert sees(((0, 10),), ((0, 10),), edges)
-    assert not sees(((0, 10),), ((10, 20),), edges), "another document, and the future"
-    assert not sees(((10, 20),), ((0, 10),), edges), "another document"
-    assert not sees(((10, 20),), ((20, 30),), edges), "the future"
-    assert sees(((20, 30),), ((10, 20),), edges)
-    assert sees(((0, 5), (25, 30)), ((5, 12),), edges)
-    assert not sees((), ((0, 10),), edges)
-    assert not sees(((0, 10),), (), edges)
+    assert sees(ranges((0, 10)), ranges((0, 10)), edges)
+    assert not sees(ranges((0, 10)), ranges((10, 20)), edges), "another document, and the future"
+    assert not sees(ranges((10, 20)), ranges((0, 10)), edges), "another document"
+    assert not sees(ranges((10, 20)), ranges((20, 30)), edges), "the future"
+    assert sees(ranges((20, 30)), ranges((10, 20)), edges)
+    assert sees(ranges((0, 5), (25, 30)), ranges((5, 12)), edges)
+    assert not sees((), ranges((0, 10)), edges)
+    assert not sees(ranges((0, 10)), (), edges)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fewer_tokens_than_ranks_are_refused(layout):
+def test_fewer_tokens_than_ranks_are_refused(layout: CPLayout) -> None:
     with pytest.raises(ValueError, match=r"parallel\.cp: 4 given for a sequence of 3 tokens"):
         SequenceLayout.split(3, 4, layout)
     with pytest.raises(ValueError, match=r"parallel\.cp_layout: 'striped' given"):
-        SequenceLayout.split(8, 4, "striped")
+        SequenceLayout.split(8, 4, "striped")  # type: ignore[arg-type]  # the layout that is refused

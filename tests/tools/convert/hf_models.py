@@ -1,5 +1,6 @@
 """Tiny random models of transformers, saved as it saves them, and the same weights in ours."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.full.full_kind import FullKind
+from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import packed_layout
-from moba_train.attention.protocol import LocalAttention
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import model_tensors
@@ -69,7 +70,7 @@ def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
-def our_model(folder: Path, kinds: list[LocalAttention] | None = None) -> Transformer:
+def our_model(folder: Path, kinds: Sequence[AttentionKind] | None = None) -> Transformer:
     """The Hugging Face model in `folder` as our Transformer, with full attention unless told."""
     config = read_model_config(folder)
     model = Transformer(config)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moba_train.attention.registry import KINDS
+from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.checkpoint.index import Part
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.manifest import read_meta
@@ -69,7 +69,7 @@ def test_config_and_tokenizer_survive_the_round_trip(exported: tuple[Path, Path]
 
 def test_parameters_of_a_kind_are_what_an_export_would_lose() -> None:
     model = ModelConfig(vocab_size=50, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=8)
-    off, on = (KINDS["moba"](KINDS["moba"].Options(block_size=8, topk=2, key_conv=width), 8) for width in (0, 3))
+    off, on = (MobaKind(MobaKind.Options(block_size=8, topk=2, key_conv=width), 8) for width in (0, 3))
     assert layer_problem(off, model) == ""
     assert f"{2 * 8 * 3} parameters" in layer_problem(on, model)
     assert "key_conv" not in layer_entry(off)
@@ -82,7 +82,8 @@ def test_what_most_layers_have_is_the_default_of_an_imported_recipe(exported: tu
     entries = json.loads((folder / "config.json").read_text())["moba"]["layers"]
     attention = build_attention(resolve_layers(config.attention, config.model.layers), config.model.head_width)
     assert [layer_entry(kind) for kind in attention] == entries
-    assert (config.attention.default, config.attention.options_of("moba").topk) == ("moba", SPARSE["topk"])
+    assert config.attention.default == "moba"
+    assert config.attention.options_of("moba").model_dump()["topk"] == SPARSE["topk"]
     others = {layer: entry for layer, entry in enumerate(entries) if entry["kind"] != "moba"}
     assert config.attention.overrides == others
     assert imported_recipe(exported[0], folder).attention.overrides == {}

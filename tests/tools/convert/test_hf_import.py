@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moba_train.errors import CheckpointError
@@ -69,6 +70,7 @@ def test_a_rank_reads_its_own_shards_without_the_others(folder: Path, monkeypatc
     load_hf_weights(model, folder)
     for name, parameter in model.named_parameters():
         rows = full[name].chunk(3)
+        assert isinstance(parameter, DTensor)
         assert torch.equal(parameter.to_local(), rows[1]), name
     assert read < 0.4 * sum(parameter.numel() for parameter in model.parameters())
 

@@ -71,7 +71,7 @@ def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    common = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
+    common: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**common, **copy.deepcopy(config)))
     ours = read_rope(common | config)
     torch.testing.assert_close(rope_frequencies(ours, 8).float(), theirs.inv_freq)

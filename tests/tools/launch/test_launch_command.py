@@ -39,7 +39,7 @@ def refused(*arguments: str) -> str:
     return " ".join(result.output.split())
 
 
-def test_torchrun_gets_a_line_for_each_node():
+def test_torchrun_gets_a_line_for_each_node() -> None:
     one = launch("--nodes", "1", "--gpus-per-node", "8", "telemetry.wandb.project=two words")
     assert shlex.split(one) == ["moba-train", "train", RECIPE, "telemetry.wandb.project=two words", "--gpus", "8"]
     lines = launch("--nodes", "2", "--master", "alpha").splitlines()
@@ -48,7 +48,7 @@ def test_torchrun_gets_a_line_for_each_node():
     ]
 
 
-def test_slurm_gets_one_line():
+def test_slurm_gets_one_line() -> None:
     line = shlex.split(launch("--slurm", "--nodes", "4", "--time", "24:00:00", "--stop-seconds", "900"))
     assert line[0] == "sbatch"
     assert line[-2:] == ["launch/slurm.sbatch", RECIPE]
@@ -68,26 +68,26 @@ def test_slurm_gets_one_line():
         (("--name", "a"), "--name", "--slurm or --k8s"),
     ],
 )
-def test_an_option_that_would_be_ignored_is_refused(arguments: tuple[str, ...], option: str, way: str):
+def test_an_option_that_would_be_ignored_is_refused(arguments: tuple[str, ...], option: str, way: str) -> None:
     text = refused(*arguments)
     assert f"{option}: given for " in text
     assert f"allowed with {way}" in text
 
 
 @pytest.mark.parametrize("limit", ["11", "10:01", "1:00:00", "1-0", "1-0:30", "1-0:0:30", "0", "unlimited"])
-def test_slurm_gets_the_time_limit_as_sbatch_takes_it(limit: str):
+def test_slurm_gets_the_time_limit_as_sbatch_takes_it(limit: str) -> None:
     assert f" --time {limit} " in launch("--slurm", "--time", limit)
 
 
 @pytest.mark.parametrize("host", ["node_0", "alpha.example", "10.0.0.1", "fe80::1%eth0", "::1"])
-def test_host_names_and_addresses_reach_the_nodes_as_they_are(host: str):
+def test_host_names_and_addresses_reach_the_nodes_as_they_are(host: str) -> None:
     assert f"MASTER={host} " in launch("--nodes", "2", "--master", host)
 
 
 @pytest.mark.parametrize(
     "image", ["moba_train", "localhost:5000/a/b__c:1.0", "ghcr.io/org/a-b.c", "[::1]:5/a@sha256:" + "0f" * 32]
 )
-def test_pods_run_the_image_as_it_is_given(image: str):
+def test_pods_run_the_image_as_it_is_given(image: str) -> None:
     arguments = ["--image", image, "--claim", "my.claim-1://data/a b", "run_dir=/data/a b/one"]
     _, job = yaml.safe_load_all(launch("--k8s", "trainjob", *arguments))
     assert job["spec"]["trainer"]["image"] == image
@@ -95,7 +95,7 @@ def test_pods_run_the_image_as_it_is_given(image: str):
     assert pod["containers"][0]["volumeMounts"][1]["mountPath"] == "/data/a b"
 
 
-def test_pods_are_warned_of_files_that_are_not_on_the_volume():
+def test_pods_are_warned_of_files_that_are_not_on_the_volume() -> None:
     on_it = "data={tokenizer: /data/tokenizer.json, train: [{path: /data/web}], validation: [{path: /data/held-out}]}"
     stages = [f"stages.{stage}.train=[{{path: /data/books}}]" for stage in range(4)]
     result = CliRunner().invoke(app, ["launch", RECIPE, "--k8s", "jobset", *PODS, on_it, *stages])
@@ -127,7 +127,7 @@ def schema(name: str, module: str) -> Any:
         ("trainjob", "TrainerV1alpha1TrainJob", "trainer_v1alpha1_train_job"),
     ],
 )
-def test_manifests_keep_to_the_published_schemas(kind: str, name: str, module: str):
+def test_manifests_keep_to_the_published_schemas(kind: str, name: str, module: str) -> None:
     """The models are generated from the schemas; they drop keys that these do not have, so what comes back is equal
     only without such keys."""
     config_map, job = manifests(kind)
@@ -140,13 +140,13 @@ def test_manifests_keep_to_the_published_schemas(kind: str, name: str, module: s
 
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
-def test_pods_train_the_recipe_with_everything_it_extends(kind: str):
+def test_pods_train_the_recipe_with_everything_it_extends(kind: str) -> None:
     config_map, _ = manifests(kind)
     text = config_map["data"][kubernetes.RECIPE_FILE]
     assert parse_config(text, "recipe.yaml") == load_config(Path(RECIPE), ["run_dir=/data/runs/a"])
 
 
-def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures():
+def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures() -> None:
     _, job = manifests("jobset")
     (replicated,) = job["spec"]["replicatedJobs"]
     indexed = replicated["template"]["spec"]
@@ -209,11 +209,11 @@ def test_a_jobset_runs_multinode_on_each_node_and_starts_again_after_failures():
         (["--k8s", "jobset", *PODS, "--restarts", str(2**31)], "2147483648"),
     ],
 )
-def test_what_cannot_be_started_is_refused(arguments: list[str], message: str):
+def test_what_cannot_be_started_is_refused(arguments: list[str], message: str) -> None:
     assert message in refused(*arguments)
 
 
-def test_gpus_counts_those_of_all_nodes():
+def test_gpus_counts_those_of_all_nodes() -> None:
     assert launch("--gpus", "4", *ANY_NUMBER) == launch("--gpus-per-node", "4", *ANY_NUMBER)
     assert launch("--nodes", "2", "--gpus", "8", "--slurm") == launch("--nodes", "2", "--gpus-per-node", "4", "--slurm")
     assert "--gpus-per-node 8" in launch("--slurm", "--nodes", "2")
@@ -227,7 +227,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return started
 
 
-def test_start_trains_with_the_python_that_runs_the_command(started: list[list[str]]):
+def test_start_trains_with_the_python_that_runs_the_command(started: list[list[str]]) -> None:
     """The environment that has it may not be on the PATH."""
     launch("--start", "--gpus-per-node", "8")
     train = [sys.executable, "-m", "moba_train.tools.cli", "train", RECIPE, "--gpus", "8"]
@@ -237,7 +237,7 @@ def test_start_trains_with_the_python_that_runs_the_command(started: list[list[s
 @pytest.mark.parametrize(("here", "ranks"), [(0, 1), (1, 1), (2, 2)])
 def test_start_takes_the_gpus_of_this_machine(
     here: int, ranks: int, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     """As `train` does: a rank on the CPU where there is none."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: here)
     launch("--start", *ANY_NUMBER)
@@ -246,7 +246,7 @@ def test_start_takes_the_gpus_of_this_machine(
 
 
 @pytest.mark.parametrize("option", ["--gpus", "--gpus-per-node"])
-def test_start_refuses_more_gpus_than_this_machine_has(option: str, monkeypatch: pytest.MonkeyPatch):
+def test_start_refuses_more_gpus_than_this_machine_has(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert f"{option}: given 4 with --start; allowed: at most 2, the GPUs of this machine" in refused(
         "--start", option, "4"
@@ -254,7 +254,7 @@ def test_start_refuses_more_gpus_than_this_machine_has(option: str, monkeypatch:
     assert launch(option, "4", *ANY_NUMBER).endswith(" --gpus 4\n")
 
 
-def test_start_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_start_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f"#!/bin/sh\necho $* > {tmp_path}/arguments; cat > {tmp_path}/manifest; exit 3\n")
     kubectl.chmod(0o755)

@@ -100,7 +100,9 @@ def test_help_of_the_job_script_is_found_from_another_folder() -> None:
         ("smollm2.sh", ["tune"], {}, "given 'tune'; allowed: prepare, train, finish, retrieval, signal, gates"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path: Path, name: str, arguments: list[str], variables, error: str) -> None:
+def test_wrong_arguments_are_refused(
+    tmp_path: Path, name: str, arguments: list[str], variables: dict[str, str], error: str
+) -> None:
     for python, says in (("bare", "case $2 in *find*) echo torch numpy;; esac"), ("old", "exit 1")):
         (tmp_path / python).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / python).chmod(0o755)

@@ -19,6 +19,7 @@ from moba_train.tools.cli import app
 from moba_train.tools.launch.torchrun import SHUTDOWN_TIMEOUT
 from moba_train.tools.launch.torchrun import main as launch
 from tests.forked_program import ForkedProgram
+from tests.noting import noting
 from tests.run.test_stop import after_the_start
 from tests.run.tiny_run import Run, assert_same_tensors
 
@@ -155,7 +156,7 @@ def test_the_launcher_ends_with_the_code_of_the_ranks(
 
 def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
-    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", lambda arguments: given.extend(arguments) or 75)
+    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", noting(given.extend, lambda _: 75))
     assert CliRunner().invoke(app, ["train", str(run.write_recipe()), "--gpus", "2"]).exit_code == 75
     assert given[:3] == ["--standalone", "--nproc-per-node", "2"]
     assert given[-3:-1] == ["-m", "moba_train.train"]
@@ -177,7 +178,7 @@ def test_an_error_ends_the_whole_launch_and_its_output(run: Run) -> None:
 def test_the_command_passes_the_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Before or after the overrides."""
     commands: list[list[str]] = []
-    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", lambda arguments: commands.append(arguments) or 0)
+    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", noting(commands.append, lambda _: 0))
     recipe = tmp_path / "recipe.yaml"
     for arguments in (["seed=4", "--from-scratch"], ["--from-scratch", "seed=4"], ["seed=4"]):
         assert CliRunner().invoke(cli.app, ["train", str(recipe), *arguments, "--gpus", "1"]).exit_code == 0

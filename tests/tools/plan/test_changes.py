@@ -3,11 +3,12 @@
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
@@ -49,11 +50,11 @@ stages:
     return path
 
 
-def plan(recipe: Path, *arguments: str):
+def plan(recipe: Path, *arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(recipe), *arguments])
 
 
-def test_a_plan_that_does_not_fit_is_refused_with_three_changes_that_fit_when_pasted(recipe):
+def test_a_plan_that_does_not_fit_is_refused_with_three_changes_that_fit_when_pasted(recipe: Path) -> None:
     done = plan(recipe, "--gpus", "8", *ON_H200)
     assert done.exit_code == 2
     assert done.output.index("Memory per GPU") < done.output.index("cheapest changes that make it fit")
@@ -70,7 +71,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_three_changes_that_fit_when_pa
         assert f"needs most, {gibibytes} GiB on each GPU" in changed.output
 
 
-def test_a_plan_that_fits_is_accepted_and_the_gpu_decides(recipe):
+def test_a_plan_that_fits_is_accepted_and_the_gpu_decides(recipe: Path) -> None:
     small = ["activation_checkpointing=full", "--gpus", "8", "--no-data"]
     done = plan(recipe, *small, "--gpu", "h200")
     assert done.exit_code == 0, done.output
@@ -80,14 +81,14 @@ def test_a_plan_that_fits_is_accepted_and_the_gpu_decides(recipe):
     assert plan(recipe, *small, "--gpu", "a100-sxm4-40gb").exit_code == 2
 
 
-def test_without_a_gpu_nothing_is_judged_and_the_option_is_named(recipe, monkeypatch):
+def test_without_a_gpu_nothing_is_judged_and_the_option_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     done = plan(recipe, "--gpus", "8", "--no-data")
     assert done.exit_code == 0, done.output
     assert "not compared with a GPU, as this machine has none: name one by --gpu" in done.output
 
 
-def test_the_local_gpu_is_the_default(recipe, monkeypatch):
+def test_the_local_gpu_is_the_default(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moba_train.memory.devices.local_gpu", lambda: Gpu("Local GPU", None, 64 * 2**30))
     done = plan(recipe, "--gpus", "8", "--no-data")
     assert done.exit_code == 2
@@ -95,14 +96,14 @@ def test_the_local_gpu_is_the_default(recipe, monkeypatch):
     assert peak_or_default(None) == 989
 
 
-def test_where_no_change_fits_the_nearest_is_named(recipe, monkeypatch):
+def test_where_no_change_fits_the_nearest_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moba_train.memory.devices.local_gpu", lambda: Gpu("Small GPU", None, 4 * 2**30))
     done = plan(recipe, "--gpus", "1", "--no-data")
     assert done.exit_code == 2
     assert re.search(r"makes it fit; the nearest:\n  \S.*# \d+\.\d GiB, time", done.output), done.output
 
 
-def test_an_unknown_gpu_is_refused_with_the_closest_and_all_names(recipe):
+def test_an_unknown_gpu_is_refused_with_the_closest_and_all_names(recipe: Path) -> None:
     done = plan(recipe, "--gpu", "h20O", "--no-data")
     assert done.exit_code == 2
     for part in ("--gpu: given 'h20O'", "closest: h200", "allowed: a100, ", "gb200", "l40s"):
@@ -119,7 +120,7 @@ def beyond_gpu_gib(recipe: Path, gpu_gib: float, *layout: str) -> dict[str, floa
     return {stage: float(needed) for stage, needed in re.findall(text, done.output, re.MULTILINE)}
 
 
-def test_memory_beyond_gpu_gib_is_named_with_what_would_hold_it(recipe):
+def test_memory_beyond_gpu_gib_is_named_with_what_would_hold_it(recipe: Path) -> None:
     """Plan does not warn at the GiB that its warning names, and warns at less."""
     found = beyond_gpu_gib(recipe, 20, "--gpus", "8")
     assert found.keys() == {"short", "long"}
@@ -128,12 +129,12 @@ def test_memory_beyond_gpu_gib_is_named_with_what_would_hold_it(recipe):
     assert beyond_gpu_gib(recipe, largest - 0.2, "--gpus", "8")["long"] == largest
 
 
-def test_the_fastest_layout_is_held_against_gpu_gib(recipe):
+def test_the_fastest_layout_is_held_against_gpu_gib(recipe: Path) -> None:
     assert beyond_gpu_gib(recipe, 20, "--nodes", "1").keys() == {"short", "long"}
 
 
 @pytest.mark.parametrize("layout", [["--gpus", "8"], ["--nodes", "1"]])
-def test_fp8_is_refused_for_a_gpu_without_it_in_the_words_of_a_run(recipe, layout):
+def test_fp8_is_refused_for_a_gpu_without_it_in_the_words_of_a_run(recipe: Path, layout: list[str]) -> None:
     """Emulated FP8 is accepted for every GPU."""
     fp8 = ["precision.linear=fp8", "activation_checkpointing=full", *layout, "--no-data"]
     if "--nodes" in layout:  # the package has no rates of these GPUs
@@ -149,7 +150,7 @@ def test_fp8_is_refused_for_a_gpu_without_it_in_the_words_of_a_run(recipe, layou
         assert "compute capability" not in plan(recipe, *fp8, *more, "--gpu", name).stderr, name
 
 
-def test_every_gpu_of_the_table_has_a_compute_capability():
+def test_every_gpu_of_the_table_has_a_compute_capability() -> None:
     assert {name: named_gpu(name).capability for name in ("l40s", "gh200", "h200-nvl", "gb200")} == {
         "l40s": (8, 9),
         "gh200": (9, 0),
@@ -158,7 +159,7 @@ def test_every_gpu_of_the_table_has_a_compute_capability():
     }
 
 
-def test_replicas_become_shards():
+def test_replicas_become_shards() -> None:
     config = RunConfig.model_validate(
         {
             "name": "demo",
@@ -176,8 +177,8 @@ def test_replicas_become_shards():
     first = plan_of(config, 8, 989, 0.4)
     seen: list[tuple[str, ...]] = []
 
-    def replan(changes, gpus: int) -> Plan:
-        seen.append(changes)
+    def replan(changes: Sequence[str], gpus: int) -> Plan:
+        seen.append(tuple(changes))
         if gpus > 8 or changes != ("parallel.dp_replicate=2", "parallel.dp_shard=-1"):
             raise ConfigError(["not here"])
         changed = config.parallel.model_copy(update={"dp_replicate": 2, "dp_shard": -1})
@@ -189,7 +190,7 @@ def test_replicas_become_shards():
     assert ("activation_checkpointing=full",) not in seen, "it is on already"
 
 
-def test_everything_that_is_missing_is_found_at_once(recipe, tmp_path):
+def test_everything_that_is_missing_is_found_at_once(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "damaged.idx").write_bytes(b"MMIDIDX")
     (tmp_path / "damaged.bin").write_bytes(b"")
     done = plan(
@@ -209,7 +210,7 @@ def test_everything_that_is_missing_is_found_at_once(recipe, tmp_path):
     assert "  - init_from: " in done.stderr
 
 
-def test_a_model_folder_without_its_weights_is_found(recipe, tmp_path):
+def test_a_model_folder_without_its_weights_is_found(recipe: Path, tmp_path: Path) -> None:
     model = ModelConfig.model_validate(yaml.safe_load((MODELS / "llama3-8b.yaml").read_text())["model"])
     folder = tmp_path / "model"
     folder.mkdir()

@@ -3,13 +3,13 @@
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from moba_train.config.load import load_config
 from moba_train.config.mesh import MeshSizes, mesh_sizes
@@ -24,6 +24,7 @@ from moba_train.tools.plan.command import make_machine
 from moba_train.tools.plan.layouts import Layout, best_layouts
 from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
 from tests.resolved import check, stages_of
+from tests.small_recipe import Load
 
 FOUR = make_machine(H200, 4, 400.0, None)
 LARGE = ("model={vocab_size: 32000, hidden_size: 4096, intermediate_size: 14336, layers: 8, heads: 32, kv_heads: 8}",)
@@ -43,7 +44,7 @@ def step(config: RunConfig, index: int, sizes: MeshSizes, machine: Machine = FOU
 
 
 @pytest.fixture
-def search(recipe: Path):
+def search(recipe: Path) -> Callable[..., list[Layout]]:
     """The best layouts of the small recipe with overrides, each checked as `launch` would."""
 
     def search(*overrides: str, nodes: int = 2, machine: Machine = FOUR, most: int = 100) -> list[Layout]:
@@ -63,7 +64,9 @@ def search(recipe: Path):
     return search
 
 
-def test_the_best_layout_is_the_fastest_of_all_that_are_valid(search, recipe) -> None:
+def test_the_best_layout_is_the_fastest_of_all_that_are_valid(
+    search: Callable[..., list[Layout]], recipe: Path
+) -> None:
     """Every mesh of 8 ranks is tried here; `search` itself checks that each layout's arguments make its mesh."""
     found = search()
     assert [layout.seconds for layout in found] == sorted(layout.seconds for layout in found)
@@ -83,7 +86,7 @@ def test_the_best_layout_is_the_fastest_of_all_that_are_valid(search, recipe) ->
         assert min(layout.stages[index].time.seconds for layout in found) == pytest.approx(min(times)), stage.name
 
 
-def test_only_what_fits_the_gpu_is_chosen(search) -> None:
+def test_only_what_fits_the_gpu_is_chosen(search: Callable[..., list[Layout]]) -> None:
     everything = search(*LARGE, nodes=1)
     least = min(layout.largest.memory for layout in everything)
     middle = Gpu("Middle", H200.tflops, 1.2 * least / 0.9)
@@ -98,19 +101,19 @@ def test_only_what_fits_the_gpu_is_chosen(search) -> None:
         search(*LARGE, nodes=1, machine=FOUR._replace(gpu=small))
 
 
-def test_gpus_that_no_layout_divides_are_refused_with_the_nearest(search) -> None:
+def test_gpus_that_no_layout_divides_are_refused_with_the_nearest(search: Callable[..., list[Layout]]) -> None:
     with pytest.raises(
         PlanError, match=r"given 3; no layout of 9 GPUs .*: stage 'long' has 8 sequences .*nearest: --nodes 2"
     ):
         search("parallel.tp=1", nodes=3, machine=FOUR._replace(ranks_per_node=3))
 
 
-def test_more_nodes_than_there_are_are_refused_without_trying_each_number(search) -> None:
+def test_more_nodes_than_there_are_are_refused_without_trying_each_number(search: Callable[..., list[Layout]]) -> None:
     with pytest.raises(PlanError, match=r"given 1000000000; no layout of 4000000000 GPUs .*nearest: --nodes 8192"):
         search(nodes=1_000_000_000)
 
 
-def test_what_cannot_be_predicted_is_said(search) -> None:
+def test_what_cannot_be_predicted_is_said(search: Callable[..., list[Layout]]) -> None:
     with pytest.raises(PlanError, match=r"precision.compute: given fp32, whose steps were never measured"):
         search("precision.compute=fp32")
     with pytest.raises(PlanError, match="attention kind 'infllm' has no measured time"):
@@ -124,7 +127,7 @@ def test_what_cannot_be_predicted_is_said(search) -> None:
             search("precision={linear: fp8, fp8: {emulate: true}}", machine=unmeasured)
 
 
-def test_the_parts_of_a_step_follow_the_layout(load) -> None:
+def test_the_parts_of_a_step_follow_the_layout(load: Load) -> None:
     config = load(*LARGE, "batch_tokens=512K")
     alone = step(config, 0, MeshSizes())
     assert alone.time.communication == 0
@@ -144,7 +147,7 @@ def test_the_parts_of_a_step_follow_the_layout(load) -> None:
     assert tensor.time.tp == pytest.approx(tensor.traffic["tp"].node / 300e9)
 
 
-def test_a_pipeline_waits_for_its_bubble(load) -> None:
+def test_a_pipeline_waits_for_its_bubble(load: Load) -> None:
     config = load(*LARGE, "model.vocab_size=64", "batch_tokens=128K", "attention={overrides: {}}")
     two = step(config, 0, MeshSizes(pp=2, dp_shard=4))
     count = 16
@@ -155,7 +158,7 @@ def test_a_pipeline_waits_for_its_bubble(load) -> None:
     assert two.time.pp - passed_on == pytest.approx(layers / count, rel=0.1), "(pp - 1) / m of what is computed"
 
 
-def test_a_pipeline_adds_up_the_gradients_of_whole_weights(load) -> None:
+def test_a_pipeline_adds_up_the_gradients_of_whole_weights(load: Load) -> None:
     """Bytes that grow with the micro-batches are those of layers, and 10 a weight for each after the first. Weights are
     gathered once."""
     layout = ("model.vocab_size=64", "parallel.pp_layers=[4,4]")
@@ -167,7 +170,7 @@ def test_a_pipeline_adds_up_the_gradients_of_whole_weights(load) -> None:
     assert once == pytest.approx((4 + 6 - 10 + 6 / 4) * weights / 4e12, rel=0.01)
 
 
-def test_a_slow_network_costs_layouts_that_use_it(load) -> None:
+def test_a_slow_network_costs_layouts_that_use_it(load: Load) -> None:
     config = load(*LARGE)
     slow = FOUR._replace(links=LINKS._replace(network=1e9))
     for sizes in (MeshSizes(dp_shard=8), MeshSizes(cp=8), MeshSizes(pp=2, dp_shard=4)):
@@ -192,7 +195,7 @@ def test_this_machines_gpu_has_the_bandwidth_of_its_name(monkeypatch: pytest.Mon
 
 
 def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: Path) -> None:
-    def plan(*arguments: str):
+    def plan(*arguments: str) -> Result:
         return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(recipe), "--no-data", *arguments])
 
     done = plan("--nodes", "2", "--gpus-per-node", "4", "--network", "200", "--gpu", "h200")
@@ -218,7 +221,7 @@ def test_the_command_prints_five_layouts_whose_arguments_can_be_pasted(recipe: P
     assert "--nodes and --gpus: given both" in both.stderr
 
 
-def test_exchanged_gradients_are_half_the_bytes(load) -> None:
+def test_exchanged_gradients_are_half_the_bytes(load: Load) -> None:
     """Beside one gather of the ends and two of the blocks, in bf16."""
     sizes = MeshSizes(dp_shard=8)
     summed, exchanged = (

@@ -2,6 +2,7 @@
 
 import io
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +18,7 @@ from tests.resolved import plan_of
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "layers": 32, "heads": 32}
 
 
-def config(**changes) -> RunConfig:
+def config(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "demo",
@@ -34,7 +35,7 @@ def config(**changes) -> RunConfig:
     )
 
 
-def test_a_plan_adds_up():
+def test_a_plan_adds_up() -> None:
     plan = plan_of(config(parallel={"dp_replicate": 2}), ranks=8, peak_tflops=989, mfu=0.4)
     short, long = plan.stages
     assert short.mesh == long.mesh == MeshSizes(dp_replicate=2, dp_shard=4)
@@ -45,13 +46,15 @@ def test_a_plan_adds_up():
     assert plan.seconds == short.seconds + long.seconds
 
 
-def test_context_parallelism_divides_activations_and_costs_communication():
+def test_context_parallelism_divides_activations_and_costs_communication() -> None:
     alone = plan_of(config(activation_checkpointing="full"), 16, 989, 0.4).stages[1]
     cp_recipe = {"parallel": {"cp": 8}, "activation_checkpointing": "full"}
     short, long = plan_of(config(**cp_recipe), 16, 989, 0.4).stages
     tables = io.StringIO()
     assert long.mesh == MeshSizes(dp_shard=2, cp=8)
     assert long.memory.parameters == alone.memory.parameters
+    assert long.context is not None
+    assert short.context is not None
     assert long.context.cost.memory_bytes > short.context.cost.memory_bytes > 0
     assert long.layout.micro_batches == 4
     assert long.context is not None
@@ -72,7 +75,7 @@ def test_context_parallelism_divides_activations_and_costs_communication():
         assert part in tables.getvalue(), part
 
 
-def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_communication():
+def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_communication() -> None:
     alone = plan_of(config(batch_tokens="2M"), 16, 989, 0.4).stages[0]
     plan = plan_of(config(batch_tokens="2M", parallel={"tp": 8, "dp_replicate": 2}), 16, 989, 0.4)
     tables = io.StringIO()
@@ -103,9 +106,10 @@ def test_tensor_parallelism_divides_weights_activations_and_logits_and_costs_com
     )
 
 
-def test_moba_layers_of_several_sizes_take_their_own_time():
-    def attention_seconds(**options) -> list[float]:
+def test_moba_layers_of_several_sizes_take_their_own_time() -> None:
+    def attention_seconds(**options: Any) -> list[float]:
         found = plan_of(config(parallel={"cp": 8}, attention=options), 16, 989, 0.4).stages[1]
+        assert found.context is not None
         return [found.context.attention_seconds[layer] for layer in found.stage.attention]
 
     mixed = attention_seconds(moba={"block_size": 512, "topk": 3}, overrides={0: {"topk": 12}})
@@ -132,7 +136,7 @@ def test_moba_layers_of_several_sizes_take_their_own_time():
         ),
     ],
 )
-def test_attentions_of_one_kind_are_told_apart(attention, names):
+def test_attentions_of_one_kind_are_told_apart(attention: dict[str, Any], names: list[str]) -> None:
     text = io.StringIO()
     print_plan(plan_of(config(parallel={"cp": 8}, attention=attention), 16, 989, 0.4), Console(file=text, width=400))
     (row,) = (line for line in text.getvalue().splitlines() if line.startswith("│ attention, ms"))
@@ -140,12 +144,12 @@ def test_attentions_of_one_kind_are_told_apart(attention, names):
     assert [name.strip(" ,") for name in re.split(r"\d+\.\d\d", cell) if name.strip()] == names
 
 
-def test_a_layout_that_does_not_fit_is_refused():
+def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="dp_replicate"):
         plan_of(config(parallel={"dp_replicate": 3}), ranks=8, peak_tflops=989, mfu=0.4)
 
 
-def test_the_tables_show_every_stage_and_part():
+def test_the_tables_show_every_stage_and_part() -> None:
     text = io.StringIO()
     print_plan(plan_of(config(), 8, 989, 0.4), Console(file=text, width=100))
     for part in (
@@ -162,7 +166,7 @@ def test_the_tables_show_every_stage_and_part():
         assert part in text.getvalue(), part
 
 
-def test_a_stage_with_until_is_planned_from_its_tokens_to_its_maximum():
+def test_a_stage_with_until_is_planned_from_its_tokens_to_its_maximum() -> None:
     until = {"trailing_loss_recovered": {"tolerance": 0.01}, "max_tokens": "4B"}
     prolonged = {"name": "activate", "seq_len": "8K", "tokens": "1B", "until": until}
     plan = plan_of(config(stages=[prolonged]), 8, 989, 0.4)
@@ -184,12 +188,12 @@ def test_a_stage_with_until_is_planned_from_its_tokens_to_its_maximum():
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
-def test_peak_rates_by_the_names_cuda_gives(name, rate):
+def test_peak_rates_by_the_names_cuda_gives(name: str, rate: int | None) -> None:
     assert peak_tflops(name) == rate
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(5, "5.0 seconds"), (90, "1.5 minutes"), (7200, "2.0 hours"), (1e6, "11.6 days")]
 )
-def test_durations(seconds, text):
+def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

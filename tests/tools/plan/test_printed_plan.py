@@ -1,6 +1,7 @@
 """What `moba-train plan` prints of corpora, pipelines, warnings and a run that has begun."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from tests.resolve.test_recipe_warnings import NEVER, VALIDATION
 from tests.resolve.test_validate_files import corpus
 from tests.resolved import plan_of
 from tests.run.tiny_run import Run
+from tests.small_recipe import Load
 
 
-def test_corpora_smaller_than_a_batch_are_named(tmp_path):
+def test_corpora_smaller_than_a_batch_are_named(tmp_path: Path) -> None:
     """A third of 16 sequences from 40 tokens."""
     config = packed_run(tmp_path, "concat")
     assert planned(config).documents.repeats == ()
@@ -31,7 +33,7 @@ def test_corpora_smaller_than_a_batch_are_named(tmp_path):
     assert f"{warning}: the stage reads it about {5 * SEQ_LEN / 40:,.1f} times" in text.getvalue()
 
 
-def test_a_pipeline_is_shown(load) -> None:
+def test_a_pipeline_is_shown(load: Load) -> None:
     config = load("parallel.pp=2")
     plan = plan_of(config, 4, 989.0, 0.4)
     alone = plan_of(load("parallel.pp=1"), 4, 989.0, 0.4)
@@ -49,7 +51,7 @@ def test_a_pipeline_is_shown(load) -> None:
         assert word in text
 
 
-def test_warnings_about_the_recipe_are_printed_once_and_unchanged(recipe):
+def test_warnings_about_the_recipe_are_printed_once_and_unchanged(recipe: Path) -> None:
     for layout in ([], ["--nodes", "1"]):
         arguments = [str(recipe), VALIDATION, *NEVER, "--no-data", *layout, "--gpu", "h200"]
         done = CliRunner().invoke(app, ["plan", *arguments])
@@ -91,7 +93,9 @@ def test_it_says_what_a_start_would_find_in_the_run_folder(run: Run, capsys: pyt
     ]
 
 
-def test_corpora_of_different_tokenizers_are_refused(recipe, tmp_path, monkeypatch):
+def test_corpora_of_different_tokenizers_are_refused(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path / "one", "tok.model", b"one")
     corpus(tmp_path / "other", "other.json", b"other")

@@ -1,6 +1,7 @@
 """Scaling fits: the law that made the losses is found again, within intervals that hold it as often as they promise."""
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_a_law_with_noise_is_within_its_intervals(irreducible: bool) -> None:
     fit = fit_power_law(COMPUTE, loss, irreducible=irreducible, resamples=500)
     wanted = {"a": A, "b": slope} | ({"c": C} if irreducible else {})
     for name, value in wanted.items():
-        low, high = fit.interval(lambda law, name=name: getattr(law, name), 0.95)
+        low, high = fit.interval(attrgetter(name), 0.95)
         assert low < value < high, name
         assert low < float(getattr(fit.law, name)) < high
     again = fit_power_law(COMPUTE, loss, irreducible=irreducible, resamples=500)

@@ -15,9 +15,11 @@ from moba_train.attention.kernels.common.tiles import TileShape, TileShapes, Til
 from moba_train.attention.kernels.table import Facts, kernel_for
 from moba_train.attention.layout import Layout
 
+# Kernels take exponentials as exp2, one instruction on the GPU; scores are scaled by log2(e) with the softmax scale.
 _LOG2_E = 1.4426950408889634
 _COMBINE_ROWS = 32
 _PREPARE_ROWS = 32
+# Keys of a program that adds splits: [16, D] of float32 for dk and dv stay in registers.
 _SUMMED_KEYS = 16
 
 
@@ -78,12 +80,15 @@ class BlockCall:
     def _file(self, does: str) -> str:
         """File of the table's row, which is looked up once for a layout: a look-up takes the host 20 us."""
         q, sizes = self.q_THD, (self.block_size, self.history_blocks)
+        # Sizes are part of the key, as layers of several kinds share a layout.
         key = (does, *sizes, self.head_dim, q.dtype, q.device)
         return self.layout.cached(key, lambda: kernel_for(does, Facts.from_call(q, self.layout, *sizes)).file)
 
     @property
     def limit(self) -> int:
         """Partial results in memory at once, at most: two for every query and head."""
+        # At 1M tokens 4096/12 the partial results of all queries together would be 92 GB (docs/kernels.md, "What it
+        # costs").
         return 2 * self.tokens * self.heads
 
     @property
@@ -169,6 +174,7 @@ class BlockCall:
             softmax.prepare,
             (ceil_div(rows, _PREPARE_ROWS),),
             dout=dout_THD,
+            # The kernel computes addresses from sizes alone.
             out=out_THD.contiguous(),
             lse=lse_HT.contiguous(),
             stats=stats_TH2,
@@ -255,4 +261,5 @@ def heads_side_by_side(x: Tensor) -> Tensor:
     aligned = token_stride(x) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     if side_by_side and aligned:
         return x
+    # A bulk copy needs a base address and a row stride of whole 16 bytes (CUDA's tensor maps).
     return x.clone(memory_format=torch.contiguous_format)

@@ -21,6 +21,7 @@ from moba_train.attention.layout import Layout, TokenRanges
 
 def block_bound(layout: Layout, block_size: int) -> int:
     """An upper bound of the number of blocks, known on the host: sum of ceil(length / B) <= total // B + documents."""
+    # Not the exact number, for which the host would wait for the GPU; surplus ids name no block.
     return layout.total // block_size + layout.cu_seqlens.numel() - 1
 
 
@@ -153,6 +154,7 @@ class LocalBlocks:
 
     def _spans(self, layout: Layout) -> KeySpans:
         first_tokens_T = block_edges(layout, self.block_size).long()[self.history(layout)[:, 0].long()]
+        # Spans are rows of the given keys: in a shard some of a span's tokens are elsewhere.
         first_T = torch.searchsorted(layout.k_tokens, first_tokens_T)
         end_T = torch.searchsorted(layout.k_tokens, layout.q_tokens, right=True)
         rows_S = torch.arange(len(layout.k_tokens), device=first_T.device)
@@ -169,5 +171,6 @@ def with_local_blocks(selected_KTC: Tensor, local_T2: Tensor, most: int) -> Tens
     local_TL = torch.where(local_TL < diagonal_T1, local_TL, -1)
     both_KTC = torch.cat([selected_KTC, local_TL.expand(len(selected_KTC), -1, -1)], -1)
     none = torch.iinfo(torch.int32).max
+    # Absent blocks as the largest number, so that they are sorted behind all others.
     both_KTC = both_KTC.masked_fill_(both_KTC < 0, none).sort(-1).values
     return both_KTC.masked_fill_(both_KTC == none, -1)

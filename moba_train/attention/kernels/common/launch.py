@@ -29,9 +29,13 @@ from moba_train.torch_private import TorchDispatchMode
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
+# The first call compiles kernels and builds the layout's tables, whose launches later calls must not repeat: so the
+# second one is recorded. It takes the host 1.5 ms more, which the fifth call has paid for (benchmarks/LOG.md, "Launches
+# and host time").
 _RECORD_NEXT = object()
 REPLAY = os.environ.get("MOBA_TRAIN_REPLAY", "1") != "0"
 """Launches are recorded and repeated. Read once: a look at the environment at every call takes the host 1 us."""
+# Backward passes run on autograd's threads: a recorder sees the launches of one thread only.
 _thread = threading.local()
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -93,10 +97,13 @@ def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     launcher: Any = getattr(compiled, "run", None)
     if launcher is None or not launcher_is_known():
         return cast(Callable[..., None], compiled[grid])
+    # Scratch memory is allocated at each launch by `compiled[grid]`; the private launcher would be given none.
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return cast(Callable[..., None], compiled[grid])
+    # Found once: attention runs inside `on_the_device_of`, so a layout's later calls are on the same device.
     device = driver.active.get_current_device()
     flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+    # The Nones are the two kinds of scratch memory, excluded above, launch metadata, and the hooks, which are skipped.
     fixed = (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None)
 
     def run(*arguments: Any) -> None:
@@ -161,8 +168,11 @@ class _Launch:
         for descriptor, slot in self.descriptors:
             descriptor.base = buffers[slot]
         self.run(*arguments)
+        # A base that stayed would keep the call's tensor alive until the next one.
         for descriptor, _ in self.descriptors:
             descriptor.base = None
+        # Given back in the order of the recorded call, or all buffers would be alive at once: 0.4 GiB more for
+        # gradients in two passes at 128K 4096/12 (by count; benchmarks/LOG.md, "Launches and host time").
         for slot in self.unused:
             buffers[slot] = None
 
@@ -196,6 +206,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
+        # Reversed, so that of equal addresses the first slot stays: the key of a record says which arguments are one
+        # tensor.
         self.given = {x.data_ptr(): slot for slot, x in reversed([*enumerate(tensors)])}
         self.storages = {*map(_storage, tensors)}
         self.given_slots = self.slots = len(tensors)
@@ -208,6 +220,8 @@ class _Recorder(TorchDispatchMode):
     def __enter__(self) -> "_Recorder":
         super().__enter__()
         _thread.recorder = self
+        # Triton calls the hook for every launch, `launched` counts down for those that come through `launch`: what is
+        # left has gone past the recorder, and such a call is not repeated.
         knobs.runtime.launch_enter_hook.add(self._runs)
         return self
 
@@ -231,6 +245,7 @@ class _Recorder(TorchDispatchMode):
             self.slots += 1
             self.steps.append(made)
             self.allocations[_storage(result)] = made
+        # A copy, a fill or arithmetic: it is not among the steps, so replaying would leave its result undefined.
         elif not operator.is_view:
             self.complete = False
         return result
@@ -256,10 +271,13 @@ class _Recorder(TorchDispatchMode):
                 found.arguments[index] = None
             else:
                 slot, offset = found_in
+                # One that stays with the record: made again at each launch, descriptors took the host 0.27 of 0.90 ms
+                # of a call at 8K 512/3 (benchmarks/LOG.md, "Launches and host time").
                 descriptor = copy(given)  # the call may use it again
                 descriptor.base = None
                 found.descriptors.append((descriptor, slot))
                 found.arguments[index] = descriptor
+                # A replay gives the descriptor a whole buffer; a view into one could not be repeated.
                 self.complete &= offset == 0
         self.steps.append(found)
 
@@ -279,6 +297,7 @@ class _Recorder(TorchDispatchMode):
         slots = []
         for x in result if is_tuple else (result,):
             made = self.allocations.get(_storage(x))
+            # A view or a given tensor cannot be named by the slot of an allocation.
             if made is None or made[1:4] != (x.shape, x.stride(), x.dtype):
                 return None
             slots.append(made.slot)

@@ -102,6 +102,7 @@ def empty_inverse(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Ten
         return selected_HTC.new_empty(0), selected_HTC.new_empty(1)
     lists = kv_heads * blocks
     chunks, _ = chunking(tokens, heads // kv_heads * history_blocks, lists)
+    # Half the bytes wherever they suffice.
     start = torch.int32 if selected_HTC.numel() < 2**31 else torch.int64
     return selected_HTC.new_empty(selected_HTC.numel()), selected_HTC.new_empty(lists * chunks + 1, dtype=start)
 
@@ -130,6 +131,7 @@ def invert(selected_HTC: Tensor, kv_heads: int, blocks: int) -> tuple[Tensor, Te
     cursor_KCN = torch.empty_like(counts_KCN, dtype=starts.dtype)
     totals = torch.empty(lists, dtype=torch.int32, device=device)
     by_chunk, by_block = (chunks, kv_heads), (ceil_div(blocks, _SCANNED), kv_heads)
+    # One warp: ranking 64 slots against each other needs no exchange between warps.
     sizes = {"G": group, "HISTORY": history_blocks, "TILE": _TILE, "num_warps": 1}
     tile = {"CHUNKS": _SCANNED, "BLOCKS": _SCANNED}
     launch(
@@ -177,10 +179,12 @@ def _count(selected, counts, tokens, blocks, chunk, G: tl.constexpr, HISTORY: tl
     for first in range(0, blocks, 1024):
         block = first + tl.arange(0, 1024)
         tl.store(mine + block, tl.zeros([1024], tl.int32), mask=block < blocks)
+    # Within the program alone, which is enough: no other one touches its chunk's counters.
     tl.debug_barrier()  # all counters are zero before any is raised
     start = which * chunk
     for first in range(start, start + chunk, TILE):
         block = _selected_block(selected, first + tl.arange(0, TILE), start + chunk, kv_head, tokens, G, HISTORY)
+        # Integers: the sum does not depend on the order, unlike that of floating-point atomics.
         tl.atomic_add(mine + block, 1, mask=block >= 0, sem="relaxed")
 
 
@@ -213,6 +217,7 @@ def _find_starts(counts, totals, cursors, starts, blocks, chunks, CHUNKS: tl.con
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     first_list = kv_head * blocks + tl.program_id(0) * BLOCKS
     begin = tl.zeros([BLOCKS], starts.dtype.element_ty)
+    # Sums of all lists before, again by every program: cheaper than a third launch for a scan.
     for first in range(0, first_list, 1024):
         which = first + tl.arange(0, 1024)
         begin += tl.sum(tl.load(totals + which, mask=which < first_list, other=0).to(starts.dtype.element_ty))
@@ -227,6 +232,7 @@ def _find_starts(counts, totals, cursors, starts, blocks, chunks, CHUNKS: tl.con
         tl.store(starts + which, start, mask=exists)
         begin += tl.sum(count, 0)
     lists = tl.num_programs(1) * blocks
+    # The last entry says where the last list ends; exactly one program has it.
     is_last = kv_head * blocks + block == lists - 1
     tl.store(starts + lists.to(tl.int64) * chunks + block * 0, begin, mask=is_last & (block < blocks))
 
@@ -243,6 +249,7 @@ def _scatter(
         slot = first + i
         block = _selected_block(selected, slot, start + chunk, kv_head, tokens, G, HISTORY)
         same = (block[:, None] == block[None, :]).to(tl.int32)
+        # How many earlier slots of this tile name the same block: this makes the sort stable, so that lists ascend.
         rank = tl.sum(tl.where(i[None, :] < i[:, None], same, 0), 1)
         count = tl.sum(same, 1)
         used = block >= 0
@@ -309,6 +316,7 @@ def block_tables(layout: Layout, block_size: int) -> BlockTables:
             SIZE=size,
         )
     if layout.q_ranges is not None:
+        # Tables are made for the whole sequence and then cut: the kernels above need no case for shards.
         block_T, first_T = block_T[layout.q_tokens], first_T[layout.q_tokens]
         bounds[:, :3] = _rows_of(bounds[:, :2].clone(), layout.q_ranges)
     if layout.k_ranges is not None:
@@ -320,6 +328,7 @@ def _rows_of(tokens_N2: Tensor, ranges: TokenRanges) -> Tensor:
     """[blocks, 3] for a part made of `ranges`, from each block's first token and one past its last."""
     rows_N2 = torch.zeros_like(tokens_N2)
     token_N = tokens_N2[:, 1].clone()
+    # From the last range on, so that what stays is the first range that holds a part of the block.
     for start, stop in reversed(ranges):
         rows_N2 += (tokens_N2 - start).clamp(0, stop - start)
         here = (tokens_N2[:, 0] < stop) & (tokens_N2[:, 1] > start)

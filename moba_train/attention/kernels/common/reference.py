@@ -25,6 +25,7 @@ from moba_train.attention.protocol import BackwardState, Gradients, Selection
 Mask = Callable[[slice, slice], Tensor]
 """(query rows, key rows) -> bool, broadcastable to [H, rows, keys]: which scores count."""
 
+# 4 MiB and 512 MiB of float32 scores.
 _SCORES_PER_CHUNK = {"cpu": 2**20, "cuda": 2**27}
 
 
@@ -36,6 +37,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def query_chunks(queries: int, scores_per_query: int, device: torch.device) -> Iterator[slice]:
     """Slices over `queries` rows, each with a bounded number of scores."""
     budget = _SCORES_PER_CHUNK.get(device.type, 2**20)
+    # At least 16 rows, or very long sequences would be one product of a single row after the other.
     rows = max(16, budget // max(1, scores_per_query))
     for start in range(0, queries, rows):
         yield slice(start, min(start + rows, queries))
@@ -187,6 +189,7 @@ def selected_mask(selected_HTC: Tensor, layout: Layout, block_size: int, *, diag
     def mask(rows: slice, keys: slice) -> Tensor:
         selected_HtC = selected_HTC[:, rows].long()
         own_Ht1 = q_blocks_T[rows].view(1, -1, 1).expand(selected_HtC.shape[0], -1, 1)
+        # One column more, into which absent blocks (-1) are scattered and which no key has.
         attended_HtN = torch.zeros(*own_Ht1.shape[:2], blocks + 1, dtype=torch.bool, device=selected_HTC.device)
         attended_HtN.scatter_(2, torch.where(selected_HtC < 0, blocks, selected_HtC), True)
         if diagonal:

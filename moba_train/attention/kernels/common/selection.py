@@ -51,6 +51,7 @@ def choose_blocks(
     ids_N = torch.arange(scores_HtN.shape[-1], device=scores_HtN.device)
     diagonal_t1, first_t1 = (x.unsqueeze(-1) for x in queries)
     history_tN = (first_t1 <= ids_N) & (ids_N < diagonal_t1)
+    # Forced blocks get the score +inf, so that they are among the best and count towards `history_blocks`.
     forced_tN = history_tN & ((ids_N < first_t1 + first) | (ids_N > diagonal_t1 - local))
     scores_HtN = scores_HtN.masked_fill(~history_tN, -torch.inf).masked_fill(forced_tN, torch.inf)
     values_HtC, chosen_HtC = _highest(scores_HtN, history_blocks)
@@ -78,6 +79,8 @@ def _highest(scores_HtN: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return values_HtC, at_HtC
     lowest_Ht1 = values_HtC[..., -1:]
     ids_N = torch.arange(scores_HtN.shape[-1], dtype=torch.float32, device=scores_HtN.device)
+    # float32 numbers of blocks are exact up to 2**24; negative, as `topk` takes the largest and the lowest id shall
+    # win.
     first_equal_HtC = torch.where(scores_HtN == lowest_Ht1, -ids_N, -torch.inf).topk(count, dim=-1).indices
     above_Ht1 = (values_HtC > lowest_Ht1).sum(-1, keepdim=True)
     index_HtC = torch.arange(count, device=scores_HtN.device) - above_Ht1
@@ -109,6 +112,7 @@ def selection_statistics(heads: Iterable[Tensor], layout: Layout, choice: Choice
 
     def counted() -> Iterator[Tensor]:
         for selected_TC in heads:
+            # Stays on the device: `.item()` here would make the host wait once for each head.
             counts.append((selected_TC >= 0).sum())
             yield selected_TC
 
@@ -158,6 +162,7 @@ def routing_statistics(heads: Iterable[Tensor], layout: Layout, choice: Choice) 
         sums.append(torch.stack([relative_tC.sum(), is_free_tC.any(1).sum().double()]))
         ids_x = torch.where(is_free_tC, selected_tC, blocks).flatten()
         loads.append(ids_x.new_zeros(blocks + 1).index_add_(0, ids_x, torch.ones_like(ids_x)))
+    # The one transfer to the host; column `blocks` collects what is no free selection.
     load_HN = torch.stack(loads)[:, :blocks].double().cpu()
     distance, choosing = torch.stack(sums).sum(0).tolist()
     selected = int(load_HN.sum())

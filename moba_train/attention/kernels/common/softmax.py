@@ -115,11 +115,14 @@ def combine_out(
     lse_at = head.to(tl.int64) * tokens + token
     diagonal_M = tl.load(diagonal_lse + lse_at, mask=ok, other=0.0)
     top_M = diagonal_M
+    # Two loops, as the largest lse must be known before the sum. Unrolled, the loads of four blocks can be in flight at
+    # once; joining is bound by memory.
     for j in tl.range(0, HISTORY, loop_unroll_factor=4):
         used = _used(listed + j, ok, bounds, PARTIAL)
         at = _at(position_of, slot + j, used, INDIRECT)
         top_M = tl.maximum(top_M, tl.load(partial_lse + at, mask=used, other=float("-inf")))
     if PARTIAL:
+        # A row whose keys are all elsewhere: -inf less -inf would be NaN.
         top_M = tl.maximum(top_M, LOWEST)
     weight_M = tl.exp(diagonal_M - top_M)
     sum_M = weight_M
@@ -172,9 +175,11 @@ def sum_splits(
     """
     which = tl.program_id(0)
     splits = tl.load(splits_of + which)
+    # With one split the kernel before has written the result itself.
     if (not ADD) and splits < 2:
         return
     part, block = which // blocks, which % blocks
+    # A grid over keys and a loop over splits: the order of the sum is that of the splits, whatever runs first.
     key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     column = tl.arange(0, D)
     split = tl.load(first_split + which).to(tl.int64)

@@ -54,11 +54,17 @@ def tile_shapes(head_dim: int, block_size: int) -> TileShapes:
     keys to spread a gathered row's cost over, and lists of a few hundred rows; smaller tiles waste less at their ends
     and more programs hide the gathers' latency.
     """
+    # Whole stages at 128K 4096/12 on an H200: forward 128x128x8x3 160 ms (others 162 to 229), dq 128x64x8x3 209 (216 to
+    # 261), dk and dv packed 64x128x8x3 356 (64x64x4x2 395); `python -m benchmarks.attention_tiles` repeats the sweep.
     dq = TileShape(128, 64, 8, 3) if head_dim == 128 else TileShape(128, 128, 8, 2)
     dkdv = TileShape(64, 128, 8, 3)
+    # Diagonal blocks in 64x64 tiles with 4 warps: 4.9 ms at 64K 4096/12, 5.8 before. A shape of 64x64x4x2 for their dk
+    # and dv was within the noise (0.26 and 0.27 ms at 8K 512/3; benchmarks/LOG.md, "Gradients").
     long = TileShapes(TileShape(64, 64, 4, 3), TileShape(128, 128, 8, 3), dq, dkdv, dkdv_diagonal=dkdv)
     if block_size > 128:
         return long
+    # One tile holds all keys. At 64K 128/8 the forward pass takes 4.7 ms by 128 rows (5.5 by other shapes), the
+    # backward pass 10.2 by 32 rows, 11.6 by 64, which spill 330 bytes, and 20 or more with 16 warps.
     keys = 128 if block_size > 64 else 64
     return replace(long, short_forward=TileShape(128, keys, 8, 3), short_backward=TileShape(32, keys, 8, 3))
 
@@ -84,6 +90,7 @@ def work_ranges(lists: BlockLists, kv_heads: int, limit: int) -> Iterator[WorkRa
     """Work ranges of at most about `limit` slots each: cut by key/value heads, then by queries."""
     total = lists.slots.numel() // kv_heads
     if total <= limit:
+        # By heads first: heads share no sums, while ranges of queries add to the same dk and dv.
         together = min(kv_heads, max(1, limit // max(total, 1)))
         for first in range(0, kv_heads, together):
             heads = slice(first, min(first + together, kv_heads))
@@ -161,6 +168,8 @@ def tile_tables(
     first = parts[0]
     cuts = sum(work.kv_heads == first.kv_heads for work in parts)
     sizes = [(work.heads * blocks, _bound(work, rows, blocks)) for work in parts]
+    # Equal widths for all work ranges, so that one launch writes the tables of all of them: 8K 512/3 went from 73
+    # launches of a layer to 20 (benchmarks/LOG.md, "Selection and lists").
     most_lists, bound = (_aligned(max(counts)) for counts in zip(*sizes, strict=True))
     split_bound = _aligned(ceil_div(bound, split_tiles) + most_lists) if split_tiles else 0
     ends = torch.empty(len(parts), 2, most_lists, dtype=lists.starts.dtype, device=lists.starts.device)
@@ -253,6 +262,7 @@ def _tile_tables(
     before = 0
     first_split = tl.zeros([LISTS], tl.int32)
     all_splits = 0
+    # Every program sums up what comes before its lists by itself: a scan over programs would be another launch.
     for first in range(0, lists if RANKED else first_list, LISTS):
         other = first + lane
         ok = (other < lists) & (slot_count > 0)
@@ -293,6 +303,7 @@ def _tile_tables(
         tile = first + tl.arange(0, FILL)
         which = first_list + tl.sum((last_tile[None, :] <= tile[:, None]).to(tl.int32), 1)
         tl.store(of_tile + tile, which, mask=tile < total)
+    # Programs past the last tile must find a list that does not exist: the table is uninitialised memory.
     for first in range(total, bound if is_last else total, 1024):
         tile = first + tl.arange(0, 1024)
         tl.store(of_tile + tile, tl.zeros([1024], tl.int32) + lists, mask=tile < bound)

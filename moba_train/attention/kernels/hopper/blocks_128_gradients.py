@@ -51,6 +51,7 @@ def _gather(
     stages: gl.constexpr = q_smem.type.shape[0]
     M: gl.constexpr = q_smem.type.shape[1]
     D: gl.constexpr = q_smem.type.shape[2]
+    # 16 bytes a thread, the widest asynchronous copy.
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
     i_M = gl.arange(0, M, flat)
@@ -59,9 +60,12 @@ def _gather(
     copy_keys(k_desc, v_desc, smem, keys_full, first_key, column)
     for i in range(tiles):
         stage = i % stages
+        # Inverted, so that the first filling of each stage does not wait.
         mbarrier.wait(empty.index(stage), (i // stages & 1) ^ 1)
         ok = i_M < left
         slot = gl.load(slots + i_M, mask=ok, other=0)
+        # Row 0 is never read: a mask for each row instead made the warps spill 28 bytes a thread, some of it in the
+        # loop that multiplies (compiled for Hopper).
         destination_smem.index(stage).store(gl.where(ok, slot + shift, 0))
         stat = stats + (slot // HISTORY // G).to(gl.int64) * heads * 2 + slot // HISTORY % G * 2
         async_copy.async_copy_global_to_shared(lse_smem.index(stage), stat, mask=ok)
@@ -78,6 +82,8 @@ def _gather(
         async_copy.commit_group()
         slots += M
         left -= M
+        # Asynchronous copies of this kind cannot arrive at a barrier by themselves: a thread waits for its own copies,
+        # then all threads' copies are made visible to the matrix units, then one arrival is counted.
         async_copy.wait_group(0)
         fence_async_shared()
         gl.thread_barrier()
@@ -106,6 +112,7 @@ def backward_gathered(
     position = gl.load(begin + which) + before * M
     kv_head = first_kv_head + part
     rows = (q + kv_head * G * D, dout + kv_head * G * D, stats + kv_head * G * 2)
+    # One arrival a stage, the gatherers' (packed rows have two: bulk copies and the turn at dq).
     smem, barriers = allocate_shared(k_desc, M, STAGES, 1)
     destination_smem = gl.allocate_shared_memory(gl.int32, [STAGES, M], gl.NVMMASharedLayout(0, 32, 1))
     dk_ND, dv_ND = gl.warp_specialize(
@@ -153,6 +160,7 @@ class GatheredPass(OnePass):
             dout=self.dout,
             stats=self.stats,
             **descriptors(call, keys),
+            # One row in front, for the destination of rows past the end.
             part_dq=part_dq,
             part_dk=part_dk,
             part_dv=part_dv,

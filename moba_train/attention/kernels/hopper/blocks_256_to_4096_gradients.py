@@ -41,8 +41,10 @@ from moba_train.attention.protocol import Gradients
 @gluon.jit
 def wait_for_earlier_tiles(done, key_tile):
     """Until the tiles of keys before this one have added their parts of a row tile's dq."""
+    # A value that the compiler cannot fold, so that the loop keeps its load.
     seen = key_tile * 0
     while seen < key_tile:
+        # Acquire, at the scope of the GPU: other multiprocessors' parts of dq must be seen once their counter is.
         seen = gl.inline_asm_elementwise(
             "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [done], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -52,6 +54,8 @@ def wait_for_earlier_tiles(done, key_tile):
 def release_next_tile(done, key_tile):
     """Let the next tile of keys add its part: what this program has written is there for the program that has it."""
     gl.inline_asm_elementwise(
+        # A fence for all of the program's threads, whose arrival at `empty` the producer has seen; without the fences
+        # the kernel gained 0.02 ms at 8K 512/3 (by a script; benchmarks/LOG.md, "Gradients").
         "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
         "=r,l,r", [done, key_tile + 1], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -74,13 +78,17 @@ def _copy_packed(descriptors, done, smem, barriers, first, tiles, key_tile, firs
             release_next_tile(done + i - stages, key_tile)
         barrier = full.index(stage)
         row = first + i * M
+        # 8 * M: lse and delta, float32 each.
         mbarrier.expect(barrier, q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 8 * M)
         tma.async_copy_global_to_shared(q_desc, [row, 0], barrier, q_smem.index(stage))
         tma.async_copy_global_to_shared(lse_desc, [row], barrier, lse_smem.index(stage))
         tma.async_copy_global_to_shared(dout_desc, [row, 0], barrier, dout_smem.index(stage))
         tma.async_copy_global_to_shared(delta_desc, [row], barrier, delta_smem.index(stage))
+        # After the copies are under way: waiting for the turn then costs nothing (measured without it;
+        # benchmarks/LOG.md, "Gradients").
         wait_for_earlier_tiles(done + i, key_tile)
         mbarrier.arrive(barrier)
+    # The last stages' rows, which no later filling releases.
     for i in range(gl.maximum(tiles - stages, 0), tiles):
         mbarrier.wait(empty.index(i % stages), i // stages & 1)
         release_next_tile(done + i, key_tile)
@@ -97,6 +105,7 @@ def backward_history(
 
     `done` int32 [row tiles], 0 before: how many tiles of keys have added their part.
     """
+    # Tiles of keys of a split are neighbours in the order of launch, so the one that is waited for runs already.
     pid, key_tile = gl.program_id(0) // key_tiles, gl.program_id(0) % key_tiles
     which = gl.load(list_of_split + pid)
     exists = which < lists
@@ -146,6 +155,8 @@ def _load_diagonal(
     stages: gl.constexpr = q_smem.type.shape[0]
     M: gl.constexpr = q_desc.block_type.shape[0]
     N: gl.constexpr = k_desc.block_type.shape[0]
+    # lse and delta by plain loads: the numbers of a head's rows are not neighbours in `stats`, as bulk copies need
+    # them.
     i_M = gl.arange(0, M, gl.BlockedLayout([2], [32], [1], [0]))
     step = 0
     for key_tile in range(key_tiles):
@@ -214,6 +225,8 @@ def backward_diagonal(
     rows = (gl.load(at), gl.load(at + 1), gl.load(at + 2) - gl.load(at + 5))
     key_tiles = gl.minimum(key_tiles, gl.cdiv(stop - start, N))
     smem, barriers = allocate_shared(k_desc, M, STAGES, 2)
+    # Only here: in `backward_history` a program has one tile of keys, and a barrier that no role waits for may share
+    # its memory with data (`allocate_shared`).
     keys_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_empty, count=1)
     fence_async_shared()
@@ -261,6 +274,7 @@ class OnePass(PackedDkdv):
     def split_tiles(self) -> int:
         """Tiles of a split: fewer rows where there are few in all, so that enough programs are busy."""
         call = self.call
+        # The same limit below which rows are packed in one work range (blocks_from_144_dkdv.py).
         if call.tokens * call.heads >= _SHORT:
             return super().split_tiles
         return _SHORT_SPLIT * self.key_tiles // call.shapes.dkdv.rows
@@ -289,6 +303,7 @@ class OnePass(PackedDkdv):
     ) -> tuple[Tensor, Tensor]:
         """dk and dv [S, K, D]: those of the `diagonal` blocks, and of all work ranges by `history`."""
         dk, dv = self.call.like_k(), self.call.like_k()
+        # A head's work ranges add to float32 sums; only the last one rounds.
         for heads, several in groupby(zip(parts, self.tables(parts), strict=True), lambda part: part[0].kv_heads):
             mine = list(several)
             for work, table in mine[:-1]:
@@ -336,9 +351,11 @@ class OnePass(PackedDkdv):
     def history(self, work: WorkRange, table: TileTable, packed: PackedRows) -> SplitSums:
         """dk and dv of the rows of a work range, split by split; their dq is added."""
         call, shape = self.call, self.call.shapes.dkdv
+        # dq lies in the order of packed rows, and `combine_dq` reads it in the order of slots.
         position_of = torch.empty(work.heads, work.slots, dtype=torch.int32, device=self.stats.device)
         self.pack(work, table, packed, position_of)
         packed_dq = torch.empty_like(packed.q, dtype=self.dq_dtype)
+        # A counter for each tile of rows, zero before each work range.
         done = torch.zeros(len(packed.q) // shape.rows, dtype=torch.int32, device=position_of.device)
         splits = table.split_bound * self.key_tiles
         part_dk, part_dv = (self.stats.new_empty(splits * shape.keys, call.head_dim) for _ in range(2))

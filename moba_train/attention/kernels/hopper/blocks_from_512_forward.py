@@ -62,6 +62,7 @@ def _next_tile(
     tile, tiles, tables, M: gl.constexpr, N: gl.constexpr, G: gl.constexpr, BLOCK: gl.constexpr, DIAGONAL: gl.constexpr
 ):
     """(number, its `_tile`) of this program's first tile with rows from `tile` on; `tiles` or more: there is none."""
+    # Clamped, as the last tile's successor is looked up as well, before the loop ends.
     found = _tile(gl.maximum(gl.minimum(tile, tiles - 1), 0), tables, M, N, G, BLOCK, DIAGONAL)
     if DIAGONAL:
         while (tile < tiles) & (found[2] == 0):
@@ -83,6 +84,7 @@ def _copy(
     tile, coming = _next_tile(gl.program_id(0), tiles, tables, M, N, G, BLOCK, DIAGONAL)
     while tile < tiles:
         first_key, kv_head, many, _first, _before, _end, _shift, _stop = coming
+        # Looked up one tile ahead: its chain of loads is hidden behind this tile's copies.
         tile, coming = _next_tile(tile + gl.num_programs(0), tiles, tables, M, N, G, BLOCK, DIAGONAL)
         for j in range(many):
             stage = step % stages
@@ -109,6 +111,7 @@ def _gather(
     q_stages: gl.constexpr = q_smem.type.shape[0]
     M: gl.constexpr = q_smem.type.shape[1]
     D: gl.constexpr = q_smem.type.shape[2]
+    # Rows whose addresses are in registers at once: these warps have 56 a thread.
     R: gl.constexpr = 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [2, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
@@ -119,6 +122,8 @@ def _gather(
     while tile < tiles:
         first_key, kv_head, many, first, before, end, shift, stop = coming
         tile, coming = _next_tile(tile + gl.num_programs(0), tiles, tables, 2 * M, N, G, BLOCK, DIAGONAL)
+        # Each half is handed over when it is there: 32K 512/3 took 1.97 ms when both were waited for, then 1.79
+        # (benchmarks/LOG.md, "Forward pass").
         for half in range(2):
             stage = iteration % q_stages
             mbarrier.wait(empty.index(stage), (iteration // q_stages & 1) ^ 1)
@@ -147,6 +152,7 @@ def _gather(
             gl.thread_barrier()
             mbarrier.arrive(full.index(stage))
             iteration += 1
+    # Both warpgroups must learn that there are no more rows: a stage with 0 tiles of keys for each.
     for _half in range(2):
         stage = iteration % q_stages
         mbarrier.wait(empty.index(stage), (iteration // q_stages & 1) ^ 1)
@@ -186,6 +192,7 @@ def _attend_tiles(
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, N, D], v_desc.layout)
     q_barriers = _barriers(q_stages, 1)
+    # Two readers, the warpgroups, which share a tile's keys; each half of q has one.
     k_barriers = _barriers(K_STAGES, 2)
     v_barriers = _barriers(V_STAGES, 2)
     fence_async_shared()
@@ -243,7 +250,10 @@ def forward_diagonal(
     )  # fmt: skip
 
 
+# Three stages of keys, or tiles of 64 keys in five, gain nothing: 1.827 and 1.983 ms at 32K 512/3 for 1.817 (printed,
+# not kept; benchmarks/LOG.md, "Forward pass").
 STAGES = {"K_STAGES": 2, "V_STAGES": 2, "Q_STAGES": 2}
+# 8 warps x 224 and 4 x 56 are the 12 x 168 with which the program starts: registers move between warpgroups.
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """Registers of a thread, before the warps divide them: eight warps that multiply have 224, four that copy 56."""
 

@@ -47,6 +47,7 @@ def _add_values(weights, total, q_tile, top_M, seen_M, smem, barriers, step, exi
     k_stages: gl.constexpr = k_smem.type.shape[0]
     v_stages: gl.constexpr = v_smem.type.shape[0]
     stage, v_stage, v_phase = step % k_stages, (step - 1) % v_stages, (step - 1) // v_stages & 1
+    # Without a next tile the product runs on what shared memory holds, and its result is not used.
     mbarrier.wait(k_full.index(stage), step // k_stages & 1, pred=exists)
     score_token = _scores(q_tile, k_smem, step)
     mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -70,6 +71,7 @@ def _add_keys(state, q_tile, seen_M, smem, barriers, step, scale_log2, MASK: gl.
     total, p, top_M, more_M = _add_values(
         weights, total, q_tile, before_M, seen_M, smem, barriers, step, True, scale_log2, MASK
     )
+    # Scaled here, where its product has ended: an accumulator in flight must not be read.
     shrink_M = gl.exp2(before_M - top_M)
     total = total * gl.convert_layout(shrink_M, gl.SliceLayout(1, total.type.layout))[:, None]
     return gl.convert_layout(p.to(q_tile.dtype), weights.type.layout), total, top_M, sum_M * shrink_M + more_M
@@ -77,7 +79,7 @@ def _add_keys(state, q_tile, seen_M, smem, barriers, step, scale_log2, MASK: gl.
 
 @gluon.jit
 def _seen(smem, stage, layout: gl.constexpr, N: gl.constexpr, DIAGONAL: gl.constexpr):
-    """(tiles of keys of a stage's rows, how key_tiles keys each row sees, how key_tiles tiles of keys all rows see
+    """(tiles of keys of a stage's rows, number of keys that each row sees, number of tiles of keys that all rows see
     whole).
 
     Not DIAGONAL: rows see all keys.
@@ -138,6 +140,7 @@ def attend_rows(
     mbarrier.arrive(k_empty.index(0), pred=key_tiles > 0)
     p, top_M = _probabilities(s, no_top, seen_M, scale_log2, DIAGONAL)
     sum_M = gl.sum(p, 1)
+    # The warpgroups take every second stage of q each: even ones the first, odd ones the second.
     iteration, step = half, 0
     while key_tiles > 0:
         stage, following = iteration % q_stages, (iteration + 2) % q_stages
@@ -145,6 +148,7 @@ def attend_rows(
         weights = gl.convert_layout(p.to(q_tile.dtype), left)
         steps = key_tiles if DIAGONAL else BLOCK // N
         state = (weights, gl.zeros([M, D], gl.float32, result), top_M, sum_M)
+        # Tiles of keys that all rows see need no mask; the loop over the others comes last.
         for j in range(1, gl.minimum(steps, clear) if DIAGONAL else steps):
             state = _add_keys(state, q_tile, seen_M, smem, barriers, step + j, scale_log2, False)
         if DIAGONAL:

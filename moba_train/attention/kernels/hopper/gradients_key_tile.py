@@ -103,11 +103,14 @@ def multiply(
     stages: gl.constexpr = q_smem.type.shape[0]
     M: gl.constexpr = q_smem.type.shape[1]
     dtype: gl.constexpr = q_smem.dtype
+    # Scores stand transposed, keys by rows, so that probabilities are the left operand of dv from registers.
     score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M, 16])
     keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
     rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, keys, 2)
     dq_dtype: gl.constexpr = dq_out.dtype.element_ty
+    # Whole rows of dq through shared memory: with 4 bytes a thread 8K 512/3 took 0.89 ms here, with 16 0.572 (by a
+    # script, not kept).
     columns: gl.constexpr = 4 if dq_dtype == gl.float32 else 8  # 16 bytes a thread
     whole_rows: gl.constexpr = gl.BlockedLayout([1, columns], [32 * columns // D, D // columns], [8, 1], [1, 0])
 
@@ -125,6 +128,7 @@ def multiply(
     s = warpgroup_mma_wait(0, deps=[token])
     exponent = _exponent(s, lse_smem.index(stage), key_N, first + i_M, scale_log2, CAUSAL)
     for i in range(iterations):
+        # Always 0, which the compiler cannot know: see the head of this file.
         zero = i >> 30
         k_tile, v_tile, ds_tile, dq_tile = (
             k_smem.index(zero), v_smem.index(zero), ds_smem.index(zero), dq_smem.index(zero)
@@ -141,10 +145,14 @@ def multiply(
         ds_tile.store((p * (dp - delta_M[None, :])).to(dtype))
         fence_async_shared()
         gl.thread_barrier()
+        # dk takes ds from shared memory as well: as a register operand it left too few registers, and the products
+        # waited for each other (ptxas remarks C7512, C7514; a test refuses them).
         dq_token = warpgroup_mma(ds_tile.permute([1, 0]), k_tile, no_dq, use_acc=False, is_async=True)
         dk_token = warpgroup_mma(ds_tile, q_tile, dk, is_async=True)
         dv = warpgroup_mma_wait(2, deps=[dv_token])
         mbarrier.wait(full.index(following), (step + 1) // stages & 1, pred=i + 1 < iterations)
+        # The next tile's scores are issued before this tile's dq is stored, so that the matrix units have work until
+        # then.
         s_token = warpgroup_mma(k_tile, q_smem.index(following).permute([1, 0]), no_score, use_acc=False, is_async=True)
         # Whole rows at once: stored as the product leaves them, 4 bytes a thread, they would take longer than it.
         if SCATTERED:
@@ -159,6 +167,7 @@ def multiply(
         else:
             ok = (row_M < end)[:, None]
             added = ok & (key_tile > 0)
+        # Past the first-level cache, which does not see what other multiprocessors have written.
         before = gl.load(address, mask=added, other=0.0, cache_modifier=".cg")
         dk, dq = warpgroup_mma_wait(1, deps=[dk_token, dq_token])
         dq_tile.store((dq * scale).to(dtype))
@@ -167,6 +176,8 @@ def multiply(
         gl.store(address, total.to(dq_dtype), mask=ok)
         gl.thread_barrier()
         mbarrier.arrive(empty.index(stage))
+        # Waited for and turned into exponents before the iteration ends: an accumulator in flight across iterations
+        # made the compiler let all products wait (benchmarks/LOG.md, "Gradients").
         s = warpgroup_mma_wait(0, deps=[s_token])
         at, head = row_tile(i + 1, first, tiles, M, CAUSAL)
         exponent = _exponent(s, lse_smem.index(following), key_N, at + i_M, scale_log2, CAUSAL)

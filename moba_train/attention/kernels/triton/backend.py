@@ -74,7 +74,10 @@ def attend_backward(
     selected_HTC, *lists = selection
     call = BlockCall.from_tensors(state.q, state.k, state.v, layout, selected_HTC, block_size, scale, spans)
     if call.tokens == 0:
+        # A shard may have no query and still hold keys, whose gradients are zeros.
         return torch.empty_like(state.q), torch.zeros_like(state.k), torch.zeros_like(state.v)
+    # Contiguous, as `prepare` reads rows end to end, and aligned: autograd may hand over a gradient at an address that
+    # is no multiple of 16, which bulk copies refuse.
     dout_THD = heads_side_by_side(state.dout.contiguous())
     stats_TH2 = call.stats(dout_THD, state.out, state.lse)
     gradients: Gradients = _kernels(call.backward_pass).attend_backward(call, _lists(call, lists), dout_THD, stats_TH2)

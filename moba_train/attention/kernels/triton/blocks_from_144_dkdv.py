@@ -32,8 +32,12 @@ from moba_train.attention.kernels.common.tiles import TileTable, WorkRange, tile
 from moba_train.attention.kernels.triton.spans import SpanCall
 
 _PACK_WARPS = 4
+# With every head on block 0, 128K 512/8 took 219 ms with whole lists and takes 108 in splits, as with uniform routing;
+# splits of 1,024 rows at 8K 512/3 lose (benchmarks/LOG.md, "Gradients").
 _SPLIT = 4096
 """Rows of a split for each tile of keys, at most: at 512 keys 16,384. Longer blocks keep enough programs busy."""
+# One work range for short sequences: a layer at 8K 512/3 has 18 launches instead of 23 and takes the host 0.47 ms
+# (benchmarks/results/attention-host-h200-18-launches.json).
 _LEAST_ROWS = 2**19
 """Rows packed together at least, 256 MiB at D = 128: q and dout."""
 
@@ -100,6 +104,7 @@ def pack(
     if which >= lists:
         return
     first_key, last_key, _ = key_rows(bounds, which % blocks)
+    # A block whose keys are elsewhere: nothing reads its rows.
     if first_key >= last_key:
         return
     i = tl.arange(0, M)
@@ -109,6 +114,7 @@ def pack(
     row = slot // HISTORY
     head = (first_kv_head + which // blocks) * G + row % G
     q_MD, dout_MD, lse_M, delta_M = load_rows(q, dout, stats, row // G, head, heads, ok, stride_t, D)
+    # int64: at 1M tokens and head width 128 the offset passes 2**31.
     packed = tile.to(tl.int64) * M + i
     at = packed[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(packed_q + at, q_MD)
@@ -151,6 +157,8 @@ def dkdv_history(
     v_ND = v_desc.load([first_key, column])
     dk_ND = tl.zeros([N, D], tl.float32)
     dv_ND = tl.zeros([N, D], tl.float32)
+    # No mask in this loop: rows that fill up a list have lse = inf, so that their probability is 0. Scores one tile
+    # ahead were predicted to be faster and were not: 368 ms for 356 at 128K 4096/12 (benchmarks/LOG.md, "Gradients").
     scale_log2 = scale * LOG2_E
     for tile in tl.range(first, last):
         row = tile * M
@@ -225,6 +233,8 @@ class PackedDkdv:
         dv = call.like_k()
         tables = self.tables(parts)
         if len(parts) == 1:
+            # Before the diagonal blocks' sums are allocated: 8K 512/3 peaks at 0.60 GiB instead of 0.69
+            # (benchmarks/LOG.md, "Memory of attention").
             splits = self.history(parts[0], tables[0], self.allocate(parts))  # their memory is given back at once
             self.add(splits, 0, (dk, dv), self.diagonal(parts[0].kv_heads))
             return dk, dv
@@ -303,6 +313,7 @@ class PackedDkdv:
             packed_dout=packed.dout,
             packed_lse=packed.lse,
             packed_delta=packed.delta,
+            # Any tensor: without STORE_POSITIONS the kernel does not look at it.
             position_of=table.last_tile if position_of is None else position_of,
             **call.in_lists(self.lists, table, work),
             bounds=call.tables.bounds,
@@ -324,6 +335,7 @@ class PackedDkdv:
         keys = self.key_tiles * shape.keys
         part_dk, part_dv = (self.stats.new_empty(table.split_bound * keys, call.head_dim) for _ in range(2))
         sizes = call.sizes(shape)
+        # Packed rows know no groups: the kernel has no such parameter.
         del sizes["G"]
         launch(
             dkdv_history,

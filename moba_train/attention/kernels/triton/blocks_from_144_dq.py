@@ -79,6 +79,7 @@ def dq_diagonal(
 ):  # fmt: skip
     """One row tile of one diagonal block, causal: dq [T, H, D]."""
     pid, kv_head = tl.program_id(0), tl.program_id(1)
+    # The last rows see the most keys, so they go first.
     block, tile = pid // tiles, tiles - 1 - pid % tiles
     first, end, shift = query_rows(bounds, block)
     start, stop, key_shift = key_rows(bounds, block)
@@ -128,6 +129,7 @@ def attend_backward(call: BlockCall, lists: BlockLists, dout: Tensor, stats: Ten
     """dq [T, H, D], dk and dv [S, K, D]; these by blocks_from_144_dkdv.py."""
     shape = call.shapes.dq
     dk, dv = PackedDkdv(call, dout, stats, lists).run()
+    # Allocated behind dk and dv, whose packed rows are free again by now.
     dq = call.like_q()
     diagonal_dq(call, dout, stats, dq)
     if call.history_blocks == 0:

@@ -75,6 +75,7 @@ def forward_history(
     start, stop_key, _ = key_rows(bounds, block)
     if start >= stop_key:
         return
+    # A constant where the block is whole: the compiler then knows the number of iterations.
     length = stop_key - start if PARTIAL else BLOCK
     position = first.to(tl.int64) + tl.arange(0, M)
     ok = position < stop
@@ -182,7 +183,9 @@ def attend(
     launches: Callable[[BlockCall, BlockLists], LongForward] = LongForward,
 ) -> None:
     """Write out [T, H, D] and lse [H, T]."""
+    # hopper/ replaces the launches alone; tables, work ranges and combining are these.
     run = launches(call, lists)
+    # Not `lse_HT` itself: `combine_out` would read and write the same numbers (see there).
     diagonal_lse_HT = torch.empty_like(lse_HT) if call.history_blocks else lse_HT
     if call.spans is None:
         run.diagonal(out_THD, diagonal_lse_HT)

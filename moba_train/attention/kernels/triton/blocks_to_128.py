@@ -76,6 +76,7 @@ def forward_to_128(
     column = tl.arange(0, D)
     key = start + tl.arange(0, N)
     if PARTIAL:
+        # The block's keys are elsewhere: no rows of its list, but the diagonal block's queries still get (0, -inf).
         last = tl.where(start < stop, last, first)
     for at in tl.range(first, last, M):
         position = at + tl.arange(0, M)
@@ -90,6 +91,7 @@ def forward_to_128(
         offset = part.to(tl.int64) * head_slots + (slot - first_slot)
         tl.store(partial_out + offset[:, None] * D + column[None, :], out_MD.to(v_ND.dtype), mask=ok[:, None])
         tl.store(partial_lse + offset, lse_M, mask=ok)
+    # Once for each block: by its list's first split, in the work range with the first queries.
     if not DIAGONAL or (number > 0) | (first_slot > 0):
         return
     first_row, last_row, shift = query_rows(bounds, block)
@@ -114,6 +116,8 @@ def _gradients(q_MD, dout_MD, p_NM, dp_NM, delta_M, k_ND, dk_ND, dv_ND):
     dv_ND = tl.dot(p_NM.to(q_MD.dtype), dout_MD, dv_ND)
     ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(q_MD.dtype)
     dk_ND = tl.dot(ds_NM, q_MD, dk_ND)
+    # dq is not computed transposed: that would use the large matrix instruction for 32 rows, was predicted to gain 10 %
+    # and took 11.0 ms for 10.3 at 64K 128/8 (benchmarks/LOG.md, "Gradients").
     return tl.dot(ds_NM.T, k_ND), dk_ND, dv_ND
 
 
@@ -210,6 +214,7 @@ class ShortBlocks:
         diagonal_lse_HT = torch.empty_like(lse_HT) if call.history_blocks else lse_HT
         if call.spans is not None:
             SpanCall(call, call.spans).attend(out_THD, diagonal_lse_HT)
+        # Slices of work after one another reuse the same buffers: launches on a stream follow in order.
         for work, table in zip(parts, self.splits(parts), strict=True):
             launch(
                 forward_to_128,
@@ -248,6 +253,7 @@ class ShortBlocks:
             spans.dq(dout, stats, dq)
         parts = list(work_ranges(self.lists, call.kv_heads, call.limit))
         partial_dq = call.buffer(parts)
+        # Then several launches add to the same dk and dv, which takes sums in float32.
         add = spans is not None or parts[0].chunks != slice(0, self.lists.chunks)  # cut by queries
         tables = self.splits(parts, count_all=add)
         for heads, together in groupby(zip(parts, tables, strict=True), lambda part: part[0].kv_heads):
@@ -285,6 +291,8 @@ class ShortBlocks:
         shape = self.call.shapes.short_backward
         assert shape
         # A list has one split more than it fills; without `diagonal`, only those of lists that have several leave
+        # parts.
+        # At 128/8 with four query heads a key/value head a list has about 3,600 rows, less than a split: few leave
         # parts.
         most = table.bound if diagonal else 2 * work.heads * work.slots // _SPLIT
         part_dk, part_dv = (stats.new_empty(most * shape.keys, call.head_dim) for _ in range(2))

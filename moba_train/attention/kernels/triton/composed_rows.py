@@ -41,6 +41,7 @@ class GatheredPart:
         x_ED = x_rows.new_empty(self.row_E.numel(), x_rows.shape[1])
         grid = (self.row_E.numel() // _TILE,)
         rows = x_rows.contiguous()
+        # Not through `launch`: `composed` waits for the host in any case, so its calls are not recorded.
         _gather[grid](x=rows, row_of=self.row_E, gathered=x_ED, D=x_rows.shape[1], M=_TILE, num_warps=_WARPS)
         return x_ED.unsqueeze(1)
 
@@ -69,6 +70,7 @@ class GatheredPart:
         """[H, T, C] -> [E]; 0 for padding."""
         heads, tokens = self._rows
         position_thC = self._position_by_slot()
+        # One element more, for slots without a block.
         x_E = x_HTC.new_zeros(self.row_E.numel() + 1)
         x_E.scatter_(0, position_thC.flatten(), x_HTC[heads, tokens].transpose(0, 1).flatten())
         return x_E[:-1]
@@ -108,6 +110,7 @@ def gathered_parts(
     cut = list(work_ranges(lists, call.kv_heads, min(limit, most_lists // call.tables.blocks * per_head)))
     tables = tile_tables(lists, cut, call.kv_heads, _TILE)
     tiles = [table.splits[: table.lists].max() for table in tables]
+    # The host's one wait: varlen kernels need the longest segment as a number.
     most_rows = (torch.stack(tiles) * _TILE).tolist()
     together = zip(cut, tables, most_rows, strict=True)
     for _, mine in groupby(together, key=lambda one: one[0].kv_heads.start):

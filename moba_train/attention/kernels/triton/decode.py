@@ -18,6 +18,7 @@ from torch import Tensor
 from moba_train.attention.decoding.cached import CachedKeys
 from moba_train.attention.kernels.common.softmax import LOG2_E, LOWEST, normalised
 
+# Programs of 4 warps; several on a multiprocessor hide each other's loads.
 _PROGRAMS_PER_SM = 4
 _LEAST_TILES = 4
 """Tiles of keys that make a part worth its own program."""
@@ -36,12 +37,16 @@ def decode(
     kv_heads = cached.k_RKD.shape[1]
     lists = kv_heads if selected_HBC is None else selected_HBC.shape[0]
     group = heads // lists
+    # Fewer rows than 16 are filled up: the matrix instruction has no smaller tile, and the time is that of the keys'
+    # bytes.
     rows = max(16, triton.next_power_of_2(group))
+    # Tiles divide a block, so that a tile never reads keys of two blocks.
     tile = _tile(block_size) if selected_HBC is not None else 128
     history_blocks = 0 if selected_HBC is None else selected_HBC.shape[2]
     longest = max(stop - start for start, stop in cached.ranges)
     tiles = triton.cdiv(longest, tile) if selected_HBC is None else (history_blocks + 1) * (block_size // tile)
     parts = _parts(tiles, batch * lists, q_BHD.device)
+    # float32: up to 256 parts are summed, and there are few rows.
     partial = torch.empty(parts, batch, heads, head_dim, dtype=torch.float32, device=q_BHD.device)
     partial_lse = torch.empty(parts, batch, heads, dtype=torch.float32, device=q_BHD.device)
     assert cached.k_RKD.is_contiguous()
@@ -120,6 +125,7 @@ def _attend(
     q_at = (sequence * HEADS + head_M)[:, None] * D + column[None, :]
     q_MD = tl.load(q + q_at, mask=ok_M[:, None], other=0.0)
 
+    # Not -inf: a part may lie wholly behind a short sequence's end, and -inf less -inf is NaN.
     top_M = tl.full([M], LOWEST, tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     out_MD = tl.zeros([M, D], tl.float32)

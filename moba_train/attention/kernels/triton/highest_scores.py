@@ -53,6 +53,7 @@ def choose_blocks(
         KEPT=triton.next_power_of_2(history_blocks),
         M=rows,
         N=width,
+        # A row stays in registers as a whole: of 32,768 scores with 4 warps each thread would hold 256.
         num_warps=4 if width <= 4096 else 16,
     )
     return chosen_HtC
@@ -74,6 +75,7 @@ def _choose(
     at_MN = row_M[:, None] * blocks + block_N[None, :]
     score = tl.load(scores + at_MN, mask=history & (block_N < blocks)[None, :], other=float("-inf"))
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0 equals 0
+    # Negative floats order backwards as integers: their magnitude bits are inverted.
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     forced = (block_N[None, :] < first_M1 + forced_first) | (block_N[None, :] > own_M1 - forced_local)
     key = tl.where(score == float("-inf"), LOWEST_KEY, key)
@@ -124,6 +126,7 @@ def _score_of(key):
 def no_blocks(M: tl.constexpr, HISTORY: tl.constexpr, KEPT: tl.constexpr):
     """(kept blocks [M, S], their least [M], the score that enters them [M]) before the first chunk."""
     kept = tl.arange(0, KEPT)
+    # Distinct, so that replacing the least one replaces one alone.
     empty = kept.to(tl.int64) - 0x7FFFFFFFFFFFFF00  # distinct, and below every score
     # Registers that are not used are full from the start, so that nothing ever enters them.
     best_MS = tl.where(kept < HISTORY, empty, 0x7FFFFFFFFFFFFF00 + kept.to(tl.int64))[None, :] + tl.zeros(
@@ -138,6 +141,7 @@ def enter(score_MN, block_N, best_MS, worst_M, bar_M):
     top_M = tl.max(score_MN, 1)
     more = tl.max(((top_M >= bar_M) & (top_M > float("-inf"))).to(tl.int32), 0)
     while more > 0:
+        # Of equal scores the lowest id; ids order the kept ones as well.
         winner_M = tl.min(tl.where(score_MN == top_M[:, None], block_N[None, :], 0x7FFFFFFF), 1)
         key_M = _sortable(top_M, winner_M)
         enters_M = (key_M > worst_M) & (top_M > float("-inf"))

@@ -42,6 +42,7 @@ class Cpu(VarlenKernel):
     @staticmethod
     def forward(q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         """out [N, H, D] and lse [H, N]; (0, -inf) for rows without keys."""
+        # A window goes to FlashAttention-2 or to the reference (mechanisms/window.py).
         assert segments.window is None
         heads = q_NHD.shape[1]
         out_NHD = torch.zeros(q_NHD.shape, dtype=q_NHD.dtype)
@@ -94,6 +95,7 @@ def _heads_first(x_NKD: Tensor, heads: int) -> Tensor:
     return x_NKD.repeat_interleave(heads // x_NKD.shape[1], dim=1).transpose(0, 1).unsqueeze(0)
 
 
+# CUDA allows 65,535 blocks of threads in the second dimension of a grid.
 _MOST_SEGMENTS = 2**16 - 1
 """The second dimension of a launch."""
 
@@ -132,6 +134,7 @@ class TorchFlash(VarlenKernel):
     @staticmethod
     def backward(state: BackwardState, segments: Segments, scale: float, deterministic: bool) -> Gradients:
         """(dq, dk, dv) in the dtypes of q, k and v."""
+        # The operator wants the random state of its dropout, which is 0 here.
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=state.q.device)
         with _deterministic_algorithms(deterministic):
             dq, dk, dv = flash_attention_backward(

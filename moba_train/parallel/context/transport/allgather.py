@@ -92,6 +92,7 @@ class AllGather(Transport):
         tokens = call.sequence.tokens(self.rank)
         part = call.against_all(self.rank)
         slices = self._slices(q_LHD, k_LKD)
+        # Before the gather of keys is issued: it is small, and the selection waits for it alone.
         summaries = all_summaries(k_LKD, call, self.communicator)
         results = list[tuple[slice, Tensor]]()
         selections = list[Tensor]()

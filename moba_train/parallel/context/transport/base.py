@@ -141,6 +141,7 @@ def sum_over_ranks(x_RLx: Tensor, communicator: Communicator) -> Tensor:
     """The sum over the ranks of their rows for this rank, [L, ...], by an all-to-all; summed in rank order."""
     (received_RLx,) = communicator.all_to_all(x_RLx.contiguous()).wait()
     parts_RLx = received_RLx.unflatten(0, (communicator.size, -1))
+    # All-to-all and a sum instead of a reduce-scatter: that would add in the dtype that is sent.
     return parts_RLx.sum(0, dtype=sum_dtype(x_RLx.dtype)).to(x_RLx.dtype)
 
 

@@ -71,7 +71,7 @@ class UlyssesSpec(TransportSpec):
 
         Ranks attend to whole sequences with some of the heads, in larger kernel launches and with less memory. On 4 x
         H200 at 256K tokens it takes 9 % less time than all-gather for MoBA 4096/12, but 4 % more for dense attention
-        and 5 % more for MoBA 512/8 (benchmarks/results/context-parallel-h200.json, context-parallel-dense-h200.json).
+        and 6 % more for MoBA 512/8 (benchmarks/results/context-parallel-h200.json, context-parallel-dense-h200.json).
         In training at 128K tokens with MoBA 512/8 it is 2.6 % faster in bf16, as smaller buffers leave more for
         activations, and 1.6 % slower in FP8 (training-8b-128k-h200-x4.json). Two ranks have half of all keys already,
         and Ulysses would send half of the queries and outputs as well: on 2 x H100 it takes 17 % more time for MoBA
@@ -167,6 +167,9 @@ class Ulysses(Transport):
     ) -> tuple[Tensor, Tensor, Selection]:
         """Exchange tokens for heads, attend, and exchange the results back."""
         swap = _Swap(self, call)
+        # In one piece. Cut into slices of heads, half of the exchange was to be hidden; attention in smaller launches
+        # lost as much (512/8 at 256K 131 ms, 130 with two slices), and the composition more (benchmarks/LOG.md,
+        # "Transfers").
         q_NhD, k_NhD, v_NhD = swap.to_heads(q_LHD, k_LKD, v_LKD)
         out_NhD, lse_hN, selection = self.across.forward(q_NhD, k_NhD, v_NhD, swap.call)
         out_LHD, lse_LH1 = swap.to_rows(out_NhD, lse_hN.T.unsqueeze(-1))
@@ -220,6 +223,7 @@ class _Swap:
         sent = []
         for x_LHD in tensors_LHD:
             if x_LHD.shape[1] < self.size:
+                # Every rank gets its head's copy in the same exchange; their gradients are summed by `_sum_copies`.
                 x_LHD = x_LHD.repeat_interleave(self.size // x_LHD.shape[1], dim=1)
             sent.append(contiguous(x_LHD.unflatten(1, (self.size, -1)).transpose(0, 1)).flatten(0, 1))
         return [self.joint.to_shards(self.group.to_packed(x)) for x in self.communicator.all_to_all(*sent).wait()]
