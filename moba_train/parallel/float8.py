@@ -5,8 +5,12 @@ products of a linear layer are computed in FP8 (e4m3 for inputs and weights, e5m
 scaling). Scales are functions of the tensors of the same step, so there is no state to save. By torchao, with
 tensorwise scaling, FSDP gathers weights in FP8, half the bytes of bf16; their scales take one all-reduce for all
 weights (`update_weight_scales`), instead of one for each, and they are cast once a step (float8_weights.py).
+
+Transformer Engine's recipe is current scaling, one scale for a tensor as torchao's tensorwise scaling has it; weights
+stay plain tensors, which FSDP gathers in the compute dtype.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -14,21 +18,23 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moba_train.config.precision import PrecisionConfig
+from moba_train.environment import import_problem
 from moba_train.model.build import build_model
 from moba_train.model.spec import ModelSpec, kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import unwrapped
-from moba_train.parallel import float8_nvidia
 from moba_train.torch_private import inductor_config, local_tensor
 
 _LEAST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 matrix products."""
 _MULTIPLE = 16
-"""Both sizes of a matrix must be divisible by it for the kernels of the GPU."""
+"""Both sizes of a matrix must be divisible by it for the kernels of the GPU, and for Transformer Engine the rows of an
+input, over which the gradient of a weight is a product."""
 
 
 def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
@@ -47,7 +53,7 @@ def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
         reason := gpu_problem(precision, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     ):
         return reason
-    return "" if by_torchao else float8_nvidia.problem()
+    return "" if by_torchao else _engine_problem()
 
 
 def gpu_problem(precision: PrecisionConfig, name: str, capability: tuple[int, int]) -> str:
@@ -113,7 +119,7 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
     """
     names = float8_layers(model, precision.fp8.exclude)
     if precision.implementation == "transformer_engine":
-        float8_nvidia.replace_linears(model, names)
+        _replace_linears(model, names)
         return names
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -126,6 +132,55 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
     )
     convert_to_float8_training(model, config=options, module_filter_fn=lambda _, name: name in names)
     return names
+
+
+def _engine_problem() -> str:
+    """Reason why Transformer Engine cannot be used here; empty if it can."""
+    reason = import_problem([("transformer_engine.pytorch", "Linear")])
+    install = "pip install --no-build-isolation 'transformer-engine[pytorch]', see docs/packages.md"
+    return f"transformer_engine.pytorch cannot be used: {reason} ({install})" if reason else ""
+
+
+def _replace_linears(model: nn.Module, names: list[str]) -> None:
+    """Replace each of these linear layers by a layer of Transformer Engine with the same parameters."""
+    kind = _engine_linear()
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        old = model.get_submodule(name)
+        assert isinstance(old, nn.Linear)
+        has_bias = old.bias is not None
+        weight = old.weight
+        device = weight.device.type  # as text: only so does it know "meta", where it allocates nothing
+        new = kind(old.in_features, old.out_features, bias=has_bias, params_dtype=weight.dtype, device=device)
+        new.weight = weight
+        if has_bias:
+            new.bias = old.bias
+        setattr(model.get_submodule(parent), child, new)
+
+
+@functools.cache
+def _engine_linear() -> Any:
+    """The layer's class, made when it is first asked for: to import Transformer Engine takes seconds."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    recipe = Float8CurrentScaling()
+
+    class Float8Linear(te.Linear):
+        """Pads the rows, and has no state other than its parameters."""
+
+        get_extra_state = nn.Module.get_extra_state  # state of delayed scaling, which a checkpoint would contain
+        set_extra_state = nn.Module.set_extra_state
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.shape[0]
+            # Rows of zeros add nothing to the weight's gradient, nor to a tensor's largest magnitude.
+            padded = F.pad(x, (0, 0, 0, -rows % _MULTIPLE)) if rows % _MULTIPLE else x
+            with te.autocast(enabled=True, recipe=recipe):
+                out: Tensor = super().forward(padded)
+            return out[:rows]
+
+    return Float8Linear
 
 
 def compile_for_float8(precision: PrecisionConfig) -> None:

@@ -20,8 +20,11 @@ uses: a `Stage` what is trained, a `StageLayout` how, a `ModelSetup` the model t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
-from moba_train.attention.kernels.table import BackendChoice
+import torch
+
+from moba_train.attention.kernels.table import BackendChoice, Facts, Machine, resolve_backend, this_machine
 from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.config.attention import LayerAttention
 from moba_train.config.checkpoint import CheckpointConfig
@@ -37,6 +40,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage, resolve_stages, timed
 from moba_train.config.telemetry import TelemetryConfig
 from moba_train.data.loader import DataSpec
+from moba_train.errors import ConfigError
 from moba_train.memory.activations import StageActivations, stage_activations
 from moba_train.memory.devices import H200, Device
 from moba_train.memory.memory import NO_TRANSPORT, MemoryPolicy, memory_for_buffers
@@ -46,7 +50,6 @@ from moba_train.parallel.context.costs import most_memory
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.fsdp import Computation, ModelSetup, compute_dtype
 from moba_train.parallel.stage_strategy import stage_costs, stage_strategy
-from moba_train.resolve.backends import block_backends
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class StageLayout:
     activations: StageActivations
     """Activations that every layer keeps for the backward pass, and the predicted memory."""
     backends: Mapping[LayerAttention, BackendChoice]
-    """Backends of the attention to selected blocks; empty if the device is not known. See resolve/backends.py."""
+    """Backends of the attention to selected blocks; empty if the device is not known."""
 
 
 @dataclass(frozen=True)
@@ -239,5 +242,61 @@ def stage_layout(
     host_bytes = device.host_bytes if device is not None else None
     activations = stage_activations(setup, policy, stage, mesh, gpu_bytes, host_bytes, transport)
     micro_batches = stage.batch_sequences // (stage.micro_batch_size * mesh.dp)
-    backends = block_backends(setup, stage, mesh, strategy, device) if device is not None else {}
+    backends = _block_backends(setup, stage, mesh, strategy, device) if device is not None else {}
     return StageLayout(mesh, micro_batches, strategy, reason, activations, backends)
+
+
+_TRITON_ELSEWHERE = "3.6.0"
+"""Release of Triton that a machine is taken to have on which a run is only planned."""
+
+
+@runtime_checkable
+class _BlockOptions(Protocol):
+    """Options of a kind that attends to selected blocks by a backend of the table."""
+
+    backend: str
+    block_size: int
+    topk: int
+
+
+def _block_backends(
+    setup: ModelSetup, stage: Stage, mesh: MeshSizes, strategy: CPStrategy | None, device: Device
+) -> dict[LayerAttention, BackendChoice]:
+    """The backends of each attention of the stage that attends to selected blocks; other attention takes the fastest
+    kernel for each batch. Raises ConfigError if one cannot run that the recipe names.
+
+    Before each call the layers look up their own facts in the same table and take the first backend that can do the
+    batch. Those facts differ from these only in the number of rows of a batch.
+    """
+    model = setup.shape
+    tokens = stage.micro_batch_size * stage.seq_len // mesh.cp
+    found = {}
+    problems = []
+    for layer in dict.fromkeys(stage.attention):
+        options = layer.options
+        if not isinstance(options, _BlockOptions):
+            continue
+        facts = Facts(
+            _machine(device),
+            setup.computation.dtype,
+            model.head_width,
+            block_size=options.block_size,
+            history_blocks=options.topk - 1,
+            rows=tokens * model.heads // mesh.tp,
+            whole=mesh.cp == 1,
+            all_keys=strategy is None or strategy.transport != "ring",
+        )
+        try:
+            found[layer] = resolve_backend(f"attention.{layer.kind}.backend", options.backend, facts)
+        except ValueError as error:
+            problems.append(f"{error} (stage {stage.name!r})")
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _machine(device: Device) -> Machine:
+    if device.is_here:
+        return this_machine(torch.device(device.type))
+    capability = device.gpu.capability if device.gpu is not None else None
+    return Machine(device.type, capability, _TRITON_ELSEWHERE, packages=frozenset())

@@ -1,10 +1,12 @@
-"""Results of one optimizer step: losses, gradient norm, counts of all ranks, and throughput.
+"""The clock of a step, and its results: losses, gradient norm, counts of all ranks, and throughput.
 
 Throughput is tokens per second, memory, and model FLOPs utilisation (MFU).
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -162,3 +164,43 @@ class StepCounts(NamedTuple):
             "ranks_with_zero_loss_tokens": self.ranks_without_loss,
             "padding_fraction": self.padding / batch_tokens,
         }
+
+
+class StepClock:
+    """Times the steps of a run.
+
+    A step begins where the step before was measured, so that its logging and what the GPU still had to do count. After
+    anything that is no part of a step (the beginning of a stage, a save, an evaluation, a batch without loss), it
+    begins when the rank begins to wait for the step's data.
+    """
+
+    def __init__(self) -> None:
+        self._measured_at: float | None = None
+        """`time.perf_counter()` at which the last step was measured; None after an interruption."""
+        self._began = 0.0
+        self.waited_s = 0.0
+        """Seconds that the current step waited for its data."""
+
+    def interrupt(self) -> None:
+        """Note that something is done that is no part of a step."""
+        self._measured_at = None
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Around the wait for the data of the next step, which begins here or where the one before was measured."""
+        asked = time.perf_counter()
+        yield
+        # From 21 to 26 November a step began after the log had waited for the update, and lacked 28 to 38 ms of the
+        # 8B's step at 8K (benchmarks/LOG.md, "The clock of a step").
+        self._began = asked if self._measured_at is None else self._measured_at
+        self.waited_s = time.perf_counter() - asked
+
+    def measure(self) -> float:
+        """Seconds of the current step, which ends here."""
+        self._measured_at = time.perf_counter()
+        return self._measured_at - self._began
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the current step began, with what has followed it."""
+        return time.perf_counter() - self._began

@@ -2,8 +2,10 @@
 after it come a checkpoint and evaluations."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,8 +15,10 @@ from moba_train.data.loader import Prefetcher, training_data
 from moba_train.data.samples import StageData
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationStoppedError
-from moba_train.health.node import refuse_broken_gpus
+from moba_train.health.node import Disk, NodeWatch, refuse_broken_gpus
 from moba_train.health.reaction import gather_evidence, transient_fault
+from moba_train.health.watch import Stragglers, Watch, stalls_folder
+from moba_train.memory.weights import checkpoint_bytes
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.parallel.run_lock import RunLock
 from moba_train.parallel.world import World, any_rank
@@ -23,11 +27,10 @@ from moba_train.resolve.run import ResolvedRun
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.evaluations import RunEvaluations, known_numbers
 from moba_train.run.learner import Learner
-from moba_train.run.monitors import Monitors, StepClock
 from moba_train.run.recovery import Recovery, make_detector
 from moba_train.run.reports import RunReports
 from moba_train.run.resumable import check_corpora, trained_kinds
-from moba_train.run.step import StepCounts, StepLosses, StepResult, batch_flops, throughput
+from moba_train.run.step import StepClock, StepCounts, StepLosses, StepResult, batch_flops, throughput
 from moba_train.run.stop import RunStop, StoppedBeforeTrainingError, StopRequest
 
 
@@ -343,3 +346,27 @@ class Trainer:
     def _report_saves(self) -> None:
         """Report how saves have ended; also after an error, as the run ends."""
         self.reports.saves(self.checkpoints.checkpointer)
+
+
+class Monitors:
+    """Watches this rank while the run goes on, in threads of its own; made and closed on all ranks together."""
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        world: World,
+        stalled: Callable[[str], None],
+        node_problem: Callable[[str], None],
+    ) -> None:
+        """stalled, node_problem: get the text about a stall, or about a GPU or a disk, in the watching thread."""
+        health = run.health
+        self.watch = Watch(health.watch, world, stalls_folder(run.folders.run), stalled)
+        folders = [run.folders.run, *([Path(run.checkpoint.fallback_dir)] if run.checkpoint.fallback_dir else [])]
+        needed = checkpoint_bytes(run.setup.spec, run.optim.kind) if run.memory.saves else 0
+        self._node = NodeWatch(health.node, world, [Disk(folder, needed) for folder in folders], node_problem)
+        self.stragglers = Stragglers(health.watch.compare_every * run.telemetry.log_every, world.device)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._node.close()
+        self.watch.close()

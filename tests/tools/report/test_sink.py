@@ -34,7 +34,11 @@ def test_an_error_and_a_false_write_none(tmp_path: Path) -> None:
 @pytest.fixture
 def plain_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the packages of the extras can be found."""
-    for module in ("moba_train.telemetry.sinks", "moba_train.tools.sinks.wandb", "moba_train.tools.report.sink"):
+    for module in (
+        "moba_train.tools.sinks.tensorboard",
+        "moba_train.tools.sinks.wandb",
+        "moba_train.tools.report.sink",
+    ):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
 
 

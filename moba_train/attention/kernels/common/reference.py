@@ -8,7 +8,7 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, G = H / K, 
 The reference backend: attention to selected blocks as a mask over dense attention, in plain PyTorch.
 
 A mask needs the selected blocks alone. Block lists behind them are ignored: kernels may have made them for queries that
-then meet keys which the kernels refuse (backends.py).
+then meet keys which the kernels refuse (block_attention.py).
 
 Shape suffixes: T queries, t a chunk of them, S keys, s a range of them, N blocks, H query heads, C selected blocks.
 """
