@@ -22,8 +22,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moba_train.tools.environment import OPTIONAL_PACKAGES
-
 ROOT = Path(__file__).parents[1]
 PACKAGES = "python3,python3-pip,python3-dev,python-is-python3,g++,git,ca-certificates"
 TORCH = f"torch=={torch.__version__.partition('+')[0]}+cpu"  # the suffix refuses a build for CUDA
@@ -131,13 +129,6 @@ def test_the_dockerfile_copies_installs_and_starts_the_quick_start() -> None:
     assert [name for name, _ in found][:4] == ["ARG", "FROM", "WORKDIR", "COPY"]
     assert found[-1] == ("CMD", '["bash", "launch/quickstart.sh"]')
     assert Path(ROOT, *json.loads(found[-1][1])[1:]).is_file()
-
-
-def test_the_image_the_guide_and_moba_train_env_name_the_same_versions() -> None:
-    guide, dockerfile = ((ROOT / file).read_text() for file in ("docs/packages.md", "docker/Dockerfile"))
-    pinned = {name for package in OPTIONAL_PACKAGES for name in re.findall(r"[\w\[\],-]+==[\d.a-z]+", package.install)}
-    assert len(pinned) == 6
-    assert not {name for name in pinned if name not in guide or name not in dockerfile}
 
 
 def test_the_image_has_nothing_of_a_checkout_that_git_leaves_out() -> None:

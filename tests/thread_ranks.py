@@ -2,18 +2,17 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from moba_train.mechanisms.dispatch.transport import Dispatch
-from moba_train.parallel.context.comm import Communicator, Work
+from moba_train.parallel.context.comm import Communicator, Ranks, Work
+from moba_train.parallel.context.policy import transport_spec
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.context.transport.base import Transport
-from moba_train.parallel.context.transport.ring import ring
-from moba_train.parallel.context.transport.ulysses import Local, Ulysses
+from moba_train.parallel.context.transport.ulysses import Ulysses
 
 
 class ThreadCommunicator(Communicator):
@@ -73,6 +72,12 @@ class Board:
         return [message for _, message in from_all]
 
 
+class ThreadRanks(NamedTuple):
+    """`Ranks` of a transport that has one group, as one of these threads sees them."""
+
+    communicator: ThreadCommunicator
+
+
 def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board]]:
     """The transports of all ranks, and the boards that they use."""
     if strategy.transport == "hierarchical":
@@ -85,12 +90,6 @@ def thread_transports(strategy: CPStrategy) -> tuple[list[Transport], list[Board
         ]
         return made, inner + outer
     board = Board(strategy.ranks)
-    communicators = [ThreadCommunicator(rank, board) for rank in range(strategy.ranks)]
-    makers: dict[str, Callable[[Communicator], Transport]] = {
-        "ring": lambda communicator: ring(communicator, strategy),
-        "allgather": lambda communicator: AllGather(communicator, strategy.slices),
-        "ulysses": lambda communicator: Ulysses(communicator, Local()),
-        "dispatch": Dispatch,
-    }
-    make = makers[strategy.transport]
-    return [make(communicator) for communicator in communicators], [board]
+    spec = transport_spec(strategy.transport)
+    ranks = [ThreadRanks(ThreadCommunicator(rank, board)) for rank in range(strategy.ranks)]
+    return [spec.make(strategy, cast(Ranks, each)) for each in ranks], [board]

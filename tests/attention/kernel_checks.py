@@ -13,18 +13,11 @@ from moba_train.attention.kernels.common.reference import masked_attend, masked_
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import BackwardState, LocalAttention
-from moba_train.mechanisms.moba_v1 import MobaV1Kind, SummedMoba
 from tests.attention.helpers import make_qkv
 
 
 def build(kind: str, head_dim: int, **options: Any) -> MobaAttention:
     return MobaAttention(MobaAttention.Options(backend=kind, **options), head_dim)
-
-
-def build_summed(kind: str, head_dim: int, merge: str, **options: Any) -> SummedMoba:
-    """A softmax for each block; `merge`: sum or gate."""
-    chosen = MobaV1Kind.Options(backend=kind, merge=merge, **options)
-    return SummedMoba(chosen, head_dim, section="attention.moba_v1", gated=merge == "gate")
 
 
 def inputs(

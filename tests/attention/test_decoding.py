@@ -11,9 +11,6 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import LocalAttention
-from moba_train.tools.inference import generate as generate_module
-from moba_train.tools.inference.generate import generate
-from tests.attention.kind_checks import MODEL, small_model
 
 LENGTHS = [451, 1, 128, 700]
 
@@ -80,17 +77,3 @@ def test_the_kernel_equals_the_reference(
     want, want_lse = attention_of(kind, head_dim, "reference").decode(q_BHD.double(), exact)
     assert (got.double() - want).abs().max() < 1e-2 * want.abs().max()
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=2e-2)
-
-
-@pytest.mark.parametrize(("block_size", "parts"), [(6, [30, 30, 2]), (8, [32, 30]), (40, [40, 22])])
-def test_a_prompt_is_cut_where_blocks_end_that_select_together(
-    block_size: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`seer` selects from the mean query of a whole block."""
-    model = small_model("seer", {"block_size": block_size, "topk": 2, "mode": "sparse"})
-    monkeypatch.setattr(generate_module, "PREFILL_TOKENS", 32)
-    read: list[int] = []
-    tokens = torch.arange(62) % MODEL.vocab_size
-    answer = list(generate(model, tokens.tolist(), 1, temperature=0, on_prefill=read.append))
-    assert read == parts
-    assert answer == [model(tokens, torch.arange(62), packed_layout([62]))[-1].argmax().item()]

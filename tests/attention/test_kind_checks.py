@@ -19,7 +19,6 @@ from tests.attention.kind_checks import (
     STRATEGIES,
     Layer,
     Results,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -96,11 +95,6 @@ def test_ranks_without_tokens() -> None:
 @each
 def test_packed_documents(name: str, options: dict[str, Any]) -> None:
     assert_documents_are_independent(name, options, LENGTHS)
-
-
-@each
-def test_decoding(name: str, options: dict[str, Any]) -> None:
-    assert_decodes_like_training(name, options)
 
 
 def test_what_is_given_is_what_is_attended_to() -> None:

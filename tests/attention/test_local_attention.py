@@ -1,10 +1,11 @@
 """The LocalAttention contract (attention/protocol.py), on which context parallelism relies, for every registered kind
 that is one engine call, and for the attentions that kinds with several calls are made of.
 
-A new attention is its own file, one line in the registry and one entry in `CASES`.
+A new attention is its own file, one line in the registry and one entry in `CASES`. The kinds of mechanisms also run
+these tests, in tests/mechanisms/test_local_attention.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, cast
 
@@ -16,7 +17,6 @@ from moba_train.attention.kernels.common.merge import merge
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.protocol import BackwardState, LocalAttention
 from moba_train.attention.registry import KINDS
-from moba_train.mechanisms.window import WindowAttention
 from tests.attention.helpers import make_qkv, ranges, triple
 
 # The kind and options for sequences of a few dozen tokens; shards below begin at multiples of 4 tokens.
@@ -24,38 +24,31 @@ CASES = [
     pytest.param("full", {}, id="full"),
     pytest.param("moba", {"block_size": 4, "topk": 3}, id="moba"),
     pytest.param("moba", {"block_size": 4, "topk": 3, "select": "group", "always": ("current", "first")}, id="group"),
-    pytest.param(
-        "infllm_v2",
-        {"block_size": 4, "topk": 3, "local_blocks": 1, "window": 4, "stride": 2, "dense_len": 1},
-        id="infllm_v2",
-    ),
-    pytest.param("moa", {"alpha": 5, "beta": 0.25, "sink_tokens": 3, "block_size": 4, "max_length": 256}, id="moa"),
-    pytest.param("moba_v1", {"block_size": 4, "topk": 3}, id="moba_v1"),
-    pytest.param("moba_v1", {"block_size": 4, "topk": 3, "merge": "gate"}, id="moba_v1 gate"),
-    pytest.param("moba_v1", {"block_size": 4, "topk": 3, "merge": "softmax"}, id="moba_v1 softmax"),
-    pytest.param("window", {"window": 5}, id="window"),
-    pytest.param("window", {"window": 100}, id="window-of-all"),
 ]
-PARTS_OF_KINDS = {"window": WindowAttention}
 HEAD_DIM, LENGTHS = 8, [12, 0, 1, 27]
 TOKENS = sum(LENGTHS)
 
 # A kind of several calls, or of none, has tests of its own.
 ONE_CALL = {name for name, kind in KINDS.items() if len(kind(kind.Options(), 16).attentions) == 1}
 
-every_kind = pytest.mark.parametrize(("kind", "options"), CASES)
 
-
-def build(kind: str, options: dict[str, Any]) -> LocalAttention:
-    if kind in PARTS_OF_KINDS:
-        return PARTS_OF_KINDS[kind](**options, head_dim=HEAD_DIM)
+def build(kind: str | Callable[..., LocalAttention], options: dict[str, Any]) -> LocalAttention:
+    """The attention of a kind by its name, or one that kinds with several calls are made of."""
+    if not isinstance(kind, str):
+        return kind(**options, head_dim=HEAD_DIM)
     (attention,) = KINDS[kind](KINDS[kind].Options(**options), HEAD_DIM).attentions
     return attention
 
 
-every_kind_that_merges = pytest.mark.parametrize(
-    ("kind", "options"), [case for case in CASES if build(*cast(tuple[Any, Any], case.values)).facts.merges]
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of `kind` and `options` run for all `CASES` of the file that collects them, which may be another one than
+    this; tests of `merging` and `options` for those whose partial results can be merged."""
+    cases = metafunc.module.CASES
+    if {"kind", "options"} <= {*metafunc.fixturenames}:
+        metafunc.parametrize(("kind", "options"), cases)
+    if "merging" in metafunc.fixturenames:
+        merging = [case for case in cases if build(*cast(tuple[Any, Any], case.values)).facts.merges]
+        metafunc.parametrize(("merging", "options"), merging)
 
 
 def part(whole: Layout, rows: torch.Tensor | None = None, keys: torch.Tensor | None = None) -> Layout:
@@ -86,8 +79,9 @@ def key_subsets(device: torch.device | str) -> list[torch.Tensor]:
     return [index[(index < 6) | (index >= 34)], index[:0], index[6:21], index[21:34]]
 
 
-def test_every_registered_kind_with_one_call_is_tested_here() -> None:
-    assert {case.values[0] for case in CASES} == {*ONE_CALL, *PARTS_OF_KINDS}
+def test_every_kind_of_the_core_with_one_call_is_tested_here() -> None:
+    core = {name for name in ONE_CALL if KINDS[name].__module__.startswith("moba_train.attention.")}
+    assert {case.values[0] for case in CASES} == core
 
 
 @pytest.mark.parametrize("kind", sorted(ONE_CALL))
@@ -101,7 +95,6 @@ def test_default_options_are_usable(kind: str, device: torch.device) -> None:
     assert out.isfinite().all()
 
 
-@every_kind
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(
     kind: str, options: dict[str, Any], dtype: torch.dtype, whole: Layout, qkv: tuple[torch.Tensor, ...]
@@ -117,7 +110,6 @@ def test_results_have_the_inputs_dtype_and_lse_is_float32_or_better(
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-@every_kind
 def test_gradients_are_the_derivatives(kind: str, options: dict[str, Any], device: torch.device) -> None:
     """A random sum of the outputs changes along random steps of q, k or v as its gradient says: a wrong entry anywhere
     shows in each of them."""
@@ -141,7 +133,6 @@ def test_gradients_are_the_derivatives(kind: str, options: dict[str, Any], devic
         torch.testing.assert_close((grads[which] * step).sum(), change, rtol=1e-7, atol=1e-8)
 
 
-@every_kind
 def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
     kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
 ) -> None:
@@ -162,11 +153,10 @@ def test_a_query_that_sees_none_of_the_given_keys_gives_zero_and_minus_infinity(
         assert torch.equal(grads[0][first_document], torch.zeros_like(q[first_document]))
 
 
-@every_kind_that_merges
 def test_merged_results_over_disjoint_keys_are_the_result_over_all(
-    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+    merging: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
 ) -> None:
-    attention = build(kind, options)
+    attention = build(merging, options)
     q, k, v = qkv
     selection = attention.select(q, attention.summarize(k, whole), whole)
     out, lse = attention.attend(q, k, v, whole, selection)
@@ -176,11 +166,10 @@ def test_merged_results_over_disjoint_keys_are_the_result_over_all(
     torch.testing.assert_close(merged, (out, lse), rtol=0, atol=1e-13)
 
 
-@every_kind_that_merges
 def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(
-    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+    merging: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
 ) -> None:
-    attention = build(kind, options)
+    attention = build(merging, options)
     q, k, v = qkv
     selection = attention.select(q, attention.summarize(k, whole), whole)
     out, lse = attention.attend(q, k, v, whole, selection)
@@ -196,7 +185,6 @@ def test_gradients_over_disjoint_keys_with_the_merged_results_sum_to_the_whole(
     torch.testing.assert_close((dq, dk, dv), want, rtol=0, atol=1e-12)
 
 
-@every_kind
 def test_queries_may_be_split_as_well(
     kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
 ) -> None:
@@ -222,12 +210,11 @@ def test_queries_may_be_split_as_well(
     torch.testing.assert_close((sum_dk, sum_dv), (dk, dv), rtol=0, atol=1e-12)
 
 
-@every_kind_that_merges
 def test_queries_and_keys_may_both_be_split(
-    kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
+    merging: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...], device: torch.device
 ) -> None:
     """What a ring does: every shard of queries meets every shard of keys, with one selection for all of them."""
-    attention = build(kind, options)
+    attention = build(merging, options)
     q, k, v = qkv
     summaries = attention.summarize(k, whole)
     selection = attention.select(q, summaries, whole)
@@ -251,7 +238,6 @@ def test_queries_and_keys_may_both_be_split(
     torch.testing.assert_close(sums, want, rtol=0, atol=1e-12)
 
 
-@every_kind
 def test_key_value_heads_may_be_split_as_well(
     kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...]
 ) -> None:
@@ -268,7 +254,6 @@ def test_key_value_heads_may_be_split_as_well(
         torch.testing.assert_close(got, (want[0][:, of], want[1][of]), rtol=0, atol=1e-13)
 
 
-@every_kind
 def test_query_heads_that_are_not_coupled_may_be_split(
     kind: str, options: dict[str, Any], whole: Layout, qkv: tuple[torch.Tensor, ...]
 ) -> None:
@@ -284,7 +269,6 @@ def test_query_heads_that_are_not_coupled_may_be_split(
         torch.testing.assert_close(got, (want[0][:, 1:2], want[1][1:2]), rtol=0, atol=1e-13)
 
 
-@every_kind
 def test_summaries_of_aligned_shards_add_up_to_the_summary_of_the_sequence(
     kind: str, options: dict[str, Any], device: torch.device
 ) -> None:

@@ -15,7 +15,6 @@ from moba_train.attention.kernels.common.reference import selected_mask
 from moba_train.attention.kernels.common.selection import Choice, routing_statistics
 from moba_train.attention.layout import Layout, TokenRanges, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
-from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention
 from tests.attention import oracle
 from tests.attention.helpers import make_qkv, ranges
 
@@ -103,17 +102,6 @@ def test_they_are_what_counting_gives(
     choice = Choice(BLOCK, topk, int("first" in always), 1 + ("previous" in always))
     want = compare(build(topk, **options), q, k, choice, q_ranges)
     assert bool(want["selected"]) == (topk not in (1, 10) and (topk, always[2:]) != (3, ("first",)))
-
-
-@pytest.mark.parametrize("q_ranges", [None, ranges((5, 20), (34, 60))], ids=["all queries", "a shard"])
-@pytest.mark.parametrize("dense_len", [1, 22])
-def test_local_blocks_and_dense_queries_are_not_free(
-    dense_len: int, q_ranges: TokenRanges | None, device: torch.device
-) -> None:
-    q, k, _ = (x.detach() for x in make_qkv(sum(LENGTHS), 4, 2, 8, device))
-    sizes = {"block_size": BLOCK, "topk": 4, "first_blocks": 1, "local_blocks": 2, "dense_len": dense_len}
-    attention = InfLLMV2Attention(InfLLMV2Attention.Options(**sizes, window=4, stride=2), 8)
-    assert compare(attention, q, k, Choice(*sizes.values()), q_ranges, alike=2)["selected"]
 
 
 def compare(

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 def run_pytest(files: list[Path], **environment: str) -> None:
@@ -18,14 +18,13 @@ def run_pytest(files: list[Path], **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     if "PYTEST_XDIST_WORKER" not in os.environ and find_spec("xdist"):  # else other tests run beside them
         command += ["-n", str(min(4, os.cpu_count() or 1))]  # processes of one thread each
-    root = HERE.parents[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), **environment}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
 
 
 @pytest.mark.slow
 def test_kernels_equal_the_reference_in_the_interpreter() -> None:
-    """The files interpreted_*.py, in processes of their own: Triton reads TRITON_INTERPRET when the kernels are
-    imported. Not in bfloat16, in which the interpreter's arithmetic is wrong."""
-    run_pytest(sorted(HERE.glob("interpreted_*.py")), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    """The files interpreted_*.py of all folders, in processes of their own: Triton reads TRITON_INTERPRET when the
+    kernels are imported. Not in bfloat16, in which the interpreter's arithmetic is wrong."""
+    run_pytest(sorted((ROOT / "tests").rglob("interpreted_*.py")), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")

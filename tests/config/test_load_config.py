@@ -352,8 +352,8 @@ def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe: Path
         "data.train.0.weight",
         "evaluation.sequences",
         "evaluation.needle.samples",
-        "attention.nsa.topk",
-        "attention.nsa.hidden",
+        "attention.moba.topk",
+        "attention.moba.block_size",
     ],
 )
 @pytest.mark.parametrize("number", ["1e300", "99999999999999999999"])

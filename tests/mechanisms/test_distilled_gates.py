@@ -34,7 +34,6 @@ from tests.attention.kind_checks import (
     STRATEGIES,
     CountingEngine,
     Layer,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -44,6 +43,7 @@ from tests.attention.kind_checks import (
     token_bytes,
 )
 from tests.thread_ranks import thread_transports
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 BLOCK = 4
 LENGTHS = [12, 0, 1, 27]

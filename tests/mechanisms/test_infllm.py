@@ -15,8 +15,9 @@ from moba_train.mechanisms.infllm import InfLLMKind
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.engine import ContextParallel
 from moba_train.parallel.context.strategy import CPStrategy
-from tests.attention.kind_checks import MODEL, STRATEGIES, Layer, assert_decodes_like_training, make_layer, run_layer
+from tests.attention.kind_checks import MODEL, STRATEGIES, Layer, make_layer, run_layer
 from tests.thread_ranks import thread_transports
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 SIZES = {"window": 10, "block_size": 4, "topk": 2, "first_blocks": 1, "representatives": 2}
 LENGTHS = [12, 0, 1, 47, 30]

@@ -8,22 +8,25 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import block_ids
+from moba_train.attention.kernels.common.selection import Choice
 from moba_train.attention.kind import StageContext
-from moba_train.attention.layout import TokenRange, packed_layout
+from moba_train.attention.layout import TokenRange, TokenRanges, packed_layout
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention, InfLLMV2Kind
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention import test_routing_statistics as routing
+from tests.attention.helpers import make_qkv, ranges
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
     Layer,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
     results,
     token_bytes,
 )
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 SIZES = {"block_size": 8, "topk": 4, "first_blocks": 1, "local_blocks": 2, "window": 4, "stride": 2, "dense_len": 1}
 LENGTHS = [12, 0, 1, 53, 37]
@@ -231,3 +234,14 @@ def test_defaults_are_the_papers_and_have_no_problems() -> None:
     assert list(InfLLMV2Kind.problems(options, context)) == []
     assert options.topk == 1 + 32 + 63
     assert (options.block_size, options.window, options.stride, options.dense_len) == (64, 32, 16, 8192)
+
+
+@pytest.mark.parametrize("q_ranges", [None, ranges((5, 20), (34, 60))], ids=["all queries", "a shard"])
+@pytest.mark.parametrize("dense_len", [1, 22])
+def test_local_blocks_and_dense_queries_are_not_free(
+    dense_len: int, q_ranges: TokenRanges | None, device: torch.device
+) -> None:
+    q, k, _ = (x.detach() for x in make_qkv(sum(routing.LENGTHS), 4, 2, 8, device))
+    sizes = {"block_size": routing.BLOCK, "topk": 4, "first_blocks": 1, "local_blocks": 2, "dense_len": dense_len}
+    attention = InfLLMV2Attention(InfLLMV2Attention.Options(**sizes, window=4, stride=2), 8)
+    assert routing.compare(attention, q, k, Choice(*sizes.values()), q_ranges, alike=2)["selected"]

@@ -22,7 +22,6 @@ from tests.attention.kind_checks import (
     STRATEGIES,
     Layer,
     Results,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -31,6 +30,7 @@ from tests.attention.kind_checks import (
     small_model,
     token_bytes,
 )
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 NAMES = (

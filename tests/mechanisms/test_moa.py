@@ -27,13 +27,13 @@ from tests.attention.kind_checks import (
     STRATEGIES,
     Layer,
     Results,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
     results,
     run_layer,
 )
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 61]
 MIXED: dict[str, Any] = {

@@ -30,7 +30,6 @@ from tests.attention.kind_checks import (
     STRATEGIES,
     Layer,
     Results,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     in_16_bits,
@@ -42,6 +41,7 @@ from tests.attention.kind_checks import (
     token_bytes,
 )
 from tests.attention.oracle import cut_blocks, history, select_blocks
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 SMALL = {"block_size": 4, "topk": 3}

@@ -12,7 +12,7 @@ from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.protocol import AttentionFacts
 from moba_train.attention.registry import KINDS
-from moba_train.mechanisms.moba_v1 import MobaV1Kind
+from moba_train.mechanisms.moba_v1 import MobaV1Kind, SummedMoba
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.policy import choose_strategy
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
@@ -20,13 +20,12 @@ from moba_train.tools.convert.hf_export import layer_entry, layer_problem
 from moba_train.tools.inference.cache import Decode
 from moba_train.tools.transformers_attention import attention_forward
 from tests.attention.helpers import make_qkv, triple
-from tests.attention.kernel_checks import build_summed, error, inputs, layout_of, run
+from tests.attention.kernel_checks import error, inputs, layout_of, run
 from tests.attention.kind_checks import (
     MODEL,
     RING_IN_PARTS,
     STRATEGIES,
     Layer,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     make_layer,
@@ -34,6 +33,8 @@ from tests.attention.kind_checks import (
     token_bytes,
 )
 from tests.attention.oracle import block_means, cut_blocks, gates, history, select_blocks
+from tests.attention.test_key_conv import assert_equals_convolved_keys, widths
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 SMALL: dict[str, Any] = {"block_size": 4, "topk": 3}
@@ -86,6 +87,12 @@ def oracle(
 def attention_of(options: dict[str, Any], head_dim: int = 8) -> Any:
     (attention,) = MobaV1Kind(MobaV1Kind.Options(**options), head_dim).attentions
     return attention
+
+
+def build_summed(kind: str, head_dim: int, merge: str, **options: Any) -> SummedMoba:
+    """A softmax for each block; `merge`: sum or gate."""
+    chosen = MobaV1Kind.Options(backend=kind, merge=merge, **options)
+    return SummedMoba(chosen, head_dim, section="attention.moba_v1", gated=merge == "gate")
 
 
 @merges
@@ -305,3 +312,8 @@ def test_the_plan_counts_pairs_as_moba_and_keeps_selections_of_short_documents_t
         "merge": "sum",
     }
     assert layer_problem(v1, MODEL) == ""
+
+
+@widths
+def test_output_and_every_gradient_are_those_of_convolved_keys(width: int) -> None:
+    assert_equals_convolved_keys("moba_v1", width)

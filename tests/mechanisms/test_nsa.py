@@ -28,7 +28,6 @@ from tests.attention.kind_checks import (
     STRATEGIES,
     Layer,
     Results,
-    assert_decodes_like_training,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
     in_16_bits,
@@ -38,6 +37,7 @@ from tests.attention.kind_checks import (
     run_layer,
     token_bytes,
 )
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 SMALL = {"compressed_block": 4, "stride": 2, "block_size": 8, "topk": 4, "window": 6, "hidden": 5}
 LENGTHS = [21, 0, 1, 50, 4, 3, 8]

@@ -1,6 +1,5 @@
 """FLOPs of training: the standard formula, and what every kind of attention really computes in packed documents."""
 
-import io
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.moba.moba_kind import MobaKind
@@ -28,7 +26,6 @@ from moba_train.parallel.activations import Kept
 from moba_train.parallel.world import World
 from moba_train.resolve.plan import StagePlan
 from moba_train.run.step import batch_flops, throughput
-from moba_train.tools.plan.render import print_plan
 from tests.resolved import plan_of, samples_of, stages_of
 
 LLAMA_8B = ModelConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, layers=32, heads=32, kv_heads=8)
@@ -265,18 +262,6 @@ def test_a_plan_without_corpora_counts_one_document_per_sequence(tmp_path: Path)
     (stage,) = stages_of(config)
     assert by_sequences.real_flops == real_flops(config.model, stage.attention, [SEQ_LEN]) / SEQ_LEN
     assert by_documents.real_flops < by_sequences.real_flops
-
-
-def test_a_plan_names_corpora_smaller_than_a_batch(tmp_path: Path) -> None:
-    """A third of 16 sequences from 40 tokens."""
-    config = packed_run(tmp_path, "concat")
-    assert planned(config).documents.repeats == ()
-    with IndexedDatasetWriter(tmp_path / "one", np.int32) as writer:
-        writer.add_document(np.arange(40))
-    text = io.StringIO()
-    print_plan(plan_of(config, 1, 989, 0.4), Console(file=text, width=100))
-    warning = f"warning: stage only: corpus {tmp_path / 'one'} has 40 tokens, fewer than a batch ({8 * SEQ_LEN:,})"
-    assert f"{warning}: the stage reads it about {5 * SEQ_LEN / 40:,.1f} times" in text.getvalue()
 
 
 def test_time_of_a_context_parallel_layer_is_counted_by_documents(tmp_path: Path) -> None:

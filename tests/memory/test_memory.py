@@ -19,7 +19,6 @@ from moba_train.memory.moments import MEMORY_PARTS, Memory
 from moba_train.memory.shortage import host_shortage, shortage
 from moba_train.parallel import fsdp
 from moba_train.parallel.activations import Kept, LayerActivations
-from moba_train.parallel.context.costs import most_memory
 from moba_train.parallel.transfers import REDUCTION_BUFFER
 from moba_train.resolve.plan import StagePlan
 from moba_train.resolve.recipe import resolve
@@ -351,35 +350,6 @@ def test_the_workspace_of_kernels_counts_in_attention_and_slices_divide_it() -> 
         assert found[slices].moment == "first attention"
     queries = 2 * 32 * 128 * (65536 // 8)
     assert found[1].working - found[4].working == round(0.75 * 3 * queries)
-
-
-def test_layers_without_a_transport_count_what_they_gather() -> None:
-    """Two ranks of 32K tokens: `msa` keeps the other rank's keys, values and index keys, `lightning` exchanges states
-    alone."""
-
-    def transport(plan: StagePlan) -> float:
-        assert plan.context is not None
-        return most_memory(plan.context.layer_costs.values()).buffers
-
-    found = {}
-    for kind in ("full", "msa", "lightning"):
-        for cp in (1, 2):
-            changes = {"batch_tokens": "64K", "parallel": {"cp": cp}, "activation_checkpointing": "none"}
-            found[kind, cp] = planned("llama-1b", cp, "64K", {"default": kind}, **changes)
-    row = 2 * 2 * 8 * 64  # bf16 keys and values of a token
-    index = 2 * 64
-    full, lightning = found["full", 2].context, found["lightning", 2].context
-    assert full is not None
-    assert lightning is not None
-    assert transport(found["full", 2]) == full.cost.memory_bytes > 0
-    assert transport(found["msa", 2]) == 65536 * (row + index)
-    assert transport(found["lightning", 2]) == 0
-    assert lightning.exposed_seconds(*set(found["lightning", 2].stage.attention)) == 0
-    stage, config_of_run = found["msa", 2].stage, config("llama-1b", "64K", {"default": "msa"}, batch_tokens="64K")
-    kept = estimate_of(config_of_run, stage, found["msa", 2].mesh).kept_bytes
-    alone = estimate_of(config_of_run, stage, found["msa", 1].mesh).kept_bytes
-    assert kept(0, Kept.ALL) - alone(0, Kept.ALL) // 2 == 32768 * (row + index)
-    assert kept(0, Kept.ATTENTION) == alone(0, Kept.ATTENTION) // 2
 
 
 def test_a_stage_that_does_not_fit_the_gpu_is_named() -> None:

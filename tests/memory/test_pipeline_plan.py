@@ -4,7 +4,6 @@ import itertools
 import random
 
 import pytest
-from rich.console import Console
 
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.parallel import ParallelConfig
@@ -14,8 +13,7 @@ from moba_train.memory.moments import RankMoments
 from moba_train.memory.pipeline import kept_micro_batches, pipeline_bubble
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.model import balanced_split, model_parts, rank_part
-from moba_train.tools.plan.render import print_plan
-from tests.resolved import estimate_of, kept_by, plan_of, setup_of, stages_of, work_of
+from tests.resolved import estimate_of, kept_by, setup_of, stages_of, work_of
 from tests.small_recipe import Load
 
 EVERYTHING = [LayerActivations(Kept.ALL)] * 4
@@ -113,24 +111,6 @@ def test_how_many_micro_batches_a_rank_keeps() -> None:
     assert kept_micro_batches(one, 0, 2) == 2
     interleaved = ParallelConfig(pp=4, pp_schedule="interleaved_1f1b")
     assert [kept_micro_batches(interleaved, rank, 8) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]
-
-
-def test_the_plan_shows_the_pipeline(load: Load) -> None:
-    config = load("parallel.pp=2")
-    plan = plan_of(config, 4, 989.0, 0.4)
-    alone = plan_of(load("parallel.pp=1"), 4, 989.0, 0.4)
-    for item, other in zip(plan.stages, alone.stages, strict=True):
-        assert item.pipeline is not None
-        assert item.mesh.pp == 2
-        assert item.seconds == pytest.approx(other.seconds / (1 - item.pipeline.bubble))
-        assert item.memory.total == max(memory.total for memory in item.activations.rank_memory)
-        weights = sum(memory.parameters for memory in item.activations.rank_memory)
-        assert weights * item.mesh.shards == pytest.approx(4 * plan.parameters.total, rel=1e-3)
-    console = Console(record=True, width=200)
-    print_plan(plan, console)
-    text = console.export_text()
-    for word in ("pp 2 x", "Pipeline parallelism", "bubble", "memory of each rank", "best for all stages"):
-        assert word in text
 
 
 def test_the_first_rank_keeps_more_activations_than_the_last(load: Load) -> None:

@@ -14,17 +14,24 @@ from moba_train.parallel.activations import Kept, LayerActivations
 from tests.resolved import estimate_of, spec_of, stages_of, weights_of, work_of
 from tests.small_recipe import Load
 
-MIXED = "attention={default: full, overrides: {0: {kind: moba_v05}, 1: {kind: nsa}, 2: {kind: kda}}}"
-"""Kinds that add different numbers of parameters to a layer."""
+MIXED = "attention={default: full, overrides: {0: {kind: moba, key_conv: 3}, 2: {kind: moba, key_conv: 5}}}"
+"""Layers to which attention adds different numbers of parameters."""
 
-
-@pytest.mark.parametrize(
+layouts = pytest.mark.parametrize(
     "changes",
     [[], ["model.tie_embeddings=true"], ["parallel.pp_schedule=interleaved_1f1b"], ["parallel.pp_layers=[1, 3]"]],
     ids=["", "tied", "interleaved", "uneven"],
 )
+
+
+@layouts
 def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(load: Load, changes: list[str]) -> None:
-    config = load("parallel.pp=2", "optim.kind=muon", MIXED, "stages.1.attention=null", *changes)
+    assert_parameters_of_own_layers(load, MIXED, changes)
+
+
+def assert_parameters_of_own_layers(load: Load, attention: str, changes: list[str]) -> None:
+    """Each rank of a pipeline of two has what its part of the model has, with this override for the attention."""
+    config = load("parallel.pp=2", "optim.kind=muon", attention, "stages.1.attention=null", *changes)
     stage = stages_of(config)[0]
     sizes = mesh_sizes(stage.parallel, 2)
     for rank in range(2):
@@ -44,7 +51,12 @@ def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(load: Load, c
 
 def test_gathered_weights_that_stay_are_those_of_their_own_layers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
-    config = load(MIXED, "stages.1.attention=null", "model.vocab_size=64")
+    assert_gathered_weights_of_own_layers(load, MIXED)
+
+
+def assert_gathered_weights_of_own_layers(load: Load, attention: str) -> None:
+    """Weights that the layers keep gathered count as what these layers have, with this override for the attention."""
+    config = load(attention, "stages.1.attention=null", "model.vocab_size=64")
     stage = stages_of(config)[0]
     estimate = estimate_of(config, stage, MeshSizes())
 

@@ -135,14 +135,20 @@ def test_the_other_parameters_are_adamws() -> None:
     assert len(optimizer.state) == len(list(ours.parameters()))
 
 
-def test_which_parameters_of_a_model_are_matrices() -> None:
-    """Every projection by itself; of attention kinds linear layers alone: no convolution, position, decay or stack."""
-    kinds = ["moba", "kda", "nsa", "seer", "moba_v05", "lightning"]
+COMMON_MATRICES = {
+    *(f"attention.{part}_proj" for part in "qkvo"),
+    *(f"feed_forward.{part}_proj" for part in ("gate", "up", "down")),
+}
+
+
+def matrices_and_others(kinds: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Names of the parameters of a model that has a layer of each kind, `moba` first: Muon's matrices, and all others
+    of more than one dimension."""
     config = RunConfig.model_validate(
         {
             "name": "kinds",
             "run_dir": "unused",
-            "model": {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "layers": 6, "heads": 4}
+            "model": {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "layers": len(kinds), "heads": 4}
             | {"kv_heads": 2, "qkv_bias": True, "qk_norm": True},
             "attention": {
                 "default": "moba",
@@ -156,17 +162,14 @@ def test_which_parameters_of_a_model_are_matrices() -> None:
     )
     with torch.device("meta"):
         model = build_model(spec_of(config))
-    matrices = block_matrices(model)
-    common = {f"attention.{part}_proj" for part in "qkvo"} | {f"feed_forward.{p}_proj" for p in ("gate", "up", "down")}
-    assert {f"blocks.{layer}.{name}.weight" for layer in range(6) for name in common} <= matrices.keys()
-    assert {"blocks.1.attention.kda.beta.weight", "blocks.2.attention.nsa.gates.weight"} <= matrices.keys()
-    others = {name for name, parameter in model.named_parameters() if parameter.dim() > 1} - matrices.keys()
-    assert others == {
-        *("embedding.weight", "output.weight", "blocks.0.attention.moba.weight"),
-        *(f"blocks.1.attention.kda.{name}_conv.weight" for name in "qkv"),
-        *(f"blocks.2.attention.nsa.compress_{name}.positions" for name in "kv"),
-        *(f"blocks.3.attention.seer.{name}_weight" for name in "qk"),
-    }
+    matrices = set(block_matrices(model))
+    return matrices, {name for name, parameter in model.named_parameters() if parameter.dim() > 1} - matrices
+
+
+def test_every_projection_is_a_matrix_by_itself_and_a_convolution_is_none() -> None:
+    matrices, others = matrices_and_others(["moba", "full"])
+    assert matrices == {f"blocks.{layer}.{name}.weight" for layer in range(2) for name in COMMON_MATRICES}
+    assert others == {"embedding.weight", "output.weight", "blocks.0.attention.moba.weight"}
 
 
 @pytest.mark.gpu

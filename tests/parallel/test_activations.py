@@ -28,11 +28,7 @@ from moba_train.parallel.activations import (
     set_activations,
     wrap_blocks,
 )
-from moba_train.parallel.context.engine import ContextParallel
-from moba_train.parallel.context.strategy import CPStrategy
-from moba_train.parallel.context.transport.allgather import AllGather
 from moba_train.parallel.offload import HostMemory, buffer_bytes
-from tests.thread_ranks import thread_transports
 
 TOKENS, HEADS = 48, 4
 MODEL = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=80, layers=2, heads=HEADS, kv_heads=2)
@@ -103,8 +99,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_every_policy_gives_the_same_bits_and_attention_is_not_recomputed(calls: Counter[str]) -> None:
-    """Mixed kinds, one with an auxiliary loss, uncompiled."""
-    model = model_of("moba", "seer", "full")
+    assert_policies_give_the_same_bits(calls, "moba", "full", "full")
+
+
+def assert_policies_give_the_same_bits(calls: Counter[str], *names: str) -> None:
+    """Whatever three layers of these kinds keep, uncompiled, they compute the same and do not repeat attention."""
+    model = model_of(*names)
     set_activations(model, [LayerActivations(Kept.ALL)] * 3, CPU)
     wanted = step(model)
     once = calls["attention"]
@@ -189,27 +189,6 @@ def test_a_feed_forward_in_parts_is_the_whole_one_up_to_rounding(monkeypatch: py
     for one, other in zip(found[0], wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert_same_bits(found[2], wanted)  # its products are kept, so it takes all rows at once
-
-
-def test_a_rank_of_several_traces_its_layers_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kinds that gather keys or states, on the first of two ranks whose other one would send the same."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(AllGather, "gather", lambda _transport, x: torch.cat([x, x]))
-    monkeypatch.setattr(AllGather, "sum_shards", lambda _transport, x: sum(x.chunk(2)))
-    names = ("lightning", "nsa")
-    torch._dynamo.reset()  # sizes that earlier tests have made symbols take several times as long
-    strategy = CPStrategy(2, "allgather", "zigzag", 2)
-    engine = ContextParallel(strategy, thread_transports(strategy)[0][0])
-    found = []
-    for compiled, kept in ((False, Kept.ALL), (True, Kept.ATTENTION)):
-        model = model_of(*names, compiled=compiled)
-        model.set_engines([engine] * len(names))
-        set_activations(model, [LayerActivations(kept)] * len(names), CPU)
-        graph_breaks = torch._dynamo.utils.counters["graph_break"]
-        graph_breaks.clear()
-        found.append(step(model, ranks=2))
-        assert not graph_breaks
-    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

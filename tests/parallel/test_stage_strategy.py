@@ -15,12 +15,10 @@ from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.memory.devices import Device, Gpu, weakest
 from moba_train.parallel import data_shard
-from moba_train.parallel.context.costs import gather_cost
-from moba_train.parallel.context.policy import predict_cost
 from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import StageDims
-from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs, stage_strategy
+from moba_train.parallel.stage_strategy import stage_attention_shape, stage_strategy
 from moba_train.parallel.world import World
 from tests.resolved import stages_of
 
@@ -68,7 +66,6 @@ def test_what_one_layer_needs_holds_for_all() -> None:
     assert len(shape.attentions) == 2
     shape = stage_attention_shape(*stage_of({**MOBA, "full_layers": "last:1"}, cp=2))
     assert shape.facts == AttentionFacts()
-    assert not stage_attention_shape(*stage_of({**MOBA, "overrides": {1: {"kind": "moba_v1"}}}, cp=2)).facts.merges
 
 
 @pytest.mark.parametrize(
@@ -88,15 +85,6 @@ def test_work_that_grows_in_any_layer_makes_shards_zigzag(kind: str, layout: str
     attention = {**MOBA, "overrides": {1: {"kind": kind}}}
     strategy, _ = stage_strategy(*stage_of(attention, cp=4, cp_transport="hierarchical"), ranks_per_node=2)
     assert strategy.layout == layout
-
-
-def test_layers_that_gather_by_their_shard_cost_what_they_gather() -> None:
-    """Keys and values of this rank's heads, all tokens; the others pay for the transport."""
-    model, stage = stage_of({**MOBA, "overrides": {1: {"kind": "seer"}}}, tp=2, cp=2)
-    strategy = CPStrategy(2, "allgather", "zigzag", 2)
-    moba, seer = (stage_costs(model, stage, strategy)[layer] for layer in stage.attention)
-    assert moba == predict_cost(strategy, stage_attention_shape(model, stage))
-    assert seer == gather_cost(strategy, 2 * 8192, 2 * 4 * 32 * 2)
 
 
 def test_the_weakest_of_all_ranks_decides() -> None:

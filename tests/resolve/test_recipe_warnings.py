@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from sentencepiece import SentencePieceTrainer
-from typer.testing import CliRunner
 
 from moba_train.checkpoint import manifest, publish
 from moba_train.config.schema import RunConfig
@@ -15,7 +14,6 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.resolve import warnings
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.cli import app
 from tests.resolved import check
 from tests.small_recipe import Load
 
@@ -121,15 +119,6 @@ def test_the_vocabulary_of_a_small_model_is_that_of_data_tokenizer_and_may_be_pa
     assert found.endswith("it is that of init_from, whose tokenizer may be another one")
 
 
-def test_plan_prints_them_once_and_unchanged(recipe: Path) -> None:
-    for layout in ([], ["--nodes", "1"]):
-        arguments = [str(recipe), VALIDATION, *NEVER, "--no-data", *layout, "--gpu", "h200"]
-        done = CliRunner().invoke(app, ["plan", *arguments])
-        assert done.exit_code == 0, done.output
-        (line,) = [line for line in done.output.splitlines() if line.startswith("warning: ")]
-        assert "stages[i].evaluate is false in all of them" in line
-
-
 def test_weights_of_another_tokenizer_are_named(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No error: one tokenizer may be written in two forms, of which the model's folder has one."""
     monkeypatch.chdir(tmp_path)
@@ -151,8 +140,8 @@ def test_weights_of_another_tokenizer_are_named(load: Load, tmp_path: Path, monk
 
 
 def test_nothing_is_said_of_corpora_that_need_not_exist_yet(load: Load) -> None:
-    """`plan --no-data`; their loss masks, of which `gradient_reach` tells, do not exist either."""
-    assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K", "evaluation.gradient_reach={}")) == []
+    """`plan --no-data`."""
+    assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K")) == []
 
 
 def test_the_tokenizer_of_an_imported_model_lies_in_its_run_folder(

@@ -77,20 +77,6 @@ def test_a_backend_is_refused_where_the_run_has_no_such_device(
     check(config)
 
 
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        ("precision.compute=fp32", "which computes in 16 bits on CUDA; set precision.compute: bf16"),
-        ("model.head_dim=12", "which needs heads of a width of 8, 16, ... or 256 on CUDA; the model's have 12"),
-    ],
-)
-def test_dispatch_is_refused_where_no_kernel_could_attend_on_cuda(load: Load, override: str, text: str) -> None:
-    config = load("stages.1.parallel={cp: 2, cp_transport: dispatch}", "stages.1.attention.full_layers=none", override)
-    (found,) = problems(config, device="cuda")
-    assert found.startswith(f"stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', {text}")
-    check(config, device="cpu")
-
-
 def test_triton_kernels_are_refused_before_the_first_stage_on_a_cpu(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,15 +34,6 @@ from tests.small_recipe import Load
             ["parallel={cp: 2, cp_slices: 1}", "stages.1.parallel.cp_transport=ulysses"],
             "parallel.cp_slices: given 1 in stage 'long', which cp_transport 'ulysses' does not use",
         ),
-        (
-            ["stages.1.parallel={cp: 2, cp_transport: dispatch}", "stages.1.attention.full_layers=[2,3]"],
-            "stages[1].parallel.cp_transport: given 'dispatch' in stage 'long', which sends queries to the owners of "
-            "the blocks that they select; kind 'full' (layers 2-3) cannot be divided so",
-        ),
-        (
-            ["parallel={cp: 2, cp_slices: 2}", "stages.1.parallel.cp_transport=dispatch"],
-            "parallel.cp_slices: given 2 in stage 'long', which cp_transport 'dispatch' does not use",
-        ),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_with_its_key(load: Load, overrides: list[str], problem: str) -> None:

@@ -44,17 +44,6 @@ def test_what_can_work_is_accepted(load: Load, overrides: list[str], world_size:
         (["parallel.pp=2", "activation_offload=true"], None, ["activation_offload", "parallel.pp 2", "false"]),
         (["parallel.pp=4", "batch_tokens=16K"], 4, ["batch_tokens", "2 micro-batches", "'long'", "at least 4: 32768"]),
         (["parallel.pp=2", INTERLEAVED, "batch_tokens=56K"], 2, ["7 micro-batches", "multiple of 3", "49152 or 65536"]),
-        (["parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]"], None, ["gradient_reach"]),
-        (
-            ["parallel.pp=2", "evaluation.ruler={scoring: generated}", "data.validation=[{path: v}]"],
-            None,
-            ["evaluation.ruler.scoring", "parallel.pp 2", "moba-train eval"],
-        ),
-        (
-            ["parallel.pp=2", "evaluation.needle={generate: true}", "data.validation=[{path: v}]"],
-            None,
-            ["evaluation.needle.generate", "parallel.pp 2"],
-        ),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -64,12 +53,6 @@ def test_what_cannot_work_is_refused(
         check(load(*overrides), world_size)
     text = "\n".join(caught.value.problems)
     assert all(word in text for word in words), text
-
-
-def test_a_checkpoint_of_a_pipeline_is_evaluated_without_one(load: Load) -> None:
-    """What stands in the way of training only does not stand in the way of evaluation."""
-    config = load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]")
-    check(config, allow_idle=True, training=False)
 
 
 def test_pipelines_are_the_outermost_dimension(load: Load) -> None:

@@ -33,26 +33,3 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_closest_names(load: Lo
 def test_a_stage_that_trains_nothing_is_refused(load: Load, value: str) -> None:
     with pytest.raises(ConfigError, match=r"stages\[1\]\.trainable: .*allowed: all \| non-empty list of text"):
         load(f"stages.1.trainable={value}")
-
-
-@pytest.mark.parametrize(
-    ("options", "layers", "refused"),
-    [
-        ("", "{}", True),
-        ("mode: warmup, ", "{}", False),
-        ("train_gate: true, ", "{}", False),
-        ("", "{0: {train_gate: true}}", False),
-    ],
-)
-def test_gates_that_do_not_learn_cannot_be_all_that_is_trained(
-    load: Load, options: str, layers: str, refused: bool
-) -> None:
-    config = load(
-        f"stages.1.attention={{default: seer, overrides: {layers}, seer: {{{options}block_size: 16, topk: 2}}}}",
-        "stages.1.trainable=['blocks.*.attention.seer.*']",
-    )
-    if not refused:
-        check(config)
-        return
-    with pytest.raises(ConfigError, match=r"stages\[1\]\.trainable: .*those of seer do not learn .*train_gate: true"):
-        check(config)

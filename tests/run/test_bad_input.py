@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.forked_program import ForkedProgram
 from tests.run.tiny_run import Run
 
 
@@ -103,19 +102,6 @@ def test_a_changed_corpus_cannot_resume_the_run(run: Run, corpora: Path, capsys:
     error = capsys.readouterr().err
     assert str(own / "one") in error
     assert "changed" in error
-
-
-def test_an_error_ends_the_whole_launch_and_its_output(run: Run) -> None:
-    """Said once, though both ranks find it and restarts are allowed; torchrun adds nothing."""
-    train = ["-m", "moba_train.tools.cli", "train", str(run.write_recipe())]
-    command = [*train, "--gpus", "2", "--restarts", "3", "seed=-1"]
-    launcher = ForkedProgram(command, run.folder / "output")
-    output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 2
-    assert output.splitlines() == [
-        "error: 1 problem in the configuration:",
-        "  - seed: given -1; allowed: integer >= 0 and < 2147483648",
-    ]
 
 
 def test_the_report_of_plain_torchrun_ends_with_the_message(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

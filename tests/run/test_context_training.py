@@ -14,6 +14,7 @@ from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import Sample
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.data_shard import shard_batch
+from moba_train.registry import TRANSPORTS
 from tests.run.tiny_run import VOCAB, Run, assert_like_one_gpu
 from tests.run.trainer_ranks import Ranks, train_traced
 
@@ -86,22 +87,6 @@ def test_every_transport_trains(
     assert_same_training(curves(run), curves(alone))
 
 
-def test_dispatch_trains_where_every_layer_selects_blocks(run: Run, ranks: Ranks) -> None:
-    """Evaluated with full attention, too, which cannot be dispatched."""
-    run.recipe["stages"][1]["attention"] = {"full_layers": "none"}
-    lengthened(run, STEPS)
-    run.recipe["evaluation"]["position_wise"] = {"bucket": 32, "sequences": 2}
-    ranks.train(run, 1)
-    alone, trailing = curves(run), run.records("position_wise")[-1]["trailing_loss_full"]
-    shutil.rmtree(run.run_dir)
-    run.recipe["stages"][1]["parallel"] = {"cp": 2, "cp_transport": "dispatch"}
-    ranks.train(run, 2)
-    (choice,) = run.records("parallel")
-    assert "dispatch over 2 ranks, zigzag" in choice["message"]
-    assert_same_training(curves(run), alone)
-    assert run.records("position_wise")[-1]["trailing_loss_full"] == pytest.approx(trailing, rel=1e-3)
-
-
 def test_lengths_that_three_ranks_cannot_share_evenly_train_the_same(run: Run, ranks: Ranks) -> None:
     """Shards and samples padded, documents packed best-fit, and the loss by position."""
     run.recipe |= {"batch_tokens": 400, "parallel": {"cp": 3, "cp_layout": "zigzag"}}
@@ -169,7 +154,7 @@ def test_compiled_recomputed_accumulated_and_shared(run: Run, ranks: Ranks) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("transport", ["allgather", "ring", "ulysses", "dispatch"])
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "hierarchical"])
 def test_two_gpus_share_sequences_and_repeat_bit_by_bit(run: Run, transport: str) -> None:
     """NCCL, bf16; head width 64, so that the kernels of real training run."""
     run.recipe["model"] |= {"hidden_size": 256}

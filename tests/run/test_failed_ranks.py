@@ -1,5 +1,6 @@
 """A rank that stalls or dies ends the run, soon, and the message says which one it was."""
 
+import contextlib
 import logging
 import os
 import pickle
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.trainer_run import is_running, ranks_of
 from moba_train.checkpoint import checkpointer as checkpointer_module
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.retention import Retention
@@ -24,6 +24,19 @@ from tests.run.tiny_run import Run
 from tests.run.trainer_ranks import Ranks
 
 TIMEOUT_S = 10
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the running ranks that a torchrun process started, in the order of ranks."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [child for child in map(int, children) if is_running(child)]
+
+
+def is_running(process: int) -> bool:
+    """True if the process exists and is no zombie."""
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def disturb(run: Run, what: signal.Signals, gpu: bool = False) -> tuple[float, int, str, float]:

@@ -6,12 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from moba_train.run.trainer import Trainer
-from moba_train.tools import cli
 from moba_train.train import main
-from tests.noting import noting
 from tests.run.tiny_run import Run
 from tests.run.trainer_ranks import Ranks
 
@@ -110,17 +107,3 @@ def refused(recipe: str, folder: str) -> int:
     """0 when training ends with the exit code of a user's error; the error goes to a file of the rank."""
     with open(Path(folder, f"error{os.environ['RANK']}"), "w") as stream, contextlib.redirect_stderr(stream):
         return 0 if main([recipe]) == 2 else 1
-
-
-def test_the_command_passes_the_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Before or after the overrides."""
-    commands: list[list[str]] = []
-    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", noting(commands.append, lambda _: 0))
-    recipe = tmp_path / "recipe.yaml"
-    for arguments in (["seed=4", "--from-scratch"], ["--from-scratch", "seed=4"], ["seed=4"]):
-        assert CliRunner().invoke(cli.app, ["train", str(recipe), *arguments, "--gpus", "1"]).exit_code == 0
-    assert [command[-3:] for command in commands] == [
-        [str(recipe), "seed=4", "--from-scratch"],
-        [str(recipe), "seed=4", "--from-scratch"],
-        ["moba_train.train", str(recipe), "seed=4"],
-    ]

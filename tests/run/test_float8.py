@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
 from moba_train.config.precision import PrecisionConfig
@@ -16,7 +15,6 @@ from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer
 from moba_train.parallel import forward, fsdp
 from moba_train.parallel.float8 import convert_linears, float8_problem, update_weight_scales
-from moba_train.tools.cli import app
 from tests.resolved import check, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks
@@ -134,12 +132,6 @@ def test_weights_are_cast_once_a_step_and_give_the_bits_of_a_cast_for_each_gathe
     shutil.rmtree(run.run_dir)
     assert run.train_here("--stop-at-step", "3", *overrides) == 0
     assert run.losses() == losses
-
-
-def test_its_export_is_a_plain_model(finished: Run, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["convert", "moba-to-hf", str(finished.run_dir), str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_which_layers_are_converted(run: Run) -> None:

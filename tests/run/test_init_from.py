@@ -1,19 +1,15 @@
-"""A run that begins with weights: from a checkpoint of ours, and from its Hugging Face export, which is the same."""
+"""A run that begins with the weights of a checkpoint."""
 
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.config.load import load_config
-from moba_train.errors import CheckpointError, ConfigError
-from moba_train.tools.convert.hf import export_to_hf, import_from_hf
-from moba_train.tools.saved_recipe import open_checkpoint
+from moba_train.errors import ConfigError
 from tests.resolved import check
 from tests.run.tiny_run import Run
 
@@ -28,11 +24,9 @@ def _on_the_cpu() -> Any:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
-    """A folder with a finished run, its export `hf`, and `imported`, a checkpoint made of that."""
+    """A folder with a finished run."""
     folder = tmp_path_factory.mktemp("source")
     assert Run(folder, corpora).train_here() == 0
-    export_to_hf(open_checkpoint(folder / "run"), folder / "hf", torch.float32, shard_bytes=20_000)
-    import_from_hf(folder / "hf", folder / "imported")
     return folder
 
 
@@ -44,22 +38,9 @@ def begun_from(run: Run, weights: Path) -> Run:
     return run
 
 
-def test_all_three_folders_begin_alike(source: Path, tmp_path: Path, corpora: Path) -> None:
-    losses = {}
-    for name in ("run", "hf", "imported"):
-        run = begun_from(Run(tmp_path / name, corpora), source / name)
-        run.folder.mkdir()
-        assert run.train_here() == 0
-        losses[name] = run.losses()
-    assert losses["run"] == losses["hf"] == losses["imported"]
-    # The data begin anew, but the weights know them already.
-    fresh, last = Run(source, corpora).losses()[0], Run(source, corpora).losses()[-1]
-    assert abs(losses["hf"][0] - last) < 0.3 * (fresh - last)
-
-
 def test_a_run_goes_on_without_the_folder_it_began_from(source: Path, run: Run) -> None:
     weights = run.folder / "weights"
-    shutil.copytree(source / "hf", weights)
+    shutil.copytree(source / "run", weights)
     assert begun_from(run, weights).train_here() == 0
     shutil.rmtree(weights)
     assert run.train_here(f"stages.0.tokens={3 * 512}") == 0
@@ -75,33 +56,27 @@ def test_a_run_goes_on_without_the_folder_it_began_from(source: Path, run: Run) 
         check(config, 1, check_files=True)
 
 
-def test_a_run_says_what_it_was_given_and_names_a_folder_that_is_not_there(source: Path, run: Run) -> None:
-    assert begun_from(run, source / "hf").train_here("--stop-at-step", "1") == 0
-    (event,) = run.records("init_from")
-    assert re.match(r"\d+ tensors \([\d,]+ parameters\) loaded from the Hugging Face model ", event["message"])
-    assert event["message"].endswith(str(source / "hf"))
-    fresh = [f"run_dir={run.folder / 'fresh'}"]
-    with pytest.raises(ConfigError, match=r"init_from: given 'nope'; there is no such folder \(from "):
-        check(load_config(run.write_recipe(), [*fresh, "init_from=nope"]), 1, check_files=True)
-    with pytest.raises(ConfigError, match=r"nor is there a config\.json, which a Hugging Face model has"):
-        check(load_config(run.write_recipe(), [*fresh, f"init_from={run.folder}"]), 1, check_files=True)
+def test_weights_with_a_damaged_byte_are_not_trained_on(
+    source: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = damaged(source / "run", run.folder / "weights")
+    assert begun_from(run, weights).train_here() == 2
+    assert "rank_0_0.safetensors: its SHA-256" in capsys.readouterr().err
 
 
-def test_weights_with_a_damaged_byte_are_neither_trained_on_nor_exported(source: Path, run: Run) -> None:
-    weights = run.folder / "weights"
-    shutil.copytree(source / "imported", weights)
-    (shard,) = weights.rglob("rank_0_0.safetensors")
+def damaged(source: Path, weights: Path) -> Path:
+    """A copy of the folder, `weights`, in whose newest checkpoint one byte has changed."""
+    shutil.copytree(source, weights)
+    shard = max(weights.rglob("rank_0_0.safetensors"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"rank_0_0\.safetensors: its SHA-256"):
-        export_to_hf(open_checkpoint(weights), run.folder / "hf", torch.float32, shard_bytes=20_000)
-    assert begun_from(run, weights).train_here() == 2
+    return weights
 
 
 def test_the_recipe_must_describe_the_weights(source: Path, run: Run) -> None:
     """Every key that differs is named before any process group exists; so is a folder that is none."""
-    begun_from(run, source / "hf").recipe["model"] |= {"kv_heads": 4, "norm_eps": 1e-6, "rope": {"theta": 10000}}
+    begun_from(run, source / "run").recipe["model"] |= {"kv_heads": 4, "norm_eps": 1e-6, "rope": {"theta": 10000}}
     with pytest.raises(ConfigError) as error:
         check(load_config(run.write_recipe()), 1, check_files=True)
     for key in ("model.kv_heads: given 4", "model.norm_eps", "model.rope"):

@@ -31,55 +31,46 @@ from tests.run.trainer_ranks import Ranks
 
 SEQ_LEN, MICRO_BATCHES = 48, 4
 SPARSE = {"default": "moba", "full_layers": "last:1", "moba": {"block_size": 8, "topk": 2}}
-DISTILLED = {"default": "msa", "full_layers": [1, 3], "msa": {"block_size": 8, "topk": 2}}
-WARM_UP = {"default": "msa", "full_layers": [2], "msa": {"block_size": 8, "topk": 2, "mode": "warmup"}}
 Found = dict[str, Tensor]
+Model = dict[str, Any]
+"""Section `attention` and, where they are not the default: `tied`, `trainable`, `precision`, `kept`: what the layers
+keep, `compiled_loss`."""
+Case = tuple[Model, dict[str, Any]]
+"""A model and the section `parallel`."""
 
-MODELS: dict[str, dict[str, Any]] = {
-    "moba": {"attention": SPARSE},
-    "tied, recomputed": {
-        "attention": SPARSE,
-        "tied": True,
-        "kept": (Kept.INPUT, Kept.ATTENTION, Kept.PRODUCTS, Kept.ALL),
-        "compiled_loss": True,
-    },
-    "auxiliary losses": {"attention": DISTILLED, "tied": True},
-    "frozen base": {"attention": WARM_UP, "trainable": ["*.attention.msa.*"]},
-    "frozen half": {"attention": WARM_UP | {"full_layers": "first:2"}, "trainable": ["*.attention.msa.*"]},
-    "bf16": {"attention": SPARSE, "precision": {"compute": "bf16"}},
+MOBA: Model = {"attention": SPARSE}
+TIED: Model = {"attention": SPARSE, "tied": True}
+RECOMPUTED: Model = TIED | {"kept": (Kept.INPUT, Kept.ATTENTION, Kept.PRODUCTS, Kept.ALL), "compiled_loss": True}
+BF16: Model = {"attention": SPARSE, "precision": {"compute": "bf16"}}
+TWO_RANKS: dict[str, Case] = {
+    "1f1b": (MOBA, {"pp": 2}),
+    "uneven, tied": (RECOMPUTED, {"pp": 2, "pp_layers": [1, 3]}),
+    "interleaved": (TIED, {"pp": 2, "pp_schedule": "interleaved_1f1b"}),
+    "zero bubble": (TIED, {"pp": 2, "pp_schedule": "zero_bubble"}),
 }
-TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "1f1b": ("moba", {"pp": 2}),
-    "uneven, tied": ("tied, recomputed", {"pp": 2, "pp_layers": [1, 3]}),
-    "interleaved": ("auxiliary losses", {"pp": 2, "pp_schedule": "interleaved_1f1b"}),
-    "zero bubble": ("auxiliary losses", {"pp": 2, "pp_schedule": "zero_bubble"}),
-    "frozen base": ("frozen base", {"pp": 2}),
-    "frozen rank": ("frozen half", {"pp": 2}),
-}
-FOUR_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "pp 4": ("tied, recomputed", {"pp": 4}),
-    "pp 2 and cp 2, gradients exchanged": ("moba", {"pp": 2, "cp": 2, "gradient_transport": "all_to_all"}),
-    "pp 2 and tp 2": ("tied, recomputed", {"pp": 2, "tp": 2}),
+FOUR_RANKS: dict[str, Case] = {
+    "pp 4": (RECOMPUTED, {"pp": 4}),
+    "pp 2 and cp 2, gradients exchanged": (MOBA, {"pp": 2, "cp": 2, "gradient_transport": "all_to_all"}),
+    "pp 2 and tp 2": (RECOMPUTED, {"pp": 2, "tp": 2}),
     "pp 2 and dp 2, zero bubble, gradients exchanged": (
-        "auxiliary losses",
+        TIED,
         {"pp": 2, "pp_schedule": "zero_bubble", "gradient_transport": "all_to_all"},
     ),
     "pp 2 and replicas, interleaved": (
-        "tied, recomputed",
+        RECOMPUTED,
         {"pp": 2, "pp_schedule": "interleaved_1f1b", "dp_replicate": 2},
     ),
 }
 
 
-def recipe(model: str, parallel: dict[str, Any]) -> RunConfig:
-    options = MODELS[model]
+def recipe(model: Model, parallel: dict[str, Any]) -> RunConfig:
     sizes = {"vocab_size": 36, "hidden_size": 24, "intermediate_size": 28, "layers": 4, "heads": 4, "kv_heads": 2}
     return RunConfig.model_validate(
         {
             "name": "test",
             "run_dir": "unused",
-            "model": {**sizes, "head_dim": 16, "init_std": 0.2, "tie_embeddings": options.get("tied", False)},
-            "attention": options["attention"],
+            "model": {**sizes, "head_dim": 16, "init_std": 0.2, "tie_embeddings": model.get("tied", False)},
+            "attention": model["attention"],
             "data": {"train": [{"path": "unused"}]},
             "batch_tokens": SEQ_LEN * MICRO_BATCHES,
             "stages": [
@@ -87,18 +78,18 @@ def recipe(model: str, parallel: dict[str, Any]) -> RunConfig:
                     "name": "only",
                     "seq_len": SEQ_LEN,
                     "tokens": 1000,
-                    "trainable": options.get("trainable", "all"),
+                    "trainable": model.get("trainable", "all"),
                 }
             ],
             "parallel": parallel,
-            "precision": options.get("precision", {}),
+            "precision": model.get("precision", {}),
         }
     )
 
 
-def kept_by(model: str) -> list[LayerActivations]:
+def kept_by(model: Model) -> list[LayerActivations]:
     """What each layer of the whole model keeps for its backward pass."""
-    return [LayerActivations(kept) for kept in MODELS[model].get("kept", [Kept.ALL] * 4)]
+    return [LayerActivations(kept) for kept in model.get("kept", [Kept.ALL] * 4)]
 
 
 def micro_batches() -> list[Batch]:
@@ -152,19 +143,19 @@ def token_places(batch: Batch, shard: DataShard) -> Tensor:
     return tokens_T[batch.loss_index]
 
 
-def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
+def worker(cases: list[Case], output: str) -> None:
     """All cases on the ranks of this world; rank 0 writes what they give."""
     torch.compiler.reset()
     with joined_world() as world:
         every = []
-        for model_name, parallel in cases:
-            config = recipe(model_name, parallel)
+        for options, parallel in cases:
+            config = recipe(options, parallel)
             (stage,) = stages_of(config)
             sizes = mesh_sizes(stage.parallel, world.size)
             dims = ParallelDims(sizes, world)
             model = sharded_of(config, dims)
-            set_activations(model, kept_by(model_name), world.device)
-            if MODELS[model_name].get("compiled_loss"):
+            set_activations(model, kept_by(options), world.device)
+            if options.get("compiled_loss"):
                 model.chunk_loss = CompiledChunkLoss(backend="aot_eager")
             shard = shard_of(config, stage, dims)
             if shard.engine is not None:
@@ -187,8 +178,8 @@ def worker(cases: list[tuple[str, dict[str, Any]]], output: str) -> None:
             torch.save(every, output)
 
 
-def on_one_device(model_name: str) -> Found:
-    config = recipe(model_name, {})
+def on_one_device(options: Model) -> Found:
+    config = recipe(options, {})
     model = build_model(spec_of(config))
     initialize_weights(model, config.seed)
     found = results(model, config, DataShard())
@@ -208,35 +199,34 @@ def on_one_device(model_name: str) -> Found:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> dict[str, Found]:
-    return {name: on_one_device(name) for name in MODELS if name != "bf16"}
-
-
-@pytest.fixture(scope="module")
-def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Found]:
+    """What the cases of the file that collects the test give."""
     every: dict[str, Found] = {}
-    for count, cases in ((2, TWO_RANKS), (4, FOUR_RANKS)):
+    for count, cases in ((2, request.module.TWO_RANKS), (4, request.module.FOUR_RANKS)):
         output = tmp_path_factory.mktemp("pipeline") / "results.pt"
         ranks.work(worker, (list(cases.values()), str(output)), count)
         every |= dict(zip(cases, torch.load(output, weights_only=True), strict=True))
     return every
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, *FOUR_RANKS])
-def test_it_computes_what_one_device_does(name: str, found: dict[str, Found], wanted: dict[str, Found]) -> None:
-    model, _ = (TWO_RANKS | FOUR_RANKS)[name]
-    got, want = found[name], wanted[model]
+def assert_equal(got: Found, want: Found) -> None:
+    """The same things are found, and are equal up to rounding."""
     assert got.keys() == want.keys()
-    assert ("auxiliary" in got) == (model in ("auxiliary losses", "frozen base", "frozen half"))
     for key, value in want.items():
         tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
         torch.testing.assert_close(got[key], value, **tolerance, msg=labelled(key))
 
 
+@pytest.mark.parametrize("name", [*TWO_RANKS, *FOUR_RANKS])
+def test_it_computes_what_one_device_does(name: str, found: dict[str, Found]) -> None:
+    model, _ = (TWO_RANKS | FOUR_RANKS)[name]
+    assert_equal(found[name], on_one_device(model))
+
+
 def test_gradients_that_bf16_ranks_exchange_have_the_bits_of_reduced_ones(ranks: Ranks, tmp_path: Path) -> None:
     """A pipeline adds up those of its micro-batches in float32, and so they travel; two addends have one sum."""
     transports = ("reduce_scatter", "all_to_all")
-    cases = [("bf16", {"pp": 2, "cp": 2, "gradient_transport": transport}) for transport in transports]
+    cases = [(BF16, {"pp": 2, "cp": 2, "gradient_transport": transport}) for transport in transports]
     ranks.work(worker, (cases, str(tmp_path / "results.pt")), 4)
     reduced, exchanged = torch.load(tmp_path / "results.pt", weights_only=True)
     assert reduced.keys() == exchanged.keys()
@@ -244,12 +234,12 @@ def test_gradients_that_bf16_ranks_exchange_have_the_bits_of_reduced_ones(ranks:
         torch.testing.assert_close(exchanged[key], value, rtol=0, atol=0, msg=labelled(key))
 
 
-def compiling_worker(output: str) -> None:
+def compiling_worker(options: Model, output: str) -> None:
     """Steps with and without the passes that compile, and what ran in them, in order."""
     steps = []
     for compiles in (True, False):
         with joined_world() as world:
-            config = recipe("auxiliary losses", {"pp": 2, "pp_schedule": "interleaved_1f1b"})
+            config = recipe(options, {"pp": 2, "pp_schedule": "interleaved_1f1b"})
             (stage,) = stages_of(config)
             dims = ParallelDims(mesh_sizes(stage.parallel, world.size), world)
             model = sharded_of(config, dims)
@@ -277,7 +267,12 @@ def noted(function: Any, names: list[str]) -> Any:
 
 
 def test_all_ranks_run_their_parts_before_the_first_step_which_changes_no_bit(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.work(compiling_worker, (str(tmp_path / "rank"),), 2)
+    assert_compiling_changes_no_bit(TIED, ranks, tmp_path)
+
+
+def assert_compiling_changes_no_bit(options: Model, ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank runs its parts once before the first step, and then finds what it finds without these passes."""
+    ranks.work(compiling_worker, (options, str(tmp_path / "rank")), 2)
     for rank in range(2):
         (ran, compiled), (ran_without, plain) = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True)
         step = ["run", *["run_part"] * 2 * MICRO_BATCHES]

@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from moba_train.checkpoint.manifest import META, read_meta
-from moba_train.checkpoint.retention import Mark, Marks
 from moba_train.config.load import dump_config, load_config, parse_yaml
 from moba_train.run.recipe_changes import MOST_SHOWN, describe_changes, recipe_changes, write_recipe
 from moba_train.run.trainer import Trainer
-from moba_train.tools.cli import app
 from tests.run.tiny_run import Run
 
 
@@ -231,39 +227,6 @@ def test_a_learning_rate_that_jumps_as_the_run_becomes_longer_is_told(run: Run, 
         (text,) = told
         assert f"the learning rate was {before:.2e} and goes on with {after:.2e}" in text
         assert "stages[2].lr" in text
-
-
-def test_a_plan_says_what_a_start_would_find_in_the_run_folder(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the words of training, with every way to plan; a checkpoint that is simply resumed from is no warning."""
-
-    def warnings(*arguments: str) -> list[str]:
-        command = ["plan", str(run.write_recipe()), *arguments]
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
-        return [line for line in done.output.splitlines() if "training would" in line or "init_from" in line]
-
-    assert warnings() == []
-    assert run.train_here("--stop-at-step", "4") == 0
-    assert warnings() == []
-    ignored = f"init_from={run.run_dir}"
-    (warning,) = warnings(ignored)
-    assert warning.startswith(f"warning: init_from: {run.run_dir} will not be read, because the run continues from its")
-    assert str(run.newest_checkpoint) in warning
-    run.recipe["stages"][0]["seq_len"] = 32
-    capsys.readouterr()
-    assert run.train_here() == 2
-    refusal = capsys.readouterr().err.strip().removeprefix("error: ")
-    assert "stages[0].seq_len was 64 when it was saved and is 32 now" in refusal
-    expected = [f"warning: training would refuse this recipe: {refusal}"]
-    assert warnings() == warnings(ignored, "--no-data") == warnings("--nodes", "1", "--gpus-per-node", "1") == expected
-    assert warnings(ignored, f"run_dir={run.folder / 'elsewhere'}") == []
-    Marks([Mark(4, read_meta(run.newest_checkpoint)["save_id"], "poisoned")]).write(run.run_dir / "checkpoints")
-    assert warnings() == expected, "training takes a marked one where there is no other"
-    (run.newest_checkpoint / META).write_text("{")
-    checkpoints = run.run_dir / "checkpoints"
-    assert warnings() == [
-        f"warning: training would refuse this recipe: no checkpoint in {checkpoints} is complete and finite"
-    ]
 
 
 def test_a_learning_rate_that_warms_up_is_no_jump(run: Run) -> None:

@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from typer.testing import CliRunner
 
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.health import node
 from moba_train.health.gpu import GpuState
 from moba_train.parallel import fsdp
-from moba_train.tools.cli import app
-from moba_train.tools.launch.torchrun import main as launch
 from moba_train.train import main
-from tests.noting import noting
 from tests.run.faults import Fault, gradient_not_a_number, inject, not_a_number, once_on_rank_1, steady
 from tests.run.tiny_run import VOCAB, Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
@@ -153,31 +149,6 @@ def test_a_fault_that_repeats_names_the_document(
     assert "not applied" in printed
     dump = json.loads((run.run_dir / "spikes" / f"step_{event['step']:08d}.json").read_text())
     assert sum(len(parts) for parts in dump["ranks"][0]["micro_batches"]) > len(event["documents"])
-
-
-def test_the_launcher_ends_with_the_code_of_the_ranks(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torchrun alone would end with 1. A signal counts as in a shell. torchrun's report is printed where no rank has
-    said why it ended."""
-    program = tmp_path / "rank.py"
-    program.write_text("import os, sys\nif os.environ['RANK'] == '0':\n    exec(sys.argv[1])\n")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = ["--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.05", str(program)]
-    for body, code in (("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)):
-        assert launch([*options, body]) == code
-        printed = capfd.readouterr().err
-        assert ("exitcode  : -9" in printed) == (code == 137), printed
-        assert ("error: rank 0 was killed by SIGKILL" in printed) == (code == 137), printed
-        assert code == 137 or not printed
-
-
-def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[str] = []
-    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", noting(given.extend, lambda _: 75))
-    assert CliRunner().invoke(app, ["train", str(run.write_recipe()), "--gpus", "2"]).exit_code == 75
-    assert given[:3] == ["--standalone", "--nproc-per-node", "2"]
-    assert given[-3:-1] == ["-m", "moba_train.train"]
 
 
 class BrokenGpu:

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moba_train.errors import LaunchError, UserError
 from moba_train.parallel.world import joined_world
 from moba_train.run.reports import RunReports
-from moba_train.tools import cli
 from tests.run.faults import inject, not_a_number
-from tests.run.tiny_run import Run, assert_same_tensors
+from tests.run.tiny_run import Run
 from tests.run.trainer_ranks import Ranks
 
 KEPT: list[object] = []
@@ -58,23 +56,6 @@ def test_a_summary_stands_for_the_recipe_which_verbose_prints(run: Run, capsys: 
     assert "resolved recipe:\nname: test\n" in (printed := capsys.readouterr().out)
     assert "warn_sigma: 6.0" in printed
     assert len(lines_with(printed, "warning: data.validation: given, but no stage evaluates")) == 1
-
-
-def test_moba_train_stops_at_a_step_and_goes_on_bit_for_bit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the command, with torchrun replaced by a call."""
-
-    def train(arguments: list[str]) -> int:
-        return run.train_here(*arguments[arguments.index("moba_train.train") + 2 :])
-
-    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", train)
-    command = ["train", str(run.write_recipe()), "--gpus", "1"]
-    assert CliRunner().invoke(cli.app, command).exit_code == 0
-    undisturbed = run.run_dir.rename(run.folder / "undisturbed")
-    assert CliRunner().invoke(cli.app, [*command, "--stop-at-step", "7"]).exit_code == 0
-    assert len(run.losses()) == 7
-    assert run.newest_checkpoint.name == "step_00000007"
-    assert CliRunner().invoke(cli.app, command).exit_code == 0
-    assert_same_tensors(run.newest_checkpoint, undisturbed / "checkpoints" / run.newest_checkpoint.name)
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """Stages as a user sees them: an exit criterion prolongs a stage, boundaries show, a stopped run does the same."""
 
-import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -11,18 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
 from moba_train.config.schema import UntilConfig
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.run.evaluations import Verdict, judge
-from moba_train.tools.cli import app
-from tests import guide
 from tests.resolved import stages_of
 from tests.run.tiny_run import VOCAB, Run, assert_same_tensors
-from tests.run.trainer_ranks import Ranks, run_command
+from tests.run.trainer_ranks import Ranks
 
 STEP = 512  # tokens
 
@@ -162,15 +158,13 @@ def test_stops_around_the_stage_exit_change_nothing(tmp_path: Path, corpora: Pat
     assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
 
 
-def test_boundaries_show_in_every_log_and_the_report(undisturbed: Run) -> None:
+def test_boundaries_show_in_every_log(undisturbed: Run) -> None:
     losses = undisturbed.losses()
     first, second = undisturbed.records("boundary")
     assert (first["stage"], first["loss_before"]) == ("activate", pytest.approx(sum(losses[:3]) / 3))
     assert second["loss_before"] == pytest.approx(sum(losses[3:8]) / 5)
     assert second["loss_step"] == pytest.approx(sum(losses[8:]) / 4 - sum(losses[3:8]) / 5)
     assert [record["stage_index"] for record in undisturbed.records("stage")] == [0, 1, 2]
-    page = (undisturbed.run_dir / "report.html").read_text()
-    assert all(f'"label":"{stage}"' in page for stage in ("activate", "full"))
 
 
 def test_a_boundary_is_reported_once_whenever_the_run_is_stopped_or_made_longer(run: Run) -> None:
@@ -225,27 +219,6 @@ def test_loss_by_position_is_logged_for_every_stage(undisturbed: Run) -> None:
     assert events[3]["trailing_gap"] == pytest.approx(events[3]["trailing_loss"] - events[3]["trailing_loss_full"])
 
 
-def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) -> None:
-    """The last stage has full attention only: MoBA is the recipe's."""
-    arguments = ["eval", str(undisturbed.run_dir), "--output", str(tmp_path)]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    written = json.loads((tmp_path / "evaluation.json").read_text())
-    (wanted,) = (record for record in undisturbed.records("position_wise") if record["step"] == 12)
-    assert written["position_wise"]["curves"]["full"]["mean"] == pytest.approx(
-        wanted["position_wise"]["curves"]["full"]["mean"], rel=1e-2 if torch.cuda.is_available() else 1e-6
-    )
-    assert set(written["validation_loss"]) == {"moba", "full", "by_sequence"}
-    assert '"key":"position-wise"' in (tmp_path / "evaluation.html").read_text()
-    assert "96 to 128" in done.output
-    only = CliRunner().invoke(app, [*arguments[:2], "--attention", "own", "--bucket", "64", "--sequences", "2"])
-    assert "64 to 128" in only.output
-    assert "full" not in only.output
-    refused = CliRunner().invoke(app, [*arguments[:2], "--bucket", "48"])
-    assert refused.exit_code == 2
-    assert "evaluation.position_wise.bucket: given 48, which does not divide" in refused.output
-
-
 def test_a_stage_exits_alike_on_ranks_that_share_batches_and_sequences(
     tmp_path: Path, corpora: Path, ranks: Ranks
 ) -> None:
@@ -257,7 +230,6 @@ def test_a_stage_exits_alike_on_ranks_that_share_batches_and_sequences(
         run.recipe["stages"][1]["parallel"] = {"cp": count}
         run.recipe["stages"][2]["tokens"] = STEP
         ranks.train(run, count)
-    ranks.work(run_command, ["eval", str(shared.run_dir), "--cp", "2", "--output", str(tmp_path)], 2)
     assert [record["step"] for record in shared.records("stage_exit")] == [6]
     assert shared.losses() == pytest.approx(alone.losses(), rel=1e-4)
     for got, want in zip(shared.records("position_wise"), alone.records("position_wise"), strict=True):
@@ -267,26 +239,6 @@ def test_a_stage_exits_alike_on_ranks_that_share_batches_and_sequences(
             assert got["position_wise"]["curves"][name]["standard_error"] == pytest.approx(
                 curve["standard_error"], rel=1e-2
             )
-    evaluated = json.loads((tmp_path / "evaluation.json").read_text())["position_wise"]["curves"]["full"]
-    last = alone.records("position_wise")[-1]["position_wise"]["curves"]["full"]
-    assert evaluated["mean"] == pytest.approx(last["mean"], rel=1e-4)
-
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "stages.md"
-
-
-def test_the_guide_works(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, other_stages = guide.blocks(DOCUMENT, "yaml")
-    monkeypatch.chdir(DOCUMENT.parents[1])
-    (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/", f"{Path.cwd()}/configs/"))
-    (tmp_path / "other.yaml").write_text(f"extends: recipe.yaml\n{other_stages}")
-    guide.run(["moba-train", "plan", f"{tmp_path}/other.yaml", *["--gpus", "64", "--gpu", "h200", "--no-data"]])
-    lines = [words for block in guide.blocks(DOCUMENT, "bash") for words in guide.commands(block)]
-    assert len(lines) == 5
-    for words in lines:
-        folders = {"runs/my-run": str(undisturbed.run_dir), "recipe.yaml": f"{tmp_path}/recipe.yaml", "2K": "32"}
-        here = [folders.get(word, word) for word in words]
-        guide.run(here)
 
 
 def test_every_stage_runs_compiled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

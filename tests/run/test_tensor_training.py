@@ -1,6 +1,5 @@
 """Training with tensor parallelism: the same curves as on one rank, and checkpoints for any other layout."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moba_train.tools.compare import compare
-from tests.run.tiny_run import Run, assert_like_one_gpu, assert_same_tensors
-from tests.run.trainer_ranks import Ranks, run_command
+from tests.run.tiny_run import Run, assert_like_one_gpu, assert_same_tensors, checkpoint_tensors
+from tests.run.trainer_ranks import Ranks
 
 STEPS = 4
 
@@ -93,17 +91,12 @@ def test_one_rank_goes_on_where_two_stopped(half: Run, shared: Run, alone: dict[
     ranks.train(short(half, {}), 1)
     assert [event["step"] for event in half.records("resume")] == [3]
     assert_same_training(curves(half), alone)
-    assert compare(half.run_dir, shared.run_dir, tolerance=1e-2).differing == []
-
-
-def test_its_checkpoint_is_evaluated_on_ranks_that_share_sequences_instead(
-    shared: Run, ranks: Ranks, tmp_path: Path
-) -> None:
-    ranks.work(run_command, ("eval", str(shared.run_dir), "--output", str(tmp_path), "--cp", "2"), 2)
-    found, want = json.loads((tmp_path / "evaluation.json").read_text()), curves(shared)
-    assert found["validation_loss"]["moba"] == pytest.approx(want["eval_loss"][-1], rel=1e-4)
-    for name, curve in found["position_wise"]["curves"].items():
-        assert curve["mean"] == pytest.approx(want[f"by position, stage 1, {name}"], rel=1e-4)
+    ours, theirs = (checkpoint_tensors(run.newest_checkpoint) for run in (half, shared))
+    names = {name for name in ours if not name.startswith("rng.")}  # each rank has its own
+    assert names == {name for name in theirs if not name.startswith("rng.")}
+    for name in names:
+        tensor = ours[name]
+        assert (theirs[name] - tensor).abs().max() <= 1e-2 * tensor.abs().max(), name
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ import pytest
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from moba_train.attention import registry
 from moba_train.attention.full.full_kind import FullCosts, FullKind
@@ -21,7 +20,6 @@ from moba_train.config.model import ModelConfig
 from moba_train.errors import ConfigError
 from moba_train.memory.flops import layer_flops
 from moba_train.model.build import build_attention, build_model
-from moba_train.tools.cli import app
 from moba_train.train import main
 from tests.resolved import check, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
@@ -117,11 +115,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpora: Path, own_ranks:
     run.recipe["checkpoint"]["keep_last"] = 10
     train(run, own_ranks, 2)
     return run
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.output
 
 
 def test_its_options_are_a_section_of_the_recipe_with_its_own_checks(toy_run: Run) -> None:
@@ -231,32 +224,3 @@ def test_it_begins_from_a_checkpoint_without_it(finished_run: Run, toy_run: Run)
     new = sum(x.numel() for name, x in tensors.items() if name.startswith("model.") and ".attention.toy." in name)
     (event,) = toy_run.records("init_from")
     assert event["message"].endswith(f"; {new:,} parameters of 'toy', which are not there, begin anew")
-
-
-def test_evaluation_repeats_the_runs_own_number(finished: Run) -> None:
-    code, output = invoke("eval", str(finished.run_dir))
-    assert code == 0, output
-    (line,) = [line for line in output.splitlines() if line.startswith("moba+toy")]
-    assert float(line.split()[3]) == pytest.approx(finished.records("validation_loss")[-1]["eval_loss"], abs=1e-3)
-
-
-def test_generation_decodes_through_the_cache(finished: Run) -> None:
-    """Token by token what one pass over the whole text predicts."""
-    from moba_train.attention.layout import packed_layout
-    from moba_train.tools.inference.generate import generate
-    from moba_train.tools.saved_recipe import load_trained, open_checkpoint
-
-    model = load_trained(open_checkpoint(finished.run_dir), torch.device("cpu"), torch.float64)
-    prompt = list(range(1, 40))
-    answer = list(generate(model, prompt, 8, temperature=0.0, decode="own"))
-    text = torch.tensor(prompt + answer)
-    with torch.no_grad():
-        logits = model(text, torch.arange(len(text)), packed_layout([len(text)]))
-    assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == answer
-
-
-def test_export_is_refused_with_what_would_be_lost(finished: Run, tmp_path: Path) -> None:
-    code, output = invoke("convert", "moba-to-hf", str(finished.run_dir), str(tmp_path / "out"))
-    assert code == 2
-    assert "kind 'toy' has 132 parameters in a layer" in output
-    assert not (tmp_path / "out").exists()

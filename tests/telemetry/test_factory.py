@@ -9,7 +9,7 @@ import pytest
 from moba_train import __version__, environment
 from moba_train.config.schema import RunConfig
 from moba_train.config.telemetry import TelemetryConfig
-from moba_train.telemetry.sinks import describe_sinks, make_telemetry, sink_problems
+from moba_train.telemetry.sinks import make_telemetry
 from moba_train.telemetry.telemetry import SinkRun
 
 RECIPE = {
@@ -33,39 +33,24 @@ RECIPE = {
     ("section", "console", "files"),
     [
         ({"console": False, "report": False}, False, {"metrics.jsonl"}),
-        ({"tensorboard": True, "report": False}, True, {"metrics.jsonl", "tensorboard"}),
+        ({"report": False}, True, {"metrics.jsonl"}),
     ],
 )
 def test_the_sinks_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], section: dict[str, Any], console: bool, files: set[str]
 ) -> None:
+    assert files_of_sinks(tmp_path, section) == files
+    assert ("loss 3.5000" in capsys.readouterr().out) == console
+
+
+def files_of_sinks(tmp_path: Path, section: dict[str, Any]) -> set[str]:
+    """Files and folders in the run's folder once the sinks of this section have had a record."""
     run_dir: Path = tmp_path / "run"
     config = RunConfig.model_validate(RECIPE | {"telemetry": section})
     telemetry = make_telemetry(config.telemetry, SinkRun(run_dir, "run", "run-id", None, 100, {}))
     telemetry.log(1, 4096, {"loss": 3.5})
     telemetry.close()
-    assert {path.name for path in run_dir.iterdir()} == files
-    assert ("loss 3.5000" in capsys.readouterr().out) == console
-
-
-def test_a_sink_without_its_package_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in ("moba_train.telemetry.sinks", "moba_train.tools.sinks.wandb"):
-        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
-    assert list(sink_problems(TelemetryConfig(report=False))) == []
-    asked = TelemetryConfig.model_validate({"tensorboard": True, "report": False, "wandb": {"mode": "offline"}})
-    problems = sorted(sink_problems(asked))
-    assert [problem.split(":")[0] for problem in problems] == ["telemetry.tensorboard", "telemetry.wandb"]
-    for problem in problems:
-        extra = problem.split(":")[0].removeprefix("telemetry.")
-        assert f'is not installed; pip install "moba-train[{extra}]"' in problem
-
-
-def test_the_first_lines_of_a_run_say_where_it_is_recorded() -> None:
-    config = TelemetryConfig.model_validate({"report": False, "wandb": {"mode": "offline"}})
-    assert describe_sinks(config).startswith("metrics.jsonl, console, wandb offline; off: ")
-    assert "tensorboard" in describe_sinks(config).partition("off: ")[2]
+    return {path.name for path in run_dir.iterdir()}
 
 
 def test_the_former_name_of_the_report_is_read() -> None:

@@ -1,7 +1,6 @@
 """Records reach every sink, the history has each step once, and no sink can stop a run."""
 
 import io
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moba_train.errors import UserError
 from moba_train.telemetry.jsonl import JsonlSink, read_records
 from moba_train.telemetry.sinks import ConsoleSink
 from moba_train.telemetry.telemetry import Telemetry
-from moba_train.tools.compare import compare
 
 
 class ListSink:
@@ -90,15 +87,6 @@ def test_a_resumed_run_has_one_history(tmp_path: Path, resumed_step: int | None)
     assert [(r["step"], r["loss"]) for r in read_records(path)] == [(s, 1.0) for s in kept] + [(4, 2.0)]
     discarded = read_records(tmp_path / "metrics.discarded.jsonl")
     assert [r["step"] for r in discarded] == [s for s in range(1, 6) if s not in kept]
-
-
-def test_a_file_without_steps_is_not_compared(tmp_path: Path) -> None:
-    """Each step of the other file would count as missing there."""
-    history, other = tmp_path / "metrics.jsonl", tmp_path / "corpus.jsonl"
-    history.write_text(json.dumps({"type": "metrics", "step": 1, "loss": 2.0, "grad_norm": 1.0}) + "\n")
-    other.write_text(json.dumps({"text": "a document"}) + "\n")
-    with pytest.raises(UserError, match=r"corpus.jsonl: has no step of a training"):
-        compare(history, other)
 
 
 def test_console_lines_are_plain_outside_a_terminal() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moba_train.errors import UserError
 from moba_train.tools.compare import compare
 
 
@@ -43,3 +44,12 @@ def test_numbers_are_equal_within_a_relative_tolerance(
 def test_a_step_of_one_run_alone_differs(tmp_path: Path) -> None:
     ours, theirs = metrics(tmp_path / "a.jsonl", 1.0, 2.0), metrics(tmp_path / "b.jsonl", 1.0)
     assert compare(ours, theirs).differing == [f"step 2: only in {ours}"]
+
+
+def test_a_file_without_steps_is_not_compared(tmp_path: Path) -> None:
+    """Each step of the other file would count as missing there."""
+    history, other = tmp_path / "metrics.jsonl", tmp_path / "corpus.jsonl"
+    history.write_text(json.dumps({"type": "metrics", "step": 1, "loss": 2.0, "grad_norm": 1.0}) + "\n")
+    other.write_text(json.dumps({"text": "a document"}) + "\n")
+    with pytest.raises(UserError, match=r"corpus.jsonl: has no step of a training"):
+        compare(history, other)

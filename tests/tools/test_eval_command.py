@@ -23,6 +23,13 @@ from moba_train.tools.saved_recipe import Training, open_checkpoint, saved_train
 from moba_train.train import main
 from tests.evals.setting import stage_setting
 from tests.resolved import check
+from tests.run import test_pipeline_training, test_tensor_training
+from tests.run.test_pipeline_training import pipeline
+from tests.run.test_tensor_training import shared
+from tests.run.tiny_run import Run
+from tests.run.trainer_ranks import Ranks, run_command
+
+__all__ = ["pipeline", "shared"]
 
 RECIPE = """
 name: test
@@ -268,3 +275,19 @@ def test_a_model_that_was_trained_with_tensor_parallelism_is_probed_by_head(proj
     assert list(GateProbe.problems(by_head, evaluated_setting(config, 1))) == []
     (trained,) = GateProbe.problems(by_head, stage_setting(config))
     assert trained.startswith("evaluation.gate_probe.by_head: given true, which parallel.tp 2 cannot do")
+
+
+def test_the_checkpoint_of_a_pipeline_is_evaluated_on_one_rank(pipeline: Run, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.work(run_command, ("eval", str(pipeline.run_dir), "--output", str(tmp_path)), 1)
+    found, want = json.loads((tmp_path / "evaluation.json").read_text()), test_pipeline_training.curves(pipeline)
+    assert found["validation_loss"]["moba"] == pytest.approx(want["eval_loss"][-1], rel=1e-4)
+
+
+def test_the_checkpoint_of_ranks_that_share_layers_is_evaluated_on_ranks_that_share_sequences(
+    shared: Run, ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.work(run_command, ("eval", str(shared.run_dir), "--output", str(tmp_path), "--cp", "2"), 2)
+    found, want = json.loads((tmp_path / "evaluation.json").read_text()), test_tensor_training.curves(shared)
+    assert found["validation_loss"]["moba"] == pytest.approx(want["eval_loss"][-1], rel=1e-4)
+    for name, curve in found["position_wise"]["curves"].items():
+        assert curve["mean"] == pytest.approx(want[f"by position, stage 1, {name}"], rel=1e-4)

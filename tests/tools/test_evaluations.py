@@ -19,6 +19,7 @@ from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
+from moba_train.errors import ConfigError
 from moba_train.evals.evaluation import (
     Evaluation,
     EvaluationContext,
@@ -42,7 +43,8 @@ from moba_train.tools.ruler.ruler import Ruler
 from moba_train.tools.ruler.ruler_tasks import TASKS
 from moba_train.train import main
 from tests.evals.setting import stage_setting
-from tests.resolved import stages_of
+from tests.resolved import check, stages_of
+from tests.small_recipe import Load
 from tests.tools import questions
 
 RECIPE = """
@@ -258,3 +260,17 @@ def test_a_new_evaluation_runs_in_training_ends_a_stage_and_is_part_of_eval(
     assert written["tasks"] == ["validation_loss", "position_wise", "gate_probe", "countdown"]
     assert written.keys() >= {"stage", "seq_len", *written["tasks"]}
     assert written["numbers"]["left"] == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("evaluation.ruler={scoring: generated}", "ruler.scoring"),
+        ("evaluation.needle={generate: true}", "needle.generate"),
+    ],
+)
+def test_answers_are_not_generated_by_a_pipeline(load: Load, section: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(load("parallel.pp=2", section, "data.validation=[{path: v}]"))
+    text = "\n".join(caught.value.problems)
+    assert all(words in text for words in (f"evaluation.{key}", "parallel.pp 2", "moba-train eval"))

@@ -18,6 +18,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.tools.inference import generate as generate_module
 from moba_train.tools.inference.cache import CachedAttention, CachePlan
 from moba_train.tools.inference.generate import Sampling, _sample, generate, generate_batch
+from tests.attention.kind_checks import MODEL, small_model
 
 CONFIG = ModelConfig(vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2)
 FULL = FullKind(FullKind.Options(), CONFIG.head_width)
@@ -227,3 +228,17 @@ def test_a_block_is_summarized_once_when_it_is_complete(monkeypatch: pytest.Monk
     assert len(list(generate(model, prompt(30), 21, temperature=0, decode="own"))) == 21
     each = [1, 24, 8, 8, 8]  # a token for the shape, three blocks of the prompt, blocks that end at 32, 40 and 48
     assert sorted(pooled) == sorted(each * 2)
+
+
+@pytest.mark.parametrize(("block_size", "parts"), [(6, [30, 30, 2]), (8, [32, 30]), (40, [40, 22])])
+def test_a_prompt_is_cut_where_blocks_end_that_select_together(
+    block_size: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`seer` selects from the mean query of a whole block."""
+    model = small_model("seer", {"block_size": block_size, "topk": 2, "mode": "sparse"})
+    monkeypatch.setattr(generate_module, "PREFILL_TOKENS", 32)
+    read: list[int] = []
+    tokens = torch.arange(62) % MODEL.vocab_size
+    answer = list(generate(model, tokens.tolist(), 1, temperature=0, on_prefill=read.append))
+    assert read == parts
+    assert answer == [model(tokens, torch.arange(62), packed_layout([62]))[-1].argmax().item()]

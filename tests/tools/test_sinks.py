@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 import moba_train
-from moba_train.config.telemetry import WandbConfig
+from moba_train.config.telemetry import TelemetryConfig, WandbConfig
+from moba_train.telemetry.sinks import describe_sinks, sink_problems
 from moba_train.telemetry.telemetry import Telemetry
 from moba_train.tools.sinks import wandb as wandb_sink
 from moba_train.tools.sinks.tensorboard import TensorBoardSink
 from moba_train.tools.sinks.wandb import WandbHistory, WandbSink
+from tests.telemetry.test_factory import files_of_sinks
 
 
 class FakeRun:
@@ -305,3 +307,29 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.5)]
     assert [(event.step, round(event.value, 6)) for event in events.Scalars("eval_loss")] == [(1, 3.4)]
+
+
+def test_a_sink_without_its_package_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for sink in ("tensorboard", "wandb"):
+        monkeypatch.setattr(f"moba_train.tools.sinks.{sink}.find_spec", lambda name: None)
+    assert list(sink_problems(TelemetryConfig(report=False))) == []
+    asked = TelemetryConfig.model_validate({"tensorboard": True, "report": False, "wandb": {"mode": "offline"}})
+    problems = sorted(sink_problems(asked))
+    assert [problem.split(":")[0] for problem in problems] == ["telemetry.tensorboard", "telemetry.wandb"]
+    for problem in problems:
+        extra = problem.split(":")[0].removeprefix("telemetry.")
+        assert f'is not installed; pip install "moba-train[{extra}]"' in problem
+
+
+def test_the_first_lines_of_a_run_say_where_it_is_recorded() -> None:
+    config = TelemetryConfig.model_validate({"report": False, "wandb": {"mode": "offline"}})
+    assert describe_sinks(config).startswith("metrics.jsonl, console, wandb offline; off: ")
+    assert "tensorboard" in describe_sinks(config).partition("off: ")[2]
+
+
+def test_tensorboard_writes_its_files_beside_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"tensorboard": True, "report": False}
+    assert files_of_sinks(tmp_path, section) == {"metrics.jsonl", "tensorboard"}
+    assert "loss 3.5000" in capsys.readouterr().out

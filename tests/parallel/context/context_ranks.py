@@ -23,6 +23,7 @@ from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.engine import ContextParallel, context_engine
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.registry import TRANSPORTS
 from moba_train.run.determinism import deterministic
 from tests.attention.helpers import triple
 from tests.forked import run_processes
@@ -50,10 +51,7 @@ STRATEGIES = {
     for ranks in (1, 2, 3, 4)
     for layout in ("contiguous", "zigzag")
     for transport, node, depth in (
-        ("allgather", ranks, None),
-        ("ring", ranks, None),
-        ("ulysses", ranks, None),
-        ("dispatch", ranks, None),
+        *((name, ranks, None) for name in TRANSPORTS if name != "hierarchical"),
         *([("hierarchical", 2, None)] if ranks == 4 else []),
     )
 } | {
@@ -214,7 +212,7 @@ def compiles_without_graph_breaks(member: Member) -> None:
         "ring, zigzag",
         "ring in parts, zigzag",
         "ulysses, contiguous",
-        "dispatch, zigzag",
+        *(["dispatch, zigzag"] if "dispatch" in TRANSPORTS else []),
     )
     for name in (f"{transport}, 2 ranks" for transport in transports):
         strategy = STRATEGIES[name]
@@ -248,7 +246,7 @@ def creation_makes_all_connections(member: Member) -> None:
             for name, ranks, distance, _ in calls
         }
 
-    for transport in ("allgather", "ring", "ring in parts", "ulysses", "hierarchical", "dispatch"):
+    for transport in ("ring in parts", *TRANSPORTS):
         with recorded_calls() as created:
             engine = member.engine(STRATEGIES[f"{transport}, zigzag, 4 ranks"])
         with recorded_calls() as used:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.registry import TRANSPORTS
 from tests.parallel.context.context_cases import Case
 from tests.parallel.context.context_ranks import Check, Member, equal_to_one_device, run_checks, say
 
@@ -44,7 +45,7 @@ STRATEGIES = {
     for transport, node in (
         ("allgather", WORLD),
         ("ring", WORLD),
-        ("dispatch", WORLD),
+        *([("dispatch", WORLD)] if "dispatch" in TRANSPORTS else []),
         *([("ulysses", WORLD)] if BIG.heads % WORLD == 0 else []),
         *([("hierarchical", WORLD // 2)] if WORLD in (4, 8) else []),
     )

@@ -26,7 +26,7 @@ from tests.parallel.context.context_cases import (
 )
 from tests.thread_ranks import ThreadCommunicator
 
-TRANSPORTS = ("allgather", "ring", "ring in parts", "ulysses", "hierarchical", "dispatch")
+TRANSPORTS = ("ring in parts", *registry.TRANSPORTS)
 LAYOUTS: tuple[CPLayout, ...] = ("contiguous", "zigzag")
 
 

@@ -1,6 +1,5 @@
 """Strategies that are impossible are refused with the key to change."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,15 +67,6 @@ def test_heads_that_cannot_be_shared_are_refused(heads: int, kv_heads: int, coup
     with pytest.raises(ValueError, match=rf"parallel\.cp_transport: 'ulysses' {message}"):
         check(CPStrategy(4, "ulysses", "contiguous", 4), heads, kv_heads, couples_heads=couples)
     check(CPStrategy(4, "ring", "zigzag", 4), heads, kv_heads, couples_heads=couples)
-
-
-def test_dispatch_needs_an_attention_that_selects_units() -> None:
-    dispatch = CPStrategy(4, "dispatch", "zigzag", 4)
-    with pytest.raises(ValueError, match=r"parallel\.cp_transport: 'dispatch' sends queries to the owners"):
-        transport_spec("dispatch").check_shape(dispatch, replace(SHAPE, attentions=(MOBA, FULL)))
-    transport_spec("dispatch").check_shape(dispatch, replace(SHAPE, attentions=(MOBA,)))
-    ring = CPStrategy(4, "ring", "zigzag", 4)
-    transport_spec("ring").check_shape(ring, replace(SHAPE, attentions=(FULL,)))
 
 
 @pytest.mark.parametrize("parts", [CPStrategy(4, "ring", "zigzag", 4, 2), CPStrategy(4, "ring", "zigzag", 2)], ids=str)

@@ -48,28 +48,20 @@ def test_bytes_of_a_known_case() -> None:
         (CPStrategy(4, "ulysses", "zigzag", 2), 720, 720, 26 * 256 + 13 * 128, 6 * 256 + 2 * 128, 1),
         # Half of the heads' tokens come from the node, and the keys and values of these heads from the other one.
         (CPStrategy(4, "hierarchical", "contiguous", 2), 960, 3 * 128, 3840 + 5 * 64 + 4 * 256, 1792 + 2 * 256, 1),
-        (CPStrategy(4, "dispatch", "zigzag", 2), 1164 / 3, 2 * 1164 / 3, 18 * 256, 8 * 256 / 8 + 2 * 256 + 2 * 128, 1),
     ],
     ids=lambda value: f"{value.transport}-{value.node_size}-of-{value.ranks}" if isinstance(value, CPStrategy) else "",
 )
 def test_bytes_copies_and_buffers_of_known_cases_in_mib(
     strategy: CPStrategy, in_node: float, from_nodes: float, copied: int, buffers: float, upfront: float
 ) -> None:
+    assert costs_in_mib(strategy) == pytest.approx([in_node, from_nodes, copied, buffers, upfront])
+
+
+def costs_in_mib(strategy: CPStrategy) -> list[float]:
+    """MiB in the node, from other nodes, copied and buffered, and the share that arrives before attention begins."""
     found = predict_cost(strategy, selecting(1))
     got = [x / 2**20 for x in (found.node_bytes, found.network_bytes, found.copied_bytes, found.memory_bytes)]
-    assert [*got, found.upfront_share] == pytest.approx([in_node, from_nodes, copied, buffers, upfront])
-
-
-def test_dispatch_sends_a_query_at_most_once_to_each_rank() -> None:
-    """Three ranks of four are others; a query of a rank's 256 MiB that selects one unit reaches them three times out of
-    four, and with very many units all three of them."""
-    dispatch = CPStrategy(4, "dispatch", "zigzag", 4)
-    received = [predict_cost(dispatch, selecting(n)).node_bytes for n in (0, 1, 99)]
-    mib = 2**20
-    ids = [4 * (2 * n + 2) * 2**15 * 32 for n in (0, 1, 99)]  # selected units, in both passes, and the log-sum-exp
-    assert received[0] == 0
-    assert received[1] == pytest.approx(0.75 * (6 * 256 * mib + ids[1]))
-    assert received[2] == pytest.approx(3 * (6 * 256 * mib + ids[2]))
+    return [*got, found.upfront_share]
 
 
 def test_one_head_cannot_be_gathered_in_slices() -> None:

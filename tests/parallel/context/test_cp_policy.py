@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.protocol import AttentionFacts
 from moba_train.parallel.context.policy import choose_strategy, predict_cost
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
@@ -34,14 +33,6 @@ def test_where_heads_would_be_repeated_keys_and_values_are_gathered() -> None:
 
 def test_across_nodes_the_exchange_stays_inside() -> None:
     assert auto(ranks=16, node_size=8)[0].transport == "hierarchical"
-
-
-def test_auto_never_takes_dispatch_and_says_why() -> None:
-    """Here it would receive nothing at all: no query selects a block before its own."""
-    own = MobaAttention(MobaAttention.Options(topk=1), 128)
-    strategy, why = auto(AttentionShape(2**17, heads=28, kv_heads=4, head_dim=128, attentions=(own,)), ranks=8)
-    assert strategy.transport == "allgather"
-    assert "dispatch: only as configured: the owner of blocks" in why
 
 
 def test_what_cannot_be_shared_is_not_taken() -> None:
@@ -89,7 +80,6 @@ def test_a_ring_attends_to_as_many_chunks_as_its_buffers_allow(
         ("hierarchical", False, "contiguous"),
         ("allgather", True, "zigzag"),
         ("ulysses", True, "contiguous"),
-        ("dispatch", False, "zigzag"),
     ],
 )
 def test_zigzag_where_shards_would_be_unequal(transport: str, work_grows: bool, layout: str) -> None:

@@ -12,7 +12,11 @@ from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import imported_recipe
+from tests.run.test_float8 import finished
+from tests.run.tiny_run import Run
 from tests.tools.convert.hf_models import VOCAB, make_hf_model
+
+__all__ = ["finished"]
 
 PROMPT = "the cat sat on the mat"
 
@@ -105,3 +109,9 @@ def test_a_tokenizer_is_a_file_or_its_folder(folder: Path, tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json"):
         load_text_tokenizer(tmp_path)
+
+
+def test_its_export_is_a_plain_model(finished: Run, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["convert", "moba-to-hf", str(finished.run_dir), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "config.json").exists()

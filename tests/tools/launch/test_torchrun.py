@@ -10,10 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from moba_train.checkpoint.manifest import read_meta
 from moba_train.run.stop import STOPPED_CODE
+from moba_train.tools import cli
+from moba_train.tools.cli import app
 from moba_train.tools.launch.torchrun import SHUTDOWN_TIMEOUT
+from moba_train.tools.launch.torchrun import main as launch
 from tests.forked_program import ForkedProgram
+from tests.noting import noting
+from tests.run.test_stop import after_the_start
+from tests.run.tiny_run import Run, assert_same_tensors
 
 RANK = """
 import os, sys, time
@@ -127,3 +135,96 @@ def test_a_terminal_that_closes_asks_for_a_stop_except_under_nohup(nohup: list[s
         assert process.poll() is None, log.read_text()
         process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143, log.read_text()
+
+
+def test_the_launcher_ends_with_the_code_of_the_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun alone would end with 1. A signal counts as in a shell. torchrun's report is printed where no rank has
+    said why it ended."""
+    program = tmp_path / "rank.py"
+    program.write_text("import os, sys\nif os.environ['RANK'] == '0':\n    exec(sys.argv[1])\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = ["--standalone", "--nproc-per-node", "2", "--monitor-interval", "0.05", str(program)]
+    for body, code in (("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)):
+        assert launch([*options, body]) == code
+        printed = capfd.readouterr().err
+        assert ("exitcode  : -9" in printed) == (code == 137), printed
+        assert ("error: rank 0 was killed by SIGKILL" in printed) == (code == 137), printed
+        assert code == 137 or not printed
+
+
+def test_moba_train_goes_through_the_launcher(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", noting(given.extend, lambda _: 75))
+    assert CliRunner().invoke(app, ["train", str(run.write_recipe()), "--gpus", "2"]).exit_code == 75
+    assert given[:3] == ["--standalone", "--nproc-per-node", "2"]
+    assert given[-3:-1] == ["-m", "moba_train.train"]
+
+
+def test_an_error_ends_the_whole_launch_and_its_output(run: Run) -> None:
+    """Said once, though both ranks find it and restarts are allowed; torchrun adds nothing."""
+    train = ["-m", "moba_train.tools.cli", "train", str(run.write_recipe())]
+    command = [*train, "--gpus", "2", "--restarts", "3", "seed=-1"]
+    launcher = ForkedProgram(command, run.folder / "output")
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 2
+    assert output.splitlines() == [
+        "error: 1 problem in the configuration:",
+        "  - seed: given -1; allowed: integer >= 0 and < 2147483648",
+    ]
+
+
+def test_the_command_passes_the_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before or after the overrides."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", noting(commands.append, lambda _: 0))
+    recipe = tmp_path / "recipe.yaml"
+    for arguments in (["seed=4", "--from-scratch"], ["--from-scratch", "seed=4"], ["seed=4"]):
+        assert CliRunner().invoke(cli.app, ["train", str(recipe), *arguments, "--gpus", "1"]).exit_code == 0
+    assert [command[-3:] for command in commands] == [
+        [str(recipe), "seed=4", "--from-scratch"],
+        [str(recipe), "seed=4", "--from-scratch"],
+        ["moba_train.train", str(recipe), "seed=4"],
+    ]
+
+
+def test_moba_train_stops_at_a_step_and_goes_on_bit_for_bit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the command, with torchrun replaced by a call."""
+
+    def train(arguments: list[str]) -> int:
+        return run.train_here(*arguments[arguments.index("moba_train.train") + 2 :])
+
+    monkeypatch.setattr("moba_train.tools.launch.torchrun.main", train)
+    command = ["train", str(run.write_recipe()), "--gpus", "1"]
+    assert CliRunner().invoke(cli.app, command).exit_code == 0
+    undisturbed = run.run_dir.rename(run.folder / "undisturbed")
+    assert CliRunner().invoke(cli.app, [*command, "--stop-at-step", "7"]).exit_code == 0
+    assert len(run.losses()) == 7
+    assert run.newest_checkpoint.name == "step_00000007"
+    assert CliRunner().invoke(cli.app, command).exit_code == 0
+    assert_same_tensors(run.newest_checkpoint, undisturbed / "checkpoints" / run.newest_checkpoint.name)
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_code_0_when_its_ranks_stop_in_order(run: Run) -> None:
+    run.recipe["stages"][1]["tokens"] = "10M"
+    command = ["-m", "moba_train.tools.cli", "train", str(run.write_recipe()), "--gpus", "2"]
+    process = ForkedProgram(command, run.folder / "output")
+    log = run.run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (log.exists() and run.records()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+    assert read_meta(run.newest_checkpoint)["progress"]["step"] == run.records()[-1]["step"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_signal_while_torch_is_imported_ends_the_command_at_once(run: Run) -> None:
+    command = ["moba_train.tools.cli", "train", str(run.write_recipe())]
+    assert after_the_start(0.0, signal.SIGINT, command) == (143, "[rank 0] stopped before training began\n")
+    assert not run.run_dir.exists()

@@ -1,0 +1,65 @@
+"""The kernels of mechanisms compile for Hopper, without a GPU, with no more register spills than stated."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from moba_train.attention.kernels.common.tiles import TileShape
+from moba_train.mechanisms.gates import msa_kernels as msa
+from moba_train.mechanisms.gates import seer_kernel as seer
+from moba_train.mechanisms.infllm_v2 import score_kernels as infllm_v2
+from moba_train.mechanisms.nsa import selection_kernel as nsa
+from tests.attention.test_triton_compiles import SHARED_LIMIT, compile_for_hopper, fits, half, sizes, spilled_bytes
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16")])
+def test_the_choice_by_compressed_blocks_fits_and_uses_the_matrix_units(
+    head_dim: int, dtype: str, tmp_path: Path
+) -> None:
+    tile = nsa.tile(15)
+    constants = {"OFFSETS": 5, "FORCED_FIRST": 1, "FORCED_LOCAL": 2, "C": 15, "SLOTS": 16}
+    fits(nsa._choose, sizes(tile, head_dim, **constants), tile, dtype, 0, tmp_path)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_of_windows_fit_and_use_the_matrix_units(head_dim: int, tmp_path: Path) -> None:
+    """For any group; block sizes are no part of these kernels. Memory is for the heads whose queries come together."""
+    shape = infllm_v2.NORMALISER
+    fits(infllm_v2._log_sum_exp, sizes(shape, head_dim), shape, "bf16", 0, tmp_path)
+    together = {group: infllm_v2.together(group) for group in range(1, 129)}
+    assert all(group % heads == 0 for group, heads in together.items())
+    most = max(group for group, heads in together.items() if heads == max(together.values()))
+    for group in (most, 64):
+        constants = sizes(infllm_v2.SCORES, head_dim, group, TOGETHER=together[group])
+        compiled = fits(infllm_v2._block_scores, constants, infllm_v2.SCORES, "bf16", 0, tmp_path)
+        assert 2 * compiled.metadata.shared <= SHARED_LIMIT  # two programs on a multiprocessor
+
+
+@half
+@pytest.mark.parametrize(("head_dim", "block_size", "listed"), [(64, 128, True), (128, 128, False), (128, 64, True)])
+def test_index_scores_probabilities_and_their_gradients_fit(
+    head_dim: int, block_size: int, listed: bool, dtype: str, tmp_path: Path
+) -> None:
+    shape = msa.tile_shape(block_size)
+    for attention in (True, False):
+        constants = sizes(shape, head_dim, W=head_dim, LISTED=listed, ATTENTION=attention)
+        compiled = fits(msa._scores, constants, shape, dtype, 0, tmp_path, maxnreg=msa.REGISTERS)
+        assert 2 * compiled.metadata.shared <= SHARED_LIMIT  # two programs on a multiprocessor
+    shape = msa.KEY_GRADIENTS
+    constants = {"W": head_dim, "LISTED": listed, "M": shape.rows, "N": shape.keys}
+    fits(msa._key_gradients, constants, shape, dtype, 0, tmp_path)
+
+
+@half
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 128)])
+def test_largest_probabilities_of_two_blocks_fit(head_dim: int, block_size: int, dtype: str, tmp_path: Path) -> None:
+    shape = TileShape(seer.tile_rows(block_size), 0, 4, 3)
+    constants = {"G": 4, "D": head_dim, "BLOCK": block_size, "M": shape.rows}
+    fits(seer._maxima, constants, shape, dtype, 0, tmp_path)
+
+
+def test_gradients_of_index_queries_compile_without_spills(tmp_path: Path) -> None:
+    constants = {"W": 128, "M": msa.QUERY_GRADIENT_ROWS}
+    assert spilled_bytes(compile_for_hopper(msa._query_gradients, constants), tmp_path) == 0

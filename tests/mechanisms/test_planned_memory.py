@@ -1,0 +1,79 @@
+"""The memory that a plan counts for layers of mechanisms."""
+
+from collections.abc import Callable
+
+import pytest
+
+from moba_train.config.schema import RunConfig
+from moba_train.parallel import fsdp
+from moba_train.parallel.activations import Kept
+from moba_train.parallel.context.costs import gather_cost, most_memory
+from moba_train.parallel.context.policy import predict_cost
+from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.parallel.stage_strategy import stage_attention_shape, stage_costs
+from moba_train.resolve.plan import StagePlan
+from tests.memory.test_memory import config, planned
+from tests.memory.test_weights import assert_gathered_weights_of_own_layers, assert_parameters_of_own_layers, layouts
+from tests.parallel.test_stage_strategy import MOBA, stage_of
+from tests.resolved import estimate_of
+
+
+def test_layers_without_a_transport_count_what_they_gather() -> None:
+    """Two ranks of 32K tokens: `msa` keeps the other rank's keys, values and index keys, `lightning` exchanges states
+    alone."""
+
+    def transport(plan: StagePlan) -> float:
+        assert plan.context is not None
+        return most_memory(plan.context.layer_costs.values()).buffers
+
+    found = {}
+    for kind in ("full", "msa", "lightning"):
+        for cp in (1, 2):
+            changes = {"batch_tokens": "64K", "parallel": {"cp": cp}, "activation_checkpointing": "none"}
+            found[kind, cp] = planned("llama-1b", cp, "64K", {"default": kind}, **changes)
+    row = 2 * 2 * 8 * 64  # bf16 keys and values of a token
+    index = 2 * 64
+    full, lightning = found["full", 2].context, found["lightning", 2].context
+    assert full is not None
+    assert lightning is not None
+    assert transport(found["full", 2]) == full.cost.memory_bytes > 0
+    assert transport(found["msa", 2]) == 65536 * (row + index)
+    assert transport(found["lightning", 2]) == 0
+    assert lightning.exposed_seconds(*set(found["lightning", 2].stage.attention)) == 0
+    stage, config_of_run = found["msa", 2].stage, config("llama-1b", "64K", {"default": "msa"}, batch_tokens="64K")
+    kept = estimate_of(config_of_run, stage, found["msa", 2].mesh).kept_bytes
+    alone = estimate_of(config_of_run, stage, found["msa", 1].mesh).kept_bytes
+    assert kept(0, Kept.ALL) - alone(0, Kept.ALL) // 2 == 32768 * (row + index)
+    assert kept(0, Kept.ATTENTION) == alone(0, Kept.ATTENTION) // 2
+
+
+def test_layers_that_gather_by_their_shard_cost_what_they_gather() -> None:
+    """Keys and values of this rank's heads, all tokens; the others pay for the transport."""
+    model, stage = stage_of({**MOBA, "overrides": {1: {"kind": "seer"}}}, tp=2, cp=2)
+    strategy = CPStrategy(2, "allgather", "zigzag", 2)
+    moba, seer = (stage_costs(model, stage, strategy)[layer] for layer in stage.attention)
+    assert moba == predict_cost(strategy, stage_attention_shape(model, stage))
+    assert seer == gather_cost(strategy, 2 * 8192, 2 * 4 * 32 * 2)
+
+
+def test_partial_results_of_one_layer_that_cannot_be_merged_hold_for_all() -> None:
+    attention = {**MOBA, "overrides": {1: {"kind": "moba_v1"}}}
+    assert not stage_attention_shape(*stage_of(attention, cp=2)).facts.merges
+
+
+MIXED = "attention={default: full, overrides: {0: {kind: moba_v05}, 1: {kind: nsa}, 2: {kind: kda}}}"
+"""Kinds that add different numbers of parameters to a layer."""
+
+
+@layouts
+def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(
+    load: Callable[..., RunConfig], changes: list[str]
+) -> None:
+    assert_parameters_of_own_layers(load, MIXED, changes)
+
+
+def test_gathered_weights_that_stay_are_those_of_their_own_layers(
+    load: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp, "ONE_UNIT_PARAMETERS", 0)
+    assert_gathered_weights_of_own_layers(load, MIXED)

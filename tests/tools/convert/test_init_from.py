@@ -1,0 +1,78 @@
+"""A run that begins with weights: from a checkpoint of ours, and from its Hugging Face export, which is the same."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moba_train.config.load import load_config
+from moba_train.errors import CheckpointError, ConfigError
+from moba_train.tools.convert.hf import export_to_hf, import_from_hf
+from moba_train.tools.saved_recipe import open_checkpoint
+from tests.resolved import check
+from tests.run.test_init_from import _on_the_cpu, begun_from, damaged, source
+from tests.run.tiny_run import Run
+
+__all__ = ["_on_the_cpu", "source"]
+
+
+@pytest.fixture(scope="module")
+def exported(source: Path) -> Path:
+    """The core's folder with a finished run, its export `hf`, and `imported`, a checkpoint made of that."""
+    export_to_hf(open_checkpoint(source / "run"), source / "hf", torch.float32, shard_bytes=20_000)
+    import_from_hf(source / "hf", source / "imported")
+    return source
+
+
+def test_all_three_folders_begin_alike(exported: Path, tmp_path: Path, corpora: Path) -> None:
+    losses = {}
+    for name in ("run", "hf", "imported"):
+        run = begun_from(Run(tmp_path / name, corpora), exported / name)
+        run.folder.mkdir()
+        assert run.train_here() == 0
+        losses[name] = run.losses()
+    assert losses["run"] == losses["hf"] == losses["imported"]
+    # The data begin anew, but the weights know them already.
+    fresh, last = Run(exported, corpora).losses()[0], Run(exported, corpora).losses()[-1]
+    assert abs(losses["hf"][0] - last) < 0.3 * (fresh - last)
+
+
+def test_a_run_goes_on_without_the_export_it_began_from(exported: Path, run: Run) -> None:
+    weights = run.folder / "weights"
+    shutil.copytree(exported / "hf", weights)
+    assert begun_from(run, weights).train_here() == 0
+    shutil.rmtree(weights)
+    assert run.train_here(f"stages.0.tokens={3 * 512}") == 0
+    assert len(run.losses()) == 3
+
+
+def test_a_run_says_what_it_was_given_and_names_a_folder_that_is_not_there(exported: Path, run: Run) -> None:
+    assert begun_from(run, exported / "hf").train_here("--stop-at-step", "1") == 0
+    (event,) = run.records("init_from")
+    assert re.match(r"\d+ tensors \([\d,]+ parameters\) loaded from the Hugging Face model ", event["message"])
+    assert event["message"].endswith(str(exported / "hf"))
+    fresh = [f"run_dir={run.folder / 'fresh'}"]
+    with pytest.raises(ConfigError, match=r"init_from: given 'nope'; there is no such folder \(from "):
+        check(load_config(run.write_recipe(), [*fresh, "init_from=nope"]), 1, check_files=True)
+    with pytest.raises(ConfigError, match=r"nor is there a config\.json, which a Hugging Face model has"):
+        check(load_config(run.write_recipe(), [*fresh, f"init_from={run.folder}"]), 1, check_files=True)
+
+
+def test_weights_with_a_damaged_byte_are_not_exported(exported: Path, run: Run) -> None:
+    weights = damaged(exported / "imported", run.folder / "weights")
+    with pytest.raises(CheckpointError, match=r"rank_0_0\.safetensors: its SHA-256"):
+        export_to_hf(open_checkpoint(weights), run.folder / "hf", torch.float32, shard_bytes=20_000)
+    assert begun_from(run, weights).train_here() == 2
+
+
+def test_the_recipe_must_describe_the_weights(exported: Path, run: Run) -> None:
+    """Every key that differs is named before any process group exists; so is a folder that is none."""
+    begun_from(run, exported / "hf").recipe["model"] |= {"kv_heads": 4, "norm_eps": 1e-6, "rope": {"theta": 10000}}
+    with pytest.raises(ConfigError) as error:
+        check(load_config(run.write_recipe()), 1, check_files=True)
+    for key in ("model.kv_heads: given 4", "model.norm_eps", "model.rope"):
+        assert key in str(error.value)
+    with pytest.raises(ConfigError, match="init_from"):
+        check(load_config(run.write_recipe(), [f"init_from={run.folder}"]), 1, check_files=True)
