@@ -1,16 +1,12 @@
-"""InfLLM's memory: the tokens that lie before a query's window (Xiao et al. 2024, arXiv:2402.04617).
+"""The kind `infllm`: training-free memory for evaluation and generation (Xiao et al. 2024, arXiv:2402.04617).
 
-With a window of L tokens, the query at position p has the tokens up to p - L as its memory. It attends to the complete
-blocks with the highest scores, to the document's first blocks, and to the block that the window is leaving, up to
-p - L. That is attention to selected blocks (kernels/block_attention.py) for a query that stands at p - L.
+The memory of a query are the tokens that lie before its window: with a window of L tokens, those up to p - L for the
+query at position p. It attends to the complete blocks with the highest scores, to the document's first blocks, and to
+the block that the window is leaving, up to p - L. That is attention to selected blocks (kernels/block_attention.py) for
+a query that stands at p - L.
 
-Shape suffixes: n queries that have a memory, t a chunk of them, T keys of the whole sequence, N blocks, B tokens of a
-block, H query heads, K key/value heads, D head width, C selected blocks.
-
-The kind `infllm`: training-free memory for evaluation and generation.
-
-Shape suffixes: T tokens of the sequence, n tokens of this layer, m those that have a memory, H query heads, K key/value
-heads, d head width.
+Shape suffixes: T tokens of the sequence, n tokens of this layer, m those that have a memory, t a chunk of queries, N
+blocks, B tokens of a block, H query heads, K key/value heads, d and D head width, C selected blocks.
 """
 
 from collections.abc import Iterator, Sequence

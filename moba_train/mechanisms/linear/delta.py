@@ -1,27 +1,22 @@
-"""The delta rule with a decay for each channel, token by token in plain PyTorch: for CPUs, and for short sequences.
+"""The delta rule with a decay for each channel: token by token, over ranks, and part by part.
 
     S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T,   out_t = S_t^T q_t
 
-(Kimi Linear, arXiv:2510.26692, equation 1). A GPU computes it in chunks by fla-core (fla.py).
+(Kimi Linear, arXiv:2510.26692, equation 1). Here it runs in plain PyTorch, for CPUs and short sequences; a GPU computes
+it in chunks by fla-core (fla.py).
 
-Shape suffixes: n rows, H query heads, d head width, N segments.
+**Over ranks.** A range of tokens turns the state S before it into A S + B, where A is the product of its transitions:
+the state that it leaves behind a unit matrix with values of zero, and B the one behind an empty state. Ranks exchange A
+and B of their ranges by one all-gather, and each computes the states before its own ranges. The delta rule is linear in
+the state and the values together, so what a state before a range adds is the output with values of zero that begins
+with it.
 
-States of the delta rule that come from other ranks.
+**Part by part.** Each part of the rows hands its last state on, and the backward pass repeats it. Kernels of the delta
+rule make some thirty tensors of the size of q in the backward pass; those of a part are small compared with the layer's
+own.
 
-A range of tokens turns the state S before it into A S + B, where A is the product of its transitions: the state that it
-leaves behind a unit matrix with values of zero, and B the one behind an empty state. Ranks exchange A and B of their
-ranges by one all-gather, and each computes the states before its own ranges. The delta rule is linear in the state and
-the values together, so what a state before a range adds is the output with values of zero that begins with it.
-
-Shape suffixes: n rows, r ranges of this layer, N ranges of all ranks, H query heads, K key/value
-heads, d head width.
-
-The delta rule over many rows, part by part: each hands its last state on, and the backward pass repeats it.
-
-Kernels of the delta rule make some thirty tensors of the size of q in the backward pass. Those of a part are small
-compared with the layer's own.
-
-Shape suffixes: n rows of a part, H query heads, d head width, N segments.
+Shape suffixes: n rows (of a part), r ranges of this layer, N segments, or ranges of all ranks, H query heads, K
+key/value heads, d head width.
 """
 
 from bisect import bisect_left, bisect_right

@@ -1,21 +1,14 @@
-"""The token ranges of a layer's rows and of all ranks, and what ranks tell each other about theirs.
-
-Shape suffixes: n rows, r ranges of this layer, N ranges of all ranks (padded, so that each rank has equally many).
-
-What can be seen of a layer with states (`STATES`).
-
-Shape suffixes: n rows, N states, H query heads, d head width.
-
-States of linear attention with a constant decay that come from other ranks, or from earlier calls of generation.
+"""States of linear attention that come from other ranks, or from earlier calls of generation.
 
 A layer's rows are those of one or more ranges of the packed sequence (`Shard.layout`). Linear attention inside the
-ranges begins with empty states. As it is linear, a state S before a range adds silu(q_t) lambda^(t - start + 1) S to
-the tokens of the document that the range begins in; and the state that a range leaves behind is one product of its
-keys and values. So ranks exchange the states behind their ranges, by one all-gather of [H, d, d] each, and every rank
-adds up those that reach its own ranges (as in LASP-2, Sun et al. 2025, arXiv:2502.07563).
+ranges begins with empty states. As it is linear, with a constant decay a state S before a range adds
+silu(q_t) lambda^(t - start + 1) S to the tokens of the document that the range begins in; and the state that a range
+leaves behind is one product of its keys and values. So ranks exchange the states behind their ranges, by one all-gather
+of [H, d, d] each, and every rank adds up those that reach its own ranges (as in LASP-2, Sun et al. 2025,
+arXiv:2502.07563).
 
-Shape suffixes: n rows, r ranges of this layer, L rows of the longest, N ranges of all ranks, H query heads, K key/value
-heads, G query heads of a key/value head, d head width.
+Shape suffixes: n rows, r ranges of this layer, L rows of the longest, N ranges of all ranks (padded, so that each rank
+has equally many), or states, H query heads, K key/value heads, G query heads of a key/value head, d head width.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,23 +1,18 @@
-"""Compressed blocks: which tokens are in which, and which queries see them.
+"""Attention to compressed keys as a LocalAttention: causal attention among rows of queries.
 
-A block has `size` tokens and begins every `stride` tokens from its document's start; only complete blocks exist. Ids
-count over the whole packed sequence, as those of kernels/common/geometry.py do. A query sees the blocks of its document
-whose last token is not after it.
+A compressed block has `size` tokens and begins every `stride` tokens from its document's start; only complete blocks
+exist. Ids count over the whole packed sequence, as those of kernels/common/geometry.py do. A query sees the blocks of
+its document whose last token is not after it.
 
 So `stride` neighbouring queries have the same newest block, and all of them see exactly the blocks up to it. With
 these queries side by side as further heads, attention to compressed blocks is plain causal attention in which document
 d has as many tokens as compressed blocks: row i holds the queries whose newest block is i.
 
-Shape suffixes: T tokens of the sequence, n queries of the layout, N compressed blocks (their bound), R rows of
-queries, S = stride, L = size.
+Keys and values are those of the compressed blocks, in the order of their ids, while the layout is that of the tokens:
+it is meant for `Shard.attend`, where every rank has all of them.
 
-Attention to compressed keys as a LocalAttention: causal attention among rows of queries (geometry.py).
-
-Its keys and values are those of the compressed blocks, in the order of their ids, while its layout is that of the
-tokens: it is meant for `Shard.attend`, where every rank has all of them.
-
-Shape suffixes: T queries, N compressed blocks, R rows of S queries, H query heads, K key/value heads, G = H / K,
-D head width.
+Shape suffixes: T tokens of the sequence, n queries of the layout, N compressed blocks (their bound), R rows of S =
+stride queries, L = size, H query heads, K key/value heads, G = H / K, D head width.
 """
 
 from bisect import bisect_right

@@ -1,12 +1,9 @@
-"""The parameters of a layer: gates, compression, and the branches' own projections.
+"""The kind `nsa`: three branches from the same queries, added with gates (arXiv:2502.11089, section 3).
 
-Shape suffixes: n tokens, T tokens of the sequence, N compressed blocks of L tokens, D hidden size, H query heads,
-K key/value heads, d head width.
+A layer's parameters are its gates, the compression, and the branches' own projections.
 
-The kind `nsa`: three branches from the same queries, added with gates (arXiv:2502.11089, section 3).
-
-Shape suffixes: n tokens of this layer, T tokens of the sequence, N compressed blocks, H query heads, K key/value heads,
-d head width, C selected blocks of a query, R ranks, S blocks of a rank.
+Shape suffixes: n tokens of this layer, T tokens of the sequence, N compressed blocks of L tokens, D hidden size, H
+query heads, K key/value heads, d head width, C selected blocks of a query, R ranks, S blocks of a rank.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,16 +1,12 @@
-"""Exact attention under any mask, a chunk of queries at a time.
+"""The reference backend: attention to selected blocks as a mask over dense attention, in plain PyTorch.
 
-The reference attentions are built from it: plain PyTorch, any device, any floating dtype up to float64, explicit
-backward. Scores are computed in float32 (float64 for float64 input) and exist for one chunk of queries only.
+Exact attention under any mask, a chunk of queries at a time: any device, any floating dtype up to float64, explicit
+backward. Scores are computed in float32 (float64 for float64 input) and exist for one chunk of queries only. A mask
+needs the selected blocks alone. Block lists behind them are ignored: kernels may have made them for queries that then
+meet keys which the kernels refuse (block_attention.py).
 
-Shape suffixes: T queries, S keys, H query heads, K key/value heads, G = H / K, D head width, t one chunk of queries.
-
-The reference backend: attention to selected blocks as a mask over dense attention, in plain PyTorch.
-
-A mask needs the selected blocks alone. Block lists behind them are ignored: kernels may have made them for queries that
-then meet keys which the kernels refuse (block_attention.py).
-
-Shape suffixes: T queries, t a chunk of them, S keys, s a range of them, N blocks, H query heads, C selected blocks.
+Shape suffixes: T queries, t a chunk of them, S keys, s a range of them, N blocks, H query heads, K key/value heads, G =
+H / K, D head width, C selected blocks.
 """
 
 from collections.abc import Callable, Iterator
