@@ -68,8 +68,8 @@ class Registry(Mapping[str, T], Generic[T]):
             del self._loaded[name]
 
     def __getitem__(self, name: str) -> T:
-        """The member, imported at the first use. Raises KeyError for an unknown name, UserError for a member that cannot
-        be imported or is something else and for a name that two packages have."""
+        """The member, imported at the first use. Raises KeyError for an unknown name, UserError for what cannot be
+        imported or is no member, and for a name that two packages have."""
         if name not in self._loaded:
             self._loaded[name] = self._load(self._found[name])
         return self._loaded[name]
