@@ -5,13 +5,14 @@ A member is one entry point, in our pyproject.toml or in that of somebody else's
     [project.entry-points."moba_train.attention_kinds"]
     window = "my_package.window:WindowKind"
 
-Names are known without importing anything; a member is imported when it is asked for. The core names no member outside
-of the core, so folders of the package can be left out: entries of ours whose module is not there are passed over.
+Names are known without importing anything; a member is imported when it is asked for. A package that is broken stops
+only what asks for its member. The core names no member outside of the core, so folders of the package can be left out:
+entries of ours whose module is not there are passed over.
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -29,11 +30,14 @@ _PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 class Registry(Mapping[str, T], Generic[T]):
     """The members of an entry-point group by name: ours in the order of pyproject.toml, then those of others."""
 
-    def __init__(self, group: str, what: str) -> None:
-        """`group`: of the entry points; `what`: one member in words, for messages."""
+    def __init__(self, group: str, what: str, needed: Sequence[str]) -> None:
+        """`group`: of the entry points; `what`: one member in words, for messages; `needed`: attributes by which a
+        member is told from anything else."""
         self._group = group
         self._what = what
+        self._needed = needed
         self._loaded: dict[str, T] = {}
+        self._same_name: dict[str, EntryPoint] = {}
 
     @cached_property
     def _found(self) -> dict[str, EntryPoint]:
@@ -43,8 +47,11 @@ class Registry(Mapping[str, T], Generic[T]):
             installed = [entry for entry in installed if not entry.module.startswith(_OURS)]
         found: dict[str, EntryPoint] = {}
         for entry in [*checkout, *installed]:
-            if entry.name not in found and not _left_out(entry):
-                found[entry.name] = entry
+            if _left_out(entry):
+                continue
+            first = found.setdefault(entry.name, entry)
+            if first.value != entry.value:
+                self._same_name[entry.name] = entry
         return found
 
     def register(self, name: str, member: T) -> None:
@@ -61,18 +68,39 @@ class Registry(Mapping[str, T], Generic[T]):
             del self._loaded[name]
 
     def __getitem__(self, name: str) -> T:
-        """The member, imported at the first use. Raises KeyError for an unknown name, UserError for a member whose
-        package cannot be imported."""
+        """The member, imported at the first use. Raises KeyError for an unknown name, UserError for what cannot be
+        imported or is no member, and for a name that two packages have."""
         if name not in self._loaded:
-            entry = self._found[name]
-            try:
-                self._loaded[name] = entry.load()
-            except (ImportError, AttributeError) as error:
-                raise UserError(
-                    f"{self._what} {name!r}: {entry.value} cannot be imported: {error}; install or repair the package "
-                    f"{entry.dist.name if entry.dist else entry.module.partition('.')[0]!r}"
-                ) from error
+            self._loaded[name] = self._load(self._found[name])
         return self._loaded[name]
+
+    def _load(self, entry: EntryPoint) -> T:
+        given = f"{self._what} {entry.name!r}: {entry.value}"
+        if other := self._same_name.get(entry.name):
+            raise UserError(
+                f"{given} and {other.value} have one name; allowed: one of them, so uninstall the package "
+                f"{_package(other)!r}, or have it choose another name"
+            )
+        try:
+            member: T = entry.load()
+        except Exception as error:  # the package is somebody else's, and anything can go wrong in it
+            raise UserError(
+                f"{given} cannot be imported: {error!r}; install or repair the package {_package(entry)!r}"
+            ) from error
+        if missing := [attribute for attribute in self._needed if not hasattr(member, attribute)]:
+            raise UserError(
+                f"{given} of the package {_package(entry)!r} is none: it lacks {', '.join(missing)}; "
+                "docs/architecture.md says how to add one"
+            )
+        return member
+
+    def usable(self) -> dict[str, T]:
+        """The members by name, imported, without those that cannot be used: for what asks for no single one."""
+        found: dict[str, T] = {}
+        for name in self:
+            with suppress(UserError):
+                found[name] = self[name]
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter({**self._found, **self._loaded})
@@ -100,13 +128,18 @@ def _left_out(entry: EntryPoint) -> bool:
     return find_spec(folder) is None
 
 
-ATTENTION_KINDS: Registry[Any] = Registry("moba_train.attention_kinds", "attention kind")
+def _package(entry: EntryPoint) -> str:
+    """Name of the package that an entry comes from, for messages."""
+    return entry.dist.name if entry.dist else entry.module.partition(".")[0]
+
+
+ATTENTION_KINDS: Registry[Any] = Registry("moba_train.attention_kinds", "attention kind", ("Options", "mix", "costs"))
 """Subclasses of `attention.kind.AttentionKind`."""
-EVALUATIONS: Registry[Any] = Registry("moba_train.evaluations", "evaluation")
+EVALUATIONS: Registry[Any] = Registry("moba_train.evaluations", "evaluation", ("Options", "numbers", "run"))
 """Subclasses of `evals.evaluation.Evaluation`, in the order in which they run."""
-OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer")
+OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer", ("Options", "build", "state_bytes"))
 """Objects `optim.spec.OptimizerSpec`."""
-TRANSPORTS: Registry[Any] = Registry("moba_train.transports", "transport")
+TRANSPORTS: Registry[Any] = Registry("moba_train.transports", "transport", ("make", "cost", "check_sizes"))
 """Objects `parallel.context.transport.base.TransportSpec`."""
-TELEMETRY_SINKS: Registry[Any] = Registry("moba_train.telemetry_sinks", "telemetry sink")
+TELEMETRY_SINKS: Registry[Any] = Registry("moba_train.telemetry_sinks", "telemetry sink", ("open", "write", "close"))
 """Classes with the interface of `telemetry.telemetry.Sink`."""

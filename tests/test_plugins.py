@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
+from moba_train.errors import UserError
+from moba_train.registry import ATTENTION_KINDS, EVALUATIONS, OPTIMIZERS, TELEMETRY_SINKS, TRANSPORTS, Registry
 from tests.run.tiny_run import Run, checkpoint_tensors
 
 ENTRY_POINTS = """
@@ -205,3 +208,67 @@ def test_without_the_package_the_recipe_is_refused_with_what_there_is(
     refused = capsys.readouterr().err
     assert "parallel.cp_transport: 'borrowed' given" in refused
     assert "auto, allgather, ulysses, hierarchical, ring" in refused
+
+
+BROKEN = """
+[moba_train.attention_kinds]
+crashes = broken.crash:Kind
+empty = broken:Other
+moba = broken:Other
+[moba_train.evaluations]
+crashes = broken.crash:Evaluation
+[moba_train.optimizers]
+empty = broken:Other
+[moba_train.transports]
+empty = broken:Other
+[moba_train.telemetry_sinks]
+gone = broken:Gone
+"""
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package is installed whose members cannot be used."""
+    root = tmp_path / "site"
+    (root / "broken").mkdir(parents=True)
+    (root / "broken/__init__.py").write_text("class Other:\n    pass\n")
+    (root / "broken/crash.py").write_text("raise OSError('no library')\n")
+    (root / "broken-1.0.dist-info").mkdir()
+    (root / "broken-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (root / "broken-1.0.dist-info/entry_points.txt").write_text(BROKEN)
+    monkeypatch.syspath_prepend(root)
+    for registry in (ATTENTION_KINDS, EVALUATIONS, OPTIMIZERS, TRANSPORTS, TELEMETRY_SINKS):
+        monkeypatch.delitem(registry.__dict__, "_found", raising=False)
+        monkeypatch.setattr(registry, "_loaded", {})
+        monkeypatch.setattr(registry, "_same_name", {})
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "said"),
+    [
+        (ATTENTION_KINDS, "crashes", r"attention kind 'crashes': broken\.crash:Kind cannot be imported: .*'broken'"),
+        (ATTENTION_KINDS, "empty", r"broken:Other of the package 'broken' is none: it lacks Options, mix, costs"),
+        (ATTENTION_KINDS, "moba", r"moba_kind:MobaKind and broken:Other have one name; allowed: .*'broken'"),
+        (OPTIMIZERS, "empty", r"it lacks Options, build, state_bytes"),
+        (TRANSPORTS, "empty", r"it lacks make, cost, check_sizes"),
+        (TELEMETRY_SINKS, "gone", r"telemetry sink 'gone': broken:Gone cannot be imported"),
+    ],
+)
+@pytest.mark.usefixtures("broken")
+def test_a_member_that_cannot_be_used_is_refused_by_name(registry: Registry[Any], name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        registry[name]
+
+
+@pytest.mark.usefixtures("broken")
+def test_what_nobody_asked_for_stops_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """A typing error is explained, and a recipe trains, though another package's members cannot be imported."""
+    run.recipe["attention"] = {"default": "full"}
+    run.recipe["evaluation"] = {"every": 1, "sequences": 2, "nedle": {}}
+    assert run.train_here() == 2
+    refused = capsys.readouterr().err
+    assert "evaluation.nedle: unknown key (did you mean 'needle'?)" in refused
+    assert "broken" not in refused
+    del run.recipe["evaluation"]["nedle"]
+    run.recipe["stages"] = [{"name": "only", "seq_len": 64, "tokens": 2 * 512, "micro_batch_size": 4}]
+    assert run.train_here() == 0

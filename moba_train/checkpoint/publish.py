@@ -132,14 +132,21 @@ def clean_up(folder: Path) -> None:
     A rank of an earlier start that has not died yet may still be writing: what cannot be removed now stays until the
     next start.
     """
-    for path in folder.glob(_REPLACED + "*"):
-        published = folder / path.name.removeprefix(_REPLACED)
-        if published.exists():
+    for path in folder.glob(f"{_REPLACED}step_*"):
+        if not restore(folder / path.name.removeprefix(_REPLACED)):
             remove(path)
-        else:
-            path.rename(published)
-    for path in folder.glob(_TEMPORARY + "*"):
-        remove(path)
+    for name in ("step_*", LATEST):  # nothing else: `convert checkpoints` may be given any folder
+        for path in folder.glob(_TEMPORARY + name):
+            remove(path)
+
+
+def restore(path: Path) -> bool:
+    """Puts back checkpoint `path` if it has gone because a killed process was replacing it. Returns true if so."""
+    replaced = path.with_name(_REPLACED + path.name)
+    if path.exists() or not replaced.exists():
+        return False
+    replaced.rename(path)
+    return True
 
 
 def remove(path: Path) -> None:

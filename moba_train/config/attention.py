@@ -159,7 +159,7 @@ def _key_problems(override: dict[str, Any], config: AttentionConfig) -> Iterator
             continue
         if key in _option_names(named):
             continue
-        known = sorted({"kind", *_option_names(ATTENTION_KINDS)})
+        known = sorted({"kind", *_option_names(ATTENTION_KINDS.usable())})
         if key not in known:
             yield f"{key}: unknown option{did_you_mean(key, known)}; allowed: {', '.join(known)}"
 

@@ -91,7 +91,8 @@ class OpenSection(Section):
     @classmethod
     def _open_names(cls) -> list[str]:
         """Members whose options are no key of the section's own. Imports all members."""
-        return [name for name in cls.members if name not in cls.model_fields and cls.members[name].Options is not None]
+        usable = cls.members.usable()
+        return [name for name in usable if name not in cls.model_fields and usable[name].Options is not None]
 
     @classmethod
     def _member_field(cls, name: str) -> FieldInfo:

@@ -42,7 +42,9 @@ class TelemetryConfig(OpenSection):
     def _read_plots(cls, value: Any) -> Any:
         """Read `plots`, the former name of `report`. Recipes in checkpoints of before 30 November 2026 hold it, as true
         if the user had not set it."""
-        if not isinstance(value, dict) or "plots" not in value or "report" in value:
+        if not isinstance(value, dict) or "plots" not in value:
             return value
+        if "report" in value:
+            raise ValueError("plots and report are given, but plots is the former name of report; remove plots")
         renamed = {"report" if key == "plots" else key: given for key, given in value.items()}
         return renamed | {"report": "auto"} if renamed["report"] is True else renamed

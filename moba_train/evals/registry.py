@@ -51,5 +51,8 @@ def evaluations_named(names: Sequence[str]) -> list[type[Evaluation[Any]]]:
 
 def evaluation_of(number: str) -> type[Evaluation[Any]] | None:
     """The evaluation that gives the number of this name; None if none does. Imports all evaluations."""
-    names = ((evaluation, evaluation.numbers | evaluation.numbers_against_full) for evaluation in EVALUATIONS.values())
+    names = (
+        (evaluation, evaluation.numbers | evaluation.numbers_against_full)
+        for evaluation in EVALUATIONS.usable().values()
+    )
     return next((evaluation for evaluation, given in names if number in given), None)

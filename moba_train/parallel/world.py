@@ -268,10 +268,3 @@ def gather_over_ranks(value: T) -> list[T]:
 def any_rank(value: bool) -> bool:
     """True if `value` is true on any rank. Called on all ranks together, and never touches the GPU."""
     return sum_over_ranks([float(value)])[0] > 0
-
-
-def min_over_ranks(value: float) -> float:
-    """Returns the smallest `value` of all ranks. On the host: never touches the GPU."""
-    smallest = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-    return smallest.item()

@@ -196,7 +196,7 @@ def _metric_problems(
         evaluation = evaluation_of(metric)
         if evaluation is None:
             known = sorted(
-                {name for other in EVALUATIONS.values() for name in other.numbers | other.numbers_against_full}
+                {name for other in EVALUATIONS.usable().values() for name in other.numbers | other.numbers_against_full}
             )
             hint = did_you_mean(metric, known)
             yield f"{path}.metric: given {metric!r}, which no evaluation gives{hint}; allowed: {', '.join(known)}"

@@ -133,5 +133,9 @@ def describe_sinks(config: TelemetryConfig) -> str:
 
 def _asked_for(config: TelemetryConfig) -> list[tuple[str, Any, Any]]:
     """(name, class, value of its key in `telemetry`) of every registered sink that the recipe asks for."""
-    settings = ((name, sink, getattr(config, name, None)) for name, sink in TELEMETRY_SINKS.items())
-    return [found for found in settings if found[2] and getattr(found[2], "mode", "") != "disabled"]
+    settings = ((name, getattr(config, name, None)) for name in TELEMETRY_SINKS)
+    return [
+        (name, TELEMETRY_SINKS[name], setting)
+        for name, setting in settings
+        if setting and getattr(setting, "mode", "") != "disabled"
+    ]

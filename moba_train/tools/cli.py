@@ -12,6 +12,7 @@ from moba_train.tools.cli_options import (
     Overrides,
     Rates,
     Recipe,
+    check_output_file,
     check_output_folder,
     command_group,
     table_console,
@@ -127,6 +128,7 @@ def calibrate(
     from moba_train.telemetry.jsonl import write_atomically
     from moba_train.tools.plan.calibrate import calibrate as measured
 
+    check_output_file(output)
     write_atomically(output, measured(minutes, typer.echo).to_json())
     typer.echo(f"written: {output}")
 
@@ -150,6 +152,7 @@ def tune(
     from moba_train.tools.plan.command import make_machine
     from moba_train.tools.plan.tune import tune as measured
 
+    check_output_file(output)
     here = local_gpu()
     if here is None and rates is None:
         raise PlanError("this machine has no GPU; `moba-train calibrate` measures its CPU in tiny shapes, for --rates")

@@ -53,6 +53,16 @@ def check_output_folder(folder: Path | None) -> None:
         raise typer.BadParameter(f"--output: given {folder}; allowed: a folder, but {there} cannot be written to")
 
 
+def check_output_file(file: Path | None) -> None:
+    """Raises BadParameter when `--output FILE` cannot be written: before the work whose results it is for."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise typer.BadParameter(f"--output: given {file}, which is a folder; allowed: a file")
+    if not os.access(file.absolute().parent, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"--output: given {file}; allowed: a file in a folder that can be written to")
+
+
 def parse_length(text: str) -> int:
     """A number of tokens on the command line, written as a length in recipes: 4096, 4K (K, M = 1024)."""
     return _parse_tokens(text, 1024)

@@ -214,7 +214,7 @@ def _evaluations(
     asked = asked_evaluations(section, setting.validation)
     wanted = list(asked) if tasks is None else evaluations_named(tasks)
     if not wanted:
-        keys = " or ".join(evaluation.key for evaluation in EVALUATIONS.values())
+        keys = " or ".join(evaluation.key for evaluation in EVALUATIONS.usable().values())
         raise DataError(f"the checkpoint's recipe has nothing to evaluate; give --data or --tasks, or set {keys}")
     for evaluation in wanted:
         if evaluation not in asked:

@@ -123,7 +123,7 @@ def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:
     tasks = evaluations_named(options.tasks or ())
     setting = evaluated_setting(config, index)
     defaults: dict[str, Any] = {}
-    for name, evaluation in EVALUATIONS.items():
+    for name, evaluation in EVALUATIONS.usable().items():
         wanted = evaluation in tasks or any(override.startswith(f"{evaluation.key}.") for override in options.overrides)
         if wanted and evaluation.Options is not None and config.evaluation.options_of(name) is None:
             defaults[name] = evaluation.default_options(setting)

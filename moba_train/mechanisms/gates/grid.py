@@ -167,10 +167,3 @@ def causal_chunks(
             stop = start + (stop - start) // 2
         yield slice(start, stop), slice(low, int(own[stop - 1]) + 1)
         start = stop
-
-
-def row_chunks(rows: int, scores_per_row: int, device: torch.device) -> Iterator[slice]:
-    """Slices over `rows` with a bounded number of scores."""
-    step = max(1, _SCORES_PER_CHUNK.get(device.type, 2**18) // scores_per_row)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))

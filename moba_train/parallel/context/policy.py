@@ -74,8 +74,8 @@ def choose_strategy(
 
     lines: list[str] = []
     possible: list[CPStrategy] = []
-    for candidate in TRANSPORTS:
-        if reason := transport_spec(candidate).not_for_auto:
+    for candidate, spec in TRANSPORTS.usable().items():
+        if reason := spec.not_for_auto:
             lines.append(f"  {candidate}: {reason}")
             continue
         try:

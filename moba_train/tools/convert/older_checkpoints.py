@@ -41,6 +41,7 @@ def convert_checkpoints(path: Path) -> Iterator[Path]:
     lie beside the old ones until they are complete, so that an interruption loses nothing. Raises CheckpointError when
     a checkpoint is damaged or there is none.
     """
+    publish.restore(path)
     if (path / MANIFEST).is_file():
         found = [path]
     else:

@@ -113,9 +113,9 @@ class Calibration:
             for compiled in (True, False)
         }
         float8 = self._float8_products(passes, memory, in_step)
-        updates = {name: seconds for name in OPTIMIZERS if (seconds := self._update(name)) is not None}
+        updates = {name: seconds for name in OPTIMIZERS.usable() if (seconds := self._update(name)) is not None}
         bandwidth = node_bandwidth(torch.cuda.device_count(), "nccl", self._shapes.bytes)
-        others = sorted(set(KINDS) - set(_VARIANTS))
+        others = sorted(set(KINDS.usable()) - set(_VARIANTS))
         layers += self._attention({kind: _modes(kind) for kind in others}, deadline)
         gpu = local_gpu()
         left_out = "; ".join(map(": ".join, self._left_out.items()))

@@ -151,7 +151,11 @@ def read_rates(path: Path) -> Rates:
     try:
         return Rates.model_validate_json(read_foreign(path, _MOST_BYTES))
     except (OSError, ValidationError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error.errors()[0]["msg"])
+        if isinstance(error, OSError):
+            reason = error.strerror
+        else:
+            first = error.errors()[0]
+            reason = ": ".join([*map(str, first["loc"]), first["msg"]])
         raise PlanError(f"--rates: {path} holds no rates: {reason}; {CALIBRATE}") from None
 
 

@@ -110,6 +110,21 @@ def test_a_conversion_that_is_interrupted_leaves_the_older_checkpoint(
         assert sorted(path.name for path in (older_run / "checkpoints").iterdir()) == ["latest", "step_00000006"]
 
 
+def test_a_checkpoint_whose_replacement_was_killed_is_put_back(older_run: Path) -> None:
+    """Between its two renames: by its own name it is converted as well."""
+    checkpoint = older_run / "checkpoints" / "step_00000006"
+    checkpoint.rename(checkpoint.with_name(".replaced-step_00000006"))
+    convert(checkpoint, 0)
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["latest", "step_00000006"]
+
+
+def test_a_folder_without_checkpoints_stays_as_it_is(tmp_path: Path) -> None:
+    for name in (".tmp-notes", ".replaced-notes"):
+        (tmp_path / name).mkdir()
+    convert(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".replaced-notes", ".tmp-notes"]
+
+
 class Malicious:
     def __init__(self, trace: Path) -> None:
         self.trace = trace

@@ -98,3 +98,13 @@ def test_a_layout_that_fails_comes_last_with_what_it_said(
     assert done.exit_code == 2
     assert "no layout could be trained" in done.stderr
     assert "no_such_key: unknown key" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["calibrate"], ["tune", "quickstart"]])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, command: list[str]
+) -> None:
+    for output, said in ((tmp_path, "is a folder"), (tmp_path / "none" / "rates.json", "can be written to")):
+        done = CliRunner().invoke(app, [*command, "--output", str(output)], env={"COLUMNS": "500"})
+        assert done.exit_code == 2
+        assert said in done.stderr

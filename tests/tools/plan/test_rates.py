@@ -103,7 +103,11 @@ def test_a_file_of_rates_is_read_as_it_was_written_and_another_file_is_refused(t
     file.write_text(H200.to_json())
     assert read_rates(file) == H200
     assert H200.device == named_gpu("h200")
-    for content, reason in (("{}", "Field required"), ("[", "Invalid JSON"), ('{"format": 2}', "Input should be 1")):
+    for content, reason in (
+        ("{}", "format: Field"),
+        ("[", "Invalid JSON"),
+        ('{"format": 2}', "format: Input should be 1"),
+    ):
         file.write_text(content)
         with pytest.raises(PlanError, match=rf"--rates: \S+ holds no rates: {reason}.*`moba-train calibrate"):
             read_rates(file)
