@@ -63,12 +63,12 @@ def test_auto_warns_when_only_plain_pytorch_is_left_and_names_every_reason() -> 
         assert pick(x=q(dtype=torch.float32)) == "reference"
 
 
-def test_a_backend_is_resolved_once_for_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its layers and batches give equal facts: only what depends on a batch alone is asked for again."""
-    attention = BlockAttention(512, 1.0, "auto", "of.a.stage")
-    first = attention.pick(q(), packed([64], "cpu"), 2)
+def test_a_backend_is_picked_once_for_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers and both passes of a step meet the same layout."""
+    attention, layout, queries = BlockAttention(512, 1.0, "auto", "of.a.layout"), packed([64], "cpu"), q()
+    first = attention._picked(queries, layout, 2)
     monkeypatch.setattr(table, "_best", None)
-    assert attention.pick(q(), packed([32, 32], "cpu"), 2) == first
+    assert attention._picked(queries, layout, 2) == first
 
 
 def test_a_backend_by_name_that_cannot_do_a_batch_is_refused_with_the_reason() -> None:

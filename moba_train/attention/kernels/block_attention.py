@@ -8,7 +8,6 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 
 import logging
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast
@@ -19,7 +18,7 @@ from torch import Tensor
 from moba_train.attention.kernels import composed
 from moba_train.attention.kernels.common import reference
 from moba_train.attention.kernels.common.geometry import KeySpans, ranges_problem
-from moba_train.attention.kernels.table import BackendChoice, Facts, resolve_backend
+from moba_train.attention.kernels.table import Facts, resolve_backend
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 
@@ -85,9 +84,6 @@ def _log_once(message: str) -> None:
     logger.info(message)
 
 
-_resolved = cache(resolve_backend)  # the layers and batches of a stage give equal facts
-
-
 @dataclass(frozen=True)
 class BlockAttention:
     """Each query and head attends to its diagonal block, causally, and to selected earlier blocks of its document.
@@ -112,8 +108,8 @@ class BlockAttention:
     def empty_selection(self, history_blocks: int, q_THD: Tensor, layout: Layout, kv_heads: int) -> Selection:
         """Tensors of the shapes and dtypes of `selection`'s for C = `history_blocks`, contents undefined."""
         selected_HTC = q_THD.new_empty((q_THD.shape[1], q_THD.shape[0], history_blocks), dtype=torch.int32)
-        # Nothing is kept: in torch.compile's tracing sizes may be symbols, which no cache takes as keys.
-        backend = self.pick(q_THD, layout, history_blocks, resolve=resolve_backend)
+        # Not kept with the layout: in torch.compile's tracing sizes may be symbols, which no cache takes as keys.
+        backend = self.pick(q_THD, layout, history_blocks)
         return (selected_HTC, *backend.empty_block_lists(selected_HTC, layout, kv_heads, self.block_size))
 
     def takes_spans(self, q_THD: Tensor, layout: Layout, history_blocks: int) -> bool:
@@ -159,19 +155,13 @@ class BlockAttention:
         key = ("block backend", self, history_blocks, q_THD.shape, q_THD.dtype, q_THD.device)
         return layout.cached(key, lambda: self.pick(q_THD, layout, history_blocks))
 
-    def pick(
-        self,
-        q_THD: Tensor,
-        layout: Layout,
-        history_blocks: int,
-        resolve: Callable[[str, str, Facts], BackendChoice] = _resolved,
-    ) -> Backend:
+    def pick(self, q_THD: Tensor, layout: Layout, history_blocks: int) -> Backend:
         """The backend for queries like these, which select at most `history_blocks` before their diagonal block.
 
         Raises ValueError, with the YAML key, if the wanted one cannot do the call. What `auto` takes is logged once.
         """
         facts = Facts.from_call(q_THD, layout, self.block_size, history_blocks)
-        choice = resolve(self.key, self.backend, facts)
+        choice = resolve_backend(self.key, self.backend, facts)
         reasons = []
         for name in choice.order:
             if not (reason := _batch_problem(name, q_THD, layout, self.block_size)):
