@@ -206,7 +206,7 @@ def test_without_the_package_the_recipe_is_refused_with_what_there_is(
     run.recipe["parallel"] = {"cp": 2, "cp_transport": "borrowed"}
     assert run.train_here() == 2
     refused = capsys.readouterr().err
-    assert "parallel.cp_transport: 'borrowed' given" in refused
+    assert "parallel.cp_transport: given 'borrowed'" in refused
     assert "auto, allgather, ulysses, hierarchical, ring" in refused
 
 

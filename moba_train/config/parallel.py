@@ -61,7 +61,7 @@ class ContextParallelConfig(Section):
 def unknown_transport(name: str) -> str:
     """Text of the error for a transport's name that is not registered."""
     hint = did_you_mean(name, ["auto", *TRANSPORTS])
-    return f"{name!r} given, which is no registered transport{hint}; allowed: auto, {', '.join(TRANSPORTS)}"
+    return f"given {name!r}, which is no registered transport{hint}; allowed: auto, {', '.join(TRANSPORTS)}"
 
 
 class ParallelConfig(ContextParallelConfig):

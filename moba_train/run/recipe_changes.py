@@ -12,6 +12,7 @@ from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError, LaunchError
 from moba_train.optim.spec import stage_learning_rate
+from moba_train.registry import ATTENTION_KINDS
 from moba_train.resolve.run import ResolvedRun, resolve_unchecked
 from moba_train.run.progress import Progress
 from moba_train.telemetry.jsonl import write_atomically
@@ -30,7 +31,9 @@ def recipe_changes(before: str, recipe: str) -> Changes:
     """
     with contextlib.suppress(ConfigError):  # a recipe that this version cannot read is compared as it is written
         before = dump_config(parse_config(before, "the recipe before"))
-    return {key: [old, new] for key, old, new in _differences(_values(before), _values(recipe), "")}
+    old, new = _values(before), _values(recipe)
+    _add_default_options(_attention(old), _attention(new))
+    return {key: [was, now] for key, was, now in _differences(old, new, "")}
 
 
 def describe_changes(changes: Changes) -> str:
@@ -119,6 +122,23 @@ def _values(text: str) -> Any:
         return parse_yaml(text, "recipe")
     except ConfigError:
         return None
+
+
+def _attention(values: Any) -> dict[str, Any]:
+    attention = values.get("attention") if isinstance(values, dict) else None
+    return attention if isinstance(attention, dict) else {}
+
+
+def _add_default_options(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Write the defaults of each kind that only one of two sections `attention` names into the other one.
+
+    A kind's options are written down where a recipe gives them; up to commit bc717461 those of all kinds were, and a
+    run of that time would otherwise report eleven changes when it resumes.
+    """
+    for kind in (old.keys() ^ new.keys()) & {*ATTENTION_KINDS}:
+        defaults = ATTENTION_KINDS[kind].Options().model_dump(mode="json")
+        old.setdefault(kind, defaults)
+        new.setdefault(kind, defaults)
 
 
 def _differences(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

@@ -10,6 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moba_train.config.load import dump_config, load_config
+from moba_train.registry import ATTENTION_KINDS
+from moba_train.run.recipe_changes import recipe_changes
 from moba_train.tools.cli import app
 from moba_train.train import main
 from tests.forked import run_processes
@@ -357,3 +360,22 @@ def test_a_trained_model_is_evaluated_without_a_kind_that_an_override_takes_away
     refused = CliRunner().invoke(app, [*command, "stages.0.attention.default=seer"])
     assert refused.exit_code == 2
     assert "attention.seer.k_weight: not in the checkpoint" in " ".join(refused.output.split())
+
+
+def test_options_that_only_one_of_two_recipes_writes_down_are_no_change(run: Run) -> None:
+    """Up to commit bc717461 a recipe in a checkpoint had the default options of all kinds."""
+    recipe = load_config(run.write_recipe())
+    all_kinds = {kind: ATTENTION_KINDS[kind].Options().model_dump(mode="json") for kind in ATTENTION_KINDS}
+    run.recipe["attention"] = {**all_kinds, **run.recipe["attention"]}
+    before = dump_config(load_config(run.write_recipe()))
+    assert before != dump_config(recipe)
+    assert recipe_changes(before, dump_config(recipe)) == {}
+    assert recipe_changes(dump_config(recipe), before) == {}
+
+
+def test_a_changed_option_of_a_kind_that_had_none_is_named_with_its_default(run: Run) -> None:
+    before = dump_config(load_config(run.write_recipe()))
+    run.recipe["attention"]["nsa"] = {"window": 16}
+    changed = dump_config(load_config(run.write_recipe()))
+    assert recipe_changes(before, changed) == {"attention.nsa.window": [512, 16]}
+    assert recipe_changes(changed, before) == {"attention.nsa.window": [16, 512]}

@@ -26,7 +26,7 @@ def check(strategy: CPStrategy, heads: int, kv_heads: int, **facts: Any) -> None
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (CPStrategy(4, "magic", "zigzag", 4), r"parallel.cp_transport: 'magic' given, .*allowed: auto, allgather"),
+        (CPStrategy(4, "magic", "zigzag", 4), r"parallel.cp_transport: given 'magic', .*allowed: auto, allgather"),
         (CPStrategy(0, "ring", "zigzag", 1), r"parallel.cp: 0 given"),
         (CPStrategy(4, "ring", "zigzag", 4, 1), r"parallel.cp_ring_depth: 1 given, at least 2"),
         (CPStrategy(4, "hierarchical", "zigzag", 4), r"parallel.cp_transport: 'hierarchical' needs several nodes"),
