@@ -57,6 +57,14 @@ class AttentionConfig(OpenSection):
         return overrides
 
     @property
+    def used_kinds(self) -> set[str]:
+        """Registered kinds that the keys given here, `default` among them, give to layers."""
+        kinds = {str(override.get("kind")) for override in self.overrides.values() if override}
+        kinds |= {"full"} if self.full_layers not in ("none", []) else set()
+        kinds |= {self.default} if "default" in self.model_fields_set else set()
+        return kinds & {*ATTENTION_KINDS}
+
+    @property
     def given_kinds(self) -> set[str]:
         """Kinds that have a section, whether a layer uses them or not."""
         return set(self.__pydantic_extra__ or {})

@@ -1,9 +1,9 @@
 """`RunConfig`: everything a recipe may say."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moba_train.config.attention import AttentionConfig
 from moba_train.config.base import Length, Section, TokenBudget
@@ -16,6 +16,7 @@ from moba_train.config.optim import MOST_RATE, OptimConfig, ScheduleConfig
 from moba_train.config.parallel import ContextParallelConfig, ParallelConfig
 from moba_train.config.precision import MemoryConfig, PrecisionConfig
 from moba_train.config.telemetry import TelemetryConfig
+from moba_train.registry import ATTENTION_KINDS
 
 
 class TrailingLossRecovered(Section):
@@ -136,3 +137,14 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     health: HealthConfig = HealthConfig()
+
+    @model_validator(mode="after")
+    def _name_all_options(self) -> Self:
+        """Give every kind that some layer has a section, so that the saved recipe holds the options of all layers: a
+        resume under other defaults is then seen."""
+        sections = [self.attention, *(stage.attention for stage in self.stages if stage.attention is not None)]
+        used = {self.attention.default}.union(*(section.used_kinds for section in sections)) & {*ATTENTION_KINDS}
+        missing = {kind: ATTENTION_KINDS[kind].Options() for kind in sorted(used - self.attention.given_kinds)}
+        if missing:
+            self.__dict__["attention"] = self.attention.model_copy(update=missing)  # a section is frozen
+        return self

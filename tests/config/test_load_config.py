@@ -14,6 +14,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moba_train.attention.full.full_kind import FullKind
+from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.config.attention import LayerAttention
 from moba_train.config.load import (
     RECIPE_BYTES,
@@ -371,6 +373,16 @@ def test_missing_keys_say_what_they_need(write: Write) -> None:
         "stages: missing; allowed: non-empty list of sections, such as [{name: ..., seq_len: ..., tokens: ...}]"
         in found
     )
+
+
+def test_a_dumped_recipe_has_the_options_of_every_kind_that_a_layer_has(load: Load, write: Write) -> None:
+    """Given or not, of the recipe or of a stage: defaults may change before the run resumes."""
+    config = load("attention={default: full, moba: {topk: 5}}", "stages.1.attention={overrides: {0: {kind: moba}}}")
+    text = dump_config(config)
+    attention = yaml.safe_load(text)["attention"]
+    assert attention["full"] == FullKind.Options().model_dump(mode="json")
+    assert attention["moba"] == MobaKind.Options(topk=5).model_dump(mode="json")
+    assert load_config(write("dumped.yaml", text)) == config
 
 
 def test_a_dumped_recipe_loads_back_to_the_same_run(load: Load, write: Write) -> None:
