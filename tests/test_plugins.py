@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -227,7 +228,7 @@ gone = broken:Gone
 
 
 @pytest.fixture
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package is installed whose members cannot be used."""
     root = tmp_path / "site"
     (root / "broken").mkdir(parents=True)
@@ -237,10 +238,16 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "broken-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     (root / "broken-1.0.dist-info/entry_points.txt").write_text(BROKEN)
     monkeypatch.syspath_prepend(root)
-    for registry in (ATTENTION_KINDS, EVALUATIONS, OPTIMIZERS, TRANSPORTS, TELEMETRY_SINKS):
-        monkeypatch.delitem(registry.__dict__, "_found", raising=False)
+    registries = ATTENTION_KINDS, EVALUATIONS, OPTIMIZERS, TRANSPORTS, TELEMETRY_SINKS
+    for registry in registries:
+        registry.__dict__.pop("_found", None)
         monkeypatch.setattr(registry, "_loaded", {})
         monkeypatch.setattr(registry, "_same_name", {})
+    yield
+    for registry in registries:  # found again, without the package, when the next test asks
+        registry.__dict__.pop("_found", None)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "broken"]:
+        del sys.modules[module]
 
 
 @pytest.mark.parametrize(

@@ -150,12 +150,12 @@ def test_env_lists_only_packages_that_something_imports() -> None:
 
 
 def test_packages_are_probed_by_what_they_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "apexlike.py").write_text("")
-    (tmp_path / "broken.py").write_text("raise OSError('libcudart.so.13 is missing')")
+    (tmp_path / "without_kernels.py").write_text("")
+    (tmp_path / "without_library.py").write_text("raise OSError('libcudart.so.13 is missing')")
     monkeypatch.syspath_prepend(tmp_path)
     assert import_problem([("json", "dumps")]) == ""
-    assert "AttributeError" in import_problem([("json", "dumps"), ("apexlike", "FusedAdam")])
-    assert "libcudart.so.13" in import_problem([("broken", "x")])
+    assert "AttributeError" in import_problem([("json", "dumps"), ("without_kernels", "FusedAdam")])
+    assert "libcudart.so.13" in import_problem([("without_library", "x")])
     assert "ModuleNotFoundError" in import_problem([("absent_package", "x")])
 
 
