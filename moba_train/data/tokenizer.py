@@ -1,16 +1,14 @@
-"""Tokenizers: sentencepiece models and Hugging Face's tokenizer.json files, with the files that belong to them.
+"""Tokenizers: sentencepiece models and Hugging Face's tokenizer.json files.
 
 A tokenizer.json makes special tokens from text that spells them out. Sentencepiece never makes control tokens, such as
 </s>, from text, nor text from them; `encode` and `decode` do that with either type.
 """
 
-import contextlib
 import functools
 import hashlib
 import importlib
 import itertools
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any, Protocol
 import sentencepiece
 
 from moba_train.errors import DataError
-from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, read_foreign, read_foreign_json
+from moba_train.foreign_files import TOKENIZER_BYTES, read_foreign, read_foreign_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -29,17 +27,6 @@ TIKTOKEN = "tiktoken:"
 """Prefix of tiktoken encodings, which some commands accept instead of a file."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Names of a tokenizer in a Hugging Face folder, which may have it in both forms."""
-COMPANIONS = (
-    *TOKENIZERS,
-    TOKENIZER_CONFIG,
-    SPECIAL_TOKENS_MAP,
-    "added_tokens.json",
-    *CHAT_TEMPLATES,
-    GENERATION_CONFIG,
-    "vocab.json",
-    "merges.txt",
-)
-"""Files of a Hugging Face folder that belong to the tokenizer, not to the model."""
 
 
 def tokenizer_file(path: str | Path) -> Path:
@@ -241,32 +228,6 @@ def load_text_tokenizer(path: str | Path, roots: Sequence[Path] | None = None) -
         )
     path = tokenizer_file(path)
     return HuggingFaceTokenizer(path, roots) if path.suffix == ".json" else load_tokenizer(path, roots)
-
-
-def copy_tokenizer(path: Path, output: Path, roots: Sequence[Path]) -> None:
-    """Copy the tokenizer at `path`, with the files that belong to it, into the folder `output`, which is created.
-
-    Raises DataError, before anything is created, when a file cannot be read or does not lie below one of `roots`.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            files = [
-                (file.name, stack.enter_context(open_foreign(file, TOKENIZER_BYTES, roots)))
-                for file in tokenizer_files(path)
-            ]
-        except (OSError, ValueError) as error:
-            raise DataError(f"the tokenizer {path} cannot be copied: {error}") from error
-        output.mkdir(parents=True, exist_ok=True)
-        for name, source in files:
-            with (output / name).open("wb") as target:
-                shutil.copyfileobj(source, target)
-
-
-def tokenizer_files(path: Path) -> list[Path]:
-    """The tokenizer at `path`, and the files in the same folder that belong to it."""
-    folder = path if path.is_dir() else path.parent
-    companions = [folder / name for name in COMPANIONS if (folder / name).exists()]
-    return companions if path.is_dir() or path in companions else [path, *companions]
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:

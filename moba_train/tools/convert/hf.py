@@ -28,7 +28,7 @@ from moba_train.config.explain import given
 from moba_train.config.load import dump_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.data.tokenizer import TOKENIZERS, copy_tokenizer, load_text_tokenizer
+from moba_train.data.tokenizer import TOKENIZERS, load_text_tokenizer
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.hf.config import CONFIG, read_config, read_model_config
@@ -36,7 +36,7 @@ from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, 
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, read_layers, write_safetensors
-from moba_train.tools.convert.hf_tokenizer import export_tokenizer
+from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.inference.corpus_marks import corpus_marks
 from moba_train.tools.saved_recipe import SavedRun
 

@@ -6,7 +6,9 @@ sentencepiece models   copied as tokenizer.model, and converted to tokenizer.jso
                        an architecture may split text in another way, or reads no sentencepiece model at all
 """
 
+import contextlib
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ from moba_train.data.tokenizer import (
     SPECIAL_TOKENS_MAP,
     TIKTOKEN,
     TOKENIZER_CONFIG,
+    TOKENIZERS,
     Tokenizer,
     load_tokenizer,
     token_ids,
@@ -25,7 +28,7 @@ from moba_train.data.tokenizer import (
     tokenizer_file,
 )
 from moba_train.errors import DataError
-from moba_train.foreign_files import TOKENIZER_BYTES, parse_json, read_foreign
+from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, parse_json, read_foreign
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
 from moba_train.tools.inference.corpus_marks import CorpusMarks
 
@@ -33,6 +36,17 @@ TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 UNCONVERTED = "sentencepiece.model"
 """Name of a sentencepiece model without a tokenizer.json; a `SENTENCEPIECE` would be read, with other ids."""
+_COMPANIONS = (
+    *TOKENIZERS,
+    TOKENIZER_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    "added_tokens.json",
+    *CHAT_TEMPLATES,
+    GENERATION_CONFIG,
+    "vocab.json",
+    "merges.txt",
+)
+"""Files of a Hugging Face folder that belong to the tokenizer, not to the model."""
 _GENERIC_CLASS = "PreTrainedTokenizerFast"
 """Class of transformers that takes tokenizer.json as it is. Those of Llama and Qwen build parts of it again."""
 _MARKS = ("bos_token", "eos_token", "pad_token")
@@ -301,3 +315,29 @@ def _parse(files: dict[str, bytes], name: str) -> dict[str, Any]:
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
+
+
+def copy_tokenizer(path: Path, output: Path, roots: Sequence[Path]) -> None:
+    """Copy the tokenizer at `path`, with the files that belong to it, into the folder `output`, which is created.
+
+    Raises DataError, before anything is created, when a file cannot be read or does not lie below one of `roots`.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            files = [
+                (file.name, stack.enter_context(open_foreign(file, TOKENIZER_BYTES, roots)))
+                for file in _tokenizer_files(path)
+            ]
+        except (OSError, ValueError) as error:
+            raise DataError(f"the tokenizer {path} cannot be copied: {error}") from error
+        output.mkdir(parents=True, exist_ok=True)
+        for name, source in files:
+            with (output / name).open("wb") as target:
+                shutil.copyfileobj(source, target)
+
+
+def _tokenizer_files(path: Path) -> list[Path]:
+    """The tokenizer at `path`, and the files in the same folder that belong to it."""
+    folder = path if path.is_dir() else path.parent
+    companions = [folder / name for name in _COMPANIONS if (folder / name).exists()]
+    return companions if path.is_dir() or path in companions else [path, *companions]
