@@ -1,14 +1,12 @@
 """A recipe that is written down and read again, and the stages that follow from it."""
 
-from pathlib import Path
-
 import yaml
 
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.config.load import dump_config, load_config
 from moba_train.config.stages import timed, used_kinds
-from tests.resolved import check, stages_of
+from tests.resolved import stages_of
 from tests.small_recipe import Load, Write
 
 
@@ -56,8 +54,3 @@ def test_interpolating_in_a_stage_keeps_the_models_theta(load: Load) -> None:
     short, long = stages_of(load())
     assert (short.rope.theta, short.rope.kind) == (5e5, "none")
     assert (long.rope.theta, long.rope.kind, long.rope.factor) == (5e5, "pi", 4)
-
-
-def _assert_config_or_error(path: Path) -> None:
-    with suppress(ConfigError):
-        check(load_config(path), ranks=2, check_files=True)

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import string
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,11 @@ def test_missing_keys_say_what_they_need(write: Write) -> None:
         "stages: missing; allowed: non-empty list of sections, such as [{name: ..., seq_len: ..., tokens: ...}]"
         in found
     )
+
+
+def _assert_config_or_error(path: Path) -> None:
+    with suppress(ConfigError):
+        check(load_config(path), ranks=2, check_files=True)
 
 
 @FUZZ
