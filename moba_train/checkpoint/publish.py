@@ -207,6 +207,10 @@ def find_checkpoint(path: Path) -> Path:
         problem = f"there is no such folder{'' if path.is_absolute() else f' (from {Path.cwd()})'}"
     elif (path / "config.json").is_file():
         hint = "; `moba-train convert hf-to-moba` makes a checkpoint of a Hugging Face folder"
+    for replaced in (*(path / "checkpoints").glob(f"{_REPLACED}*"), path.with_name(_REPLACED + path.name)):
+        if replaced.exists():
+            step = replaced.name.removeprefix(_REPLACED)
+            hint = f"; a process was killed as it replaced {step}: run its command again"
     around = [path] if path.parent.name != "checkpoints" else [path, path.parent]
     for folder in around:  # the folder of all of them, also below a fallback_dir, or one that retention has removed
         if steps := [str(step) for step, _ in published(folder)]:

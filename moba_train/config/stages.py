@@ -116,7 +116,7 @@ def merge_parallel(base: ParallelConfig, over: ContextParallelConfig | None) -> 
 def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
     """All stages of a recipe, in order, with their latest possible ends. Raises ConfigError as `resolve_layers` does.
 
-    Only `resolve.run.resolve` calls it: a resolved run holds its stages.
+    Only `resolve.run.resolve_unchecked` calls it: a resolved run holds its stages.
     """
     stages: list[Stage] = []
     planned_token = 0

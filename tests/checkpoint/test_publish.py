@@ -182,6 +182,14 @@ def test_damage_outweighs_what_could_not_be_read(tmp_path: Path, monkeypatch: py
         manifest.verify_checkpoint(path)
 
 
+def test_a_checkpoint_that_a_killed_process_was_replacing_is_named(tmp_path: Path) -> None:
+    path = publish_step(tmp_path / "checkpoints", 100)
+    path.rename(path.with_name(".replaced-step_00000100"))
+    for asked in (tmp_path, path):
+        with pytest.raises(CheckpointError, match="killed as it replaced step_00000100: run its command again"):
+            publish.find_checkpoint(asked)
+
+
 def test_the_newest_one_is_not_replaced_by_an_older_one_because_it_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
