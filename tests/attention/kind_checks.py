@@ -247,7 +247,7 @@ def assert_documents_are_independent(
 def token_bytes(
     kind: AttentionKind, model: ModelConfig = MODEL, *, width: int = 2, seq_len: int = 64, tokens: int = 64, cp: int = 1
 ) -> TokenBytes:
-    """What a plan counts for each token of a layer of the kind."""
+    """Bytes that a plan counts for each token of a layer of the kind."""
     return kind.costs(model).token_bytes(MicroBatch(width, seq_len, tokens, cp))
 
 

@@ -1,4 +1,4 @@
-"""What layers of mechanisms keep for the backward pass changes no bit."""
+"""Layers of mechanisms give the same bits, whatever they keep for the backward pass."""
 
 from collections import Counter
 from functools import partial

@@ -1,4 +1,4 @@
-"""What kinds of mechanisms show of themselves: gates in their warm-up, states behind documents, shares of keys."""
+"""Statistics that kinds of mechanisms show: gates in their warm-up, states behind documents, shares of keys."""
 
 from typing import Any
 

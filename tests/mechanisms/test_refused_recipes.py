@@ -72,7 +72,7 @@ def test_gates_that_do_not_learn_cannot_be_all_that_is_trained(
 
 
 def test_a_checkpoint_of_a_pipeline_is_evaluated_without_one(load: Load) -> None:
-    """What stands in the way of training only does not stand in the way of evaluation."""
+    """Problems of training alone do not keep a checkpoint from being evaluated."""
     config = load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]")
     check(config, allow_idle=True, training=False)
 

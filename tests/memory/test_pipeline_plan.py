@@ -25,7 +25,7 @@ def parts_of(config: RunConfig) -> tuple[int, ...]:
 
 
 def bubble(config: RunConfig, lengths: list[int], activations: list[LayerActivations]) -> float:
-    """Of the first stage, with eight micro-batches."""
+    """Idle share of the pipeline in the first stage, with eight micro-batches."""
     setup = setup_of(config)
     return pipeline_bubble(setup.shape, setup.parts, stages_of(config)[0], lengths, 8, activations)
 

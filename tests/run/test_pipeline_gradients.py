@@ -200,7 +200,7 @@ def on_one_device(options: Model) -> Found:
 
 @pytest.fixture(scope="module")
 def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Found]:
-    """What the cases of the file that collects the test give."""
+    """Results of the cases in the file that collects the test."""
     every: dict[str, Found] = {}
     for count, cases in ((2, request.module.TWO_RANKS), (4, request.module.FOUR_RANKS)):
         output = tmp_path_factory.mktemp("pipeline") / "results.pt"
