@@ -4,6 +4,7 @@
     python -m benchmarks.step_time --fit                      # an H200's fitted rates, again
     python -m benchmarks.step_time --scale h100               # an H200's rates scaled to another GPU, as JSON
     python -m benchmarks.step_time --write docs/planning.md   # both tables, into the document
+    python -m benchmarks.step_time --rates FILE.json          # by the rates that `moba-train calibrate` measured
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
 Measured are the median steps of result files that were made for other purposes; where a file says that they leave out
@@ -35,7 +36,7 @@ from moba_train.memory.devices import H200, Gpu, known_gpu, named_gpu
 from moba_train.memory.flops import stage_documents
 from moba_train.parallel.links import LINKS
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.plan.rates import MeasuredLayer, Rates, shipped_rates
+from moba_train.tools.plan.rates import MeasuredLayer, Rates, read_rates, shipped_rates
 from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
 
 RESULTS = Path(__file__).parent / "results"
@@ -436,6 +437,20 @@ def summary(rows: Sequence[Compared]) -> str:
     return markdown(lines)
 
 
+def calibrated(rates: Rates) -> str:
+    """Both tables of the steps on the GPU of `rates`, predicted by what they measured and by shipped rates for the rest.
+
+    Without a measured rate, steps in FP8, and full attention by another backend than `auto`, are not compared.
+    """
+    gpu = rates.device
+    steps = [step for step in all_steps() if measured_gpu(step) == gpu and FLASH2 not in step.row]
+    if rates.float8_products is None:
+        steps = [step for step in steps if parse_row(step.row, step.defaults).fp8 == "off"]
+    complete = rates.model_copy(update={"node_bandwidth": rates.node_bandwidth or shipped_rates(gpu).node_bandwidth})
+    rows = compare(lambda other: complete if other == gpu else shipped_rates(other), steps)
+    return "\n\n".join([summary(rows), table(rows)])
+
+
 def _kind(measured: Measured) -> str:
     """Where a step belongs in `summary`."""
     row = parse_row(measured.row, measured.defaults)
@@ -456,6 +471,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the rates anew, print them, and predict by them")
     parser.add_argument("--scale", metavar="GPU", help="print an H200's rates, scaled to this GPU by the data sheets")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="predict the steps of this file's GPU alone, by it")
     parser.add_argument("--results", type=Path, nargs="+", default=[], help="of benchmarks.training, in place of all")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the tables between its markers")
     arguments = parser.parse_args()
@@ -468,6 +484,9 @@ def main() -> None:
         rates_of = partial(scaled, rates)
         for name in (*FITTED, *FITTED_FLOAT8, *LOSSES):
             print(f"{name} = {getattr(rates, name):.4g}")
+    if arguments.rates:
+        print(calibrated(read_rates(arguments.rates)))
+        return
     if arguments.results:
         print(table(compare(rates_of, [row for file in arguments.results for row in rows_of(file)])))
         return

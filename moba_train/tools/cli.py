@@ -129,7 +129,8 @@ def calibrate(
     from moba_train.tools.plan.calibrate import calibrate as measured
 
     check_output_file(output)
-    write_atomically(output, measured(minutes, typer.echo).to_json())
+    for rates in measured(minutes, typer.echo):  # written again and again, so that an interrupted one is not lost
+        write_atomically(output, rates.to_json())
     typer.echo(f"written: {output}")
 
 

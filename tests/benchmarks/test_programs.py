@@ -20,7 +20,8 @@ from benchmarks import record
 
 FOLDER = Path(benchmarks.__file__).parent
 EXPERIMENTS = Path(experiments.__file__).parent
-RESULTS = sorted((FOLDER / "results").glob("*.json"))
+RESULTS = sorted({*(FOLDER / "results").glob("*.json")} - {*(FOLDER / "results").glob("calibrated-*")})
+"""All but files of `moba-train calibrate`, whose note says what they are."""
 FIGURES = sorted((EXPERIMENTS / "results").glob("*.json"))
 MODULES = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
 PROGRAMS = [name for name in MODULES if "\ndef main(" in (FOLDER / f"{name}.py").read_text()]

@@ -1,6 +1,7 @@
 """The model behind `plan --nodes` predicts what was measured, and the document shows it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.step_time import (
     RESULTS,
     STEPS,
     all_steps,
+    calibrated,
     compare,
     fitted_once,
     left_out,
@@ -25,7 +27,7 @@ from benchmarks.step_time import (
     table,
 )
 from moba_train.memory.devices import H200, named_gpu
-from moba_train.tools.plan.rates import shipped_rates
+from moba_train.tools.plan.rates import read_rates, shipped_rates
 from moba_train.tools.plan.step_time import StageStep
 from tests.guide import ROOT
 
@@ -41,6 +43,14 @@ def test_every_measured_step_is_predicted_within_10_percent() -> None:
     assert far == {}
     for shown in (summary(rows), table(rows), left_out()):
         assert shown in (ROOT / COMPARED).read_text(), f"python -m benchmarks.step_time --write {COMPARED}"
+
+
+def test_rates_that_were_calibrated_on_an_h200_predict_its_steps() -> None:
+    """docs/planning.md says how well."""
+    shown = calibrated(read_rates(RESULTS / "calibrated-h200.json"))
+    (last,) = re.findall(r"\| all \| (\d+) \| -([\d.]+)% \| -(\d+)\.\d%", shown)
+    text = " ".join((ROOT / COMPARED).read_text().split())
+    assert "its rates predict {} measured training steps {} % too short at the median, {} % at most".format(*last) in text
 
 
 def test_rows_that_are_left_out_were_measured() -> None:

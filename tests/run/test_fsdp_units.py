@@ -175,6 +175,8 @@ def test_plan_counts_what_fsdp_holds_of_its_last_gather_in_the_loss(tied: bool, 
 @pytest.mark.parametrize("linear", ["bf16", "fp8"])
 def test_two_gpus_whose_weights_copy_engines_gather_train_the_same_bits(linear: str, run: Run) -> None:
     """With compiled blocks of a width at which copies and products overlap, several micro-batches and evaluations."""
+    if linear == "fp8":
+        pytest.importorskip("torchao")
     run.recipe |= {"deterministic": True, "compile": True, "precision": {"linear": linear}}
     run.recipe["model"] |= {"hidden_size": 1024, "intermediate_size": 4096, "layers": 6, "heads": 16, "kv_heads": 8}
     saved = []

@@ -14,7 +14,7 @@ import math
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -72,14 +72,17 @@ ON_GPU = Shapes(4096, 14336, 128256, (8192, 32768, 131072), 1 << 28, 1.0, 0.25)
 ON_CPU = Shapes(512, 512, 256, (128, 256), 1 << 16, 0.01, 0.01)
 
 
-def calibrate(minutes: float, say: Callable[[str], object]) -> Rates:
+def calibrate(minutes: float, say: Callable[[str], object]) -> Iterator[Rates]:
     """The rates of this machine's first GPU, or without one of its CPU in tiny shapes.
+
+    Yields them first without the attention of rare kinds, and again after each layer of those that was measured: one
+    whose kernels are tuned when they first run can take longer than all else.
 
     minutes: no attention except full and moba is begun later, so long sequences of rare kinds are left out first
     say: gets a line for everything that was measured
     """
     deadline = time.monotonic() + 60 * minutes
-    return Calibration("cuda" if torch.cuda.is_available() else "cpu", say).rates(deadline)
+    yield from Calibration("cuda" if torch.cuda.is_available() else "cpu", say).rates(deadline)
 
 
 class Calibration:
@@ -99,11 +102,12 @@ class Calibration:
         """Seconds of full attention in a block, forward and backward, by the length."""
         self._left_out: dict[str, str] = {}  # with the reason
 
-    def rates(self, deadline: float) -> Rates:
-        """All rates; attention that is left to measure after `deadline` (time.monotonic) is left out."""
+    def rates(self, deadline: float) -> Iterator[Rates]:
+        """The rates, after each layer of a rare kind again; those to measure after `deadline` (time.monotonic) are left
+        out."""
         product_s = 1 / self._report("products", self._products(), 1e12, "TFLOP/s")
         memory = self._report("memory", self._memory(), 1e9, "GB/s")
-        layers = self._attention(_VARIANTS, math.inf)
+        layers = list(self._attention(_VARIANTS, math.inf))
         compiled_s, long_s = (self.block(tokens, compiled=self._on_gpu) for tokens in self._shapes.lengths[:2])
         in_step = self._attention_in_step(compiled_s, long_s)
         passes = self._passes(compiled_s, self._on_gpu, product_s, memory, in_step)
@@ -115,17 +119,14 @@ class Calibration:
         float8 = self._float8_products(passes, memory, in_step)
         updates = {name: seconds for name in OPTIMIZERS.usable() if (seconds := self._update(name)) is not None}
         bandwidth = node_bandwidth(torch.cuda.device_count(), "nccl", self._shapes.bytes)
-        others = sorted(set(KINDS.usable()) - set(_VARIANTS))
-        layers += self._attention({kind: _modes(kind) for kind in others}, deadline)
         gpu = local_gpu()
-        left_out = "; ".join(map(": ".join, self._left_out.items()))
         today = datetime.datetime.now(datetime.UTC).date()
-        return Rates(
+        rates = Rates(
             format=1,
             gpu=gpu.name if gpu else f"CPU ({platform.machine()})",
             gpu_memory=gpu.memory if gpu else local_host_memory(1),
             note=f"measured by moba-train calibrate, {today}, torch {torch.__version__}",
-            sources={"all": "parts of a step, timed alone", "left out": left_out},
+            sources={"all": "parts of a step, timed alone"},
             products=1 / product_s,
             float8_products=float8,
             memory=memory,
@@ -139,6 +140,17 @@ class Calibration:
             node_bandwidth=bandwidth,
             attention=tuple(layers),
         )
+        yield self._with_layers(rates, layers, "all other attention: the calibration was interrupted")
+        others = sorted(set(KINDS.usable()) - set(_VARIANTS))
+        for layer in self._attention({kind: _modes(kind) for kind in others}, deadline):
+            layers.append(layer)
+            yield self._with_layers(rates, layers, "all other attention: the calibration was interrupted")
+        yield self._with_layers(rates, layers)
+
+    def _with_layers(self, rates: Rates, layers: Sequence[MeasuredLayer], *left_out: str) -> Rates:
+        named = "; ".join([*map(": ".join, self._left_out.items()), *left_out])
+        sources = {**rates.sources, "left out": named}
+        return rates.model_copy(update={"attention": tuple(layers), "sources": sources})
 
     def _report(self, what: str, value: float, unit: float, name: str) -> float:
         """`value`, in four digits, after it was said."""
@@ -276,9 +288,8 @@ class Calibration:
         parameters = sum(parameter.numel() for parameter in transformer.parameters())
         return self._report(f"update by {name}", seconds / parameters, 1e-12, "ps a parameter")
 
-    def _attention(self, kinds: Mapping[str, Sequence[Options]], deadline: float) -> list[MeasuredLayer]:
+    def _attention(self, kinds: Mapping[str, Sequence[Options]], deadline: float) -> Iterator[MeasuredLayer]:
         """The attention of these kinds with these options, shortest sequences first."""
-        found = []
         measured = set()
         width = self._model.head_width
         widths = {kind: (width, width // 2) if kind in _VARIANTS else (width,) for kind in kinds}
@@ -304,9 +315,8 @@ class Calibration:
                     self._full_s[tokens] = both_s
                 self._say(f"{name}, {tokens} tokens, head width {head_dim}: {1e3 * both_s:.4g} ms")
                 times = {"forward_ms": _rounded(1e3 * forward_s), "both_ms": _rounded(1e3 * both_s)}
-                found.append(MeasuredLayer(kind=kind, options=options, head_dim=head_dim, tokens=tokens, **times))
+                yield MeasuredLayer(kind=kind, options=options, head_dim=head_dim, tokens=tokens, **times)
         self._left_out = {name: why for name, why in self._left_out.items() if name not in measured}
-        return found
 
     def _attention_seconds(self, layer: LayerAttention, model: ModelConfig, tokens: int) -> tuple[float, float]:
         """Seconds of a kind's forward pass, and of both, without the rotary embedding, which a block's passes have."""

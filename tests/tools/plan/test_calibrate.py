@@ -8,10 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from moba_train.attention.registry import KINDS
+from moba_train.config.attention import LayerAttention
+from moba_train.config.model import ModelConfig
 from moba_train.optim.registry import OPTIMIZERS
 from moba_train.tools.cli import app
 from moba_train.tools.plan import tune
-from moba_train.tools.plan.calibrate import calibrate, node_bandwidth
+from moba_train.tools.plan.calibrate import Calibration, calibrate, node_bandwidth
 from moba_train.tools.plan.rates import read_rates
 from moba_train.tools.plan.render import OWN_LAYOUT
 from tests.run.tiny_run import Run
@@ -48,9 +50,28 @@ def test_every_kind_and_optimizer_is_measured_or_named_with_the_reason(rates_fil
 
 
 def test_kinds_that_others_do_not_depend_on_are_left_out_when_the_time_is_up() -> None:
-    rates = calibrate(0.0, lambda line: None)
+    *_, rates = calibrate(0.0, lambda line: None)
     assert {row.kind for row in rates.attention} == {"full", "moba"}
     assert "nsa: no time left: --minutes" in rates.sources["left out"]
+
+
+def test_an_interrupted_calibration_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of another package can tune its kernels for longer than a batch system waits."""
+    measure = Calibration._attention_seconds
+
+    def until_lightning(self: Calibration, layer: LayerAttention, model: ModelConfig, tokens: int) -> tuple[float, float]:
+        if layer.kind == "lightning":
+            raise KeyboardInterrupt
+        return measure(self, layer, model, tokens)
+
+    monkeypatch.setattr(Calibration, "_attention_seconds", until_lightning)
+    output = tmp_path / "rates.json"
+    assert CliRunner().invoke(app, ["calibrate", "--output", str(output)]).exit_code == 130
+    rates = read_rates(output)
+    kinds = [row.kind for row in rates.attention]
+    assert {"full", "moba"} < set(kinds)
+    assert "lightning" not in kinds
+    assert rates.sources["left out"].endswith("all other attention: the calibration was interrupted")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs no GPU or several")
