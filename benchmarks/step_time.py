@@ -438,7 +438,7 @@ def summary(rows: Sequence[Compared]) -> str:
 
 
 def calibrated(rates: Rates) -> str:
-    """Both tables of the steps on the GPU of `rates`, predicted by what they measured and by shipped rates for the rest.
+    """Both tables of the steps on the GPU of `rates`, predicted by its rates and, for the rest, shipped ones.
 
     Without a measured rate, steps in FP8, and full attention by another backend than `auto`, are not compared.
     """

@@ -50,7 +50,8 @@ def test_rates_that_were_calibrated_on_an_h200_predict_its_steps() -> None:
     shown = calibrated(read_rates(RESULTS / "calibrated-h200.json"))
     (last,) = re.findall(r"\| all \| (\d+) \| -([\d.]+)% \| -(\d+)\.\d%", shown)
     text = " ".join((ROOT / COMPARED).read_text().split())
-    assert "its rates predict {} measured training steps {} % too short at the median, {} % at most".format(*last) in text
+    claim = "its rates predict {} measured training steps {} % too short at the median, {} % at most"
+    assert claim.format(*last) in text
 
 
 def test_rows_that_are_left_out_were_measured() -> None:

@@ -59,12 +59,12 @@ def test_an_interrupted_calibration_keeps_what_it_measured(tmp_path: Path, monke
     """A kind of another package can tune its kernels for longer than a batch system waits."""
     measure = Calibration._attention_seconds
 
-    def until_lightning(self: Calibration, layer: LayerAttention, model: ModelConfig, tokens: int) -> tuple[float, float]:
+    def interrupted(self: Calibration, layer: LayerAttention, model: ModelConfig, tokens: int) -> tuple[float, float]:
         if layer.kind == "lightning":
             raise KeyboardInterrupt
         return measure(self, layer, model, tokens)
 
-    monkeypatch.setattr(Calibration, "_attention_seconds", until_lightning)
+    monkeypatch.setattr(Calibration, "_attention_seconds", interrupted)
     output = tmp_path / "rates.json"
     assert CliRunner().invoke(app, ["calibrate", "--output", str(output)]).exit_code == 130
     rates = read_rates(output)
