@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 """
 
-from moba_train.errors import leave_if_refused, print_error, refuse
+from moba_train.errors import leave_if_refused, outlast_output, print_error, refuse
 from moba_train.run.stop import (
     BEFORE_TRAINING,
     StoppedBeforeTrainingError,
@@ -14,6 +14,7 @@ from moba_train.run.stop import (
 )
 
 if __name__ == "__main__":
+    outlast_output()
     listen()  # before the imports below, which take seconds
     leave_if_refused()
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moba_train.errors import UserError, print_error
+from moba_train.errors import UserError, outlast_output, print_error
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a packaged recipe")]
 Overrides = Annotated[
@@ -27,7 +27,14 @@ GpusPerNode = Annotated[int, typer.Option(min=1, help="GPUs (ranks) of each mach
 
 class _Commands(TyperGroup):
     """Turns a UserError of any command into its message and exit code; other exceptions keep their traceback. A message
-    of typer's about a value begins with the value."""
+    of typer's about a value begins with the value. A command that writes files does so whatever becomes of the lines
+    that it prints."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        found = super().resolve_command(ctx, args)
+        if found[1] is not None and any(parameter.name == "output" for parameter in found[1].params):
+            outlast_output()
+        return found
 
     def invoke(self, ctx: Any) -> Any:  # typer's Context or click's, by typer's version
         try:

@@ -26,6 +26,7 @@ from moba_train.errors import (
     LaunchError,
     ReproducibleFaultError,
     named_ranks,
+    outlast_output,
     print_error,
     quiet_torchrun,
 )
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     once, else the exit code of the ranks on this node that failed, also after a signal, and 128 + the signal where they
     have none because they did not stop in time. A `STOPPED_CODE` or `SHUTDOWN_TIMEOUT` that is none is refused.
     """
+    outlast_output()
     try:
         stopped_code = _whole_number(STOPPED_CODE, 0, LAST_CODE, "an exit code")
         _whole_number(SHUTDOWN_TIMEOUT, 0, LONGEST_STOP_S, "seconds")
