@@ -26,10 +26,18 @@ ROPE_KEYS: dict[str, dict[str, str]] = {
     "llama3": _STRETCHED | {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"},
 }
 """Keys of our `model.rope`, and those of config.json with the same values, by rope type."""
+_NOT_HERE = {
+    "dynamic": ". Its frequencies change with the length of each input, which model.rope cannot say; if none is longer "
+    "than max_position_embeddings, it is the same as default",
+    "longrope": ". It has a factor for each frequency, and others for short inputs, which model.rope cannot say",
+}
+"""Types of transformers that a model of these families may have: reasons why they are refused."""
 
 
 def read_rope(config: dict[str, Any]) -> RopeConfig:
     """Rotary embedding of a `config.json`: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling`.
+
+    config: with the values that it leaves out, as `read_config` returns it
 
     Raises CheckpointError, naming the key, for an embedding that we do not have and for unusable values.
     """
@@ -37,26 +45,27 @@ def read_rope(config: dict[str, Any]) -> RopeConfig:
     own = config.get(section) or {}
     if not isinstance(own, dict):
         raise CheckpointError(f"{section} is {given(own)}, allowed: an object, such as {{'rope_type': 'default'}}")
+    own = {key: value for key, value in own.items() if value is not None}
     rope_type = own.get("rope_type", own.get("type", "default"))
     if rope_type not in [*ROPE_KEYS]:
-        raise CheckpointError(f"{section}.rope_type is {given(rope_type)}, allowed: {', '.join(ROPE_KEYS)}")
+        needed = _NOT_HERE.get(str(rope_type), "")
+        raise CheckpointError(f"{section}.rope_type is {given(rope_type)}, allowed: {', '.join(ROPE_KEYS)}{needed}")
     # As transformers 5 does, which prefers this key outside of the section.
-    lengths = (config.get(_TRAINED), own.get(_TRAINED), config.get("max_position_embeddings"))
-    values = own | {_TRAINED: next((length for length in lengths if length is not None), None)}
-    keys = ROPE_KEYS[rope_type]
+    longest = config["max_position_embeddings"]
+    trained = config.get(_TRAINED, own.get(_TRAINED, longest))
+    values = {"rope_theta": config["rope_theta"], **own, _TRAINED: trained}
+    if rope_type == "yarn" and "factor" not in own and type(trained) is type(longest) is int and trained > 0:
+        values["factor"] = longest / trained
+    keys = {"theta": "rope_theta"} | ROPE_KEYS[rope_type]
     for key in ("factor", _TRAINED):
         if key in keys.values() and values.get(key) is None:
             raise CheckpointError(f"{section}.{key} is missing; rope_type {rope_type} needs it")
+    kind = {"default": "none", "linear": "pi"}.get(rope_type, rope_type)
     try:
         rope = RopeConfig.model_validate(
-            {
-                "kind": {"default": "none", "linear": "pi"}.get(rope_type, rope_type),
-                "theta": own.get("rope_theta", config.get("rope_theta", 10_000.0)),
-                **{ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None},
-            }
+            {"kind": kind} | {ours: values[theirs] for ours, theirs in keys.items() if theirs in values}
         )
     except ValidationError as error:
-        keys = keys | {"theta": "rope_theta"}
         places = {ours: f"{section}.{theirs}" if theirs in own else theirs for ours, theirs in keys.items()}
         raise CheckpointError("; ".join(explain(error, RopeConfig, places))) from None
     _check_fixed_values(section, own, rope)
@@ -97,18 +106,37 @@ SAME_VALUES = {
     "tie_embeddings": "tie_word_embeddings",
 }
 """Our keys, and those of config.json with equal values."""
-_REFUSED = {
+_FIXED = ("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
+"""Keys of config.json of whose values our Transformer implements the default alone."""
+_LLAMA = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "rope_theta": 10_000.0,
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), False),
     "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "quantization_config": None,
 }
-"""Keys of config.json, and the only value that our Transformer implements."""
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {"llama": _LLAMA, "qwen2": _QWEN2, "qwen3": _QWEN2 | {"head_dim": 128}}
+"""Values that transformers gives to keys which a config.json leaves out, by model_type; None: no value."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Contents of config.json in `folder`. Raises CheckpointError unless it is that of a Hugging Face model."""
+    """Contents of config.json in `folder`, with `DEFAULTS` for keys that it leaves out. Null counts as left out, except
+    for numbers, where transformers also refuses it.
+
+    Raises CheckpointError unless it is that of a Hugging Face model of a type that our Transformer implements.
+    """
     path = folder / CONFIG
     if not path.exists():
         raise CheckpointError(f"{folder}: not a Hugging Face model: there is no {CONFIG}")
@@ -118,6 +146,14 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ValueError("there is no model_type")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: is not a Hugging Face model's config ({error})") from error
+    model_type = config["model_type"]
+    if model_type not in ARCHITECTURES:
+        raise CheckpointError(f"{path}: model_type is {given(model_type)}, allowed: {', '.join(ARCHITECTURES)}")
+    defaults = DEFAULTS[model_type]
+    numbers = {key for key, value in defaults.items() if type(value) in (int, float)}
+    config = defaults | {key: value for key, value in config.items() if value is not None or key in numbers}
+    if config.get("num_key_value_heads") is None:
+        config["num_key_value_heads"] = config["num_attention_heads"]
     return config
 
 
@@ -129,25 +165,15 @@ def read_model_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG
     config = read_config(folder)
     model_type = config["model_type"]
-    if model_type not in ARCHITECTURES:
-        raise CheckpointError(f"{path}: model_type is {given(model_type)}, allowed: {', '.join(ARCHITECTURES)}")
-    for key, allowed in _REFUSED.items():
-        if config.get(key, allowed) != allowed:
+    for key in _FIXED:
+        if config.get(key) != (allowed := DEFAULTS[model_type].get(key)):
             raise CheckpointError(f"{path}: {key} is {given(config[key])}, allowed: {allowed!r}")
-    layer_types = config.get("layer_types") or []
-    sliding = (
-        [layer for layer in layer_types if layer != "full_attention"]
-        if isinstance(layer_types, list)
-        else [layer_types]
-    )
-    if sliding:
-        raise CheckpointError(f"{path}: layer_types has {given(sliding[0])}, allowed: full_attention")
-    values = {ours: config[theirs] for ours, theirs in SAME_VALUES.items() if config.get(theirs) is not None}
-    values.setdefault("kv_heads", values.get("heads"))
-    values.setdefault("norm_eps", 1e-6)  # the default of Hugging Face, not ours
-    values |= {
-        # Qwen3's default in transformers, whatever the hidden size.
-        "head_dim": config.get("head_dim", 128 if model_type == "qwen3" else None),
+    layer_types = config.get("layer_types", [])
+    for kind in layer_types if isinstance(layer_types, list) else [layer_types]:
+        if kind != "full_attention":
+            raise CheckpointError(f"{path}: layer_types has {given(kind)}, allowed: full_attention")
+    values = {ours: config[theirs] for ours, theirs in SAME_VALUES.items()} | {
+        "head_dim": config.get("head_dim"),
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type == "qwen3",
     }

@@ -166,7 +166,7 @@ def _save_weights(
 
 def _length(folder: Path) -> int:
     """Sequence length of the model in `folder`."""
-    length = read_config(folder).get("max_position_embeddings", 4096)
+    length = read_config(folder)["max_position_embeddings"]
     if type(length) is not int or not 1 <= length <= LONGEST:
         raise CheckpointError(
             f"{folder / CONFIG}: max_position_embeddings is {given(length)}; allowed: integer >= 1 and <= {LONGEST}"

@@ -8,7 +8,7 @@ import torch
 
 from moba_train.config.model import RopeConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import read_rope
+from moba_train.hf.config import DEFAULTS, read_rope
 from moba_train.model.rope import attention_factor, rope_frequencies
 from moba_train.tools.convert.hf_export import hf_length, hf_rope
 
@@ -32,7 +32,7 @@ LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_fa
 def test_a_config_says_what_the_recipe_does(rope: RopeConfig, scaling: dict[str, object] | None) -> None:
     written = hf_rope(rope)
     assert written == {"rope_theta": 5e5, "rope_scaling": scaling}
-    read = read_rope(written)
+    read = read_rope(DEFAULTS["llama"] | written)
     assert (read, read.fast_turns) == (rope.model_copy(update={"beta_fast": read.beta_fast}), rope.fast_turns)
 
 
@@ -52,6 +52,8 @@ SHORT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddi
     "config",
     [
         {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "beta_fast": None}},
+        {"rope_scaling": SHORT_YARN | {"factor": None}},
         {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32},
         {"rope_scaling": SHORT_YARN, "original_max_position_embeddings": 32},
         {"rope_scaling": SHORT_YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
@@ -60,6 +62,8 @@ SHORT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddi
     ],
     ids=[
         "length of the model",
+        "length of the model, transformers 5",
+        "factor by lengths",
         "length outside",
         "length outside and inside",
         "both sections",
@@ -73,7 +77,7 @@ def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict
 
     common: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**common, **copy.deepcopy(config)))
-    ours = read_rope(common | config)
+    ours = read_rope(DEFAULTS["llama"] | common | config)
     torch.testing.assert_close(rope_frequencies(ours, 8).float(), theirs.inv_freq)
     assert attention_factor(ours) == pytest.approx(theirs.attention_scaling)
 
@@ -84,7 +88,11 @@ def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict
         ("linear", "rope_scaling is 'linear', allowed: an object"),
         ({"rope_type": ["yarn"]}, r"rope_scaling\.rope_type is \['yarn'\], allowed: default, linear, yarn, llama3"),
         ({"rope_type": "linear"}, r"rope_scaling\.factor is missing"),
-        ({"rope_type": "yarn", "factor": 2.0}, r"rope_scaling\.original_max_position_embeddings is missing"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            r"'dynamic', allowed: .*llama3\. Its frequencies change with the length",
+        ),
+        ({"type": "longrope"}, r"'longrope', allowed: .*llama3\. It has a factor for each frequency"),
         ({"rope_type": "linear", "factor": 0.5}, r"rope_scaling\.factor: given 0\.5; allowed: number >= 1"),
         ({**SHORT_YARN, "beta_fast": 0}, r"rope_scaling\.beta_fast: given 0; allowed: number > 0"),
         ({**SHORT_YARN, "rope_theta": 0}, r"rope_scaling\.rope_theta: given 0; allowed: number > 1"),
@@ -94,4 +102,4 @@ def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict
 )
 def test_what_cannot_be_used_is_named_with_its_place_in_the_config(scaling: object, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        read_rope({"rope_scaling": scaling})
+        read_rope(DEFAULTS["llama"] | {"rope_scaling": scaling})

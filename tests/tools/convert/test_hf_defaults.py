@@ -1,0 +1,92 @@
+"""What a config.json leaves out, or gives as null, is what transformers makes of it."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from moba_train.errors import CheckpointError
+from moba_train.hf.config import ARCHITECTURES, SAME_VALUES, read_config, read_model_config
+from moba_train.model.rope import rope_frequencies
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.01,
+    "tie_word_embeddings": True,
+    "rope_theta": 5e5,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+}
+
+
+def assert_read_as_transformers_reads_it(folder: Path, config: dict[str, Any], refused: bool = False) -> None:
+    """`refused`: transformers may refuse it; then we may, or read it in another way."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        theirs = AutoConfig.from_pretrained(folder)
+    except StrictDataclassError:
+        assert refused
+        return
+    ours = read_model_config(folder)
+    assert {key: getattr(ours, key) for key in SAME_VALUES} == {
+        key: getattr(theirs, hf) for key, hf in SAME_VALUES.items()
+    }
+    assert ours.head_width == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert read_config(folder)["max_position_embeddings"] == theirs.max_position_embeddings
+    if theirs.rope_parameters["rope_theta"] is not None and getattr(theirs, "head_dim", 1) is not None:
+        frequencies = LlamaRotaryEmbedding(theirs).inv_freq
+        torch.testing.assert_close(rope_frequencies(ours.rope, ours.head_width).float(), frequencies)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_each_default_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
+    assert_read_as_transformers_reads_it(tmp_path, {"model_type": model_type})
+    config = SMALL | {"model_type": model_type}
+    known = {field.name for field in fields(type(AutoConfig.for_model(model_type)))}
+    for key in sorted(known | {*SMALL, "head_dim", "sliding_window", "quantization_config"}):
+        assert_read_as_transformers_reads_it(tmp_path, {name: config[name] for name in config if name != key})
+        if key != "rope_theta":  # transformers can make no model of it
+            assert_read_as_transformers_reads_it(tmp_path, config | {key: None}, refused=True)
+    for key in config["rope_scaling"].keys() - {"rope_type"}:
+        rest = {name: value for name, value in config["rope_scaling"].items() if name != key}
+        assert_read_as_transformers_reads_it(tmp_path, config | {"rope_scaling": rest | {key: None}}, refused=True)
+        if key != "factor":  # transformers asks for it, and takes null
+            assert_read_as_transformers_reads_it(tmp_path, config | {"rope_scaling": rest})
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "key", ["attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings", "layer_types"]
+)
+def test_null_is_no_value_also_where_transformers_5_is_stricter_than_4(
+    model_type: str, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, key: None}))
+    assert not read_model_config(tmp_path).tie_embeddings
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "rms_norm_eps"])
+def test_a_number_that_is_null_is_refused_as_in_transformers(key: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: None}))
+    with pytest.raises(CheckpointError, match=f"{key}: given null; allowed: "):
+        read_model_config(tmp_path)
+
+
+def test_a_length_that_is_null_is_missed_by_what_needs_it(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "max_position_embeddings": None}
+    scaled = config | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(scaled))
+    with pytest.raises(CheckpointError, match="original_max_position_embeddings is missing; rope_type llama3"):
+        read_model_config(tmp_path)
