@@ -1,7 +1,7 @@
 """Tables from the attention benchmark's result file.
 
-python -m benchmarks.attention_table                                   # print them as Markdown
-python -m benchmarks.attention_table --write README.md docs/kernels.md # replace the text between their markers
+python -m benchmarks.attention_table                                   # print them as Markdown python -m
+benchmarks.attention_table --write README.md docs/explanation/kernels.md # replace the text between their markers
 """
 
 import argparse
