@@ -1,7 +1,7 @@
 """Draws docs/images/training.svg, tokens per second and GPU against sequence length, from results of `training`.
 
     python -m benchmarks.training_plot
-    python -m benchmarks.training_plot --write README.md   # also the table between its markers
+    python -m benchmarks.training_plot --write benchmarks/measured/training.md   # also the table between its markers
 
 Rows of several files are drawn together; of rows with one name, the last file's is. Of rows that differ only in
 recomputation or layout, the fastest of a length is a point. Rows with more sequences in a step than others of their

@@ -91,7 +91,7 @@ def test_every_document_is_a_page_in_the_navigation(site: Path, pages: dict[Path
     home = site / "docs" / "index.html"
     linked = {target for page, _, target, _ in internal(pages) if page == home}
     documents = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb"), *ROOT.glob("*.md")]
-    documents += [*(ROOT / "benchmarks").glob("*.md"), *(ROOT / "experiments").glob("*.md")]
+    documents += [*(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "experiments").glob("*.md")]
     for document in documents:
         page = site / document.relative_to(ROOT).with_suffix(".html")
         assert page == home or page in linked, document

@@ -147,7 +147,7 @@ visit, each below the one that called it. Traced in real calls; `python -m tests
 
 Torch's operators cut the path in two places, so that torch.compile and activation checkpointing can keep attention
 whole: `_Attention.forward` is called by autograd, and `_attend` finds the engine and the attention by their handles
-([operators.py](../moba_train/attention/operators.py), [handles.py](../moba_train/attention/handles.py)).
+([operators.py](../../moba_train/attention/operators.py), [handles.py](../../moba_train/attention/handles.py)).
 
 ## One device, Triton kernels
 
