@@ -1,4 +1,4 @@
-"""docs/config.md and docs/config.schema.json, generated from the schema.
+"""docs/reference/config.md and docs/reference/config.schema.json, generated from the schema.
 
 python -m moba_train.tools.reference            write both
 python -m moba_train.tools.reference --check    exit 1 when they are not what the schema gives
@@ -19,7 +19,7 @@ from moba_train.config.explain import describe_field, item_suffix, section_of
 from moba_train.config.load import parse_yaml
 from moba_train.config.schema import RunConfig
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
 
 _INTRODUCTION = """\
 # Configuration reference
@@ -56,7 +56,7 @@ A stage's `attention` is merged over the recipe's key by key (its `overrides` re
 
 
 def reference() -> str:
-    """The text of docs/config.md."""
+    """The text of docs/reference/config.md."""
     headings: dict[type[Section], str] = {RunConfig: "The recipe"}
     _collect(RunConfig, "", headings)
     return "\n".join([_INTRODUCTION, *(_section(section, headings) for section in headings), _layers_example()])
@@ -128,7 +128,9 @@ def _layers_example() -> str:
 
 def main() -> int:
     """Write the two files, or with --check compare them; the exit code."""
-    parser = argparse.ArgumentParser(description="Generate docs/config.md and docs/config.schema.json.")
+    parser = argparse.ArgumentParser(
+        description="Generate docs/reference/config.md and docs/reference/config.schema.json."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is stale")
     check = parser.parse_args().check
     stale = stale_files()
