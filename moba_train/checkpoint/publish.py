@@ -6,16 +6,18 @@ one-line file `latest` replaced. Everything is fsynced before the rename that de
 moment leaves the checkpoints that were already published as they were.
 """
 
+import fcntl
 import logging
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from moba_train.checkpoint.files import UnreadableError, retried
+from moba_train.checkpoint.files import UnreadableError, open_regular, retried
 from moba_train.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -162,6 +164,29 @@ def hide(path: Path) -> Path:
     return path.rename(path.with_name(_TEMPORARY + path.name))
 
 
+def retire(path: Path) -> None:
+    """Removes a published checkpoint, unless a process reads it (`hold`): then a later call may."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # there are file systems without locks
+            manifest = stack.enter_context((path / MANIFEST).open("r+b"))  # NFS needs a file that may be written to
+            try:
+                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        hidden = hide(path)
+    remove(hidden)
+
+
+def hold(path: Path) -> BinaryIO | None:
+    """What keeps a run in progress from removing the checkpoint at `path` while it is open. None where that cannot be,
+    for a reason that the reader of the checkpoint will meet."""
+    with suppress(OSError, CheckpointError):
+        manifest = open_regular(path / MANIFEST)
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+        return manifest
+    return None
+
+
 def set_aside(path: Path) -> Path:
     """Renames a published checkpoint so that it is no longer found, counted or removed, and a person can look at it.
     A checkpoint of the same step that was set aside before is removed. Returns the new path."""
@@ -184,23 +209,22 @@ def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None
             check_sizes(path)
             if accept is None or accept(read_meta(path)):
                 return path
-        except UnreadableError:
-            # Retention of a running job may have removed it between the listing and the read.
-            if (step, path) in published(folder):
-                raise
         except CheckpointError as error:
+            if (step, path) not in published(folder):  # a run in progress has removed it, and has newer ones
+                return latest_checkpoint(folder, accept)
+            if isinstance(error, UnreadableError):
+                raise
             logger.warning("Passing over a damaged checkpoint and taking the one before. %s", error)
     return None
 
 
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself when it is a checkpoint, else the newest valid checkpoint of the run folder `path`. Raises
-    CheckpointError when there is none."""
-    if (path / MANIFEST).is_file():
-        return path
-    newest = latest_checkpoint(path / "checkpoints")
-    if newest is not None:
-        return newest
+def find_checkpoint(path: Path) -> tuple[Path, BinaryIO | None]:
+    """`path` itself when it is a checkpoint, else the newest valid checkpoint of the run folder `path`; and its `hold`,
+    for as long as it is read. Raises CheckpointError when there is none."""
+    while newest := path if (path / MANIFEST).is_file() else latest_checkpoint(path / "checkpoints"):
+        held = hold(newest)
+        if (newest / MANIFEST).is_file():  # else a run in progress has removed it before it was held
+            return newest, held
     problem = f"neither a checkpoint nor a run folder with a valid one in {path}/checkpoints"
     hint = ""
     if not path.exists():

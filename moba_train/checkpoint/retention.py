@@ -24,7 +24,7 @@ from typing import Any
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta, write_json
-from moba_train.checkpoint.publish import LATEST, Accept, hide, is_finite, is_good, published, remove, saved_step
+from moba_train.checkpoint.publish import LATEST, Accept, is_finite, is_good, published, retire, saved_step
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import read_foreign
 from moba_train.strict_json import from_json
@@ -228,7 +228,7 @@ class Retention:
         keep |= self._best(usable, Evaluated.read(folder)) if self.keep_best else set()
         for path in metas:
             if path not in keep:
-                remove(hide(path))
+                retire(path)
 
     def _warn_once(self, path: Path, problem: str) -> None:
         """Warns once about a checkpoint whose meta is not known; it is met again at every save."""

@@ -27,6 +27,7 @@ from moba_train.model.spec import (
     kind_prefix,
 )
 from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import broadcast
 from moba_train.resolve.run import resolve_unchecked
 
 
@@ -43,7 +44,7 @@ def source_model(folder: Path) -> ModelConfig:
     """
     if is_hf_folder(folder):
         return read_model_config(folder)
-    checkpoint = find_checkpoint(folder)
+    checkpoint, _held = find_checkpoint(folder)
     run = resolve_unchecked(saved_recipe(checkpoint))
     return run.setup.shape.model_copy(update={"rope": saved_stage(checkpoint, run.stages).rope})
 
@@ -57,6 +58,9 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
     it was written.
     """
+    if not is_hf_folder(folder):
+        folder, _held = find_checkpoint(folder)
+        folder = broadcast(folder)  # where that run trains, ranks may find different ones
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
     parameters = parameter_sizes(model)
@@ -67,11 +71,10 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
         missing = own
         left_out: set[str] = set()
     else:
-        checkpoint = find_checkpoint(folder)
         theirs = {kind_prefix(layer, kind) for layer, kind in _source_kinds(folder)}
-        load_model(model, checkpoint, optional=own | theirs, verify=True)
-        source = f"the checkpoint {checkpoint}"
-        tensors = CheckpointReader(checkpoint).tensors if own or theirs else {}
+        load_model(model, folder, optional=own | theirs, verify=True)
+        source = f"the checkpoint {folder}"
+        tensors = CheckpointReader(folder).tensors if own or theirs else {}
         saved = {name.removeprefix("model.") for name in tensors if name.startswith("model.")}
         missing = own - saved
         left_out = {name for name in saved - parameters.keys() if kind_of_parameter(name)}
@@ -113,7 +116,7 @@ def initial_tokenizers(folder: Path) -> list[str]:
     """SHA-256 of the tokenizer of the model in `folder`, in each form that is known; none where it is not known. Raises
     UserError when the model cannot be read."""
     if not is_hf_folder(folder):
-        checkpoint = find_checkpoint(folder)
+        checkpoint, _held = find_checkpoint(folder)
         if digest := trained_tokenizer(checkpoint):
             return [digest]
         folder = run_folder(checkpoint)  # of an imported model: its tokenizer lies there
@@ -124,7 +127,8 @@ def _source_kinds(folder: Path) -> Mapping[tuple[int, str], Shapes]:
     """Parameters of the attention kinds of the model in `folder`, by layer and kind."""
     if is_hf_folder(folder):
         return {}
-    return resolve_unchecked(saved_recipe(find_checkpoint(folder))).setup.spec.kind_shapes
+    checkpoint, _held = find_checkpoint(folder)
+    return resolve_unchecked(saved_recipe(checkpoint)).setup.spec.kind_shapes
 
 
 def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -> Iterator[str]:

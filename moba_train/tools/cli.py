@@ -184,10 +184,10 @@ def verify(
 ) -> None:
     """Check every file of a checkpoint against its manifest."""
     from moba_train.checkpoint.manifest import unnamed_files, verify_checkpoint
-    from moba_train.checkpoint.publish import find_checkpoint, published
+    from moba_train.checkpoint.publish import find_checkpoint, hold, published
 
     newest = published(checkpoint / "checkpoints")[-1:]  # not the newest that looks valid: the damage is asked for
-    found = newest[0][1] if newest else find_checkpoint(checkpoint)
+    found, _held = (newest[0][1], hold(newest[0][1])) if newest else find_checkpoint(checkpoint)
     files = verify_checkpoint(found)
     typer.echo(f"{found}: intact")
     if others := unnamed_files(found, files):

@@ -68,7 +68,9 @@ def compare_checkpoints(a: Path, b: Path, tolerance: float = 0.0) -> Comparison:
 
     The ranks' random states are left out, because they depend on the number of ranks.
     """
-    paths = find_checkpoint(a), find_checkpoint(b)
+    first, _held_first = find_checkpoint(a)
+    second, _held_second = find_checkpoint(b)
+    paths = first, second
     ours, theirs = (CheckpointReader(path) for path in paths)
     differing = []
     names = _in_model_order({*ours.tensors, *theirs.tensors}, paths[0])

@@ -44,7 +44,7 @@ from moba_train.parallel.activations import set_activations
 from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
-from moba_train.parallel.world import World, gather_over_ranks, joined_world
+from moba_train.parallel.world import World, broadcast, gather_over_ranks, joined_world
 from moba_train.resolve.initial_weights import is_hf_folder
 from moba_train.resolve.run import resolve_unchecked, setup_on, stage_layout
 from moba_train.tools.convert.hf import imported_recipe
@@ -163,12 +163,14 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
     Under torchrun all its ranks work together, and the numbers are those of one rank up to rounding. Raises UserError
     for data or options that do not fit.
     """
-    training = training_of(saved)
-    setting = evaluated_setting(saved.config, saved.stage.index)
-    setting = dataclasses.replace(setting, trained_length=training.seq_len)
-    attentions = variants(saved.stage.attention, recipe_layers(saved), options.attention)
-    evaluations = _evaluations(saved.config.evaluation, setting, options.tasks)
+    held = saved.held  # by the first rank until all have read it
     with joined_world() as world:
+        saved = broadcast(saved._replace(held=None))  # of a run that trains, ranks may have found different ones
+        training = training_of(saved)
+        setting = evaluated_setting(saved.config, saved.stage.index)
+        setting = dataclasses.replace(setting, trained_length=training.seq_len)
+        attentions = variants(saved.stage.attention, recipe_layers(saved), options.attention)
+        evaluations = _evaluations(saved.config.evaluation, setting, options.tasks)
         if world.is_main and saved.stage.seq_len > training.seq_len:
             logger.warning(
                 "Sequences of %d tokens are longer than the %d tokens that the model was trained with: positions "
@@ -177,6 +179,7 @@ def evaluate_checkpoint(saved: SavedRun, options: EvaluationOptions, echo: Calla
                 training.seq_len,
             )
         context = _context(saved, options.cp, attentions, world)
+        del held
         results = {}
         for evaluation in evaluations:
             results[evaluation.name] = evaluation.run(context)

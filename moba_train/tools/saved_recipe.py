@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
@@ -47,11 +47,13 @@ class SavedRun(NamedTuple):
     spec: ModelSpec
     """The model of the recipe."""
     stage: Stage
+    held: BinaryIO | None = None
+    """`hold` of the checkpoint: a run in progress does not remove it before this object has gone."""
 
     def with_recipe(self, config: RunConfig) -> "SavedRun":
         """The checkpoint with another recipe, which has been checked, and with its stage of the same number."""
         run = resolve_unchecked(config)
-        return SavedRun(self.path, config, run.setup.spec, run.stages[self.stage.index])
+        return SavedRun(self.path, config, run.setup.spec, run.stages[self.stage.index], self.held)
 
 
 class Training(NamedTuple):
@@ -266,12 +268,12 @@ def open_for_generation(
 
 def read_checkpoint(path: Path) -> SavedRun:
     """`open_checkpoint`, without a look at the files that the recipe names."""
-    checkpoint = find_checkpoint(path)
+    checkpoint, held = find_checkpoint(path)
     config = saved_recipe(checkpoint)
     # Where the first weights came from no longer matters, and options that change nothing did no harm in training.
     run = resolve(config.model_copy(update={"init_from": None}), allow_idle=True)
     _check_size(run.setup.spec, checkpoint)
-    return SavedRun(checkpoint, config, run.setup.spec, saved_stage(checkpoint, run.stages))
+    return SavedRun(checkpoint, config, run.setup.spec, saved_stage(checkpoint, run.stages), held)
 
 
 def _check_size(spec: ModelSpec, checkpoint: Path) -> None:

@@ -190,6 +190,29 @@ def test_a_checkpoint_that_a_killed_process_was_replacing_is_named(tmp_path: Pat
             publish.find_checkpoint(asked)
 
 
+def test_a_checkpoint_that_goes_before_it_is_held_is_not_the_one_that_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = publish_step(tmp_path / "checkpoints", 100)
+    hold = publish.hold
+
+    def held_late(path: Path) -> Any:
+        if path == older:
+            publish_step(tmp_path / "checkpoints", 200)
+            publish.retire(older)
+        return hold(path)
+
+    monkeypatch.setattr(publish, "hold", held_late)
+    found, held = publish.find_checkpoint(tmp_path)
+    assert found.name == "step_00000200"
+    publish.retire(found)
+    assert found.exists()
+    assert held is not None
+    held.close()
+    publish.retire(found)
+    assert not found.exists()
+
+
 def test_the_newest_one_is_not_replaced_by_an_older_one_because_it_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
