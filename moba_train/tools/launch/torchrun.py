@@ -40,9 +40,13 @@ from moba_train.run.stop import (
     listen,
     signals_to_handle,
 )
+from moba_train.tools.launch.meeting_point import check_meeting_point
 
 FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
 """Exit codes that say why a run ended, whichever rank was the first to leave."""
+
+DEFAULT_PORT = 29500
+"""torchrun's port for several nodes."""
 
 LAST_CODE = 255
 """The highest exit code that a process can end with."""
@@ -82,9 +86,10 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     listen(stopped_code)  # until torchrun handles signals itself, there is nothing to save
     import torch
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import config_from_args, parse_args
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
     given = any(argument.startswith(("--nproc-per-node", "--nproc_per_node")) for argument in arguments)
@@ -92,11 +97,10 @@ def main(arguments: Sequence[str]) -> int:
     signals = ["--signals-to-handle", ",".join(each.name for each in signals_to_handle())]
     arguments = [*ranks, *signals, *arguments]
     try:
-        config_from_args(parse_args(arguments))
-    except ValueError as error:  # it would show as a traceback
-        refusal = LaunchError(f"options of torchrun: {error}; --help lists them")
-        print_error(refusal)
-        return refusal.exit_code
+        _check(arguments)
+    except LaunchError as error:
+        print_error(error)
+        return error.exit_code
     with tempfile.TemporaryDirectory() as folder:
         os.environ[LAUNCHER_FOLDER] = folder
         os.environ[REFUSED_FILE] = str(Path(folder) / "refused")
@@ -107,6 +111,10 @@ def main(arguments: Sequence[str]) -> int:
             except ChildFailedError as error:
                 failures = sorted(error.failures.items(), key=lambda failure: failure[1].timestamp)
                 return _report_failure([(rank, failure.exitcode) for rank, failure in failures], str(error))
+            except (DistError, RendezvousError) as error:
+                lost = LaunchError(f"--master-addr, --master-port: the nodes' launchers did not meet there: {error}")
+                print_error(lost)
+                return lost.exit_code
             except SignalException as error:
                 if not codes:
                     print(BEFORE_TRAINING, flush=True)
@@ -121,6 +129,24 @@ def main(arguments: Sequence[str]) -> int:
                 if late:
                     return 128 + error.sigval
         return stopped_code if _file(STOPPED).exists() else 0
+
+
+def _check(arguments: Sequence[str]) -> None:
+    """Raises LaunchError for arguments that would show as a traceback of torchrun's."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import config_from_args, parse_args
+
+    args = parse_args([*arguments])
+    is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
+    endpoint = f"{args.master_addr}:{args.master_port or DEFAULT_PORT}" if is_static else args.rdzv_endpoint
+    try:
+        config, _, _ = config_from_args(args)
+        host, port = parse_rendezvous_endpoint(endpoint, 0)
+    except ValueError as error:
+        raise LaunchError(f"options of torchrun: {error}; --help lists them") from None
+    finds_port = is_static and args.master_port is None and config.max_nodes == 1
+    if not args.standalone and not finds_port:
+        check_meeting_point(host, port, is_first=args.rdzv_backend == "static" and args.node_rank == 0)
 
 
 def _whole_number(variable: str, default: int, most: int, what: str) -> int:
