@@ -18,10 +18,11 @@ from data_tools.documents import BadRecord
 from data_tools.outputs import already_made, choose_split, corpus_prefixes, list_skipped, write_errors
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
-from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_file, tokenizer_hash
+from moba_train.data.tokenizer import tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.tools.chat.control_tokens import decode, encode
 from moba_train.tools.chat.template import Conversation, Template, TemplateSegment, texts
+from moba_train.tools.text_tokenizer import TextTokenizer, load_text_tokenizer
 
 MARKER = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_[a-z]+>|\[/?INST\]")
 """Marks that chat templates write around turns, in the notations of common models."""

@@ -14,9 +14,10 @@ from data_tools.encoders import load_tiktoken_encoding
 from data_tools.progress import ByteProgress
 from moba_train.data.indexed import IndexedDataset, corpus_file, outside
 from moba_train.data.loss_mask import LossWeights
-from moba_train.data.tokenizer import TIKTOKEN, load_text_tokenizer, tokenizer_hashes
+from moba_train.data.tokenizer import TIKTOKEN, tokenizer_hashes
 from moba_train.errors import DataError
 from moba_train.tools.chat.control_tokens import decode
+from moba_train.tools.text_tokenizer import load_text_tokenizer
 
 
 class Decoder(NamedTuple):

@@ -13,10 +13,10 @@ import numpy as np
 
 from experiments.corpus import Corpus
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, corpus_file
-from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer
 from moba_train.errors import DataError
 from moba_train.tools.needle.answers import encode_segments
 from moba_train.tools.needle.haystack import draw_keys, draw_values, needle_frame, needle_parts
+from moba_train.tools.text_tokenizer import TextTokenizer, load_text_tokenizer
 
 SHARE = 0.2
 """Share of needle documents in the training tokens of arms that shall find needles."""

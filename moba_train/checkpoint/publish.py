@@ -178,8 +178,8 @@ def retire(path: Path) -> None:
 
 
 def hold(path: Path) -> BinaryIO | None:
-    """What keeps a run in progress from removing the checkpoint at `path` while it is open. None where that cannot be,
-    for a reason that the reader of the checkpoint will meet."""
+    """A file that keeps a run in progress from removing the checkpoint at `path` while it is open. None if that cannot
+    be, for a reason that the reader of the checkpoint will meet."""
     with suppress(OSError, CheckpointError):
         manifest = open_regular(path / MANIFEST)
         fcntl.flock(manifest, fcntl.LOCK_SH)

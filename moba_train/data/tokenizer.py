@@ -1,15 +1,12 @@
-"""Tokenizers: sentencepiece models and Hugging Face's tokenizer.json files.
+"""Files of tokenizers, sentencepiece models and Hugging Face's tokenizer.json: hashes, sizes and special tokens.
 
-A tokenizer.json makes special tokens from text that spells them out. Sentencepiece never makes control tokens, such as
-</s>, from text, nor text from them; tools/chat/control_tokens.py does that with either type.
+Training needs no more of them: text is the tools' business (tools/text_tokenizer.py).
 """
 
 import hashlib
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 
@@ -100,128 +97,29 @@ def _read_object(file: Path, roots: Sequence[Path] | None) -> dict[str, Any]:
     return contents
 
 
-class TextTokenizer(Protocol):
-    """Interface of a tokenizer that generation and fine-tuning need."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; all are below it."""
-        ...
-
-    @property
-    def eos_id(self) -> int | None:
-        """Token id of the end of a document, or None if the tokenizer has none."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without tokens that mark its beginning or end.
-
-        Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair, which JSON can hold and UTF-8 cannot.
-        """
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """A loaded sentencepiece model."""
-
-    processor: sentencepiece.SentencePieceProcessor
-    name: str
-    """File name, without the folder."""
-    sha256: str
-    """SHA-256 of the file, in hexadecimal."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; all are below it."""
-        return self.processor.vocab_size()
-
-    @property
-    def eos_id(self) -> int | None:
-        """Token id of the end of a document, or None if the model has none."""
-        return self.processor.eos_id() if self.processor.eos_id() >= 0 else None
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; control tokens that are spelt out in it are plain text."""
-        return self.processor.encode(text.encode())
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, without control tokens."""
-        return self.processor.decode(list(tokens))
-
-
-def load_tokenizer(path: str | Path, roots: Sequence[Path] | None = None) -> Tokenizer:
-    """Load a sentencepiece model. Raises DataError when `path` is not one, or does not lie below one of `roots`."""
+def read_sentencepiece(path: Path, roots: Sequence[Path] | None = None) -> tuple[Any, str]:
+    """A sentencepiece model, as `SentencePieceProcessor`, and its SHA-256. Raises DataError when `path` is not one, or
+    does not lie below one of `roots`."""
     try:
-        model = read_foreign(Path(path), TOKENIZER_BYTES, roots)
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        model = read_foreign(path, TOKENIZER_BYTES, roots)
+        return sentencepiece.SentencePieceProcessor(model_proto=model), hashlib.sha256(model).hexdigest()
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"{path} is not a readable sentencepiece model ({error}); make one with `moba-data train-tokenizer`"
         ) from error
-    return Tokenizer(processor, Path(path).name, hashlib.sha256(model).hexdigest())
 
 
-class HuggingFaceTokenizer:
-    """A tokenizer.json. The end of a document is the `eos_token` that the files in the same folder name
-    (`special_tokens`).
-
-    Raises DataError when a file cannot be read or does not lie below one of `roots`, or the package tokenizers is not
-    installed.
-    """
-
-    def __init__(self, path: Path, roots: Sequence[Path] | None = None) -> None:
-        try:
-            tokenizers: Any = importlib.import_module("tokenizers")
-        except ImportError as error:
-            raise DataError(f"{path} needs the package tokenizers; run `pip install tokenizers`") from error
-        try:
-            content = read_foreign(path, TOKENIZER_BYTES, roots)
-            self.library: Any = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the package raises plain Exception
-            raise DataError(f"{path} is not a readable tokenizer.json: {error}") from error
-        # The file may ask for truncation or padding, which is meant for batches of prompts.
-        self.library.no_truncation()
-        self.library.no_padding()
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        """SHA-256 of the file, in hexadecimal."""
-        self._eos = special_tokens(path.parent, roots).get("eos_token")
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; all are below it."""
-        return max(self.library.get_vocab(with_added_tokens=True).values()) + 1
-
-    @property
-    def eos_id(self) -> int | None:
-        """Token id of the end of a document, or None if the folder names none."""
-        return None if self._eos is None else self.library.token_to_id(self._eos)
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens that are spelt out in it, as by chat templates, become these tokens."""
-        text.encode()  # the library's own error, a TypeError, does not say what is wrong
-        return self.library.encode(text, add_special_tokens=False).ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, with special tokens spelt out."""
-        return self.library.decode(list(tokens), skip_special_tokens=False)
-
-
-def load_text_tokenizer(path: str | Path, roots: Sequence[Path] | None = None) -> TextTokenizer:
-    """Load a tokenizer.json, a folder with one, or a sentencepiece model.
-
-    roots: folders below which its files must lie, links followed; None: anywhere
-
-    Raises DataError when it cannot be read.
-    """
-    if str(path).startswith(TIKTOKEN):
-        raise DataError(
-            f"{path} given; tiktoken encodings work with `moba-data tokenize` only. Give a sentencepiece model, a "
-            "tokenizer.json, or a folder with one"
-        )
-    path = tokenizer_file(path)
-    return HuggingFaceTokenizer(path, roots) if path.suffix == ".json" else load_tokenizer(path, roots)
+def vocabulary_size(path: str | Path) -> int:
+    """Number of token ids of the tokenizer at `path`; all are below it. Raises DataError when it cannot be read."""
+    file = tokenizer_file(path)
+    if file.suffix != ".json":
+        size: int = read_sentencepiece(file)[0].vocab_size()
+        return size
+    try:
+        contents = read_foreign_json(file, TOKENIZER_BYTES)
+        pieces = contents["model"]["vocab"]  # of Unigram a list, with scores
+        ids = [*(pieces.values() if isinstance(pieces, dict) else range(len(pieces)))]
+        ids += [token["id"] for token in contents.get("added_tokens") or ()]
+        return max(map(int, ids), default=-1) + 1
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise DataError(f"{file} is not a readable tokenizer.json: {error}") from error

@@ -11,7 +11,7 @@ from moba_train.config.schema import StageConfig
 from moba_train.data.blend import length_buckets
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
-from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
+from moba_train.data.tokenizer import tokenizer_file, tokenizer_hashes, vocabulary_size
 from moba_train.errors import ConfigError, DataError
 
 
@@ -74,7 +74,7 @@ def vocabulary_problems(tokenizer: str | None, vocab_size: int) -> Iterator[str]
         yield f"data.tokenizer: no file {tokenizer} (from {Path.cwd()})"
         return
     try:
-        known = load_text_tokenizer(tokenizer).vocab_size
+        known = vocabulary_size(tokenizer)
     except DataError as error:
         yield f"data.tokenizer: {error}"
         return

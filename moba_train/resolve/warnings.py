@@ -13,7 +13,7 @@ from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
 from moba_train.data.samples import StageData
 from moba_train.data.sidecar import read_sidecar
-from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file
+from moba_train.data.tokenizer import tokenizer_file, vocabulary_size
 from moba_train.errors import DataError, UserError, named_layers
 from moba_train.model.spec import ModelSpec, Shapes
 from moba_train.resolve.data import recorded_tokenizers
@@ -179,5 +179,5 @@ def _known_tokens(sources: NamedSources, tokenizer: str | None) -> int | None:
             return int(max(sizes))
     with suppress(DataError):
         if tokenizer is not None and tokenizer_file(tokenizer).is_file():
-            return load_text_tokenizer(tokenizer).vocab_size
+            return vocabulary_size(tokenizer)
     return None

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from moba_train.data.tokenizer import TextTokenizer
 from moba_train.errors import UserError
 from moba_train.model.transformer import Transformer
 from moba_train.tools.inference.cache import Decode
 from moba_train.tools.inference.corpus_marks import NO_MARKS, CorpusMarks
 from moba_train.tools.inference.generate import generate
+from moba_train.tools.text_tokenizer import TextTokenizer
 
 REPORT_EVERY = 5.0
 """Seconds between lines about a prompt that is being read; nothing is printed about a shorter reading."""

@@ -13,10 +13,10 @@ from rich.text import Text
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.stream import DocumentPart
-from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError, UserError
 from moba_train.health.dump import dump_folder
 from moba_train.strict_json import from_json
+from moba_train.tools.text_tokenizer import load_text_tokenizer
 
 SHOWN_CHARACTERS = 400
 

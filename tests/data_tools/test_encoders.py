@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_tools.encoders import SegmentedSentencepiece, load_encoder
-from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
+from moba_train.tools import text_tokenizer
+from moba_train.tools.text_tokenizer import load_text_tokenizer
 from tests.data_tools.prose import TEXT, prose
 
 TEXTS = st.text(
@@ -153,6 +154,7 @@ def test_missing_packages_and_broken_files_are_named(tmp_path: Path, monkeypatch
 
     with pytest.raises(DataError, match="not a readable sentencepiece model"):
         load_encoder(str(tmp_path / "tok.model"))
+    monkeypatch.setattr(text_tokenizer, "find_spec", lambda _: None)
     monkeypatch.setattr("importlib.import_module", absent)
     for name, package in ((str(tmp_path), "tokenizers"), ("tiktoken:o200k_base", "tiktoken")):
         with pytest.raises(DataError, match=rf"needs the package {package}; run `pip install {package}`"):

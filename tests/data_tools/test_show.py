@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from data_tools.cli import app
 from data_tools.show import parse_documents
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.data.tokenizer import load_tokenizer, tokenizer_hash
+from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import DataError
+from moba_train.tools.text_tokenizer import load_tokenizer
 
 TEXTS = ["first text", "second", "third", "the fourth", "last"]
 

@@ -25,7 +25,7 @@ from experiments.readings import Losses, trailing_by_sequence, trailing_loss, va
 from experiments.registry import FIGURES
 from experiments.versions import insertion_costs
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
-from moba_train.data.tokenizer import load_text_tokenizer
+from moba_train.tools.text_tokenizer import load_text_tokenizer
 from tests.experiments.finished_arms import finished_arm
 
 

@@ -11,9 +11,9 @@ from sentencepiece import SentencePieceTrainer
 from moba_train.checkpoint import manifest, publish
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.resolve import warnings
 from moba_train.resolve.run import resolve_unchecked
+from moba_train.tools.text_tokenizer import load_text_tokenizer
 from tests.resolved import check
 from tests.small_recipe import Load
 

@@ -14,13 +14,13 @@ from moba_train.attention.layout import Layout
 from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.data.tokenizer import load_tokenizer
 from moba_train.evals.evaluation import EvaluationContext, with_full
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.data_shard import DataShard
 from moba_train.tools.needle.answers import encode_segments
 from moba_train.tools.needle.haystack import NOISE, WORDS
 from moba_train.tools.needle.needle import Needle, NeedleTexts
+from moba_train.tools.text_tokenizer import load_tokenizer
 from tests.evals.setting import stage_setting
 from tests.resolved import stages_of
 

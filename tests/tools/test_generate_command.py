@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from moba_train.config.load import load_config
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
 from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.tools.cli import app
 from moba_train.tools.generate import generate_text
 from moba_train.tools.inference.corpus_marks import CorpusMarks
+from moba_train.tools.text_tokenizer import load_text_tokenizer, load_tokenizer
 from moba_train.train import main
 from tests.guide import ROOT, blocks
 from tests.noting import noting

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from data_tools.train_tokenizer import train_tokenizer
 from moba_train.data.indexed import IndexedDatasetWriter
-from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import UserError
 from moba_train.parallel.world import World
 from moba_train.tools.cli import app
@@ -33,6 +32,7 @@ from moba_train.tools.report.evaluation_charts import lm_eval_charts
 from moba_train.tools.report.history import read_history
 from moba_train.tools.ruler.ruler_tasks import found_share
 from moba_train.tools.saved_recipe import open_checkpoint
+from moba_train.tools.text_tokenizer import load_tokenizer
 from moba_train.train import main
 from tests.noting import noting
 from tests.tools.questions import Reader, context, recipe

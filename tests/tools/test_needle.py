@@ -15,7 +15,6 @@ from moba_train.attention.layout import TokenRange
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import Observer, observing
 from moba_train.config.load import dump_config
-from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import ConfigError, DataError
 from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, initialize_weights
@@ -27,6 +26,7 @@ from moba_train.tools.needle import answers
 from moba_train.tools.needle.answers import Question, SelectedBlocks, answer_batch, encode_segments, predicted_answers
 from moba_train.tools.needle.haystack import noise_tokens
 from moba_train.tools.needle.needle import Needle, NeedleTexts
+from moba_train.tools.text_tokenizer import load_tokenizer
 from moba_train.train import main
 from tests.evals.setting import built
 from tests.resolved import check, stages_of

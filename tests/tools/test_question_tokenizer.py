@@ -14,12 +14,13 @@ import sentencepiece
 from data_tools.sft import encode_record
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
-from moba_train.data.tokenizer import load_tokenizer, tokenizer_hash
+from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.needle.answers import Question
 from moba_train.tools.needle.haystack import NaturalText, QuestionTokenizer
 from moba_train.tools.ruler.ruler import RulerTexts
+from moba_train.tools.text_tokenizer import load_tokenizer
 from tests.evals.setting import stage_setting
 from tests.tools.questions import VOCAB, recipe, recipe_texts
 

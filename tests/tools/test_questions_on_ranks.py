@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.data.tokenizer import load_tokenizer
 from moba_train.evals.evaluation import EvaluationContext, with_full
 from moba_train.mechanisms.probes.gate_probe import GateProbe
 from moba_train.parallel.dims import ParallelDims
@@ -20,6 +19,7 @@ from moba_train.tools.needle.answers import predicted_answers
 from moba_train.tools.needle.needle import Needle
 from moba_train.tools.needle.needle_signal import NeedleSignalEvaluation
 from moba_train.tools.ruler.ruler import Ruler
+from moba_train.tools.text_tokenizer import load_tokenizer
 from tests.evals.setting import built
 from tests.forked import forked
 from tests.resolved import shard_of, sharded_of, stages_of

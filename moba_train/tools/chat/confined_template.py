@@ -2,26 +2,11 @@
 
 Jinja's sandbox keeps a template from files and from the inside of Python objects. It does not keep it from looping for
 ever, or from doubling a text until the memory is full, and already its compiler evaluates constants. So the template is
-compiled and rendered in a child process, whose limits the kernel enforces whatever the template is made of. A
-conversation that exceeds them is refused, and the child is started again for the next one.
-
-Requests and replies are JSON: nothing that the child sends can run code here. The built-in templates need none of this.
+compiled and rendered in a `ConfinedProcess`. A conversation that exceeds the limits is refused, and the next one has
+another process. The built-in templates need none of this.
 """
 
-import contextlib
-import json
-import math
-import os
-import resource
-import signal
-import subprocess
-import sys
-import time
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from moba_train.errors import DataError
@@ -33,12 +18,11 @@ from moba_train.tools.chat.template import (
     template_fingerprint,
     texts,
 )
+from moba_train.tools.confined_process import BreachError, ConfinedProcess, WorkLimits
 
 BATCH_CHARACTERS = 1 << 16
 """Text that is rendered at a time. With conversations of 1,700 characters on average `moba-data sft` runs at 0.91 of
 its speed with the template in this process, and at 0.62 if each conversation is sent by itself."""
-_OUT_OF_MEMORY = 3
-"""Exit code of the child when its memory was not enough."""
 
 
 class Limits(NamedTuple):
@@ -69,13 +53,14 @@ class ConfinedTemplate:
     ) -> None:
         self.end_of_turn = end_of_turn
         self.fingerprint = template_fingerprint(source, end_of_turn, variables)
-        self._limits = limits
-        self._setup = [source, end_of_turn, variables, limits.seconds, limits.memory]
         self._breaches = 0
-        self._child: _Child | None = None
+        self._most_breaches = limits.breaches
+        self._work = WorkLimits(limits.seconds, limits.memory, limits.text, limits.growth)
+        setup = [source, end_of_turn, variables]
+        self._process = ConfinedProcess(__name__, "the chat template", setup, b"", self._work)
         try:
             self._send([])
-            self._receive()
+            self._process.receive()
         except ValueError as error:
             raise DataError(str(error)) from None
 
@@ -116,87 +101,20 @@ class ConfinedTemplate:
         """The results of the calls that were sent, or their ValueErrors; one by one if all together exceed a limit.
         Raises DataError after too many of these."""
         try:
-            return [result if error is None else ValueError(error) for result, error in self._receive()]
-        except _BreachError as error:
+            results, _ = self._process.receive()
+            return [result if error is None else ValueError(error) for result, error in results]
+        except BreachError as error:
             if len(calls) > 1:
                 return [found for call in calls for found in self._results(self._send([call]))]
             self._breaches += 1
-            if self._breaches >= self._limits.breaches:
+            if self._breaches >= self._most_breaches:
                 raise DataError(f"{error}, as in {self._breaches - 1} conversations before; give another") from None
             return [error]
 
     def _send(self, calls: list[Any]) -> list[Any]:
-        """Send calls to the child, which is waiting for some, and start a child if there is none. Returns the calls."""
-        if self._child is None:
-            self._child = _Child()
-            self._child.send(_encode(self._setup))
-        self._child.send(_encode(calls))
+        """Send calls to the child. Returns the calls."""
+        self._process.send(calls, b"", self._work)
         return calls
-
-    def _receive(self) -> list[Any]:
-        """Result and error of each of the calls that were sent. Raises ValueError when the template cannot be compiled,
-        _BreachError when it has exceeded a limit."""
-        assert self._child is not None
-        limit = self._limits.text + self._limits.growth * self._child.asked
-        try:
-            # Only a child that is stopped or starved takes so much longer than its processor time.
-            if not self._child.connection.poll(60 + 10 * self._limits.seconds):
-                raise TimeoutError
-            reply = json.loads(self._child.connection.recv_bytes(limit))
-        except (EOFError, ConnectionError):
-            problem = self._reason(self._child.process.wait())
-        except TimeoutError:
-            problem = "did not answer in time"
-        except OSError:  # the reply is longer
-            problem = f"writes more than {limit:,} bytes"
-        else:
-            if isinstance(reply, str):
-                raise ValueError(reply)
-            return list(reply)
-        self._child = None
-        raise _BreachError(f"the chat template {problem}")
-
-    def _reason(self, code: int) -> str:
-        if code == -signal.SIGXCPU:
-            return f"takes more than {self._limits.seconds} s of processor time"
-        if code == _OUT_OF_MEMORY:
-            return f"takes more than {self._limits.memory >> 20:,} MiB of memory"
-        return f"ended its process ({signal.strsignal(-code) if code < 0 else f'exit code {code}'})"
-
-
-class _BreachError(ValueError):
-    """A template exceeded a limit: its process has ended, or must be ended."""
-
-
-class _Child:
-    """A process that runs `serve`, killed when this object is deleted."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        """Bytes of the request that was sent last."""
-        self.connection, theirs = Pipe()
-        descriptor = theirs.fileno()
-        command = f"from {__name__} import serve; serve({descriptor})"
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", command],  # -P: the working folder, which may be from elsewhere, has no code
-            env=os.environ | {"PYTHONPATH": path},
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-        weakref.finalize(self, _end, self.process, self.connection)
-
-    def send(self, request: bytes) -> None:
-        self.asked = len(request)
-        with contextlib.suppress(ConnectionError):  # the child has ended: reading its reply says why
-            self.connection.send_bytes(request)
-
-
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
 
 
 def _segments(found: list[list[Any]]) -> list[TemplateSegment]:
@@ -218,26 +136,10 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Any]]:
         yield batch
 
 
-def serve(descriptor: int) -> None:
-    """The child: compile the template that comes first, then answer calls until the connection is closed."""
-    connection = Connection(descriptor)
-    try:
-        source, end_of_turn, variables, seconds, memory = json.loads(connection.recv_bytes())
-        _limit_memory(memory)
-        _limit_time(seconds)
-        try:
-            template = ChatTemplate(source, end_of_turn, variables)
-        except DataError as error:
-            connection.send_bytes(_encode(str(error)))
-            return
-        while True:
-            calls = json.loads(connection.recv_bytes())
-            _limit_time(seconds)
-            connection.send_bytes(_encode([_answer(template, *call) for call in calls]))
-    except MemoryError:
-        os._exit(_OUT_OF_MEMORY)
-    except (EOFError, OSError, KeyboardInterrupt):  # the parent has ended, or stops
-        return
+def made(setup: list[Any], _: memoryview) -> Callable[[Any, memoryview], tuple[Any, bytes]]:
+    """In the child: compile the template, and return what answers calls. Raises DataError."""
+    template = ChatTemplate(*setup)
+    return lambda calls, _: ([_answer(template, *call) for call in calls], b"")
 
 
 def _answer(template: ChatTemplate, method: str, *arguments: Any) -> tuple[Any, str | None]:
@@ -246,27 +148,3 @@ def _answer(template: ChatTemplate, method: str, *arguments: Any) -> tuple[Any, 
         return getattr(template, method)(*arguments), None
     except ValueError as error:
         return None, str(error)
-
-
-def _encode(value: Any) -> bytes:
-    # JSON texts may hold half a surrogate pair, which plain UTF-8 refuses.
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def _limit_memory(extra: int) -> None:
-    """Limit the address space to what is in use and `extra` bytes."""
-    used = 0
-    with contextlib.suppress(OSError):  # no /proc: macOS
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (used + extra, used + extra))
-    # A process that the kernel ends would leave a file of its memory.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _limit_time(seconds: int) -> None:
-    """Have the kernel end this process (SIGXCPU) after `seconds` more of processor time."""
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    # The kernel counts from the process's start, so the limit moves along with each batch of calls.
-    soft = math.ceil(time.process_time()) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

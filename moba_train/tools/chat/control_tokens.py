@@ -1,4 +1,4 @@
-"""Text that spells out special tokens, as chat templates write it, to and from token ids, for either type of tokenizer."""
+"""Text that spells out special tokens, as chat templates write it, to and from the ids of either type of tokenizer."""
 
 import functools
 import itertools
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moba_train.data.tokenizer import TextTokenizer, Tokenizer
+from moba_train.tools.text_tokenizer import TextTokenizer, Tokenizer
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:

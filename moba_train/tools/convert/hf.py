@@ -28,7 +28,7 @@ from moba_train.config.explain import given
 from moba_train.config.load import dump_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.data.tokenizer import TOKENIZERS, load_text_tokenizer
+from moba_train.data.tokenizer import TOKENIZERS
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.hf.config import CONFIG, read_config, read_model_config
@@ -39,6 +39,7 @@ from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_pro
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.inference.corpus_marks import corpus_marks
 from moba_train.tools.saved_recipe import SavedRun
+from moba_train.tools.text_tokenizer import load_text_tokenizer
 
 _WEIGHTS = "*.safetensors"
 _FILES = {

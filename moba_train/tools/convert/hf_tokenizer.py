@@ -21,8 +21,6 @@ from moba_train.data.tokenizer import (
     TIKTOKEN,
     TOKENIZER_CONFIG,
     TOKENIZERS,
-    Tokenizer,
-    load_tokenizer,
     token_ids,
     token_texts,
     tokenizer_file,
@@ -31,6 +29,7 @@ from moba_train.errors import DataError
 from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, parse_json, read_foreign
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
 from moba_train.tools.inference.corpus_marks import CorpusMarks
+from moba_train.tools.text_tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -193,7 +192,7 @@ def _export_sentencepiece(source: Path, marks: CorpusMarks, max_length: int, roo
     add_bos = own.get("add_bos_token", marks.bos_id is not None)
     content = read_foreign(source, TOKENIZER_BYTES, roots)
     try:
-        converted = json.loads(convert_sentencepiece(tokenizer).to_str())
+        converted = json.loads(convert_sentencepiece(tokenizer))
     except DataError as error:
         export.files[UNCONVERTED] = content
         export.warnings.append(

@@ -8,13 +8,15 @@ import importlib
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import sentencepiece
 
-from moba_train.data.tokenizer import Tokenizer
 from moba_train.errors import DataError
+from moba_train.tools.confined_process import ConfinedProcess, WorkLimits
+from moba_train.tools.text_tokenizer import Tokenizer
 
 SPACE = "▁"
 """Sentencepiece's character for a space."""
@@ -23,6 +25,8 @@ _BPE = 2
 _NEVER = -1e6
 """Score of pieces that text must not become, such as control symbols; scores of others are above -100."""
 _RANDOM_TEXTS = 300
+_LIMITS = WorkLimits(seconds=600, memory=4 << 30, reply=1 << 20, growth=100)
+"""For a vocabulary of 262,144 pieces, each of which is a text to compare."""
 _SAMPLE = (
     "The quick brown fox jumps over the lazy dog. It's 1,234.56 km away -- isn't it?\n\n\tYes: \"100 %\" (or so)!\r\n",
     "  two spaces, then  two and   three;    four\n\n\n        indented\n\ttab\t\ttabs   \n",
@@ -40,33 +44,49 @@ _SAMPLE = (
 """Text in several scripts, with runs of spaces, code, emoji and characters that normalisations change."""
 
 
-def convert_sentencepiece(tokenizer: Tokenizer) -> Any:
-    """A `tokenizers.Tokenizer` with the ids of `tokenizer`. While its `encode_special_tokens` is set, special tokens
-    that are spelt out in a text are plain text.
+def convert_sentencepiece(tokenizer: Tokenizer) -> str:
+    """Contents of a tokenizer.json with the ids of `tokenizer`. While `encode_special_tokens` of the package tokenizers
+    is set, special tokens that are spelt out in a text are plain text.
 
-    Raises DataError when the package tokenizers is not installed, it has no such model, or its ids differ.
+    Raises DataError when that package is not installed, it has no such model, its ids differ, or a forged model exceeds
+    a limit.
     """
+    if find_spec("tokenizers") is None:
+        raise DataError("the package tokenizers is missing; run `pip install tokenizers`")
+    process = ConfinedProcess(__name__, "the conversion to tokenizer.json", None, b"", _LIMITS)
     try:
-        tokenizers: Any = importlib.import_module("tokenizers")
-    except ImportError as error:
-        raise DataError("the package tokenizers is missing; run `pip install tokenizers`") from error
-    processor = tokenizer.processor
+        _, contents = process.call(None, tokenizer.processor.serialized_model_proto(), _LIMITS)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    return str(contents, "utf-8")
+
+
+def made(_: None, __: memoryview) -> Callable[[None, memoryview], tuple[None, bytes]]:
+    """In the child process: return what converts a model."""
+    return lambda _, model: (None, _convert(bytes(model)).encode())
+
+
+def _convert(serialized: bytes) -> str:
+    from moba_train.tools.tokenizers_work import named, tokenizers
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=serialized)
     schema: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
-    model = schema.ModelProto.FromString(processor.serialized_model_proto())
-    contents = json.dumps(_contents(tokenizers, model))
-    try:
-        converted = tokenizers.Tokenizer.from_str(contents)
-    except Exception as error:  # the package raises plain Exception
-        raise DataError(f"the package tokenizers cannot hold this model: {error}") from error
+    model = schema.ModelProto.FromString(serialized)
+    with named("the package tokenizers cannot hold this model"):
+        converted = tokenizers.Tokenizer.from_str(json.dumps(_contents(tokenizers, model)))
     converted.encode_special_tokens = True
     for text in _texts(processor):
         expected = processor.encode(text)
-        if converted.encode(text, add_special_tokens=False).ids != expected:
+        with named("a tokenizer.json of this model cannot be used"):
+            ids = converted.encode(text, add_special_tokens=False).ids
+            decoded = converted.decode(expected)
+        if ids != expected:
             raise DataError(f"a tokenizer.json gives other ids than the sentencepiece model, for instance for {text!r}")
         # Unknown characters have no text, and each library has its own mark for them.
-        if processor.unk_id() not in expected and converted.decode(expected) != processor.decode(expected):
+        if processor.unk_id() not in expected and decoded != processor.decode(expected):
             raise DataError(f"a tokenizer.json decodes to other text than the sentencepiece model: {text!r}")
-    return converted
+    contents: str = converted.to_str()
+    return contents
 
 
 def _contents(tokenizers: Any, model: Any) -> dict[str, Any]:

@@ -38,8 +38,10 @@ from moba_train.tools.lm_eval.language_model import NativeLM
 from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
 from moba_train.tools.saved_recipe import SavedRun
+from moba_train.tools.text_tokenizer import HuggingFaceTokenizer
 
 _CLASS = "PreTrainedTokenizerFast"
+_TRIAL = "A trial text: 0 a\n"
 _UNLIMITED = 10**30
 """Number by which transformers marks no limit: tasks measure texts before they shorten them."""
 _FILES = (TOKENIZER_JSON, SPECIAL_TOKENS_MAP, *CHAT_TEMPLATES, GENERATION_CONFIG)
@@ -62,6 +64,8 @@ def open_hf_tokenizer(
     for name in _FILES:
         if name in export.files:
             (folder / name).write_bytes(export.files[name])
+    # transformers reads it in this process, without limits.
+    HuggingFaceTokenizer(folder / TOKENIZER_JSON).encode(_TRIAL)
     options = parse_json(export.files.get(TOKENIZER_CONFIG, b"{}"))
     options = {key: value for key, value in options.items() if key != "auto_map"}
     options |= {"tokenizer_class": _CLASS, "model_max_length": _UNLIMITED}

@@ -20,13 +20,13 @@ from moba_train.attention.observer import Observer, observing
 from moba_train.attention.protocol import LocalAttention, Selection
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
-from moba_train.data.tokenizer import TextTokenizer
 from moba_train.errors import UserError
 from moba_train.evals.evaluation import EvaluationContext
 from moba_train.model.part import own_layers
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import most_likely_tokens
 from moba_train.tools.inference.generate import generate
+from moba_train.tools.text_tokenizer import TextTokenizer
 
 
 class SelectedBlocks(Observer):

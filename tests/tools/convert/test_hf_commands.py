@@ -8,10 +8,10 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.errors import DataError
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import imported_recipe
+from moba_train.tools.text_tokenizer import load_text_tokenizer
 from tests.run.test_float8 import finished
 from tests.run.tiny_run import Run
 from tests.tools.convert.hf_models import VOCAB, make_hf_model

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from data_tools.sft import make_sft_corpus
 from moba_train.data.indexed import IndexedDataset
-from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
 from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import BUILT_IN
 from moba_train.tools.cli import app
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
+from moba_train.tools.text_tokenizer import load_text_tokenizer, load_tokenizer
 from tests.tools.convert.hf_models import make_hf_model, save_as_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -278,7 +278,7 @@ def test_a_chat_template_gives_the_ids_of_fine_tuning(
     tokenizer = train_sentencepiece(tmp_path / "tok.model", model_type="bpe", control_symbols=symbols, **LOSSLESS)
     if own:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
-        convert_sentencepiece(load_tokenizer(tokenizer)).save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer.json").write_text(convert_sentencepiece(load_tokenizer(tokenizer)))
         tokenizer = tmp_path / "tokenizer.json"
     make_sft_corpus(
         [str(tmp_path / "chat.jsonl")], str(tmp_path / "none"), str(tokenizer), load_chat_template("chatml")
