@@ -137,16 +137,17 @@ def _check(arguments: Sequence[str]) -> None:
     from torch.distributed.run import config_from_args, parse_args
 
     args = parse_args([*arguments])
-    is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
-    endpoint = f"{args.master_addr}:{args.master_port or DEFAULT_PORT}" if is_static else args.rdzv_endpoint
     try:
         config, _, _ = config_from_args(args)
-        host, port = parse_rendezvous_endpoint(endpoint, 0)
+        is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
+        finds_port = is_static and args.master_port is None and config.max_nodes == 1
+        if args.standalone or finds_port or args.rdzv_backend not in ("static", "c10d"):
+            return
+        endpoint = f"{args.master_addr}:{args.master_port or DEFAULT_PORT}" if is_static else args.rdzv_endpoint
+        host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
     except ValueError as error:
         raise LaunchError(f"options of torchrun: {error}; --help lists them") from None
-    finds_port = is_static and args.master_port is None and config.max_nodes == 1
-    if not args.standalone and not finds_port:
-        check_meeting_point(host, port, is_first=args.rdzv_backend == "static" and args.node_rank == 0)
+    check_meeting_point(host, port, is_first=args.rdzv_backend == "static" and args.node_rank == 0)
 
 
 def _whole_number(variable: str, default: int, most: int, what: str) -> int:
