@@ -221,7 +221,7 @@ def test_context_parallelism_has_its_measured_times() -> None:
             key = entry["attention"], short(entry["tokens"]), entry["layout"]
             cell = f"{entry['ms']['median']:.1f} ({percent(entry['efficiency'])})"
             measured.setdefault(key, {})[entry["transport"]] = cell
-    told = rows("docs/explanation/context-parallelism.md")
+    told = rows("benchmarks/measured/context-parallelism.md")
     assert len(measured) == 13
     for row, cells in measured.items():
         assert (
@@ -244,7 +244,7 @@ def test_context_parallelism_has_what_a_sink_costs() -> None:
         for entry, gpu in entries
     }
     transports = {entry["transport"] for entry, _ in entries}
-    told = {row for row in rows("docs/explanation/context-parallelism.md") if row[0] in transports}
+    told = {row for row in rows("benchmarks/measured/context-parallelism.md") if row[0] in transports}
     assert told == measured
 
 
@@ -355,7 +355,7 @@ def test_run_health_has_the_measured_alarms() -> None:
 
 
 def test_kernels_has_the_measured_crossover() -> None:
-    told = rows("docs/explanation/kernels.md")
+    told = rows("benchmarks/measured/attention.md")
     measured = {
         (entry["setting"], str(entry["blocks"])): (
             entry["moba_ms"]["median"],
