@@ -27,9 +27,7 @@ class TelemetryConfig(OpenSection):
 
     log_every: int = Field(1, ge=1, description="optimizer steps between logged metrics")
     console: bool = Field(True, description="progress and metrics in the terminal")
-    tensorboard: bool = Field(
-        False, description="also write TensorBoard events, which needs `pip install tensorboard`"
-    )
+    tensorboard: bool = Field(False, description="also write TensorBoard events, which needs `pip install tensorboard`")
     report: Literal["auto"] | bool = Field(
         "auto",
         description="write report.html, the page of `moba-train report`, when a run ends in order; auto: if plotly is "

@@ -82,7 +82,9 @@ OPTIONAL_PACKAGES = (
         "pip install deepspeed==0.19.8 ninja",
     ),
     _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init"),
-    _pip("plotly", "report.html at the end of a run, moba-train report", "plotly.offline", "get_plotlyjs", "'plotly>=6'"),
+    _pip(
+        "plotly", "report.html at the end of a run, moba-train report", "plotly.offline", "get_plotlyjs", "'plotly>=6'"
+    ),
     _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter"),
     _pip("tokenizers", "tokenizer.json files, in moba-data and generate", "tokenizers", "Tokenizer"),
     _pip("tiktoken", "moba-data tokenize --tokenizer tiktoken:NAME", "tiktoken", "get_encoding"),
