@@ -4,10 +4,11 @@ import json
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks import cluster_layouts
 from benchmarks.attention_rows import short
-from tests.guide import ROOT, blocks, commands, run
+from tests.guide import PROGRAMS, ROOT, blocks, commands, run
 from tests.test_docs import results, rows
 
 PARALLELISM = ROOT / "docs" / "how-to" / "parallelism.md"
@@ -26,6 +27,15 @@ def test_the_page_shows_what_plan_prints() -> None:
     lines = [line.strip() for line in shown.splitlines() if line != "..."]
     assert len(lines) == 5
     assert [line for line in lines if line not in printed] == []
+
+
+def test_the_page_shows_what_plan_says_of_a_recipe_that_does_not_fit() -> None:
+    page = ROOT / "docs" / "how-to" / "out-of-memory.md"
+    (words,) = commands(blocks(page, "bash")[0])
+    done = CliRunner().invoke(PROGRAMS[words[0]], words[1:])
+    assert done.exit_code == 2
+    (shown,) = blocks(page, "text")
+    assert shown in done.output
 
 
 def test_the_page_says_which_share_of_one_gpus_rate_each_transport_keeps() -> None:
