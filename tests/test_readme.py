@@ -74,6 +74,18 @@ def test_what_moba_costs_is_what_was_measured() -> None:
     assert passed["moba"][:-1] == [0.0] * 4
 
 
+def test_a_window_is_between_small_and_large_blocks_in_the_comparison_of_all_mechanisms() -> None:
+    arms = json.loads((ROOT / "experiments" / "results" / "mechanisms.json").read_text())["results"]["arms"]
+    loss = {
+        arm["name"]: arm["stages"]["train"]["position_wise"]["trailing_loss"]
+        for arm in arms
+        if "train" in arm["stages"]
+    }
+    window = loss["moa-8k"]  # spans of the same length in all heads
+    assert loss["full-8k"] < loss["moba-128-8k"] < window < loss["moba-8k"]
+    assert "a sliding window was ahead of MoBA with blocks of 512 and behind it with 128" in TEXT
+
+
 def retrieval() -> Any:
     """Needles that the extended SmolLM2 was asked for."""
     return results("smollm2-retrieval-h200.json")["extended"]["needle"]
