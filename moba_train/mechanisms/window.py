@@ -9,6 +9,7 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -219,8 +220,11 @@ class WindowAttention(LocalAttention):
     def _segments(self, layout: Layout, band: Band) -> Segments:
         """The documents among a band's queries and keys."""
         if band.complete:
-            sizes = (band.queries.stop - band.queries.start, band.keys.stop - band.keys.start)
-            return Segments(*(layout.cu_seqlens.new_tensor([0, size]) for size in sizes), *sizes, causal=False)
+            rows = band.queries.stop - band.queries.start
+            keys = band.keys.stop - band.keys.start
+            make = partial(layout.cu_seqlens.new_tensor, [[0, rows], [0, keys]])
+            edges = layout.cached(("complete", rows, keys), make)
+            return Segments(edges[0], edges[1], rows, keys, causal=False)
         cu_q, cu_k = ((layout.cu_seqlens - start).clamp_(0, stop - start) for start, stop in (band.queries, band.keys))
         max_q, max_k = (min(layout.max_seqlen, stop - start) for start, stop in (band.queries, band.keys))
         return Segments(cu_q, cu_k, max_q, max_k, causal=True, window=self.window)
