@@ -1,6 +1,6 @@
 """Draws the pictures of the docs in the style of plotting.py, from result files.
 
-python -m benchmarks.pictures                      # all of them, into docs
+python -m benchmarks.pictures                      # all of them, into docs/images
 python -m benchmarks.pictures training attention   # these
 python -m benchmarks.pictures smollm2-signal --results runs/smollm2/signal.json --output signal.svg
 """
@@ -27,7 +27,7 @@ from benchmarks import (
 )
 from benchmarks.plotting import saved
 
-FOLDER = Path(__file__).parents[1] / "docs"
+FOLDER = Path(__file__).parents[1] / "docs" / "images"
 RESULTS = Path(__file__).parent / "results"
 
 

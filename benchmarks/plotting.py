@@ -32,6 +32,7 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "moba",
     "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "Helvetica"],
     "font.size": 9,
     "axes.labelsize": 9,
     "xtick.labelsize": 9,

@@ -1,7 +1,7 @@
 """Tokens per second and GPU against sequence length, from results of `training`, as a picture and as a table.
 
     python -m benchmarks.pictures training
-    python -m benchmarks.training_plot --write README.md   # the table between its markers
+    python -m benchmarks.training_plot --write benchmarks/measured/training.md   # the table between its markers
 
 Rows of several files belong together; of rows with one name, the last file's is taken. Of rows that differ only in
 recomputation or layout, the fastest of a length is a point of the picture. Rows with more sequences in a step than

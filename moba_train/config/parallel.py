@@ -17,7 +17,7 @@ PipelineSchedule = Literal["1f1b", "interleaved_1f1b", "zero_bubble"]
 
 
 class ContextParallelConfig(Section):
-    """Context parallelism: how each packed sequence is sharded over ranks. See docs/context-parallelism.md."""
+    """Sharding of each packed sequence over ranks: docs/explanation/context-parallelism.md."""
 
     cp: int = Field(1, ge=1, description="ranks that share one sequence; 1: every rank holds whole sequences")
     cp_transport: str = Field(
@@ -76,13 +76,13 @@ class ParallelConfig(ContextParallelConfig):
         1,
         ge=1,
         description="ranks of one node that share each layer's heads and columns (tensor parallelism); the same in all "
-        "stages. See docs/context-parallelism.md",
+        "stages. See docs/explanation/context-parallelism.md",
     )
     pp: int = Field(
         1,
         ge=1,
         description="ranks of a pipeline, each with a part of the layers (pipeline parallelism); the same in all "
-        "stages. See docs/pipeline-parallelism.md",
+        "stages. See docs/how-to/pipeline-parallelism.md",
     )
     pp_schedule: PipelineSchedule = Field(
         "1f1b",

@@ -37,7 +37,7 @@ class UntilConfig(Section):
 
     trailing_loss_recovered: TrailingLossRecovered | None = Field(None, description="null: `metric` decides")
     metric: str | None = Field(
-        None, description="a number of an evaluation, such as eval_loss or trailing_gap; see docs/stages.md"
+        None, description="a number of an evaluation, such as eval_loss or trailing_gap; see docs/how-to/stages.md"
     )
     at_most: float | None = Field(None, description="met when `metric` is not above this")
     at_least: float | None = Field(None, description="met when `metric` is not below this")

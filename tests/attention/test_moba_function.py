@@ -1,4 +1,5 @@
-"""`moba_attention` is the function that the paper describes, line by line of its specification (docs/kernels.md)."""
+"""`moba_attention` is the function that the paper describes, line by line of its specification
+(docs/explanation/kernels.md)."""
 
 from functools import partial
 from typing import Any
