@@ -125,8 +125,9 @@ def draw(figure: Figure, content: dict[str, Any]) -> None:
     curves = {(run["arm"], run["seed"]): np.array(run["losses"]) for run in runs}
     left, right = figure.subplots(1, 2)
     window = np.ones(MEAN_STEPS) / MEAN_STEPS
-    for arm, colour in _COLOURS.items():
-        own = {seed: losses for (other, seed), losses in curves.items() if other == arm}
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        own = {seed: losses for (other, seed), losses in curves.items() if other == arm and ("bf16", seed) in curves}
+        colour = _COLOURS[arm]
         first = own[runs[0]["seed"]]
         left.plot(np.arange(1, len(first) + 1), first, color=colour, lw=1, label=arm)
         if arm != "bf16":
