@@ -373,6 +373,8 @@ def sft(
             "one; use the tokenizer of a model that was trained with this template, or another --template",
             err=True,
         )
+    for warning in result.not_whole.warnings():
+        typer.echo(f"warning: {warning}", err=True)
     first = next(iter(result.corpora.values()))
     documents = range(min(show, first.documents))
     for shown in show_documents(first, load_decoder(tokenizer), documents, None, _loss_marks()):
@@ -380,7 +382,8 @@ def sft(
     for prefix, corpus in result.corpora.items():
         loss_tokens = result.loss_tokens[prefix]
         with_loss = f"{loss_tokens:,} with loss ({loss_tokens / max(corpus.tokens, 1):.2%})"
-        typer.echo(f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {with_loss}")
+        longest = f"the longest {int(corpus.document_lengths.max(initial=0)):,}"
+        typer.echo(f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {with_loss}, {longest}")
     _warn_of_empty_split(result.corpora, holdout, "conversations")
 
 

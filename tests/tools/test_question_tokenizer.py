@@ -17,6 +17,7 @@ from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer, tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.tools.chat.load import load_chat_template
+from moba_train.tools.chat.template import Conversation
 from moba_train.tools.needle.answers import Question
 from moba_train.tools.needle.haystack import NaturalText, QuestionTokenizer
 from moba_train.tools.ruler.ruler import RulerTexts
@@ -117,7 +118,8 @@ def test_a_chat_question_has_the_tokens_of_fine_tuning(texts: Path, tmp_path: Pa
     (question,) = needles(recipe(folder, LENGTH, {"needle": section}))
     tokenizer = load_tokenizer(folder / "tok.model")
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
-    trained = encode_record(load_chat_template(str(folder)).segments(messages), tokenizer).ids.tolist()
+    (sample,) = load_chat_template(str(folder)).split(Conversation(messages)).samples
+    trained = encode_record(sample, tokenizer).ids.tolist()
     begin, end = tokenizer.processor.piece_to_id("[INST]"), tokenizer.processor.piece_to_id("[/INST]")
     assert question.tokens[:2] == trained[:2] == [BOS, begin]
     assert question.prompt.count(end) == trained.count(end) == 1
