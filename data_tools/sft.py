@@ -1,4 +1,4 @@
-"""From conversations to a corpus with a loss mask: one conversation is one document, or one for each turn where the chat
+"""From conversations to a corpus with a loss mask: a conversation is one document, or one for each turn if the chat
 template drops the thoughts of earlier turns."""
 
 import contextlib
@@ -20,8 +20,9 @@ from data_tools.documents import BadRecord
 from data_tools.outputs import already_made, choose_split, corpus_prefixes, list_skipped, write_errors
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
-from moba_train.data.tokenizer import TextTokenizer, decode, encode, load_text_tokenizer, tokenizer_file, tokenizer_hash
+from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError
+from moba_train.tools.chat.control_tokens import decode, encode
 from moba_train.tools.chat.template import Conversation, SplitConversation, Template, TemplateSegment, texts
 
 MARKER = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_[a-z]+>|\[/?INST\]")

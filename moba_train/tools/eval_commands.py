@@ -262,7 +262,8 @@ def generate(
     """Continue a prompt. The prompt is read with each layer's own attention."""
     import torch
 
-    from moba_train.data.tokenizer import ChatTokenizer, ends_of_text, has_chat_template, load_text_tokenizer
+    from moba_train.data.tokenizer import ends_of_text, has_chat_template, load_text_tokenizer
+    from moba_train.tools.chat.control_tokens import ChatTokenizer
     from moba_train.tools.generate import generate_text, read_prompt
     from moba_train.tools.inference.corpus_marks import corpus_marks
     from moba_train.tools.saved_recipe import load_trained, open_for_generation, saved_training

@@ -208,8 +208,8 @@ def test_another_end_of_turn_is_named_with_its_option(tokenizer: str, tmp_path: 
     command = ["sft", "--input", lines, "--tokenizer", tokenizer, "--output", str(tmp_path / "c")]
     done = CliRunner().invoke(app, [*command, "--template", str(tmp_path)])
     assert done.exit_code == 2
-    said = "does not end message 1 with '</s>'; it writes '<|im_end|>' there: give the text that ends a turn as --end-of-turn"
-    assert said in " ".join(done.output.split())
+    said = "does not end message 1 with '</s>'; it writes '<|im_end|>' there: give the text that ends a turn as"
+    assert f"{said} --end-of-turn" in " ".join(done.output.split())
     assert (
         CliRunner().invoke(app, [*command, "--template", str(tmp_path), "--end-of-turn", "<|im_end|>"]).exit_code == 0
     )

@@ -16,11 +16,11 @@ import numpy as np
 
 from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.stages import Stage
-from moba_train.data import tokenizer as control_tokens
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_hashes
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
+from moba_train.tools.chat import control_tokens
 from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.inference.corpus_marks import CorpusMarks
 
