@@ -296,7 +296,7 @@ def blend(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to override")] = None,
 ) -> None:
     """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
-    from data_tools.stats import blend_table, preview
+    from data_tools.stats import blend_table, blend_warnings, preview
     from moba_train.config.load import load_config
     from moba_train.resolve.recipe import resolve
 
@@ -304,6 +304,8 @@ def blend(
     run = resolve(config, check_files=True)
     console = table_console()
     console.print(blend_table(preview(run.samples, run.stages)))
+    for warning in blend_warnings(run.samples, run.stages):
+        typer.echo(f"warning: {warning}", err=True)
 
 
 @app.command()

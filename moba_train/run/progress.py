@@ -224,6 +224,8 @@ def data_plan(model: ModelConfig, data: DataConfig, seed: int, stages: Sequence[
     return {
         "seed": seed,
         "packing": data.packing,
+        # Without the key: nothing is left out, as in runs from before it existed.
+        **({} if data.long_conversations in ("split", "error") else {"long_conversations": data.long_conversations}),
         "model": model.model_dump(mode="json", exclude={"rope"}),
         "data": {"validation": [source.model_dump(mode="json") for source in data.validation]},
         "stages": [
@@ -278,8 +280,8 @@ def check_resumable(run: ResolvedRun, progress: Progress, where: str) -> None:
 
 def _what_was(key: str, stages: Sequence[Stage]) -> str:
     """`KEY was`, for a key of `data_plan`: the recipe's key that determines the value."""
-    if key == "packing":
-        return "data.packing was"
+    if key in ("packing", "long_conversations"):
+        return f"data.{key} was"
     if (found := re.fullmatch(r"stages\[(\d+)\]\.(\w+)(.*)", key)) is None:
         return f"{key} was"
     index = int(found[1])

@@ -209,8 +209,8 @@ class Trainer:
         if begins:
             self.reports.stage(stage, run.stages[-1].end_step)
         self.reports.layout(stage, layout)
-        for repeated in data.repeats(stage.batch_tokens):
-            self.reports.event("warning", repeated)
+        for warning in data.warnings(stage.batch_tokens):
+            self.reports.event("warning", warning)
         return data
 
     def _step(self, stage: Stage, batches: list[Batch]) -> None:

@@ -262,10 +262,11 @@ def generate(
     """Continue a prompt. The prompt is read with each layer's own attention."""
     import torch
 
-    from moba_train.data.tokenizer import ends_of_text, has_chat_template, load_text_tokenizer
+    from moba_train.data.tokenizer import load_text_tokenizer
     from moba_train.tools.chat.control_tokens import ChatTokenizer
+    from moba_train.tools.chat.load import has_chat_template
     from moba_train.tools.generate import generate_text, read_prompt
-    from moba_train.tools.inference.corpus_marks import corpus_marks
+    from moba_train.tools.inference.corpus_marks import corpus_marks, ends_of_text
     from moba_train.tools.saved_recipe import load_trained, open_for_generation, saved_training
 
     if (prompt is None) == (prompt_file is None):

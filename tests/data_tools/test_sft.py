@@ -137,7 +137,7 @@ def test_bad_records_are_named_by_line_and_the_rest_is_shown_and_counted(tokeniz
     assert done.exit_code == 0, done.output
     for line, reason in enumerate(BAD, 1):
         assert re.search(rf"chat\.jsonl:{line}: .*{re.escape(reason)}", done.output), reason
-    assert "1 conversations, 4 tokens, 2 with loss (50.00%)" in done.output
+    assert "1 conversations, 4 tokens, 2 with loss (50.00%), the longest 4" in done.output
     assert len(spans(done.output)) == 1
     assert IndexedDataset(f"{output}.loss").document(0).tolist() == [0, 0, 1, 1]
     assert CliRunner().invoke(app, ["verify", output]).exit_code == 0

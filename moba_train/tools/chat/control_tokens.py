@@ -1,4 +1,4 @@
-"""Text that spells out special tokens, as chat templates write it, to and from token ids, for either type of tokenizer."""
+"""Text that spells out special tokens, as chat templates write it, to and from the ids of either type of tokenizer."""
 
 import functools
 import itertools

@@ -1,8 +1,9 @@
 """Chat templates by name, or from a file or a model's folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from moba_train.data.tokenizer import TOKENIZER_CONFIG, special_tokens
+from moba_train.data.tokenizer import CHAT_TEMPLATES, TOKENIZER_CONFIG, read_object, special_tokens, tokenizer_file
 from moba_train.errors import DataError
 from moba_train.foreign_files import folder_roots, read_foreign, read_foreign_json
 from moba_train.tools.chat.confined_template import ConfinedTemplate
@@ -35,6 +36,13 @@ def load_chat_template(name: str, end_of_turn: str | None = None) -> Template:
     if not end_of_turn:
         raise DataError(f"chat template {name}: the text that ends a turn is unknown; give --end-of-turn")
     return ConfinedTemplate(source, end_of_turn, variables)
+
+
+def has_chat_template(path: str | Path, roots: Sequence[Path] | None = None) -> bool:
+    """True if the folder of the tokenizer at `path` has a chat template. Raises DataError as `special_tokens`."""
+    folder = tokenizer_file(path).parent
+    own = any((folder / name).exists() for name in CHAT_TEMPLATES)
+    return own or "chat_template" in read_object(folder / TOKENIZER_CONFIG, roots)
 
 
 def _read_folder(folder: Path) -> tuple[str, dict[str, str]]:

@@ -23,14 +23,13 @@ from moba_train.data.tokenizer import (
     TOKENIZERS,
     Tokenizer,
     load_tokenizer,
-    token_ids,
     token_texts,
     tokenizer_file,
 )
 from moba_train.errors import DataError
 from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, parse_json, read_foreign
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
-from moba_train.tools.inference.corpus_marks import CorpusMarks
+from moba_train.tools.inference.corpus_marks import CorpusMarks, token_ids
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"

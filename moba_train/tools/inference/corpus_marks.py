@@ -8,6 +8,7 @@ from typing import Any
 from moba_train.config.data import DataConfig
 from moba_train.config.schema import StageConfig
 from moba_train.data.indexed import corpus_file
+from moba_train.data.tokenizer import GENERATION_CONFIG, read_object, tokenizer_file
 from moba_train.foreign_files import read_foreign_json
 
 
@@ -53,6 +54,20 @@ class CorpusMarks:
 
 
 NO_MARKS = CorpusMarks()
+
+
+def ends_of_text(path: str | Path, roots: Sequence[Path] | None = None) -> list[int]:
+    """Token ids that end a generated text, from the generation_config.json in the folder of the tokenizer at `path`;
+    empty without the file.
+
+    Raises DataError when the file cannot be read, or does not lie below one of `roots`.
+    """
+    return token_ids(read_object(tokenizer_file(path).with_name(GENERATION_CONFIG), roots).get("eos_token_id"))
+
+
+def token_ids(value: Any) -> list[int]:
+    """Token ids under a key such as `eos_token_id` of a generation_config.json: one, a list, or none."""
+    return [index for index in (value if isinstance(value, list) else [value]) if type(index) is int]
 
 
 def corpus_marks(data: DataConfig, stages: Sequence[StageConfig], roots: Sequence[Path]) -> CorpusMarks:
