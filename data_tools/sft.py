@@ -148,7 +148,7 @@ def make_sft_corpus(
     sha256 = tokenizer_hash(tokenizer_path)
     work = _work_fingerprint(files, sha256, template, holdout, fail_on_error)
     bad: list[str] = []
-    markers = _Markers(template.end_of_turn)
+    markers = _Markers(template.definition.end_of_turn)
     not_whole = NotWhole()
     with write_errors(output):
         already_complete = already_made(dict.fromkeys(prefixes, work))
@@ -157,11 +157,11 @@ def make_sft_corpus(
                 "vocab_size": tokenizer.vocab_size,
                 "tokenizer": tokenizer_file(tokenizer_path).name,
                 "tokenizer_sha256": sha256,
-                "end_of_turn_id": _single_token(tokenizer, template.end_of_turn),
+                "end_of_turn_id": _single_token(tokenizer, template.definition.end_of_turn),
                 "loss_mask": True,
                 "work": work,
             }
-            found = _encode_files(files, tokenizer, template, markers, not_whole)
+            found = _encode_files(files, tokenizer, template, markers, not_whole, info)
             bad = _write(found, prefixes, holdout, info, fail_on_error)
             list_skipped(output, bad)
     return SftResult(
@@ -218,7 +218,7 @@ def _work_fingerprint(
         "version": WORK_VERSION,
         "files": [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats],
         "tokenizer": tokenizer_sha256,
-        "template": template.fingerprint,
+        "template": template.definition.fingerprint,
         "holdout": holdout,
         "fail_on_error": fail_on_error,
     }
@@ -260,9 +260,15 @@ def _single_token(tokenizer: TextTokenizer, marker: str) -> int | None:
 
 
 def _encode_files(
-    files: Sequence[str], tokenizer: TextTokenizer, template: Template, markers: _Markers, not_whole: NotWhole
+    files: Sequence[str],
+    tokenizer: TextTokenizer,
+    template: Template,
+    markers: _Markers,
+    not_whole: NotWhole,
+    info: dict[str, Any],
 ) -> Iterator[list[TokenizedConversation] | BadRecord]:
-    """Yield the samples of each conversation, or the reason why it cannot be used."""
+    """Yield the samples of each conversation, or the reason why it cannot be used. `info` gets the template, unless all
+    records are tokens."""
     # The second iterator runs ahead, so that a template in another process works while this one tokenizes.
     records, ahead = itertools.tee((file, *numbered) for file in files for numbered in read_records(file))
     rendered = template.split_all(record for _, _, record in ahead if isinstance(record, Conversation))
@@ -281,6 +287,7 @@ def _encode_files(
         except ValueError as error:
             yield BadRecord(file, number, str(error))
             continue
+        info["chat_template"] = template.definition._asdict()
         not_whole.add(split)
         for sample in split.samples:
             markers.add(record, sample)

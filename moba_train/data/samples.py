@@ -7,7 +7,7 @@ ranks, on workers or on earlier samples, so counters are enough to resume a run,
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -235,6 +235,13 @@ class StageData:
             name: packer.position_after(count)
             for name, packer, count in zip(self.stream_names, self._packers, taken, strict=True)
         }
+
+    @property
+    def chat_template(self) -> dict[str, Any]:
+        """Chat template in the first sidecar that has one, with its `corpus`; empty if there is none."""
+        infos = {bucket.path: self._corpora[bucket.path].info or {} for bucket in self.buckets}
+        found = ({"corpus": path, **info["chat_template"]} for path, info in infos.items() if "chat_template" in info)
+        return next(found, {})
 
     def check_loss(self) -> None:
         """Raise DataError when no token of any bucket carries loss."""

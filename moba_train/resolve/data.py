@@ -13,7 +13,7 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.samples import LONG_REMEDY
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
-from moba_train.errors import ConfigError, DataError
+from moba_train.errors import DataError
 
 
 def length_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator[str]:
@@ -63,12 +63,6 @@ def corpus_problems(
             for path, low, below, *_ in buckets if lengths and data.long_conversations == "error" else ():
                 if long := weights[path].long_conversations(low, below, min(lengths)):
                     yield f"{key}: {long}; {LONG_REMEDY}"
-
-
-def check_one_tokenizer(data: DataConfig, stages: Sequence[StageConfig]) -> None:
-    """Raises ConfigError when corpora that are on disk were made with other tokenizers than the recipe's."""
-    if problems := list(tokenizer_problems(data, stages)):
-        raise ConfigError(problems)
 
 
 def vocabulary_problems(tokenizer: str | None, vocab_size: int) -> Iterator[str]:

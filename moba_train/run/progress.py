@@ -79,6 +79,8 @@ class Progress:
     """wandb's id, kept across restarts."""
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
     """Fingerprint of every corpus read so far, by path."""
+    chat_template: dict[str, Any] = field(default_factory=dict)
+    """Chat template of the conversations that were trained on last (`StageData.chat_template`); empty for none."""
     exited_steps: dict[str, int] = field(default_factory=dict)
     """Steps that the stages took whose exit criterion was met, by the stage's name."""
     trailing_loss: float | None = None
@@ -113,10 +115,14 @@ class Progress:
         self.trailing_loss_before = self.trailing_loss
         self.steps_without_loss = 0
 
-    def note_data(self, kinds: list[tuple[int, str]], fingerprints: Mapping[str, Fingerprint]) -> None:
-        """Record the attention kinds that the current stage trains, and the corpora that it reads, by path."""
+    def note_data(
+        self, kinds: list[tuple[int, str]], fingerprints: Mapping[str, Fingerprint], chat_template: dict[str, Any]
+    ) -> None:
+        """Record the attention kinds that the current stage trains, and the corpora that it reads, by path, with the
+        chat template of their conversations."""
         self.trained_kinds = kinds
         self.fingerprints |= fingerprints
+        self.chat_template = chat_template or self.chat_template
 
     def count_step(self, *, has_loss: bool, evaluation_due: bool) -> None:
         """Count one more step, in which a token carries loss or none does."""

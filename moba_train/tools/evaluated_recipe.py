@@ -8,7 +8,7 @@ from typing import Any, Literal
 from moba_train.checkpoint.recipe import trained_tokenizer
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
-from moba_train.config.load import shadowed_overrides, with_overrides
+from moba_train.config.load import shadowed_overrides
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
@@ -25,7 +25,14 @@ from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.lm_eval.options import LmEvalOptions
-from moba_train.tools.saved_recipe import SavedPaths, SavedRun, check_paths, evaluation_corpora, read_checkpoint
+from moba_train.tools.saved_recipe import (
+    SavedPaths,
+    SavedRun,
+    check_paths,
+    evaluation_corpora,
+    read_checkpoint,
+    with_overrides,
+)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moba_train.config.load import load_config, with_overrides
+from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
@@ -20,6 +20,7 @@ from moba_train.parallel.activations import set_activations
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.run import resolve_unchecked
+from moba_train.tools.saved_recipe import with_overrides
 from tests.evals.setting import built
 from tests.resolved import shard_of, sharded_of, stages_of
 from tests.run.tiny_run import Run, assert_same_tensors

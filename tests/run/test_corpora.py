@@ -65,6 +65,7 @@ def test_changed_data_are_refused(
 ) -> None:
     own = run.folder / "own"
     move(run, own)
+    run.recipe["data"]["long_conversations"] = "split"
     write_mask(own / "one", lambda _document: 1)
     assert run.train_here("--stop-at-step", "2") == 0
     change(own)
@@ -126,7 +127,7 @@ def test_a_stage_that_reads_no_token_with_loss_ends_with_an_error(run: Run, caps
     """The only document with loss lies beyond what the stage reads. Interrupted, it still knows at its end."""
     corpus = run.folder / "own"
     write_corpus(corpus, 60, seed=0)
-    run.recipe["data"]["train"] = [{"path": str(corpus)}]
+    run.recipe["data"] |= {"train": [{"path": str(corpus)}], "long_conversations": "split"}
     config = load_config(run.write_recipe())
     data = training_data(samples_of(config), stages_of(config)[0], {})
     read = {part.document for index in range(data.sequences) for part in data.sample(index).parts}

@@ -30,8 +30,8 @@ from moba_train.tools.chat.template import (
     Conversation,
     Message,
     SplitConversation,
+    TemplateDefinition,
     TemplateSegment,
-    template_fingerprint,
     texts,
 )
 
@@ -68,8 +68,7 @@ class ConfinedTemplate:
     def __init__(
         self, source: str, end_of_turn: str, variables: dict[str, str] | None = None, limits: Limits = DEFAULT_LIMITS
     ) -> None:
-        self.end_of_turn = end_of_turn
-        self.fingerprint = template_fingerprint(source, end_of_turn, variables)
+        self.definition = TemplateDefinition(source, end_of_turn, variables or {})
         self._limits = limits
         self._setup = [source, end_of_turn, variables, limits.seconds, limits.memory]
         self._breaches = 0

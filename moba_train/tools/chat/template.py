@@ -167,22 +167,28 @@ class _Answer(NamedTuple):
         return self.text[: self.end]
 
 
-def template_fingerprint(source: str, end_of_turn: str, variables: dict[str, str] | None) -> str:
-    """SHA-256 of a template, the text that ends a turn and the special tokens, in hexadecimal."""
-    return hashlib.sha256(json.dumps([source, end_of_turn, variables or {}], sort_keys=True).encode()).hexdigest()
+class TemplateDefinition(NamedTuple):
+    """Everything that determines what a chat template writes, as the sidecars of corpora record it."""
+
+    source: str
+    """Jinja."""
+    end_of_turn: str
+    """Text that ends a turn."""
+    variables: dict[str, str]
+    """Names that the template can use in addition to the messages: a model's special tokens, such as `bos_token`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 in hexadecimal."""
+        return hashlib.sha256(json.dumps(self, sort_keys=True).encode()).hexdigest()
 
 
 class Template(Protocol):
     """Interface of a chat template that fine-tuning needs: a `ChatTemplate`, in this process or another one."""
 
     @property
-    def end_of_turn(self) -> str:
-        """Text that ends a turn."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the template's output, in hexadecimal."""
+    def definition(self) -> TemplateDefinition:
+        """Everything that determines the template's output."""
         ...
 
     def render(
@@ -228,9 +234,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, end_of_turn: str, variables: dict[str, str] | None = None) -> None:
-        self.end_of_turn = end_of_turn
-        self.fingerprint = template_fingerprint(source, end_of_turn, variables)
-        self._variables = variables or {}
+        self.definition = TemplateDefinition(source, end_of_turn, variables or {})
         # The settings with which transformers renders templates; sandboxed, as a template comes with a model from
         # elsewhere.
         environment = ImmutableSandboxedEnvironment(
@@ -257,7 +261,7 @@ class ChatTemplate:
         given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(
-                self._variables | (variables or {}) | given | {"tools": list(tools) if tools else None}
+                self.definition.variables | (variables or {}) | given | {"tools": list(tools) if tools else None}
             )
         except MemoryError:
             raise
@@ -271,8 +275,8 @@ class ChatTemplate:
         leaves out a tool, or does not render an answer as a continuation of its prompt.
         """
         messages = conversation.messages
-        if any(self.end_of_turn in text for text in texts(conversation)):
-            raise ValueError(f"a message contains {self.end_of_turn!r}, which ends a turn")
+        if any(self.definition.end_of_turn in text for text in texts(conversation)):
+            raise ValueError(f"a message contains {self.definition.end_of_turn!r}, which ends a turn")
         try:
             answers = self._answers(conversation)
         except ValueError as error:
@@ -319,10 +323,10 @@ class ChatTemplate:
         text = self.render(messages[: index + 1], False, tools, variables)
         if not text.startswith(prompt):
             raise ValueError(_differs(index))
-        end = text.find(self.end_of_turn, len(prompt))
+        end = text.find(self.definition.end_of_turn, len(prompt))
         if end < 0:
             raise ValueError(self._other_end(index, text[len(prompt) :], messages[index].get("content") or ""))
-        answer = _Answer(text, len(prompt), end + len(self.end_of_turn))
+        answer = _Answer(text, len(prompt), end + len(self.definition.end_of_turn))
         calls = messages[index].get("tool_calls") or []
         _require_names(answer.whole[answer.begin :], calls, f"the tool calls of message {index}")
         return answer
@@ -332,8 +336,8 @@ class ChatTemplate:
         rest = answer.rpartition(content.strip())[2].strip() if content.strip() else ""
         seems = f"; it writes {rest!r} there" if rest else ""
         return (
-            f"the chat template does not end message {index} with {self.end_of_turn!r}{seems}: give the text that ends "
-            "a turn as --end-of-turn"
+            f"the chat template does not end message {index} with {self.definition.end_of_turn!r}{seems}: give the "
+            "text that ends a turn as --end-of-turn"
         )
 
     def _unread(self, conversation: Conversation, answers: dict[int, _Answer]) -> Iterator[str]:

@@ -103,7 +103,7 @@ def evaluate_with_lm_eval(
             training.seq_len,
         )
     with tempfile.TemporaryDirectory() as folder:
-        marks = corpus_marks(saved.config.data, saved.config.stages, roots)
+        marks = corpus_marks(saved, roots)
         tokenizer = open_hf_tokenizer(saved.config.data.tokenizer, marks, stage.seq_len, Path(folder), roots)
         template = _template(folder) if options.apply_chat_template else None
         stop_tokens = ends_of_text(folder)
