@@ -46,6 +46,7 @@ def masked(run: Run, corpora: Path, tmp_path: Path) -> Run:
                 masks.add_document(np.arange(length) >= length - 3)
     for source in (*run.recipe["data"]["train"], *run.recipe["data"]["validation"]):
         source["path"] = str(tmp_path / Path(source["path"]).name)
+    run.recipe["data"]["long_conversations"] = "split"
     run.recipe["stages"] = [run.recipe["stages"][1]]
     run.recipe["evaluation"] = {"gradient_reach": {"sequences": 5}}
     return run

@@ -332,7 +332,7 @@ class ChatTemplate:
         return answer
 
     def _other_end(self, index: int, answer: str, content: str) -> str:
-        """Reason why an answer has no end, with the text that seems to be it."""
+        """Reason why an answer has no end, with the text that seems to end it."""
         rest = answer.rpartition(content.strip())[2].strip() if content.strip() else ""
         seems = f"; it writes {rest!r} there" if rest else ""
         return (
