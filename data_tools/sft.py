@@ -48,7 +48,7 @@ class TokenizedConversation(NamedTuple):
 
 @dataclass
 class NotWhole:
-    """What of the conversations is not in the corpus, or not as it was given."""
+    """Counts of parts of the conversations that are not in the corpus, or not as they were given."""
 
     unread: Counter[str] = field(default_factory=Counter)
     """Number of occurrences of each key that changes nothing in the text, as `SplitConversation.unread` names them."""

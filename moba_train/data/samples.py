@@ -238,10 +238,10 @@ class StageData:
 
     @property
     def chat_template(self) -> dict[str, Any]:
-        """Chat template in the first sidecar that has one, with its `corpus`; empty if there is none."""
-        infos = {bucket.path: self._corpora[bucket.path].info or {} for bucket in self.buckets}
-        found = ({"corpus": path, **info["chat_template"]} for path, info in infos.items() if "chat_template" in info)
-        return next(found, {})
+        """Chat template in the first sidecar that has one, with its `end_of_turn_id`; empty if there is none."""
+        infos = [self._corpora[bucket.path].info or {} for bucket in self.buckets]
+        found = (info for info in infos if "chat_template" in info)
+        return next(({"end_of_turn_id": info.get("end_of_turn_id")} | info["chat_template"] for info in found), {})
 
     def check_loss(self) -> None:
         """Raise DataError when no token of any bucket carries loss."""

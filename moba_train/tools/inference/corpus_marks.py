@@ -94,12 +94,14 @@ def corpus_marks(saved: SavedRun, roots: Sequence[Path]) -> CorpusMarks:
     ordered = dict.fromkeys(source.path for source in (*data.train, *later, *data.validation))
     marks = next((every[path] for path in ordered if "eos_id" in found.get(path, {})), NO_MARKS)
     progress = read_meta(saved.path).get("progress")
-    template = parse_definition(progress.get("chat_template") if isinstance(progress, dict) else None)
+    recorded = progress.get("chat_template") if isinstance(progress, dict) else None
+    template = parse_definition(recorded)
+    turns = [CorpusMarks.from_sidecar(recorded).ends_of_turns] if template else []
     written = {source.path: every[source.path].template for source in trained if source.path in every}
     template = template or next((one for one in written.values() if one is not None), None)
     return replace(
         marks,
-        ends_of_turns=frozenset[int]().union(*(one.ends_of_turns for one in every.values())),
+        ends_of_turns=frozenset[int]().union(*turns, *(one.ends_of_turns for one in every.values())),
         conversations=template is not None or any(one.conversations for one in every.values()),
         template=template,
         other_templates=tuple(path for path, one in written.items() if one is not None and one != template),

@@ -55,8 +55,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MOBA_TRAIN_DATA_ROOTS", raising=False)
     Path("model").mkdir()
-    byte_tokenizer(tmp_path / "model", ["<s>", "<|im_start|>", "<|im_end|>"])
-    config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": IMPORTED}
+    byte_tokenizer(tmp_path / "model", ["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": IMPORTED}
     Path("model/tokenizer_config.json").write_text(json.dumps(config))
     Path("model/chat_template.jinja").write_text(IMPORTED)
     write_lines(tmp_path / "chat.jsonl", [{"messages": MESSAGES}] * 40)
@@ -94,6 +94,8 @@ def test_an_export_has_the_template_of_training_and_not_the_imported_models(fold
     assert "chat_template" not in json.loads((out / "tokenizer_config.json").read_text())
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(out)
     assert list(theirs.apply_chat_template(MESSAGES)["input_ids"]) == ids
+    ends = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [theirs.eos_token_id, theirs.convert_tokens_to_ids("<|im_end|>")], "where an answer ends"
 
 
 def test_special_tokens_of_the_template_are_those_of_its_own_folder(folder: Path) -> None:
