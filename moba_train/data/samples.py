@@ -101,6 +101,12 @@ class StageData:
         self._warnings: list[str] = []
         self.buckets: list[LengthBucket] = [self._fit(bucket) for bucket in length_buckets(sources, self._open)]
         """Parts of the blend: whole corpora, or ranges of their document lengths."""
+        masked = [bucket.name for bucket in self.buckets if self._loss_weights[bucket.path].mask]
+        if packing == "concat" and masked:
+            self._warnings.append(
+                f"data.packing: concat cuts the conversations of {', '.join(masked)} wherever a sample ends, and the "
+                "rest of them trains without what comes before; set it to best_fit"
+            )
         self.streams = [
             DocumentStream(self._corpora[bucket.path], seed, bucket.min_length, bucket.below_length, bucket.most)
             for bucket in self.buckets

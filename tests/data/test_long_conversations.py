@@ -46,7 +46,7 @@ def chat(tmp_path: Path) -> str:
 def stage(
     path: str, long: LongConversations, packing: Any = "best_fit", norm: LossNorm = "token", **source: int
 ) -> StageData:
-    sources = [SourceConfig(path=path, **source)]  # type: ignore[arg-type]  # ranges of lengths
+    sources = [SourceConfig(path=path, **source)]
     return StageData(sources, 8, 40, 0, {}, 200, packing, norm, long)
 
 
@@ -92,6 +92,12 @@ def test_concatenation_reads_the_same_tokens(chat: str) -> None:
     whole = {*range(10, 15), *range(40, 48)}
     assert dropped == whole
     assert cut == whole | {*range(70, 78), *range(100, 108)}
+
+
+def test_concatenation_is_named_because_it_cuts_conversations_of_any_length(chat: str, tmp_path: Path) -> None:
+    (warning,) = stage(chat, "error", "concat", below_length=9).warnings(1)
+    assert warning.startswith(f"data.packing: concat cuts the conversations of {chat}[0:9] wherever a sample ends")
+    assert stage(write_corpus(tmp_path / "text", LENGTHS, masked=False), "error", "concat").warnings(1) == []
 
 
 def test_a_conversation_that_is_cut_counts_once_by_sequence(chat: str) -> None:

@@ -281,7 +281,7 @@ def test_ids_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
     corpus, masks = IndexedDataset(tmp_path / "c"), IndexedDataset(mask_prefix(str(tmp_path / "c")))
     assert corpus.documents == len(records)
     for number, record in enumerate(records):
-        want = theirs.apply_chat_template(
+        want: Any = theirs.apply_chat_template(
             record["messages"],
             tools=record.get("tools"),
             chat_template=MARKED,

@@ -11,6 +11,7 @@ from moba_train.config.data import SourceConfig
 from moba_train.data.indexed import corpus_file
 from moba_train.data.tokenizer import GENERATION_CONFIG, read_object, tokenizer_file
 from moba_train.foreign_files import read_foreign_json
+from moba_train.resolve.initial_weights import is_hf_folder
 from moba_train.tools.chat.load import parse_definition
 from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.saved_recipe import SavedRun
@@ -93,7 +94,7 @@ def corpus_marks(saved: SavedRun, roots: Sequence[Path]) -> CorpusMarks:
     # In the order of the recipe, as a run begins with its first corpora.
     ordered = dict.fromkeys(source.path for source in (*data.train, *later, *data.validation))
     marks = next((every[path] for path in ordered if "eos_id" in found.get(path, {})), NO_MARKS)
-    progress = read_meta(saved.path).get("progress")
+    progress = None if is_hf_folder(saved.path) else read_meta(saved.path).get("progress")
     recorded = progress.get("chat_template") if isinstance(progress, dict) else None
     template = parse_definition(recorded)
     turns = [CorpusMarks.from_sidecar(recorded).ends_of_turns] if template else []
