@@ -221,8 +221,8 @@ def byte_tokenizer(folder: Path, special: list[str]) -> Path:
     merges = [(one, other) for one in "taeo" for other in "hnrs"]
     pieces = [*letters, *(one + other for one, other in merges)]
     tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"

@@ -102,6 +102,11 @@ def export_tokenizer(
             export = _export_sentencepiece(source, marks, max_length, roots)
         if marks.template is not None:
             _set_template(export, marks.template)
+        elif marks.conversations and _has_template(export):
+            export.warnings.append(
+                "the chat template is the tokenizer's own: no corpus records the one that wrote its conversations, as "
+                "with records of tokens; compare the two"
+            )
     except (OSError, ValueError) as error:
         raise DataError(f"the tokenizer {tokenizer} cannot be exported: {error}") from error
     if model_type == "qwen2" and not export.warnings and _class_of(export).removesuffix("Fast") != _QWEN2_CLASS:
@@ -115,6 +120,11 @@ def export_tokenizer(
             "trained on as well, but that of the conversations that it was trained on last"
         )
     return export
+
+
+def _has_template(export: TokenizerExport) -> bool:
+    named = "chat_template" in _parse(export.files, TOKENIZER_CONFIG)
+    return named or not export.files.keys().isdisjoint(CHAT_TEMPLATES)
 
 
 def _set_template(export: TokenizerExport, template: TemplateDefinition) -> None:

@@ -97,7 +97,7 @@ def corpus_marks(saved: SavedRun, roots: Sequence[Path]) -> CorpusMarks:
     progress = None if is_hf_folder(saved.path) else read_meta(saved.path).get("progress")
     recorded = progress.get("chat_template") if isinstance(progress, dict) else None
     template = parse_definition(recorded)
-    turns = [CorpusMarks.from_sidecar(recorded).ends_of_turns] if template else []
+    turns = [CorpusMarks.from_sidecar(recorded).ends_of_turns] if isinstance(recorded, dict) else []
     written = {source.path: every[source.path].template for source in trained if source.path in every}
     template = template or next((one for one in written.values() if one is not None), None)
     return replace(

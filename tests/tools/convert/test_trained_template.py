@@ -136,8 +136,9 @@ def test_tokens_have_no_template(folder: Path) -> None:
     tokens = write_lines(folder / "tokens.jsonl", [{"input_ids": [*range(60)], "loss_mask": [0] * 30 + [1] * 30}] * 9)
     sft("chat", source=tokens)
     train()
-    out, _ = export()
+    out, said = export()
     assert (out / "chat_template.jinja").read_text() == IMPORTED
+    assert "the chat template is the tokenizer's own: no corpus records the one that wrote" in said
 
 
 def test_corpora_with_different_templates_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
