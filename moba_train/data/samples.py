@@ -146,7 +146,9 @@ class StageData:
         long = self._loss_weights[bucket.path].long_conversations(bucket.min_length, bucket.below_length, self.seq_len)
         if not long:
             return bucket
-        if self._long == "error" or (self._long == "drop" and bucket.min_length > self.seq_len):
+        corpus = self._corpora[bucket.path]
+        fits = corpus.documents_of_length(max(bucket.min_length, 1), self.seq_len + 1)
+        if self._long == "error" or (self._long == "drop" and not len(fits)):
             raise DataError(f"{long}; {LONG_REMEDY}")
         self._warnings.append(f"{long}: {LONG_OUTCOMES[self._long]}")
         if self._long == "drop":

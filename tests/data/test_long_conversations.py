@@ -125,9 +125,11 @@ def test_positions_of_streams_that_read_other_tokens_have_other_names(chat: str)
     assert len({stage(chat, long).stream_names[0] for long in ("split", "truncate", "drop")}) == 3
 
 
-def test_a_source_of_long_conversations_alone_cannot_be_dropped(chat: str) -> None:
+def test_a_source_of_long_conversations_alone_cannot_be_dropped(chat: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 of 2 conversations"):
         stage(chat, "drop", min_length=9)
+    with pytest.raises(DataError, match="2 of 3 conversations"):
+        stage(write_corpus(tmp_path / "long", [9, 12, 0]), "drop")
 
 
 def test_documents_without_a_mask_are_no_conversations(tmp_path: Path) -> None:
