@@ -154,3 +154,13 @@ def test_a_stage_that_does_not_fit_the_gpu_is_a_warning(run: Run, monkeypatch: p
     assert run.train_here("--stop-at-step", "1") == 0
     (warning,) = run.records("warning")
     assert warning["message"] == "stage only needs about 99.0 GiB; `moba-train plan` names changes that fit"
+
+
+def test_long_conversations_are_reported_when_their_stage_begins(run: Run) -> None:
+    own = run.folder / "own"
+    move(run, own)
+    run.recipe["data"] |= {"long_conversations": "truncate", "packing": "best_fit"}
+    write_mask(own / "one", lambda _document: 1)
+    assert run.train_here("--stop-at-step", "1") == 0
+    (warning,) = [record["message"] for record in run.records("warning") if "conversations" in record["message"]]
+    assert "of own/one are longer than the 64 tokens of a sample" in warning.replace(f"{run.folder}/", "")
