@@ -49,7 +49,7 @@ def special_tokens(folder: Path, roots: Sequence[Path] | None = None) -> dict[st
 
     Raises DataError when a file cannot be read, or does not lie below one of `roots`.
     """
-    read = (_read_object(folder / name, roots) for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG))
+    read = (read_object(folder / name, roots) for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG))
     return {key: text for contents in read for key, text in token_texts(contents).items()}
 
 
@@ -65,28 +65,7 @@ def token_texts(contents: Mapping[str, Any]) -> dict[str, str]:
     return dict(texts())
 
 
-def has_chat_template(path: str | Path, roots: Sequence[Path] | None = None) -> bool:
-    """True if the folder of the tokenizer at `path` has a chat template. Raises DataError as `special_tokens`."""
-    folder = tokenizer_file(path).parent
-    own = any((folder / name).exists() for name in CHAT_TEMPLATES)
-    return own or "chat_template" in _read_object(folder / TOKENIZER_CONFIG, roots)
-
-
-def ends_of_text(path: str | Path, roots: Sequence[Path] | None = None) -> list[int]:
-    """Token ids that end a generated text, from the generation_config.json in the folder of the tokenizer at `path`;
-    empty without the file.
-
-    Raises DataError when the file cannot be read, or does not lie below one of `roots`.
-    """
-    return token_ids(_read_object(tokenizer_file(path).with_name(GENERATION_CONFIG), roots).get("eos_token_id"))
-
-
-def token_ids(value: Any) -> list[int]:
-    """Token ids under a key such as `eos_token_id` of a generation_config.json: one, a list, or none."""
-    return [index for index in (value if isinstance(value, list) else [value]) if type(index) is int]
-
-
-def _read_object(file: Path, roots: Sequence[Path] | None) -> dict[str, Any]:
+def read_object(file: Path, roots: Sequence[Path] | None) -> dict[str, Any]:
     """The object in a JSON file; empty without the file. Raises DataError."""
     try:
         contents = read_foreign_json(file, roots=roots) if file.exists() else {}
