@@ -283,7 +283,7 @@ def test_durability_has_the_measured_stall() -> None:
 
 def test_sft_says_what_the_experiment_was_that_it_withdraws() -> None:
     found = results("sft-layers-h200.json")
-    told = " ".join((ROOT / "docs" / "tutorials" / "fine-tune-conversations.md").read_text().split())
+    told = " ".join((ROOT / "benchmarks" / "measured" / "fine-tuning.md").read_text().split())
     on_answers = {entry["full_layers"]: entry for entry in found["summary"] if entry["loss_on"] == "answers"}
     for layers in ("none", "last:4", "all"):
         loss, error = on_answers[layers]["loss"], on_answers[layers]["loss_error"]
