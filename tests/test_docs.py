@@ -335,7 +335,7 @@ def test_durability_has_the_counts_of_the_chaos_test() -> None:
 
 
 def test_data_has_the_measured_packing_and_speed() -> None:
-    told = rows("docs/how-to/data.md")
+    told = rows("benchmarks/measured/data.md")
     for entry in results("packing.json"):
         padding = percent(entry["best_fit_padding"], 2)
         assert (f"{entry['seq_len']:,}", percent(entry["concat_cuts"], 1), "0", padding) in told
