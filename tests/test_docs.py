@@ -298,7 +298,7 @@ def test_sft_says_what_the_experiment_was_that_it_withdraws() -> None:
 
 
 def test_the_extended_model_has_its_measured_losses() -> None:
-    told = {row[0]: row[1:] for row in rows("docs/how-to/import-export.md")}
+    told = {row[0]: row[1:] for row in rows("benchmarks/measured/extension.md")}
     names = {"as trained": "the model as it was published", "full": "RoPE raised, full attention"}
     names["MoBA"] = "RoPE raised, MoBA 512/8 but in the last three layers"
     measured = results("smollm2-32k-h200.json")
