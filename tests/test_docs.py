@@ -165,6 +165,10 @@ def is_key(path: str) -> bool:
 @documents
 def test_the_keys_that_it_names_exist(document: Path) -> None:
     root, names = schema()
+    for project in blocks(document, "toml"):  # of a package that the page writes, with a section of its own
+        entries = re.findall(r'^(\w+) = "\w+:\w+"$', project, re.MULTILINE)
+        options = re.findall(r"^ +(\w+): \w+ = Field\(", "".join(blocks(document, "python")), re.MULTILINE)
+        names = names.union(entries, options)
     for block in blocks(document, "yaml"):
         for key in re.findall(r"(?:^|[{,\-]) *([a-z]\w*):(?: |$)", re.sub("#.*", "", block), re.MULTILINE):
             assert key in names, key
