@@ -1,5 +1,5 @@
-"""docs/tutorials/extend-a-checkpoint.md: its plan is what it shows, and its commands lead from a downloaded model to one
-that transformers runs with MoBA, here with a tiny model and short sequences."""
+"""docs/tutorials/extend-a-checkpoint.md: plan prints what it shows, and its commands lead from a downloaded model to
+one that transformers runs with MoBA, here with a tiny model and short sequences."""
 
 import json
 import re

@@ -40,8 +40,8 @@ def install(folder: Path) -> None:
     metadata = folder / f"strided_attention-{project['version']}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1\n")
-    groups = project["entry-points"].items()
-    lines = [f"[{group}]\n" + "\n".join(f"{name} = {value}" for name, value in found.items()) for group, found in groups]
+    ((group, found),) = project["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in found.items())]
     (metadata / "entry_points.txt").write_text("\n".join(lines))
 
 
