@@ -74,4 +74,3 @@ def test_a_run_stops_resumes_and_goes_on_with_more_ranks(folder: Path, ranks: Ra
     check_usage(report)
     run(report)
     assert (folder / "runs" / "one-node" / "report.html").stat().st_size > 1000
-
