@@ -1,5 +1,6 @@
 """Common parts of the command-line programs. Imports nothing heavy, so that `--help` answers at once."""
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -42,6 +43,13 @@ class _Commands(TyperGroup):
         except UserError as error:
             print_error(error)
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            outlast_output()  # what is still to be printed also cannot be
+            full = UserError(f"{error.strerror} for {error.filename or 'the output of this command'}")
+            print_error(full)
+            raise typer.Exit(full.exit_code) from None
         except typer.BadParameter as error:
             # From 0.29 on typer reads values with pydantic, whose messages leave them out; before, click's have them.
             if problems := getattr(error.__cause__, "errors", None):

@@ -58,3 +58,12 @@ def test_a_command_that_writes_files_outlasts_its_output(tmp_path: Path) -> None
         command = [*program, "train-tokenizer", *files, "--vocab-size", "300"]
         assert subprocess.run(command, stdout=disk, stderr=disk, check=False).returncode == 0
     assert (tmp_path / "tok.model").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize("command", ["schema", "env"])
+def test_a_command_whose_lines_are_all_that_it_makes_says_that_they_are_lost(command: str) -> None:
+    with Path("/dev/full").open("w") as disk:
+        program = [sys.executable, "-m", "moba_train.tools.cli", command]
+        done = subprocess.run(program, stdout=disk, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device for the output of this command\n")
