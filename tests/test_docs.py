@@ -265,13 +265,13 @@ def test_mechanisms_has_what_a_sink_costs_under_dispatch() -> None:
 def test_durability_has_the_tables_of_the_programs(
     table: Callable[[Sequence[dict[str, Any]]], str], result: str
 ) -> None:
-    assert table(results(f"{result}.json")) in (ROOT / "docs" / "how-to" / "resume.md").read_text()
+    assert table(results(f"{result}.json")) in (ROOT / "benchmarks" / "measured" / "durability.md").read_text()
 
 
 def test_durability_has_the_measured_stall() -> None:
     found = results("checkpoint-stall-8b-h200-x4.json")
     step, beside, after = found["step_s"], found["step_beside_save_s"], found["step_after_save_s"]["median"]
-    text = " ".join((ROOT / "docs" / "how-to" / "resume.md").read_text().split())
+    text = " ".join((ROOT / "benchmarks" / "measured" / "durability.md").read_text().split())
     for claim in (
         f"for {1000 * found['first_stall_s']:.0f} ms, {percent(found['first_stall_share_of_step'], 1)} of a step of "
         f"{step['median']:.2f} s. The step after it takes {after:.2f} s",
@@ -324,8 +324,8 @@ def test_run_health_has_the_measured_cost_of_determinism() -> None:
 
 def test_durability_has_the_counts_of_the_chaos_test() -> None:
     found = results("chaos.json")
-    text = (ROOT / "docs" / "how-to" / "resume.md").read_text()
-    counts = [int(cell) for row in rows("docs/how-to/resume.md") if len(row) == 5 for cell in row if cell.isdigit()]
+    text = (ROOT / "benchmarks" / "measured" / "durability.md").read_text()
+    counts = [int(cell) for row in rows("benchmarks/measured/durability.md") if len(row) == 5 for cell in row if cell.isdigit()]
     assert sorted(counts) == sorted([*found["disturbances"].values(), len(found["failures"])])
     moments = found["moments_of_kills"]
     assert (
