@@ -316,7 +316,7 @@ def test_recipes_has_what_the_miniatures_came_to() -> None:
 
 
 def test_run_health_has_the_measured_cost_of_determinism() -> None:
-    told = {row[1:] for row in rows("docs/how-to/monitor.md") if len(row) == 3}
+    told = {row[1:] for row in rows("benchmarks/measured/health.md") if len(row) == 3}
     runs = [results("determinism-h200.json")["runs"][name] for name in ("as it is", "deterministic")]
     assert tuple(f"{run['tokens_per_s']['median']:,.0f}" for run in runs) in told
     assert tuple(f"{run['tensors_that_differ']} of {run['tensors']}" for run in runs) in told
@@ -348,7 +348,7 @@ def test_data_has_the_measured_packing_and_speed() -> None:
 
 
 def test_run_health_has_the_measured_alarms() -> None:
-    told = {row[-1] for row in rows("docs/how-to/monitor.md")}
+    told = {row[-1] for row in rows("benchmarks/measured/health.md")}
     for curve in results("spike-alarms.json").values():
         seen = [round(100 * curve["detected_by_sigma"]["grad_norm"][sigma]) for sigma in ("6", "8", "10")]
         assert f"{' / '.join(map(str, seen))} %" in told
