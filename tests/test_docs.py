@@ -325,7 +325,8 @@ def test_run_health_has_the_measured_cost_of_determinism() -> None:
 def test_durability_has_the_counts_of_the_chaos_test() -> None:
     found = results("chaos.json")
     text = (ROOT / "benchmarks" / "measured" / "durability.md").read_text()
-    counts = [int(cell) for row in rows("benchmarks/measured/durability.md") if len(row) == 5 for cell in row if cell.isdigit()]
+    cells = [cell for row in rows("benchmarks/measured/durability.md") if len(row) == 5 for cell in row]
+    counts = [int(cell) for cell in cells if cell.isdigit()]
     assert sorted(counts) == sorted([*found["disturbances"].values(), len(found["failures"])])
     moments = found["moments_of_kills"]
     assert (

@@ -49,8 +49,9 @@ MEASURED = {next(iter(cells[0])): set().union(*cells[1:]) for cells in rows("Eva
 def calls(method: str) -> Iterator[tuple[ast.Call, ast.FunctionDef]]:
     """Calls of `Telemetry.event`, `RunReports.event` or `Telemetry.alert`, with the function around them."""
     for path in [*PACKAGE.glob("run/*.py"), *PACKAGE.glob("health/*.py"), *PACKAGE.glob("telemetry/*.py")]:
-        for function in ast.walk(ast.parse(path.read_text())):
-            for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
+        functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+        for function in functions:
+            for node in ast.walk(function):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(f".{method}"):
                     yield node, function
 
@@ -121,8 +122,12 @@ def is_told(name: str) -> bool:
 def test_every_key_of_a_gpu_is_told() -> None:
     tree = ast.parse((PACKAGE / "run" / "step.py").read_text())
     (function,) = [node for node in ast.walk(tree) if getattr(node, "name", "") == throughput.__name__]
-    names = [node.slice.value for node in ast.walk(function) if isinstance(node, ast.Subscript)
-             if isinstance(node.slice, ast.Constant) and ast.unparse(node.value) == "metrics"]
+    names = [
+        node.slice.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Subscript)
+        if isinstance(node.slice, ast.Constant) and ast.unparse(node.value) == "metrics"
+    ]
     assert len(names) == 5
     assert set(names) <= STEP
 

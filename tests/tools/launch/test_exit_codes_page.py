@@ -25,10 +25,14 @@ def error_classes(base: type[UserError] = UserError) -> Iterator[type[UserError]
         yield from error_classes(derived)
 
 
+ENDS = ("sys.exit", "os._exit", "typer.Exit", "SystemExit")
+"""Calls that end a process, with its code."""
+
+
 def literal_codes(path: Path) -> Iterator[int]:
     """Numbers with which a Python file ends its process."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "os._exit", "typer.Exit", "SystemExit"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ENDS:
             numbers = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)]
             yield from (number for number in numbers if type(number) is int)
 
