@@ -8,7 +8,6 @@ moment leaves the checkpoints that were already published as they were.
 
 import logging
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -19,11 +18,13 @@ from moba_train.checkpoint.files import UnreadableError, retried
 from moba_train.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
+    STEP_FOLDER,
     FileEntry,
     check_sizes,
     listed,
     read_meta,
     size_problems,
+    step_name,
     write_json,
 )
 from moba_train.errors import CheckpointError
@@ -33,7 +34,6 @@ LATEST = "latest"
 _TEMPORARY = ".tmp-"
 _REPLACED = ".replaced-"
 _SET_ASIDE = "set-aside-"
-_STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 Accept = Callable[[dict[str, Any]], bool]
 """Says if a checkpoint with this meta is wanted."""
@@ -56,11 +56,6 @@ def saved_step(meta: dict[str, Any]) -> int | None:
     progress = meta.get("progress")
     step = progress.get("step") if isinstance(progress, dict) else None
     return step if type(step) is int else None
-
-
-def step_name(step: int) -> str:
-    """The folder name of a step; names sort like steps."""
-    return f"step_{step:08d}"
 
 
 def make_temporary_folder(folder: Path, step: int) -> Path:
@@ -232,7 +227,7 @@ def published(folder: Path) -> list[tuple[int, Path]]:
         names = retried(lambda: os.listdir(folder) if folder.is_dir() else [])
     except OSError as error:
         raise UnreadableError.from_problem(folder, error) from error
-    matches = filter(None, map(_STEP_FOLDER.fullmatch, names))
+    matches = filter(None, map(STEP_FOLDER.fullmatch, names))
     return sorted((int(match[1]), folder / match[0]) for match in matches)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from moba_train.checkpoint import retention
 from moba_train.checkpoint.files import UnreadableError
-from moba_train.checkpoint.publish import step_name
+from moba_train.checkpoint.manifest import step_name
 from moba_train.checkpoint.retention import EVALUATIONS, Evaluated
 
 
