@@ -4,7 +4,6 @@ own, for machines that the whole corpus is too large for.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ def take_excerpt(folder: Path, output: str | Path, tokens: int, valid_tokens: in
             wanted = _choose(corpus, tokens if name == "train" else valid_tokens)
             sources = _copy(corpus, wanted, target / name, whole["corpora"][name]["sources"])
             corpora[name] = about_corpus(IndexedDataset(target / name)) | {"sources": sources}
-        shutil.copyfile(folder / TOKENIZER, target / TOKENIZER)
+        replace_file(target / TOKENIZER, (folder / TOKENIZER).read_bytes())
     manifest = whole | {
         "id": corpus_id(corpora),
         "excerpt": {"of": whole["id"], "tokens": tokens, "valid_tokens": valid_tokens},

@@ -6,7 +6,6 @@ the manifest does not name (`.DS_Store`, `.nfs...`) are never read and never cou
 """
 
 import hashlib
-import os
 import re
 import reprlib
 import stat
@@ -24,6 +23,7 @@ from moba_train.checkpoint.files import (
     try_all,
 )
 from moba_train.errors import CheckpointError
+from moba_train.output_files import write_new
 from moba_train.strict_json import from_json, to_json
 
 FORMAT_VERSION = 2
@@ -70,15 +70,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     text = to_json(content, indent=1).encode()
     if problem := _size_problem(text):
         raise CheckpointError(f"{path}: cannot be written: {problem}")
-    write_synced(path, text)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Writes `content` and fsyncs the file."""
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_new(path, text)
 
 
 def read_meta(path: Path, version: int = FORMAT_VERSION) -> dict[str, Any]:
@@ -126,8 +118,8 @@ def read_manifest(path: Path, version: int = FORMAT_VERSION) -> dict[str, FileEn
     named = STEP_FOLDER.fullmatch(path.name)
     if named and type(step) is int and step != int(named[1]):  # a copy: under a later name it would win for ever
         raise CheckpointError(
-            f"{path}: its name says step {int(named[1])}, its manifest says step {step}; rename it to {step_name(step)}, "
-            "or delete it"
+            f"{path}: its name says step {int(named[1])}, its manifest says step {step}; rename it to "
+            f"{step_name(step)}, or delete it"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):

@@ -9,7 +9,6 @@ moment leaves the checkpoints that were already published as they were.
 import logging
 import os
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from moba_train.checkpoint.manifest import (
     write_json,
 )
 from moba_train.errors import CheckpointError
+from moba_train.output_files import make_folder, remove_leftovers, sync_folder, temporary_path, write_atomically
 
 LATEST = "latest"
 
@@ -66,11 +66,11 @@ def make_temporary_folder(folder: Path, step: int) -> Path:
     """
     try:
         folder.mkdir()
-        _fsync_folder(folder.parent)
+        sync_folder(folder.parent)
         logger.warning("%s was missing and has been made again", folder)
     except FileExistsError:
         pass  # where it is not a folder, the next line fails
-    temporary = folder / f"{_TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:8]}"
+    temporary = temporary_path(folder / step_name(step))
     temporary.mkdir()
     return temporary
 
@@ -85,7 +85,7 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
     final = temporary.parent / step_name(step)
     install(temporary, final, step, files)
     try:
-        _move_latest(final.parent, final.name)
+        write_atomically(final.parent / LATEST, f"{final.name}\n")
     except OSError as error:
         logger.warning("%s is published, but %s still names another one: %s", final, LATEST, error)
     return final
@@ -105,19 +105,19 @@ def install(temporary: Path, final: Path, step: int, files: dict[str, FileEntry]
     # Last, so that a folder with a manifest is complete whatever killed the process.
     write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
     # Names of files are on disk only once their folder is synced; a rename may otherwise be seen before them.
-    _fsync_folder(temporary)
+    sync_folder(temporary)
     replaced = folder / (_REPLACED + final.name)
     if final.exists():
         final.rename(replaced)  # `clean_up` puts it back if this process dies before the next line
     temporary.rename(final)
-    _fsync_folder(folder)
+    sync_folder(folder)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def prepare(folder: Path) -> None:
     """Creates `folder` for checkpoints, unless it exists, and removes what a killed process left in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _fsync_folder(folder.parent)
+    make_folder(folder)
+    sync_folder(folder.parent)
     clean_up(folder)
 
 
@@ -130,9 +130,9 @@ def clean_up(folder: Path) -> None:
     for path in folder.glob(f"{_REPLACED}step_*"):
         if not restore(folder / path.name.removeprefix(_REPLACED)):
             remove(path)
-    for name in ("step_*", LATEST):  # nothing else: `convert checkpoints` may be given any folder
-        for path in folder.glob(_TEMPORARY + name):
-            remove(path)
+    for path in folder.glob(f"{_TEMPORARY}step_*"):  # nothing else: `convert checkpoints` may be given any folder
+        remove(path)
+    remove_leftovers(folder)
 
 
 def restore(path: Path) -> bool:
@@ -229,21 +229,3 @@ def published(folder: Path) -> list[tuple[int, Path]]:
         raise UnreadableError.from_problem(folder, error) from error
     matches = filter(None, map(STEP_FOLDER.fullmatch, names))
     return sorted((int(match[1]), folder / match[0]) for match in matches)
-
-
-def _move_latest(folder: Path, name: str) -> None:
-    temporary = folder / (_TEMPORARY + LATEST)
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(name + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(folder / LATEST)
-    _fsync_folder(folder)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,13 +29,14 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from moba_train.data.sidecar import Fingerprint, read_sidecar
 from moba_train.errors import DataError
+from moba_train.output_files import new_file
 
 SAMPLED_BLOCKS = 64
 SAMPLED_BYTES = 4096
@@ -369,10 +370,15 @@ class IndexedDatasetWriter:
         self._ids: tuple[int, int] | None = None
         self._digest = hashlib.sha256()
         corpus_file(prefix, "bin").parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._temporary("bin").open("wb")
+        self._file = self._new("bin")
 
     def _temporary(self, suffix: str) -> Path:
         return corpus_file(self.prefix, f"{suffix}.tmp")
+
+    def _new(self, suffix: str) -> BinaryIO:
+        """Makes a temporary file, after removing the one that a killed process left."""
+        self._temporary(suffix).unlink(missing_ok=True)
+        return new_file(self._temporary(suffix))
 
     @property
     def documents(self) -> int:
@@ -437,14 +443,15 @@ class IndexedDatasetWriter:
 
     def _publish(self) -> None:
         _flush_to_disk(self._file)
-        with self._temporary("idx").open("wb") as file:
+        with self._new("idx") as file:
             file.write(HEADER.pack(MAGIC, 1, self._code, len(self._lengths), len(self._table)))
             for table in (self._lengths, self._offsets, self._table):
                 table.tofile(file)
             _flush_to_disk(file)
         if self._info is not None:
             info = self._info | self._written()
-            self._temporary("json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+            with self._new("json") as file:
+                file.write(json.dumps(info, indent=2).encode() + b"\n")
         # Readers open the index first, and without one there is no corpus: remove an old index before its tokens.
         corpus_file(self.prefix, "idx").unlink(missing_ok=True)
         self._temporary("bin").replace(corpus_file(self.prefix, "bin"))

@@ -15,6 +15,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from moba_train.errors import LaunchError
+from moba_train.output_files import open_to_change
 from moba_train.parallel.world import World, broadcast
 
 LOCK = "lock"
@@ -146,7 +147,7 @@ def _open(run_dir: Path, store: dist.Store) -> TextIO:
             "start the command again to begin afresh"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
-    return path.open("a+", encoding="utf-8")
+    return os.fdopen(open_to_change(path, os.O_RDWR | os.O_APPEND), "a+", encoding="utf-8")
 
 
 def _acquired(run_dir: Path, file: TextIO) -> RunLock | None:

@@ -26,6 +26,7 @@ from moba_train.health.node import Disk, disk_problem
 from moba_train.memory.weights import checkpoint_bytes
 from moba_train.model.spec import describe_sizes, new_kind_sizes
 from moba_train.model.transformer import Transformer
+from moba_train.output_files import remove_leftovers
 from moba_train.parallel.world import World, broadcast
 from moba_train.resolve.initial_weights import load_initial_weights
 from moba_train.resolve.run import ResolvedRun, RunFolders
@@ -345,7 +346,7 @@ def _folder_problem(folder: Path, needed: int) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            remove_leftovers(folder)
     except OSError as error:
         return str(error)
     problem = disk_problem(Disk(folder, needed))

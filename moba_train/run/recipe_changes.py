@@ -12,10 +12,10 @@ from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.stages import Stage
 from moba_train.errors import ConfigError, LaunchError
 from moba_train.optim.spec import stage_learning_rate
+from moba_train.output_files import write_atomically
 from moba_train.registry import ATTENTION_KINDS
 from moba_train.resolve.run import ResolvedRun, resolve_unchecked
 from moba_train.run.progress import Progress
-from moba_train.telemetry.jsonl import write_atomically
 
 MOST_SHOWN = 20
 """Changed keys that a message names; the event's `changes` have all."""

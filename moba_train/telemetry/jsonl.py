@@ -19,25 +19,9 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from moba_train.output_files import open_to_change, write_atomically
 from moba_train.strict_json import from_json, to_json
 from moba_train.telemetry.telemetry import DelayedError
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of `path`, on the disk too, or raise OSError and leave it as it was."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    # The new name is in the folder, which has to be on the disk as well.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +77,7 @@ class JsonlSink:
     def _open(self) -> None:
         discard_after(self._path, self._resumed_step, self._repeated)
         self._torn = not _ends_with_newline(self._path)
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor = open_to_change(self._path, os.O_WRONLY | os.O_APPEND)
 
     def _write_pending(self) -> None:
         try:
@@ -204,7 +188,7 @@ def discard_after(path: Path, step: int | None, repeated: Collection[str] = ()) 
     before = discarded.stat().st_size if discarded.exists() else 0
     # First: if the move is interrupted, the next start knows the length that both files had.
     write_atomically(journal, json.dumps({"kept": kept, "discarded": before}))
-    with path.open("rb") as source, discarded.open("ab") as target:
+    with path.open("rb") as source, os.fdopen(open_to_change(discarded, os.O_WRONLY | os.O_APPEND), "ab") as target:
         source.seek(kept)
         target.write(b"" if _ends_with_newline(discarded) else b"\n")
         shutil.copyfileobj(source, target, 1 << 20)
@@ -269,7 +253,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def _truncate(path: Path, size: int) -> None:
-    with path.open("rb+") as stream:
+    with os.fdopen(open_to_change(path, os.O_RDWR), "rb+") as stream:
         stream.truncate(min(size, path.stat().st_size))
         os.fsync(stream.fileno())
 
