@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.checkpointer import Checkpointer
@@ -152,6 +153,12 @@ class RunCheckpoints:
                 logger.warning(text, path, "to begin at step 0, move its checkpoints away")
             self._evaluated = Evaluated.read(self.folder)
         meta = read_meta(path)
+        threads = torch.get_num_threads()
+        if self._is_main and meta.get("threads", threads) != threads and not torch.cuda.is_available():
+            text = (
+                "%d threads of the CPU, but %s when %s was saved: sums round differently. Set OMP_NUM_THREADS to that"
+            )
+            logger.warning(text, threads, meta["threads"], path)
         self._saved_id = meta.get("save_id", "")
         numbers = broadcast(self._evaluated.numbers(meta))
         return Start(progress, progress.step, path.parent, meta.get("config"), numbers, note)
@@ -254,6 +261,7 @@ class RunCheckpoints:
         # A later start may save the same step again, and that is another checkpoint.
         self._saved_id = f"{self._start_id}-{progress.step}"
         meta = {"progress": progress.to_meta(), "config": run.recipe, "save_id": self._saved_id, "stage": stage.name}
+        meta["threads"] = torch.get_num_threads()
         waited = self.checkpointer.save(progress.step, self._tensors(), meta | facts, protect)
         self.saved_step = progress.step
         return waited

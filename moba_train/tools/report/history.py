@@ -164,10 +164,9 @@ def _read_metrics(source: Path, history: History) -> None:
             else:
                 history.events.append(record)
     if damaged:
-        lines_are = (
-            "1 line of metrics.jsonl is" if len(damaged) == 1 else f"{len(damaged):,} lines of metrics.jsonl are"
-        )
-        shown = number_ranges(damaged[:_MOST_DAMAGED]) + ", ..." * (len(damaged) > _MOST_DAMAGED)
+        count = len(damaged)
+        lines_are = "1 line of metrics.jsonl is" if count == 1 else f"{count:,} lines of metrics.jsonl are"
+        shown = number_ranges(damaged[:_MOST_DAMAGED]) + ", ..." * (count > _MOST_DAMAGED)
         history.notices.append(f"{lines_are} damaged and left out: {shown}")
     if incomplete:
         history.notices.append("the last line of metrics.jsonl is incomplete: the run is writing it, or was killed")
