@@ -1,4 +1,4 @@
-"""Draws docs/attention.svg, time against sequence length, from the attention benchmark's result file.
+"""Draws docs/images/attention.svg, time against sequence length, from the attention benchmark's result file.
 
     python -m benchmarks.attention_plot
 
@@ -20,7 +20,7 @@ from benchmarks.attention_rows import Case, short
 from benchmarks.attention_table import RESULT
 from benchmarks.plotting import GREY, STYLE, plain, stamp
 
-PLOT = Path(__file__).parent.parent / "docs" / "attention.svg"
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "attention.svg"
 LONGEST = 2**20
 COLOURS = {
     "128/8": "#1c7ed6",

@@ -1,7 +1,8 @@
 """Tables from the attention benchmark's result file.
 
-python -m benchmarks.attention_table                                   # print them as Markdown
-python -m benchmarks.attention_table --write README.md docs/kernels.md # replace the text between their markers
+python -m benchmarks.attention_table                     # print them as Markdown
+python -m benchmarks.attention_table --write PAGE ...    # replace the text between the markers of pages:
+                                                         # benchmarks/measured/attention.md, kernels.md
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The best layouts of a recipe on clusters of several sizes, as `moba-train plan --nodes` predicts them.
 
 python -m benchmarks.cluster_layouts                            # continue-1m on 128, 512 and 4096 GPUs
-python -m benchmarks.cluster_layouts --write docs/planning.md
+python -m benchmarks.cluster_layouts --write docs/how-to/parallelism.md
 python -m benchmarks.cluster_layouts --recipe configs/recipes/short-then-long.yaml --nodes 8 batch_tokens=8M
 """
 

@@ -1,4 +1,5 @@
-"""Draws docs/context-skew.svg, how long each rank attends with and without a sink, from a result of `context_skew`.
+"""Draws docs/images/context-skew.svg, how long each rank attends with and without a sink, from a result of
+`context_skew`.
 
     python -m benchmarks.context_skew_plot
 
@@ -17,7 +18,7 @@ from benchmarks.plotting import GREY, STYLE, plain, stamp
 from benchmarks.record import markdown
 
 RESULT = Path(__file__).parent / "results" / "context-skew-h200-x2.json"
-PLOT = Path(__file__).parent.parent / "docs" / "context-skew.svg"
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "context-skew.svg"
 SINK, UNIFORM = "#d9480f", "#1c7ed6"
 """Colours with a contrast of at least 3 to GitHub's white and to its dark background, as GREY."""
 

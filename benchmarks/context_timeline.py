@@ -1,7 +1,7 @@
 """A timeline of one rank's GPU during forward and backward: attention on one stream, communication on the others.
 
 torchrun --nproc-per-node 4 -m benchmarks.context_timeline --tokens 128K --attention dense --output timeline.json
-python -m benchmarks.context_timeline --draw timeline.json docs/context-timeline.svg
+python -m benchmarks.context_timeline --draw timeline.json docs/images/context-timeline.svg
 """
 
 import argparse

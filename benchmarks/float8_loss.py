@@ -2,7 +2,7 @@
 
     python -m benchmarks.float8_loss --output benchmarks/results/float8-loss-h200.json
     python -m benchmarks.float8_loss --corpus data/long --base-steps 1500 --output benchmarks/results/...
-    python -m benchmarks.float8_loss --plot docs/float8-loss.svg --output benchmarks/results/float8-loss-h200.json
+    python -m benchmarks.float8_loss --plot docs/images/float8-loss.svg --output RESULT   # draws one
 
 The text is a corpus of `moba-data corpus`, else the Python source of this environment's packages, as bytes, whose last
 files are held out. Arms: bf16, bf16 once more, and FP8 with one scale for a tensor and for a row. Seeds change initial

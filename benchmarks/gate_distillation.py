@@ -2,7 +2,7 @@
 
     bash launch/smollm2.sh prepare      # weights and corpus, once
     python -m benchmarks.gate_distillation --output runs/smollm2/gates.json --plot runs/smollm2/gates.svg
-    python -m benchmarks.gate_distillation --draw runs/smollm2/gates.json --plot docs/gate-distillation.svg
+    python -m benchmarks.gate_distillation --draw runs/smollm2/gates.json --plot docs/images/gate-distillation.svg
 
 Trains each recipe with the real trainer: its first stage warms the gates up under full attention with the model frozen,
 its second attends to the blocks that they select. The result has the loss, the auxiliary loss of each layer, the loss

@@ -3,7 +3,7 @@
     bash launch/smollm2.sh signal       # evaluates a published model, then calls this
     python -m benchmarks.needle_signal RUN/evaluation.json --output RESULT.json --plot PLOT.svg
 
-Reads what `moba-train eval --tasks needle_signal` found (docs/retrieval.md): a row for each layer, head and gate.
+Reads what `moba-train eval --tasks needle_signal` found (docs/how-to/needles.md): a row for each layer, head and gate.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Muon beside AdamW at equal tokens on real text: the real trainer, a small model, several rates and seeds.
 
     python -m benchmarks.optimizers_curve --output benchmarks/results/optimizers-curve-h200.json
-    python -m benchmarks.optimizers_curve --plot docs/optimizers-curve.svg --output benchmarks/results/...
+    python -m benchmarks.optimizers_curve --plot docs/images/optimizers-curve.svg --output benchmarks/results/...
     python -m benchmarks.optimizers_curve --quick --output ...     on a CPU, in a few minutes
 
 The text is the Python source of this environment's packages, as bytes; the last files are held out. Every optimizer

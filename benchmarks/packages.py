@@ -1,4 +1,5 @@
-"""Optional GPU packages (docs/packages.md) beside what runs without them: the same results, and milliseconds.
+"""Optional GPU packages (docs/how-to/optional-packages.md) beside what runs without them: the same results, and
+milliseconds.
 
     python -m benchmarks.packages --output benchmarks/results/packages-h200.json
 

@@ -1,7 +1,7 @@
 """Loss by position before, during and after a model is extended to longer sequences, as JSON and as a plot.
 
     python -m benchmarks.smollm2_evaluate --output runs/smollm2/trailing.json runs/smollm2/run
-    python -m benchmarks.smollm2_evaluate --draw runs/smollm2/trailing.json --output docs/smollm2-32k.svg
+    python -m benchmarks.smollm2_evaluate --draw runs/smollm2/trailing.json --output docs/images/smollm2-32k.svg
 
 Every checkpoint of the run and its initial weights are evaluated on the same samples of long validation documents, of
 the last stage's length: with the attention and RoPE of the first stage ("as trained"; only before the switch), with

@@ -3,7 +3,7 @@
     python -m benchmarks.step_time                            # the table
     python -m benchmarks.step_time --fit                      # an H200's fitted rates, again
     python -m benchmarks.step_time --scale h100               # an H200's rates scaled to another GPU, as JSON
-    python -m benchmarks.step_time --write docs/planning.md   # both tables, into the document
+    python -m benchmarks.step_time --write docs/how-to/parallelism.md   # both tables, into the document
     python -m benchmarks.step_time --rates FILE.json          # by the rates that `moba-train calibrate` measured
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
@@ -40,7 +40,7 @@ from moba_train.tools.plan.rates import MeasuredLayer, Rates, read_rates, shippe
 from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
 
 RESULTS = Path(__file__).parent / "results"
-COMPARED = "docs/planning.md"
+COMPARED = "docs/how-to/parallelism.md"
 """The document with the tables."""
 FITTED = ("products", "compiled_passes", "eager_passes", "attention_in_step")
 """Rates that are fitted to steps in bf16."""
@@ -210,7 +210,8 @@ class Compared:
 
 _BALANCED_BLOCK = 236
 """Keys of a MoBA block for which an H200's products take as long as its memory: of each row of the history, forward and
-backward, 14 operations a key and element for 18 bytes an element (docs/kernels.md), at 790 TFLOP/s and 4.3 TB/s."""
+backward, 14 operations a key and element for 18 bytes an element (docs/explanation/kernels.md), at 790 TFLOP/s and 4.3
+TB/s."""
 
 
 def scaled(rates: Rates, gpu: Gpu) -> Rates:

@@ -1,7 +1,7 @@
-"""Draws docs/training.svg, tokens per second and GPU against sequence length, from results of `training`.
+"""Draws docs/images/training.svg, tokens per second and GPU against sequence length, from results of `training`.
 
     python -m benchmarks.training_plot
-    python -m benchmarks.training_plot --write README.md   # also the table between its markers
+    python -m benchmarks.training_plot --write benchmarks/measured/training.md   # also the table between its markers
 
 Rows of several files are drawn together; of rows with one name, the last file's is. Of rows that differ only in
 recomputation or layout, the fastest of a length is a point. Rows with more sequences in a step than others of their
@@ -37,7 +37,7 @@ RESULTS = [Path(__file__).parent / "results" / f"training-8b-{name}.json" for na
 LEAST_S = 3.0
 """Shorter steps of a file that leaves out most of the optimizer's update (`lacks_update`; 36 ms of the 8B model on two
 GPUs) are not shown: it is more than 1 % of them."""
-PLOT = Path(__file__).parent.parent / "docs" / "training.svg"
+PLOT = Path(__file__).parent.parent / "docs" / "images" / "training.svg"
 MARKER = "<!-- training table: python -m benchmarks.training_plot --write FILE -->"
 COLORS = {"torchtitan": "#9c6b00", "full attention": "#1c7ed6", "MoBA 4096/12": "#9c36b5", "MoBA": "#d9480f"}
 """With a contrast of at least 3 to GitHub's white and to its dark background, as GREY."""

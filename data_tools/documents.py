@@ -4,7 +4,7 @@ The input is split into shards of similar size, each of which any process can re
 function of the files, so any number of processes can do the work, and it can be stopped and continued.
 
 Files may come from elsewhere: a record that is too long is a bad record, a file that decompresses to far more than its
-size is read no further, and neither is ever held in memory. docs/security.md has the limits.
+size is read no further, and neither is ever held in memory. docs/reference/security.md has the limits.
 """
 
 import codecs

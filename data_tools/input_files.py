@@ -1,7 +1,7 @@
 """Input files: the choice among those that the user names and those in folders, and opening them decompressed.
 
 Files may come from elsewhere: one that decompresses to far more than its size, or is damaged, is read no further.
-docs/security.md has the limits.
+docs/reference/security.md has the limits.
 """
 
 import contextlib

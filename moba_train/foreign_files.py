@@ -1,8 +1,8 @@
 """The one place where files from elsewhere are opened: downloaded models, checkpoints of others, folders of texts.
 
 Such a file is a regular file of limited size that lies, links followed, below a folder that is allowed. The open
-descriptor is checked, so that a file that is exchanged after a check of its name is not read. docs/security.md lists
-what is from elsewhere, and all limits.
+descriptor is checked, so that a file that is exchanged after a check of its name is not read.
+docs/reference/security.md lists what is from elsewhere, and all limits.
 """
 
 import contextlib

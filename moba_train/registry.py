@@ -90,7 +90,7 @@ class Registry(Mapping[str, T], Generic[T]):
         if missing := [attribute for attribute in self._needed if not hasattr(member, attribute)]:
             raise UserError(
                 f"{given} of the package {_package(entry)!r} is none: it lacks {', '.join(missing)}; "
-                "docs/architecture.md says how to add one"
+                "docs/explanation/architecture.md says how to add one"
             )
         return member
 

@@ -1,7 +1,7 @@
-"""docs/first_hour.ipynb: its cells run from top to bottom and print what the text around them says; the outputs that it
-holds are those of one run, small, and name no machine.
+"""docs/tutorials/first_hour.ipynb: its cells run from top to bottom and print what the text around them says; the
+outputs that it holds are those of one run, small, and name no machine.
 
-`jupyter execute --inplace docs/first_hour.ipynb` makes new ones.
+`jupyter execute --inplace docs/tutorials/first_hour.ipynb` makes new ones.
 """
 
 import re
@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 
 from tests.guide import ROOT
 
-NOTEBOOK = ROOT / "docs" / "first_hour.ipynb"
+NOTEBOOK = ROOT / "docs" / "tutorials" / "first_hour.ipynb"
 SHORTENED = {
     'SHORT_TOKENS = "300K"': 'SHORT_TOKENS = "20K"',  # 14 steps in place of 114 in the two stages, of half the tokens
     'LONG_TOKENS = "160K"': 'LONG_TOKENS = "8K"',

@@ -35,8 +35,8 @@ ORDER = (
     "errors",
 )
 """Three parts: tools, mechanisms and, from `train` on, the core. What uses stands above what is used: a folder imports
-itself and those below, never upward. The one place where the order is written down; docs/architecture.md says what each
-folder is for."""
+itself and those below, never upward. The one place where the order is written down; docs/explanation/architecture.md
+says what each folder is for."""
 
 
 def module_name(path: Path) -> str:

@@ -1,5 +1,5 @@
-"""The recipes and docs/recipes.md: each recipe can be planned as its header says; the guide's real commands exist, and
-its miniatures lead from text to a model in transformers, here at a fraction of their size."""
+"""The recipes and docs/tutorials/extend-a-checkpoint.md: each recipe can be planned as its header says; the guide's
+real commands exist, and its miniatures lead from text to a model in transformers, here at a fraction of their size."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.guide import ROOT, blocks, check_usage, commands, run
 from tests.resolved import stages_of
 
 RECIPES = ROOT / "configs" / "recipes"
-GUIDE = ROOT / "docs" / "recipes.md"
+GUIDE = ROOT / "docs" / "tutorials" / "extend-a-checkpoint.md"
 VOCAB, SHRINK, TOKENS = 384, 64, 10_000
 """Divides the miniatures' lengths by 64 and their token budgets by 10,000."""
 LLAMA_3_1_8B = {

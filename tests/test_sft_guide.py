@@ -1,4 +1,4 @@
-"""docs/sft.md is true: its example is made, prepared and trained on as it says."""
+"""docs/tutorials/fine-tune-conversations.md is true: its example is made, prepared and trained on as it says."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
 from tests.guide import ROOT, blocks, commands, run
 
-GUIDE = ROOT / "docs" / "sft.md"
+GUIDE = ROOT / "docs" / "tutorials" / "fine-tune-conversations.md"
 
 
 def test_the_commands_of_the_guide_lead_to_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The docs site: it builds, its links and images lead somewhere, nothing comes from another host, and a page that is
 broken stops the build."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -42,11 +41,10 @@ class Html(HTMLParser):
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """Build the site of the repository at `root` as CI does."""
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(root / ".ci" / "mkdocs.yml"), "-d", str(site)],
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", str(root / "docs"), str(root), str(site)],
         capture_output=True,
         text=True,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -60,8 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[Path, Html]:
-    """Every page but 404.html, whose links begin at the root of a server."""
-    return {file: Html(file) for file in site.rglob("*.html") if file.name != "404.html"}
+    return {file: Html(file) for file in site.rglob("*.html")}
 
 
 def internal(pages: dict[Path, Html]) -> Iterator[tuple[Path, str, Path, str]]:
@@ -91,27 +88,35 @@ def test_links_and_images_lead_somewhere(pages: dict[Path, Html]) -> None:
 
 
 def test_every_document_is_a_page_in_the_navigation(site: Path, pages: dict[Path, Html]) -> None:
-    documents = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.ipynb")]
-    linked = {target for page, _, target, _ in internal(pages) if page == site / "index.html"}
+    home = site / "docs" / "index.html"
+    linked = {target for page, _, target, _ in internal(pages) if page == home}
+    documents = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb"), *ROOT.glob("*.md")]
+    documents += [*(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "experiments").glob("*.md")]
     for document in documents:
-        assert site / "docs" / document.stem / "index.html" in linked, document.name
-    measured = {"benchmarks", "benchmarks/LOG", "benchmarks/RESULTS", "experiments", "experiments/REPORT"}
-    assert {site / name / "index.html" for name in measured | {"CHANGELOG", "CONTRIBUTING", "SECURITY"}} <= linked
+        page = site / document.relative_to(ROOT).with_suffix(".html")
+        assert page == home or page in linked, document
 
 
-def test_result_files_can_be_read_on_the_site(site: Path) -> None:
-    name = "benchmarks/results/attention-h200.json"
-    assert (site / name).read_bytes() == (ROOT / name).read_bytes()
-    assert "attention-h200.json" in (site / "benchmarks" / "results" / "index.html").read_text()
+def test_the_address_of_the_site_leads_to_its_first_page(site: Path, pages: dict[Path, Html]) -> None:
+    assert [address for _, _, address in pages[site / "index.html"].addresses] == ["docs/index.html"]
+
+
+def test_logs_are_not_searched(site: Path) -> None:
+    index = (site / "searchindex.js").read_text()
+    assert "Recipe keys" in index or "Configuration reference" in index
+    assert "Performance log" not in index
+
+
+def test_result_files_can_be_read_on_the_site(site: Path, pages: dict[Path, Html]) -> None:
+    name = "attention-h200.json"
+    copies = {target for _, _, target, _ in internal(pages) if target.name == name}
+    assert {copy.read_bytes() for copy in copies} == {(ROOT / "benchmarks" / "results" / name).read_bytes()}
 
 
 def test_the_notebook_is_a_page_with_its_outputs(site: Path, pages: dict[Path, Html]) -> None:
-    notebook = site / "docs" / "first_hour" / "index.html"
+    notebook = site / "docs" / "tutorials" / "first_hour.html"
     assert "tensors are equal" in pages[notebook].text
-    plots = {
-        target for page, _, target, _ in internal(pages) if page == notebook and target.name.startswith("first_hour-")
-    }
-    assert len(plots) == 2
+    assert len({target for page, _, target, _ in internal(pages) if page == notebook and target.suffix == ".png"}) == 2
 
 
 def test_nothing_is_loaded_from_another_host(site: Path, pages: dict[Path, Html]) -> None:
@@ -124,15 +129,18 @@ def test_nothing_is_loaded_from_another_host(site: Path, pages: dict[Path, Html]
 
 
 def test_a_broken_page_stops_the_build(tmp_path: Path) -> None:
-    for name in (".ci", "docs", "benchmarks", "experiments"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "docs" / "unlisted.md").write_text("# A page that README does not list\n")
-    broken = "\n[a](gone.md) [b](data.md#gone) [c](#gone) [d](../benchmarks/results/gone.json) ![e](gone.png)\n"
-    with (tmp_path / "docs" / "stages.md").open("a") as page:
-        page.write(broken)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "conf.py", tmp_path / "docs")
+    shutil.copytree(ROOT / "docs" / "site", tmp_path / "docs" / "site")
+    index = "# Home\n\n```{toctree}\nstages\n```\n"
+    (tmp_path / "docs" / "index.md").write_text(index)
+    stages = tmp_path / "docs" / "stages.md"
+    stages.write_text("# Stages\n\n[home](index.md#home) [file](conf.py)\n")
+    assert (good := build(tmp_path, tmp_path / "site")).returncode == 0, good.stderr
+    (tmp_path / "docs" / "unlisted.md").write_text("# A page that no table of contents lists\n")
+    with stages.open("a") as page:
+        page.write("\n[a](gone.md) [b](index.md#gone) [c](#lost) [d](results/gone.json) ![e](gone.png)\n")
     built = build(tmp_path, tmp_path / "site")
     assert built.returncode == 1
-    for told in ("gone.md", "data.md#gone", "'#gone'", "gone.json", "gone.png", "docs/unlisted.md"):
+    for told in ("gone.md", "'gone'", "'lost'", "gone.json", "gone.png", "unlisted.md"):
         assert told in built.stderr, f"{told} in\n{built.stderr}"

@@ -75,7 +75,7 @@ def test_the_core_is_small_enough_to_be_held() -> None:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the list of the repository's files")
 def test_the_files_that_docstrings_and_comments_name_are_there() -> None:
-    """`kernels/table.py` or table.py, docs/kernels.md, kernels-h200.json: a file of the repository ends so."""
+    """`kernels/table.py` or table.py, how-to/data.md, kernels-h200.json: a file of the repository ends so."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     ends = {path[at:] for path in listed for at in (0, *(found.end() for found in re.finditer("/", path)))}
     named = re.compile(r"(?<![\w/.])(?:\.\./)*([\w/-]+\.(?:py|md)|[\w/-]+-h[12]00[\w-]*\.json)\b")

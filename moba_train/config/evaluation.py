@@ -11,7 +11,7 @@ from moba_train.registry import EVALUATIONS
 
 class PositionWiseConfig(Section):
     """Loss by position in the context, on samples of `seq_len` tokens that lie inside one validation document. The loss
-    of the last bucket is the trailing loss. See docs/stages.md."""
+    of the last bucket is the trailing loss. See docs/how-to/stages.md."""
 
     bucket: Length = Field(2048, description="tokens of the context that are averaged together; divides every seq_len")
     sequences: int = Field(
@@ -80,7 +80,7 @@ class HiddenNeedles(AnswersConfig):
 
 class NeedleConfig(HiddenNeedles):
     """Needle in a haystack: sentences with a number each are hidden in a long text, at each depth, and the model is
-    asked for them. See docs/retrieval.md."""
+    asked for them. See docs/how-to/needles.md."""
 
     generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp and pp 1")
 

@@ -8,7 +8,7 @@ from moba_train.config.base import LONGEST_WAIT_S, Section
 
 
 class SpikeConfig(Section):
-    """Spikes of loss and gradient norm: one-sided robust z-score over a trailing window. See docs/run-health.md."""
+    """Spikes of loss and gradient norm: one-sided robust z-score over a trailing window. See docs/how-to/monitor.md."""
 
     # Every checkpoint's meta holds the values, and is refused above 8 MiB.
     window: int = Field(128, ge=8, le=10_000, description="number of unflagged values that the score looks back on")
@@ -74,5 +74,5 @@ class HealthConfig(Section):
         ge=1,
         le=1000,
         description="starts of the run in a row that save no newer checkpoint, after which it refuses to start; those "
-        "that end in order do not count. See docs/durability.md",
+        "that end in order do not count. See docs/how-to/resume.md",
     )

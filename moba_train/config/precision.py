@@ -48,7 +48,7 @@ class PrecisionConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Memory that activations may take on each GPU and its host. See docs/memory.md."""
+    """Memory that activations may take on each GPU and its host. See docs/how-to/out-of-memory.md."""
 
     gpu_gib: float | None = Field(
         None,

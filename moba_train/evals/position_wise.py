@@ -30,7 +30,7 @@ from moba_train.parallel.forward import token_losses
 
 
 class PositionWise(Evaluation[PositionWiseConfig]):
-    """Loss by position in the context, in buckets; the last bucket's is the trailing loss. See docs/stages.md."""
+    """Loss by position in the context, in buckets; the last is the trailing loss. See docs/how-to/stages.md."""
 
     name = "position_wise"
     Options = PositionWiseConfig

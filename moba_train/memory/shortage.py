@@ -56,7 +56,7 @@ def over_budget(name: str, memory: Memory, gpu_bytes: float | None) -> str | Non
     return (
         f"memory.gpu_gib: given {gpu_bytes / 2**30:g}, but stage {name} needs {needed:.1f} GiB on each GPU "
         f"(predicted), whatever `budget` leaves out, and will take it; set it to {needed:.1f} or more, or to null "
-        "(docs/memory.md says what needs less)"
+        "(docs/how-to/out-of-memory.md says what needs less)"
     )
 
 

@@ -148,14 +148,14 @@ class ApexAdamW(_FusedAdamW):
     """AdamW by the kernel of `apex.optimizers.FusedAdam`."""
 
     modules = ("amp_C",)
-    install = "build NVIDIA apex from its source with its CUDA extensions, see docs/packages.md"
+    install = "build NVIDIA apex from its source with its CUDA extensions, see docs/how-to/optional-packages.md"
 
 
 class TransformerEngineAdamW(_FusedAdamW):
     """AdamW by the kernel of `transformer_engine.pytorch.optimizers.FusedAdam`."""
 
     modules = ("transformer_engine.pytorch", "transformer_engine_torch")  # the first loads what the second links to
-    install = "pip install --no-build-isolation 'transformer-engine[pytorch]', see docs/packages.md"
+    install = "pip install --no-build-isolation 'transformer-engine[pytorch]', see docs/how-to/optional-packages.md"
 
 
 PIECE = 1 << 25
@@ -224,7 +224,7 @@ def _deepspeed_adam(config: OptimConfig) -> Any:
         why = f"missing: {', '.join(missing)}" if missing else f"{type(cause).__name__}: {str(cause).strip()[-600:]}"
         raise LaunchError(
             f"optim.implementation: given 'deepspeed_cpu', but DeepSpeed's cpu_adam cannot be built or loaded; {why}. "
-            "See docs/packages.md, or set implementation: torch"
+            "See docs/how-to/optional-packages.md, or set implementation: torch"
         ) from error
 
 
@@ -343,7 +343,7 @@ class TorchAdamW(AdamW):
 def build_torch_adamw(groups: list[dict[str, Any]], config: OptimConfig, device: torch.device) -> AdamW:
     """torch's AdamW over parameter groups."""
     # 1B parameters take 12.9 to 13.5 ms, by apex 14.7, by Transformer Engine 12.6, by DeepSpeed in host memory 1,093
-    # (docs/packages.md, "How far they were tried").
+    # (docs/how-to/optional-packages.md, "How far they were tried").
     fused = True if device.type == "cuda" else None
     return TorchAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 

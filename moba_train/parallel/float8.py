@@ -137,7 +137,7 @@ def convert_linears(model: Transformer, precision: PrecisionConfig) -> list[str]
 def _engine_problem() -> str:
     """Reason why Transformer Engine cannot be used here; empty if it can."""
     reason = import_problem([("transformer_engine.pytorch", "Linear")])
-    install = "pip install --no-build-isolation 'transformer-engine[pytorch]', see docs/packages.md"
+    install = "pip install --no-build-isolation 'transformer-engine[pytorch]', see docs/how-to/optional-packages.md"
     return f"transformer_engine.pytorch cannot be used: {reason} ({install})" if reason else ""
 
 

@@ -78,7 +78,7 @@ def norm_problem(implementation: str, device: str | None) -> str:
         return f"the run trains on {device}, a GPU needed"
     kernels = ("fused_layer_norm_cuda", "__name__"), ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
     reason = import_problem(kernels)
-    install = "build NVIDIA apex from its source with its CUDA extensions, see docs/packages.md"
+    install = "build NVIDIA apex from its source with its CUDA extensions, see docs/how-to/optional-packages.md"
     return f"apex.normalization cannot be used: {reason} ({install})" if reason else ""
 
 

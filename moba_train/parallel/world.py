@@ -35,7 +35,7 @@ def grow_segments() -> None:
 
     With segments of fixed size, memory that is free in pieces is of no use to a larger tensor: near the end of a GPU's
     memory the allocator then waits for the GPU and gives all free pieces back, again and again, or the run ends with
-    gigabytes free (docs/memory.md). Segments that exist stay as they are.
+    gigabytes free (docs/how-to/out-of-memory.md). Segments that exist stay as they are.
     """
     if not any(name in os.environ for name in _SETTINGS):
         # By a call: the environment variable comes too late in a running process. 16 layers at 128K on two H100 were

@@ -67,13 +67,14 @@ OPTIONAL_PACKAGES = (
         "apex",
         "optim.implementation: apex, norm_implementation: apex",
         (("amp_C", "multi_tensor_adam"), ("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")),
-        "build NVIDIA's repository with its CUDA extensions: docs/packages.md",
+        "build NVIDIA's repository with its CUDA extensions: docs/how-to/optional-packages.md",
     ),
     OptionalPackage(
         "transformer-engine",
         "optim.implementation: transformer_engine, precision.implementation: transformer_engine",
         (("transformer_engine.pytorch", "Linear"), ("transformer_engine_torch", "multi_tensor_adam")),
-        "pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2': docs/packages.md",
+        "pip install --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2': "
+        "docs/how-to/optional-packages.md",
     ),
     OptionalPackage(
         "deepspeed",

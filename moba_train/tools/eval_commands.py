@@ -41,7 +41,7 @@ AttentionOption = Annotated[
     ),
 ]
 TokenizerOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="default: the recipe's; docs/evaluation.md lists the places")
+    Path | None, typer.Option(metavar="FILE", help="default: the recipe's; docs/how-to/evaluate.md lists the places")
 ]
 
 

@@ -1,6 +1,6 @@
 """`moba-train eval`: evaluate a checkpoint outside training, on any number of ranks, and write the results as JSON.
 
-The results lie in the run's folder, in `RUN/evaluations/`; docs/evaluation.md describes the file.
+The results lie in the run's folder, in `RUN/evaluations/`; docs/how-to/evaluate.md describes the file.
 """
 
 import dataclasses

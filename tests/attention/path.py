@@ -1,4 +1,4 @@
-"""The path from `Attention.forward` to the kernels, traced in real calls: docs/attention-path.md.
+"""The path from `Attention.forward` to the kernels, traced in real calls: docs/explanation/attention-path.md.
 
     python -m tests.attention.path   # writes the page again
 
@@ -26,7 +26,7 @@ from tests.attention.launches import kernels_not_run
 from tests.thread_ranks import thread_transports
 
 PACKAGE = Path(__file__).parents[2] / "moba_train"
-PAGE = PACKAGE.parent / "docs" / "attention-path.md"
+PAGE = PACKAGE.parent / "docs" / "explanation" / "attention-path.md"
 LAUNCH = "attention/kernels/common/launch.py"
 REFERENCE = ("attention/moba/gate.py", "attention/kernels/common/reference.py")
 MODEL = ModelConfig(vocab_size=8, hidden_size=512, intermediate_size=512, layers=1, heads=4, kv_heads=2)
@@ -138,7 +138,7 @@ def drawn(trace: Trace) -> str:
 
 
 def page() -> str:
-    """docs/attention-path.md."""
+    """docs/explanation/attention-path.md."""
     return f"""# From the attention layer to the kernels
 
 The functions of this package on the stack whenever MoBA's forward pass launches a kernel, in the order of their first
@@ -147,7 +147,7 @@ visit, each below the one that called it. Traced in real calls; `python -m tests
 
 Torch's operators cut the path in two places, so that torch.compile and activation checkpointing can keep attention
 whole: `_Attention.forward` is called by autograd, and `_attend` finds the engine and the attention by their handles
-([operators.py](../moba_train/attention/operators.py), [handles.py](../moba_train/attention/handles.py)).
+([operators.py](../../moba_train/attention/operators.py), [handles.py](../../moba_train/attention/handles.py)).
 
 ## One device, Triton kernels
 

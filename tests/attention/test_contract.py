@@ -1,7 +1,7 @@
 """The attention contract stays small enough to hold: members, lines, imports, and the path to the kernels.
 
-The numbers of today are in docs/architecture.md; a limit that is passed asks for a simpler design, not for another
-limit.
+The numbers of today are in docs/explanation/architecture.md; a limit that is passed asks for a simpler design, not for
+another limit.
 """
 
 import ast

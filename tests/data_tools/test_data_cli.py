@@ -18,7 +18,8 @@ runner = CliRunner()
 
 @pytest.mark.parametrize("command", [[], ["tokenize"], ["stats"]], ids=str)
 def test_help_is_fast_and_loads_nothing_heavy(command: list[str]) -> None:
-    """Measures processor time, which does not depend on other load; docs/data.md has the time on a quiet machine."""
+    """Measures processor time, which does not depend on other load; docs/how-to/data.md has the time on a quiet
+    machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = (
         "import sys; from data_tools.cli import app; app(sys.argv[1:], standalone_mode=False);"

@@ -1,4 +1,4 @@
-"""docs/data.md: all commands run in order, and the recipe at the end trains on the corpora they made."""
+"""docs/how-to/data.md: all commands run in order, and the recipe at the end trains on the corpora they made."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from tests.data_tools.prose import prose
 from tests.guide import ROOT, blocks, commands, run
 from tests.resolved import check, stages_of
 
-GUIDE = ROOT / "docs" / "data.md"
+GUIDE = ROOT / "docs" / "how-to" / "data.md"
 
 
 def test_every_command_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,7 +349,9 @@ def test_a_section_counts_the_arms_that_make_a_figure_complete() -> None:
 
 
 def test_the_summary_links_to_every_section_of_the_report() -> None:
-    linked = {link.partition("#")[2] for link in links(ROOT / "docs" / "science.md") if "REPORT.md#" in link}
+    linked = {
+        link.partition("#")[2] for link in links(ROOT / "docs" / "explanation" / "quality.md") if "REPORT.md#" in link
+    }
     assert len(linked) == len(FIGURES)
     assert linked < anchors(page.PAGE)
 

@@ -467,4 +467,4 @@ def test_the_line_that_memory_md_quotes_is_that_of_plan() -> None:
     changes = {"batch_tokens": "128K", "parallel": {"cp": 2}, "compile": True}
     recipe = config("llama3-8b", "128K", {"default": "moba", "moba": {"block_size": 512, "topk": 8}}, **changes)
     (stage,) = plan_of(recipe, 2, 989, 0.4, gpu_bytes=H200.memory).stages
-    assert f"\n```\n{stage.activations.describe()}\n```\n" in (ROOT / "docs/memory.md").read_text()
+    assert f"\n```\n{stage.activations.describe()}\n```\n" in (ROOT / "docs/how-to/out-of-memory.md").read_text()

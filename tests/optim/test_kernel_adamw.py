@@ -125,7 +125,7 @@ def test_an_absent_package_is_named_with_how_to_install_it(
         monkeypatch.setitem(sys.modules, name, None)
     problem = implementation_problem(config, "cuda")
     assert "cannot be used: ModuleNotFoundError" in problem
-    assert "docs/packages.md" in problem
+    assert "docs/how-to/optional-packages.md" in problem
 
 
 def test_deepspeed_that_cannot_be_built_says_what_is_missing(stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
     problem = norm_problem("apex", "cuda")
     assert "apex.normalization cannot be used: ModuleNotFoundError" in problem
-    assert "docs/packages.md" in problem
+    assert "docs/how-to/optional-packages.md" in problem
 
 
 @pytest.mark.gpu

@@ -171,7 +171,7 @@ def test_a_disk_that_fills_up_leaves_no_half_dump(tmp_path: Path, monkeypatch: p
 
 def test_what_the_guide_says_about_spikes_works(skipping: tuple[Run, list[tuple[int, bool]]]) -> None:
     run, _ = skipping
-    guide = (Path(__file__).parents[2] / "docs" / "run-health.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md").read_text()
     commands = re.findall(r"^moba-train (inspect-spike [^#\n]*)", guide, re.MULTILINE)
     assert commands
     for command in commands:

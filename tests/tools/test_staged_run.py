@@ -37,7 +37,7 @@ def test_eval_gives_the_same_loss_by_position(undisturbed: Run, tmp_path: Path) 
     assert "evaluation.position_wise.bucket: given 48, which does not divide" in refused.output
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "stages.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "stages.md"
 
 
 def test_the_guide_works(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ capability, a release or a package. Facts need no tensor, so a stage knows its b
 selected; the reference, where token ranges of a shard are less than a block apart; another backend than `composed`,
 where a transport gives a part of the keys.
 
-`python -m moba_train.attention.kernels.table` prints the tables of docs/kernels.md.
+`python -m moba_train.attention.kernels.table` prints the tables of docs/explanation/kernels.md.
 """
 
 import importlib
@@ -461,7 +461,7 @@ def sizes_text(sizes: Sequence[int]) -> str:
 
 
 def markdown() -> str:
-    """The tables as docs/kernels.md has them."""
+    """The tables as docs/explanation/kernels.md has them."""
     lines = ["| pass | file | block size | head dim | needs | measured |", "|---|---|---|---|---|---|"]
     for row in KERNELS:
         sizes = "any" if row.block_sizes is None else sizes_text(row.block_sizes)

@@ -1,9 +1,9 @@
 """Dispatch: queries travel to the ranks that own the keys they attend to, and the results come back.
 
 MoBA began with this transport: the tokens of a rank are an expert, and a query is sent to the experts that it selects
-(docs/mechanisms.md). The owner of units that all queries select (an attention sink) has all the work, so `auto` never
-takes it. Keys and values do not travel, except to complete the units that straddle shards (units.py), and their
-gradients are summed where they are, in float32.
+(docs/reference/attention-kinds.md). The owner of units that all queries select (an attention sink) has all the work, so
+`auto` never takes it. Keys and values do not travel, except to complete the units that straddle shards (units.py), and
+their gradients are summed where they are, in float32.
 
 A query of one head is sent at most once to each rank, with the ids of the units that it selected there; the owner
 attends to them, joins the results, and sends one back. The query's rank joins those of all owners with that of its own

@@ -36,7 +36,7 @@ from moba_train.parallel.world import gather_over_ranks, sum_over_ranks
 
 class GateProbeConfig(Section):
     """Blocks that the gates of sparse layers select, compared with full attention on a sample of queries. See
-    docs/evaluation.md."""
+    docs/how-to/evaluate.md."""
 
     queries: int = Field(256, ge=1, description="sampled queries of a sequence, all heads of them")
     sequences: int = Field(1, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
@@ -51,7 +51,7 @@ class GateProbeConfig(Section):
 
 
 class GateProbe(Evaluation[GateProbeConfig]):
-    """Gate probes of the stage's own attention on sampled queries of validation sequences. See docs/evaluation.md.
+    """Gate probes of the stage's own attention on sampled queries of validation sequences. See docs/how-to/evaluate.md.
 
     A probe of the 13 sparse layers of a 1B model at 8K tokens takes 0.18 s on an H200
     (benchmarks/results/probe-cost-h200.json).

@@ -120,7 +120,7 @@ NO_CONTEXT = "has no token without loss before one with loss (in the corpora's m
 
 class GradientReachConfig(Section):
     """Norm of the loss' gradient at every layer's input, by distance to the loss token it comes from: it shows which
-    tokens a sparse loss mask, as in SFT, trains through attention. Needs parallel.pp 1. See docs/evaluation.md."""
+    tokens a sparse loss mask, as in SFT, trains through attention. Needs parallel.pp 1. See docs/how-to/evaluate.md."""
 
     sequences: int = Field(
         4, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length, with their loss masks"
@@ -135,7 +135,7 @@ class GradientReachConfig(Section):
 
 
 class GradientReach(Evaluation[GradientReachConfig]):
-    """Norm of the loss' gradient at every layer's input, by distance to the loss token. See docs/evaluation.md."""
+    """Norm of the loss' gradient at every layer's input, by distance to the loss token. See docs/how-to/evaluate.md."""
 
     name = "gradient_reach"
     Options = GradientReachConfig

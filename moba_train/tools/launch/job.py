@@ -10,7 +10,7 @@ from pathlib import Path
 from moba_train.errors import LaunchError
 
 STOP_S = 600
-"""Seconds between the scheduler's signal and the end; the log of a run says how many it needs (docs/durability.md)."""
+"""Seconds between the scheduler's signal and the end; a run's log says how many it needs (docs/how-to/resume.md)."""
 MAX_NAME = 40
 """Characters of a job's name: those of its pods, with suffixes, must stay below 63."""
 MAX_STOP_S = 65_535

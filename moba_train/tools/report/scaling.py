@@ -181,7 +181,7 @@ def _leverages(x_n: Array, parameters_1p: Array) -> Array:
 
 
 FEW_RUNS = 8
-"""Below this number of runs, percentile intervals are clearly too narrow (docs/evaluation.md has the coverage)."""
+"""Below this number of runs, percentile intervals are clearly too narrow (docs/how-to/evaluate.md has the coverage)."""
 Interval = tuple[float, float, float]
 """Value, and the ends of its interval."""
 
@@ -275,7 +275,7 @@ def fit_runs(
     few = [group for group in groups if sum(run.group == group for run in runs) < FEW_RUNS]
     if few:
         warnings.append(
-            f"fewer than {FEW_RUNS} runs in {', '.join(few)}: intervals are too narrow, see docs/evaluation.md"
+            f"fewer than {FEW_RUNS} runs in {', '.join(few)}: intervals are too narrow, see docs/how-to/evaluate.md"
         )
     return ScalingReport(fits, gaps, warnings, irreducible)
 

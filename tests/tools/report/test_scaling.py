@@ -167,7 +167,7 @@ def test_runs_become_points_and_groups_are_compared(tmp_path: Path) -> None:
     largest = runs[3].compute["6ND"]
     assert (gap.fit.group, gap.reference.group, gap.compute) == ("moba", "full", largest)
     assert gap.value[0] == pytest.approx(0.05 * largest**B)
-    assert report.warnings == ["fewer than 8 runs in full, moba: intervals are too narrow, see docs/evaluation.md"]
+    assert report.warnings == ["fewer than 8 runs in full, moba: intervals are too narrow, see docs/how-to/evaluate.md"]
     assert json.loads(json.dumps(report_json(report))) == report_json(report)
     assert any("moba above full at 6ND" in line for line in describe(report))
     both = describe(fit_runs(runs, ["eval_loss"], ["6ND", "real"], resamples=100))

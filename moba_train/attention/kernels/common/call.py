@@ -87,8 +87,8 @@ class BlockCall:
     @property
     def limit(self) -> int:
         """Partial results in memory at once, at most: two for every query and head."""
-        # At 1M tokens 4096/12 the partial results of all queries together would be 92 GB (docs/kernels.md, "What it
-        # costs").
+        # At 1M tokens 4096/12 the partial results of all queries together would be 92 GB
+        # (docs/explanation/kernels.md, "What it costs").
         return 2 * self.tokens * self.heads
 
     @property

@@ -7,7 +7,7 @@ and launch what it did (`replayed`): 1.44 to 1.14 ms of host time for a layer at
 
 A record holds allocations and launches alone. A function that does anything else with tensors, such as copying one that
 is not contiguous, or that launches a kernel without `launch`, is not recorded for such tensors: it always runs as
-written. MOBA_TRAIN_REPLAY=0 turns repetition off; docs/kernels.md says what it relies on.
+written. MOBA_TRAIN_REPLAY=0 turns repetition off; docs/explanation/kernels.md says what it relies on.
 """
 
 import os
