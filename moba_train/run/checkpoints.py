@@ -260,9 +260,9 @@ class RunCheckpoints:
         progress.prepare_save(stage, plan, self._tokenizer, detector)
         # A later start may save the same step again, and that is another checkpoint.
         self._saved_id = f"{self._start_id}-{progress.step}"
-        meta = {"progress": progress.to_meta(), "config": run.recipe, "save_id": self._saved_id, "stage": stage.name}
-        meta["threads"] = torch.get_num_threads()
-        waited = self.checkpointer.save(progress.step, self._tensors(), meta | facts, protect)
+        meta = facts | {"progress": progress.to_meta(), "config": run.recipe, "save_id": self._saved_id}
+        meta |= {"stage": stage.name, "threads": torch.get_num_threads()}
+        waited = self.checkpointer.save(progress.step, self._tensors(), meta, protect)
         self.saved_step = progress.step
         return waited
 
