@@ -10,9 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.outputs import already_made, corpus_prefixes, hash_fraction, replace_file, write_errors
 from data_tools.stats import length_histogram
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError
 
 MANIFEST = "manifest.json"

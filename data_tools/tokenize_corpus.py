@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from data_tools.documents import (
     DOCUMENT_BYTES,
     BadRecord,
@@ -42,7 +43,7 @@ from data_tools.outputs import (
     write_errors,
 )
 from data_tools.progress import ByteProgress
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
+from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError, LaunchError
 from moba_train.output_files import write_atomically
 

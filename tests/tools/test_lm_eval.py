@@ -19,8 +19,8 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.train_tokenizer import train_tokenizer
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import UserError
 from moba_train.parallel.world import World
