@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from moba_train.checkpoint.manifest import (
     step_name,
     write_json,
 )
-from moba_train.errors import CheckpointError
+from moba_train.errors import CheckpointError, ForeignFileError
+from moba_train.foreign_files import read_foreign
 from moba_train.output_files import make_folder, remove_leftovers, sync_folder, temporary_path, write_atomically
 
 LATEST = "latest"
@@ -185,6 +187,13 @@ def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None
                 raise
         except CheckpointError as error:
             logger.warning("Passing over a damaged checkpoint and taking the one before. %s", error)
+    return None
+
+
+def named_latest(folder: Path) -> str | None:
+    """Name of the checkpoint that the file `latest` in `folder` names; None where it cannot be read."""
+    with suppress(OSError, ForeignFileError):
+        return read_foreign(folder / LATEST, 1024, links=False).decode(errors="replace").strip()
     return None
 
 

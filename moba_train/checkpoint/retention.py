@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.publish import LATEST, Accept, hide, is_finite, is_good, published, remove, saved_step
+from moba_train.checkpoint.publish import Accept, hide, is_finite, is_good, named_latest, published, remove, saved_step
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import read_foreign
 from moba_train.output_files import write_atomically
@@ -209,11 +209,10 @@ class Retention:
                 self._warn_once(path, f"{error}. It counts as neither good nor best")
         marks = Marks.read(marked_in or folder)
         usable = {path: meta for path, meta in metas.items() if meta is None or marks.reason(meta) is None}
-        pointer = folder / LATEST
         known = [path for path, meta in usable.items() if meta is not None]
         keep |= _from(known[-self.keep_last :], usable)
         keep |= _from(list(usable)[-1:], metas)
-        keep |= {folder / pointer.read_text(encoding="utf-8", errors="replace").strip()} if pointer.exists() else set()
+        keep.add(folder / (named_latest(folder) or ""))
         keep |= {path for step, path in checkpoints if self.keep_every and step % self.keep_every == 0}
         for wanted in (protect, is_finite):
             keep |= set([path for path, meta in usable.items() if meta is not None and wanted(meta)][-1:])

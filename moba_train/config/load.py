@@ -133,13 +133,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with every problem: unreadable files, YAML errors, unknown keys, values of the wrong type, and
     overrides that change nothing because every stage sets the key itself. Combinations of keys are left to `validate`.
     """
-    raw = _read_recipe(str(path), Path(), (), [])
-    problems = apply_overrides(raw, overrides)
-    try:
-        config = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(problems + explain(error, RunConfig)) from None
-    if problems := problems or shadowed_overrides(config.stages, overrides, range(len(config.stages))):
+    config = _overridden(_read_recipe(str(path), Path(), (), []), overrides)
+    if problems := shadowed_overrides(config.stages, overrides, range(len(config.stages))):
         raise ConfigError(problems)
     return config
 
@@ -154,17 +149,18 @@ def parse_config(text: str, source: str) -> RunConfig:
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """The recipe with `overrides` applied, as `load_config` takes them. Raises ConfigError with every problem."""
-    if not overrides:
-        return config
-    raw = parse_yaml(dump_config(config), "recipe")
+    return _overridden(parse_yaml(dump_config(config), "recipe"), overrides) if overrides else config
+
+
+def _overridden(raw: dict[Any, Any], overrides: Sequence[str]) -> RunConfig:
     problems = apply_overrides(raw, overrides)
     try:
-        changed = RunConfig.model_validate(raw)
+        config = RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(problems + explain(error, RunConfig)) from None
     if problems:
         raise ConfigError(problems)
-    return changed
+    return config
 
 
 def dump_config(config: RunConfig) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.publish import LATEST, Accept, saved_step
+from moba_train.checkpoint.publish import LATEST, Accept, named_latest, saved_step
 from moba_train.checkpoint.retention import MARKS, Marks, read_entries, replace_entries
 from moba_train.errors import CheckpointError, TrainingError
 from moba_train.parallel.world import broadcast
@@ -76,9 +76,8 @@ def _newest_in_history(run_dir: Path) -> int:
 
 def _evidence_of_checkpoint(run_dir: Path) -> str | None:
     """Evidence that the run has had a checkpoint, or may have had one, as a clause; None if it has had none."""
-    latest = run_dir / "checkpoints" / LATEST
-    with contextlib.suppress(OSError):
-        return f"has had one: {latest} names {latest.read_text(encoding='utf-8', errors='replace').strip()}"
+    if (name := named_latest(run_dir / "checkpoints")) is not None:
+        return f"has had one: {run_dir / 'checkpoints' / LATEST} names {name}"
     metrics = run_dir / "metrics.jsonl"
     try:
         for record in read_backward(metrics):

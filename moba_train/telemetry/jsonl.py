@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moba_train.errors import ForeignFileError, number_ranges
-from moba_train.foreign_files import open_foreign
+from moba_train.foreign_files import open_foreign, read_foreign
 from moba_train.output_files import open_to_change, write_atomically
 from moba_train.strict_json import from_json, to_json
 from moba_train.telemetry.telemetry import DelayedError
@@ -208,8 +208,7 @@ def discard_after(path: Path, step: int | None, repeated: Collection[str] = ()) 
     discarded = path.with_suffix(".discarded.jsonl")
     journal = path.with_suffix(".discarding.json")
     _finish_earlier_move(path, discarded, journal)
-    if not path.exists():
-        return
+    os.close(open_to_change(path, os.O_WRONLY))  # before it is read: it may be a link to another file
     _drop_torn_record(path)
     kept = _end_of_step(path, step, repeated)
     if kept == path.stat().st_size:
@@ -233,7 +232,7 @@ def _finish_earlier_move(path: Path, discarded: Path, journal: Path) -> None:
     if not journal.exists():
         return
     with contextlib.suppress(ValueError, KeyError, TypeError):  # it is never half-written: then it is not ours
-        move = json.loads(journal.read_text(encoding="utf-8"))
+        move = json.loads(read_foreign(journal, 1024, links=False))
         if path.exists() and path.stat().st_size > int(move["kept"]) and discarded.exists():
             _truncate(discarded, int(move["discarded"]))
     journal.unlink()
