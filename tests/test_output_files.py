@@ -12,7 +12,7 @@ import pytest
 
 from moba_train.checkpoint import publish
 from moba_train.checkpoint.retention import Evaluated, Marks, Retention
-from moba_train.errors import ForeignFileError
+from moba_train.errors import ForeignFileError, LaunchError
 from moba_train.foreign_files import ROOTS
 from moba_train.health import dump
 from moba_train.output_files import (
@@ -98,7 +98,7 @@ def test_what_stands_under_the_names_of_files_and_of_temporary_files_is_neither_
     assert publish.named_latest(run_dir) is None
     temporary = publish.make_temporary_folder(run_dir, 8)
     publish.publish(temporary, 8, {})
-    with pytest.raises(ForeignFileError, match="allowed: a regular file"):  # a recipe is read before it is replaced
+    with pytest.raises(LaunchError, match="allowed: a regular file"):  # a recipe is read before it is replaced
         write_recipe(run_dir, "recipe", 0)
     assert (run_dir / "report.html").read_text() == "page"
     assert (run_dir / "latest").read_text() == "step_00000008\n"

@@ -161,7 +161,7 @@ def _acquired(run_dir: Path, file: TextIO) -> RunLock | None:
             return None
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        logger.warning("%s: no locks here (%s); never start two runs in this folder", file.name, error)
+        logger.warning("%s: no locks here (%s); never start two runs in this folder", run_dir, error)
         locks_work = False
     began = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     text = f"process {os.getpid()} on {socket.gethostname()}, since {began}\n"

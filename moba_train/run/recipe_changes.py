@@ -10,7 +10,7 @@ from moba_train.config.explain import given
 from moba_train.config.load import dump_config, parse_config, parse_yaml
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.stages import Stage
-from moba_train.errors import ConfigError, LaunchError
+from moba_train.errors import ConfigError, ForeignFileError, LaunchError
 from moba_train.foreign_files import JSON_BYTES, read_foreign
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.output_files import write_atomically
@@ -103,7 +103,7 @@ def write_recipe(run_dir: Path, text: str, step: int) -> str | None:
             _keep(before, run_dir, step)
         if before != text or not path.exists():
             write_atomically(path, text)
-    except OSError as error:
+    except (OSError, ForeignFileError) as error:
         raise LaunchError(f"run_dir {run_dir} cannot be used: the recipe is kept in {path.name}: {error}") from error
     return before if before != text else None
 
