@@ -155,9 +155,7 @@ class RunCheckpoints:
         meta = read_meta(path)
         threads = torch.get_num_threads()
         if self._is_main and meta.get("threads", threads) != threads and not torch.cuda.is_available():
-            text = (
-                "%d threads of the CPU, but %s when %s was saved: sums round differently. Set OMP_NUM_THREADS to that"
-            )
+            text = "%d threads of the CPU, but %s when %s was saved: sums round differently (OMP_NUM_THREADS)"
             logger.warning(text, threads, meta["threads"], path)
         self._saved_id = meta.get("save_id", "")
         numbers = broadcast(self._evaluated.numbers(meta))

@@ -159,7 +159,7 @@ def _sound_records(lines: BinaryIO, damaged: list[int]) -> Iterator[dict[str, An
 def history_problem(path: Path, logged_steps: int) -> str:
     """Damage of a metrics file that held the metrics of this number of steps, as text; empty if there is none.
 
-    It is read as a whole, in about ten seconds for a million records.
+    It is read as a whole, about 100 MB a second on one core.
     """
     damaged: list[int] = []
     try:
