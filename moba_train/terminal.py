@@ -26,14 +26,14 @@ class _VisibleStream:
     """A stream that writes `visible` text: colours, our own or others', reach a terminal only."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self.stream = stream
 
     def write(self, text: str) -> Any:
         """Writes text."""
-        return self._stream.write(visible(text, self._stream.isatty()))
+        return self.stream.write(visible(text, self.stream.isatty()))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 @contextmanager
