@@ -3,12 +3,13 @@
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.figure import Figure as Canvas
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import INK, MOBA
 from experiments.comparison import Cell, Verdict, compare, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -16,9 +17,6 @@ from experiments.mechanisms import SIZE, TOKENS, shape
 from experiments.models import moba, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
 from experiments.readings import last_stage, needle, trailing_loss, validation_loss
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 SEQ_LEN = 8192
 QUICK_SEQ_LEN = 1024
@@ -71,7 +69,7 @@ class ForcedChoices(Figure):
             rows.append([name, *(f"{value:.4f}" for value in values), *cells])
         return Finding(_verdicts(results), rows)
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Trailing loss above the free choice; where each head of the free choice looks, layer by layer."""
         left, right = canvas.subplots(1, 2, width_ratios=(1, 2))
         free = {result["seed"]: trailing_loss(result) for result in results if result["name"] == "free"}
@@ -79,23 +77,22 @@ class ForcedChoices(Figure):
         for result in results:
             if result["seed"] in free:
                 gap = trailing_loss(result) - free[result["seed"]]
-                left.plot(gap, names.index(result["name"]), "o", ms=4, color="#d9480f")
+                left.plot(gap, names.index(result["name"]), "o", color=MOBA)
         left.set_yticks(range(len(names)), names)
-        left.axvline(0, color=GREY, lw=0.8)
-        left.set_title("trailing loss above free", color=GREY, fontsize=10, loc="left")
-        plain(left)
+        left.axvline(0, color=INK, lw=0.8)
+        left.set_xlabel("trailing loss above free, nats")
         own = next((result for result in results if result["name"] == "free"), None)
         if own is None:
             return
         shares_RX = np.concatenate([_shares(layer) for layer in _layers(own)])
         used = int(np.flatnonzero(shares_RX.sum(0)).max()) + 1
         heads = len(shares_RX) // len(_layers(own))
-        right.imshow(shares_RX[:, :used], aspect="auto", cmap="Oranges", vmin=0)
+        image = right.imshow(shares_RX[:, :used], aspect="auto", vmin=0)
+        right.grid(visible=False)
         right.set_yticks(np.arange(len(_layers(own))) * heads, [f"layer {layer['layer']}" for layer in _layers(own)])
         right.set_xticks(range(used), _probe(own)[PROBE]["distances"][:used])
-        right.set_xlabel("distance of selected blocks, in blocks", color=GREY)
-        right.set_title("each head's choices, a row for each", color=GREY, fontsize=10, loc="left")
-        right.tick_params(colors=GREY, length=3)
+        right.set_xlabel("distance of the blocks that a head selects, in blocks")
+        canvas.colorbar(image, ax=right, label="share of its choices")
 
 
 def tastes(result: Result) -> list[float]:

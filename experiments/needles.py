@@ -5,10 +5,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.needle_signal import by_gate, draw_heads, draw_misses, retrieving, summary
-from benchmarks.plotting import plain
+from matplotlib.figure import Figure as Canvas
+
+from benchmarks.needle_signal import by_gate, draw_signal, retrieving, summary
 from experiments.comparison import Estimate, Verdict, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -16,9 +17,6 @@ from experiments.mechanisms import SIZE, TOKENS, shape
 from experiments.models import FULL, moba, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
 from experiments.readings import needle
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 SEQ_LEN = 8192
 QUICK_SEQ_LEN = 1024
@@ -64,16 +62,11 @@ class Needles(Figure):
                 rows.append([gate, str(line["heads"]), f"{line['missed']:.3f}", *predicted, found, probe])
         return Finding(_verdicts(results), rows, {"summary": numbers})
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Heads of the full model under the formula and under `scores`; misses over block sizes."""
-        left, middle, right = canvas.subplots(1, 3)
         name = "full" if any(result["name"] == "full" for result in results) else next(iter(results))["name"]
         rows = [row for result in results if result["name"] == name for row in signal_rows(result)]
-        draw_heads(left, rows, "paper")
-        draw_heads(middle, rows, "scores")
-        draw_misses(right, summary(rows))
-        for axes in (left, middle, right):
-            plain(axes)
+        draw_signal(canvas, rows, summary(rows))
 
 
 def signal_rows(result: Result) -> list[dict[str, Any]]:

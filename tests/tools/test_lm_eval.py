@@ -466,4 +466,4 @@ def test_every_problem_names_its_option_or_task(
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     missing = command(run, "--tasks", "ruler_vt", code=2)
     assert "needs the package lm-eval (" in missing
-    assert 'run `pip install "moba-train[eval]"`' in missing
+    assert "run `pip install 'lm-eval[ruler]>=0.4.13' 'transformers>=5' tokenizers`" in missing
