@@ -133,7 +133,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with every problem: unreadable files, YAML errors, unknown keys, values of the wrong type, and
     overrides that change nothing because every stage sets the key itself. Combinations of keys are left to `validate`.
     """
-    config = _overridden(_read_recipe(str(path), Path(), (), []), overrides)
+    config = validated(_read_recipe(str(path), Path(), (), []), overrides)
     if problems := shadowed_overrides(config.stages, overrides, range(len(config.stages))):
         raise ConfigError(problems)
     return config
@@ -147,12 +147,8 @@ def parse_config(text: str, source: str) -> RunConfig:
         raise ConfigError([f"{source}: {problem}" for problem in explain(error, RunConfig)]) from None
 
 
-def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The recipe with `overrides` applied, as `load_config` takes them. Raises ConfigError with every problem."""
-    return _overridden(parse_yaml(dump_config(config), "recipe"), overrides) if overrides else config
-
-
-def _overridden(raw: dict[Any, Any], overrides: Sequence[str]) -> RunConfig:
+def validated(raw: dict[Any, Any], overrides: Sequence[str]) -> RunConfig:
+    """The recipe with these values, and `overrides` applied to them. Raises ConfigError with every problem."""
     problems = apply_overrides(raw, overrides)
     try:
         config = RunConfig.model_validate(raw)

@@ -20,7 +20,7 @@ from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, 
 from moba_train.checkpoint.state import load_model
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
-from moba_train.config.load import shadowed_overrides, with_overrides
+from moba_train.config.load import dump_config, parse_yaml, shadowed_overrides, validated
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
@@ -237,6 +237,11 @@ def open_checkpoint(path: Path) -> SavedRun:
     saved = read_checkpoint(path)
     check_paths(saved.config.data, saved.config.evaluation, saved.path)
     return saved
+
+
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The recipe with `overrides` applied, as `load_config` takes them. Raises ConfigError with every problem."""
+    return validated(parse_yaml(dump_config(config), "recipe"), overrides) if overrides else config
 
 
 def open_for_generation(
