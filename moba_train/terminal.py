@@ -38,8 +38,8 @@ class _VisibleStream:
 
 @contextmanager
 def safe_terminal() -> Iterator[None]:
-    """Inside, all that is printed is `visible`."""
-    out: Any = _VisibleStream(sys.stdout)
-    err: Any = _VisibleStream(sys.stderr)
+    """Inside, all that is printed is `visible`. A stream that was closed stays None, which `print` leaves alone."""
+    out: Any = sys.stdout and _VisibleStream(sys.stdout)
+    err: Any = sys.stderr and _VisibleStream(sys.stderr)
     with redirect_stdout(out), redirect_stderr(err):
         yield

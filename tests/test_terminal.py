@@ -53,6 +53,12 @@ def test_all_that_is_printed_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[31m" in text, "rich's own colour"
 
 
+def test_a_program_without_an_output_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with safe_terminal():
+        print(EVIL)
+
+
 @pytest.mark.parametrize("arguments", [["report"], ["verify"], ["config"], ["plan"]])
 def test_a_name_on_the_command_line_does_not_command_the_terminal(arguments: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / EVIL)])
