@@ -153,6 +153,10 @@ def is_key(path: str) -> bool:
 @documents
 def test_the_keys_that_it_names_exist(document: Path) -> None:
     root, names = schema()
+    for project in blocks(document, "toml"):  # of a package that the page writes, with a section of its own
+        entries = re.findall(r'^(\w+) = "\w+:\w+"$', project, re.MULTILINE)
+        options = re.findall(r"^ +(\w+): \w+ = Field\(", "".join(blocks(document, "python")), re.MULTILINE)
+        names = names.union(entries, options)
     for block in blocks(document, "yaml"):
         for key in re.findall(r"(?:^|[{,\-]) *([a-z]\w*):(?: |$)", re.sub("#.*", "", block), re.MULTILINE):
             assert key in names, key
@@ -253,7 +257,7 @@ def test_durability_has_the_measured_stall() -> None:
 
 def test_sft_says_what_the_experiment_was_that_it_withdraws() -> None:
     found = results("sft-layers-h200.json")
-    told = " ".join((ROOT / "docs" / "tutorials" / "fine-tune-conversations.md").read_text().split())
+    told = " ".join((ROOT / "benchmarks" / "measured" / "fine-tuning.md").read_text().split())
     on_answers = {entry["full_layers"]: entry for entry in found["summary"] if entry["loss_on"] == "answers"}
     for layers in ("none", "last:4", "all"):
         loss, error = on_answers[layers]["loss"], on_answers[layers]["loss_error"]
@@ -268,7 +272,7 @@ def test_sft_says_what_the_experiment_was_that_it_withdraws() -> None:
 
 
 def test_the_extended_model_has_its_measured_losses() -> None:
-    told = {row[0]: row[1:] for row in rows("docs/how-to/import-export.md")}
+    told = {row[0]: row[1:] for row in rows("benchmarks/measured/extension.md")}
     names = {"as trained": "the model as it was published", "full": "RoPE raised, full attention"}
     names["MoBA"] = "RoPE raised, MoBA 512/8 but in the last three layers"
     measured = results("smollm2-32k-h200.json")
@@ -280,7 +284,7 @@ def test_the_extended_model_has_its_measured_losses() -> None:
 
 
 def test_recipes_has_what_the_miniatures_came_to() -> None:
-    told = rows("docs/tutorials/extend-a-checkpoint.md")
+    told = rows("benchmarks/measured/recipes.md")
     for line in miniatures.table(results("miniatures-h200.json")).splitlines():
         assert tuple(cell.strip() for cell in line.strip("|").split("|")) in told
 
@@ -305,7 +309,7 @@ def test_durability_has_the_counts_of_the_chaos_test() -> None:
 
 
 def test_data_has_the_measured_packing_and_speed() -> None:
-    told = rows("docs/how-to/data.md")
+    told = rows("benchmarks/measured/data.md")
     for entry in results("packing.json"):
         padding = percent(entry["best_fit_padding"], 2)
         assert (f"{entry['seq_len']:,}", percent(entry["concat_cuts"], 1), "0", padding) in told

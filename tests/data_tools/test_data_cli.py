@@ -18,7 +18,7 @@ runner = CliRunner()
 
 @pytest.mark.parametrize("command", [[], ["tokenize"], ["stats"]], ids=str)
 def test_help_is_fast_and_loads_nothing_heavy(command: list[str]) -> None:
-    """Measures processor time, which does not depend on other load; docs/how-to/data.md has the time on a quiet
+    """Measures processor time, which does not depend on other load; benchmarks/measured/data.md has the time on a quiet
     machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = (
