@@ -11,8 +11,8 @@ import pytest
 import sentencepiece
 from typer.testing import CliRunner
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
 from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, build_model, initialize_weights
