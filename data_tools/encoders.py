@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
-from moba_train.data.indexed import dtype_for
+from data_tools.corpus_writer import dtype_for
 from moba_train.data.tokenizer import TIKTOKEN, tokenizer_file
 from moba_train.errors import DataError
 from moba_train.tools.text_tokenizer import HuggingFaceTokenizer, load_tokenizer

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments.corpus import Corpus
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, corpus_file
+from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.errors import DataError
 from moba_train.tools.needle.answers import encode_segments
 from moba_train.tools.needle.haystack import draw_keys, draw_values, needle_frame, needle_parts

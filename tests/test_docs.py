@@ -239,13 +239,13 @@ def test_mechanisms_has_what_a_sink_costs_under_dispatch() -> None:
 def test_durability_has_the_tables_of_the_programs(
     table: Callable[[Sequence[dict[str, Any]]], str], result: str
 ) -> None:
-    assert table(results(f"{result}.json")) in (ROOT / "docs" / "how-to" / "resume.md").read_text()
+    assert table(results(f"{result}.json")) in (ROOT / "benchmarks" / "measured" / "durability.md").read_text()
 
 
 def test_durability_has_the_measured_stall() -> None:
     found = results("checkpoint-stall-8b-h200-x4.json")
     step, beside, after = found["step_s"], found["step_beside_save_s"], found["step_after_save_s"]["median"]
-    text = " ".join((ROOT / "docs" / "how-to" / "resume.md").read_text().split())
+    text = " ".join((ROOT / "benchmarks" / "measured" / "durability.md").read_text().split())
     for claim in (
         f"for {1000 * found['first_stall_s']:.0f} ms, {percent(found['first_stall_share_of_step'], 1)} of a step of "
         f"{step['median']:.2f} s. The step after it takes {after:.2f} s",
@@ -290,7 +290,7 @@ def test_recipes_has_what_the_miniatures_came_to() -> None:
 
 
 def test_run_health_has_the_measured_cost_of_determinism() -> None:
-    told = {row[1:] for row in rows("docs/how-to/monitor.md") if len(row) == 3}
+    told = {row[1:] for row in rows("benchmarks/measured/health.md") if len(row) == 3}
     runs = [results("determinism-h200.json")["runs"][name] for name in ("as it is", "deterministic")]
     assert tuple(f"{run['tokens_per_s']['median']:,.0f}" for run in runs) in told
     assert tuple(f"{run['tensors_that_differ']} of {run['tensors']}" for run in runs) in told
@@ -298,8 +298,9 @@ def test_run_health_has_the_measured_cost_of_determinism() -> None:
 
 def test_durability_has_the_counts_of_the_chaos_test() -> None:
     found = results("chaos.json")
-    text = (ROOT / "docs" / "how-to" / "resume.md").read_text()
-    counts = [int(cell) for row in rows("docs/how-to/resume.md") if len(row) == 5 for cell in row if cell.isdigit()]
+    text = (ROOT / "benchmarks" / "measured" / "durability.md").read_text()
+    cells = [cell for row in rows("benchmarks/measured/durability.md") if len(row) == 5 for cell in row]
+    counts = [int(cell) for cell in cells if cell.isdigit()]
     assert sorted(counts) == sorted([*found["disturbances"].values(), len(found["failures"])])
     moments = found["moments_of_kills"]
     assert (
@@ -322,7 +323,7 @@ def test_data_has_the_measured_packing_and_speed() -> None:
 
 
 def test_run_health_has_the_measured_alarms() -> None:
-    told = {row[-1] for row in rows("docs/how-to/monitor.md")}
+    told = {row[-1] for row in rows("benchmarks/measured/health.md")}
     for curve in results("spike-alarms.json").values():
         seen = [round(100 * curve["detected_by_sigma"]["grad_norm"][sigma]) for sigma in ("6", "8", "10")]
         assert f"{' / '.join(map(str, seen))} %" in told

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from moba_train.errors import UserError, outlast_output, print_error
+from moba_train.terminal import safe_terminal
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a packaged recipe")]
 Overrides = Annotated[
@@ -36,6 +37,11 @@ class _Commands(TyperGroup):
         if found[1] is not None and any(parameter.name == "output" for parameter in found[1].params):
             outlast_output()
         return found
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Run the program, whose output commands no terminal."""
+        with safe_terminal():
+            return super().main(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:  # typer's Context or click's, by typer's version
         try:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from data_tools.cli import app
-from moba_train.data.indexed import IndexedDatasetWriter
+from data_tools.corpus_writer import IndexedDatasetWriter
 from tests.data_tools.prose import prose
 
 runner = CliRunner()
