@@ -15,7 +15,6 @@ last lines it becomes. Where the recipe is wrong, a restart cannot help: the ran
 ranks end at once. Imports nothing heavy.
 """
 
-import io
 import json
 import logging
 import os
@@ -24,10 +23,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
@@ -185,34 +180,6 @@ def leave_if_refused() -> None:
     """End this process at once, silently, if a start before it was refused."""
     with suppress(OSError, KeyError, ValueError):
         sys.exit(int(Path(os.environ[REFUSED_FILE]).read_text()))
-
-
-class _DroppingFile(io.FileIO):
-    """A file that takes everything: what cannot be written is lost, without an error."""
-
-    def write(self, data: "Buffer") -> int:
-        with suppress(OSError):
-            if written := super().write(data):
-                return written
-        return memoryview(data).nbytes
-
-
-def outlast_output() -> None:
-    """Let the process go on when what it prints is not read, or the disk that takes it is full.
-
-    Called before the program opens files: the first would get the number of a closed stream, and be written to by
-    libraries that print.
-    """
-    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(free, True)
-    os.close(free)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # else a caller in this process captures it
-            file = io.BufferedWriter(_DroppingFile(number, "w", closefd=False))
-            encoding = stream.encoding if stream else "utf-8"
-            # A name that is not UTF-8 must not end a run either.
-            setattr(sys, name, io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=True))
 
 
 def quiet_torchrun() -> None:

@@ -2,13 +2,19 @@
 
 Names of files, messages and recipes may come from elsewhere. A terminal obeys the escape sequences in them: it clears
 itself, changes its title, or answers as if somebody had typed. And a name in another encoding cannot be printed at all.
+Nor does a reader that ends, or a full disk, end the program whose text it takes. Imports nothing heavy.
 """
 
+import io
+import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
 # Control characters except the end of a line and tabs, those that turn the direction of text, and lone surrogates.
@@ -43,3 +49,34 @@ def safe_terminal() -> Iterator[None]:
     err: Any = sys.stderr and _VisibleStream(sys.stderr)
     with redirect_stdout(out), redirect_stderr(err):
         yield
+
+
+class _DroppingFile(io.FileIO):
+    """A file that takes everything: what cannot be written is lost, without an error."""
+
+    def write(self, data: "Buffer") -> int:
+        with suppress(OSError):
+            if written := super().write(data):
+                return written
+        return memoryview(data).nbytes
+
+
+def outlast_output() -> None:
+    """Let the process go on when what it prints is not read, or the disk that takes it is full.
+
+    Called before the program opens files: the first would get the number of a closed stream, and be written to by
+    libraries that print.
+    """
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(free, True)
+    os.close(free)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        visible = getattr(sys, name)
+        holder: Any = visible if isinstance(visible, _VisibleStream) else sys
+        held = "stream" if holder is visible else name
+        stream = getattr(holder, held)
+        if stream is getattr(sys, f"__{name}__"):  # else a caller in this process captures it
+            file = io.BufferedWriter(_DroppingFile(number, "w", closefd=False))
+            encoding = stream.encoding if stream else "utf-8"
+            # A name that is not UTF-8 must not end a run either.
+            setattr(holder, held, io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=True))

@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 8 -m moba_train.train RECIPE.yaml key.path=value ...
 """
 
-from moba_train.errors import leave_if_refused, outlast_output, print_error, refuse
+from moba_train.errors import leave_if_refused, print_error, refuse
 from moba_train.run.stop import (
     BEFORE_TRAINING,
     StoppedBeforeTrainingError,
@@ -12,6 +12,7 @@ from moba_train.run.stop import (
     listening,
     report_stopped,
 )
+from moba_train.terminal import outlast_output, safe_terminal
 
 if __name__ == "__main__":
     outlast_output()
@@ -41,7 +42,6 @@ from moba_train.run.determinism import deterministic
 from moba_train.run.progress import describe_finished
 from moba_train.run.summary import summarize
 from moba_train.run.trainer import Trainer
-from moba_train.terminal import safe_terminal
 
 SIGNALS_APART_S = 1.0
 """torchrun passes a signal on to one rank after the other; one that ends at once may be seen before the signal is."""

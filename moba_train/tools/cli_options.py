@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moba_train.errors import UserError, outlast_output, print_error
-from moba_train.terminal import safe_terminal
+from moba_train.errors import UserError, print_error
+from moba_train.terminal import outlast_output, safe_terminal
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a packaged recipe")]
 Overrides = Annotated[
@@ -52,7 +52,7 @@ class _Commands(TyperGroup):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            outlast_output()  # what is still to be printed also cannot be
+            _discard_output()
             full = UserError(f"{error.strerror} for {error.filename or 'the output of this command'}")
             print_error(full)
             raise typer.Exit(full.exit_code) from None
@@ -61,6 +61,14 @@ class _Commands(TyperGroup):
             if problems := getattr(error.__cause__, "errors", None):
                 error.message = f"given {problems()[0]['input']}; {error.message}"
             raise error from None
+
+
+def _discard_output() -> None:
+    """Let this process end although what it has printed cannot be written: Python tries once more at its end."""
+    if sys.stdout is not None and getattr(sys.stdout, "stream", sys.stdout) is sys.__stdout__:  # else it is captured
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
 
 
 def check_output_folder(folder: Path | None) -> None:

@@ -26,7 +26,6 @@ from moba_train.errors import (
     LaunchError,
     ReproducibleFaultError,
     named_ranks,
-    outlast_output,
     print_error,
     quiet_torchrun,
 )
@@ -41,6 +40,7 @@ from moba_train.run.stop import (
     listen,
     signals_to_handle,
 )
+from moba_train.terminal import outlast_output
 from moba_train.tools.launch.meeting_point import check_meeting_point
 
 FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
