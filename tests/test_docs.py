@@ -249,7 +249,7 @@ def test_context_parallelism_has_what_a_sink_costs() -> None:
 
 
 def test_mechanisms_has_what_a_sink_costs_under_dispatch() -> None:
-    told = rows("docs/reference/attention-kinds.md")
+    told = rows("benchmarks/measured/attention-kinds.md")
     for line in context_skew_plot.table(results("context-skew-h200-x2.json")).splitlines():
         assert tuple(cell.strip() for cell in line.strip("|").split("|")) in told
 
