@@ -58,6 +58,13 @@ def test_the_attention_alone_runs_as_shown() -> None:
     assert names["out"].shape == q.shape
 
 
+def test_moba_in_ten_minutes_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "explanation" / "moba.md"
+    (code,), (shown,) = blocks(page, "python"), blocks(page, "text")
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+
+
 @documents
 def test_links_lead_somewhere(document: Path) -> None:
     for link in links(document):
