@@ -225,7 +225,7 @@ def show(
     ] = 1000,
     tokenizer: Annotated[
         str | None,
-        typer.Option("--tokenizer", "-t", help="Tokenizer that made the corpus; default: the one beside the corpus"),
+        typer.Option("--tokenizer", "-t", help="Tokenizer that made the corpus; default: the one next to the corpus"),
     ] = None,
 ) -> None:
     """Print documents of a corpus as text, with the part that carries loss marked if there is a loss mask."""

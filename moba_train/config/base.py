@@ -58,7 +58,7 @@ class Section(BaseModel):
         else:  # pydantic takes yes, off and 1 for booleans
             refused = bool in members and value not in words and not (value is None and type(None) in members)
         if refused:
-            raise PydanticCustomError("bool_type", "true and false are a type of their own")
+            raise PydanticCustomError("bool_type", "true and false are a separate type")
         return value
 
     @field_validator("*")  # after bounds of the field's own, which say more

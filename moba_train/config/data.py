@@ -19,7 +19,7 @@ class UpsampleConfig(Section):
 class SourceConfig(Section):
     """One corpus in Megatron's indexed format: `path` names the pair `path.bin` and `path.idx`.
 
-    A corpus may be named several times with ranges of lengths that do not overlap, each with a weight of its own.
+    A corpus may be named several times with ranges of lengths that do not overlap, each with its weight.
     """
 
     path: str = Field(min_length=1, description="corpus prefix: the file names without .bin/.idx")

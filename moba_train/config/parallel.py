@@ -107,7 +107,7 @@ class ParallelConfig(ContextParallelConfig):
         description="a block's weights, gathered for its forward pass, are gathered again for its backward pass; "
         "false: they stay until then, which saves one of FSDP's three transfers and takes the memory of all blocks' "
         "weights in the compute dtype; budget: those of as many blocks stay, last ones first, as memory.gpu_gib holds "
-        "beside the activations; a pipeline keeps them in any case",
+        "next to the activations; a pipeline keeps them in any case",
     )
     gradient_transport: Literal["reduce_scatter", "all_to_all"] = Field(
         "reduce_scatter",
@@ -119,7 +119,7 @@ class ParallelConfig(ContextParallelConfig):
         False,
         description="blocks' weights are gathered by the GPUs' copy engines, not by NCCL's kernels, which take "
         "multiprocessors from the layers computed meanwhile: among GPUs of one node that reach each other's memory, "
-        "in buffers for two blocks; gradients, too, whatever gradient_transport says, in the compute dtype, and "
+        "in buffers for two blocks; also gradients, whatever gradient_transport says, in the compute dtype, and "
         "added up in float32; on a CPU nothing changes",
     )
     timeout: int = Field(

@@ -98,7 +98,7 @@ class RunConfig(Section):
     init_from: str | None = Field(
         None,
         description="where the first weights come from: a Hugging Face folder (Llama, Qwen2, Qwen3, SmolLM2), or a "
-        "checkpoint or run folder of ours; ignored once the run has a checkpoint of its own",
+        "checkpoint or run folder of ours; ignored once the run has saved a checkpoint",
     )
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     data: DataConfig
@@ -108,7 +108,7 @@ class RunConfig(Section):
     loss_norm: Literal["token", "sequence"] = Field(
         "token",
         description="token: the mean over all loss tokens of a step; sequence: the mean over its documents "
-        "(conversations) of their own mean loss",
+        "(conversations) of the mean loss in each",
     )
     stages: list[StageConfig] = Field(min_length=1, description="stages of training, in their order")
     parallel: ParallelConfig = ParallelConfig()

@@ -88,7 +88,7 @@ class MobaV05Kind(AttentionKind, TwoSublayers):
     class Options(Section):
         """Options of `kind: moba_v05`."""
 
-        block_size: Length = Field(512, description="tokens of a segment; segments start anew with each document")
+        block_size: Length = Field(512, description="tokens of a segment; segments start again with each document")
         topk: int = Field(
             3,
             ge=2,

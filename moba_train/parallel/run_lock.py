@@ -67,7 +67,7 @@ class RunLock:
             return
         raise LaunchError(
             f"run_dir {self._run_dir}: belongs to another run now ({text.strip() or 'it gives no name'}), because it "
-            f"was removed, or moved away, and made anew. This run ({self._text.strip()}) ends here and writes nothing "
+            f"was removed, or moved away, and made again. This run ({self._text.strip()}) ends here and writes nothing "
             "more there; never start two runs with one run_dir"
         )
 

@@ -332,7 +332,7 @@ def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfi
             yield from _span_problems(stage.schedule, path, spans[-1], f"stage {stage.name!r}")
         elif stage.lr is not None:
             # With an lr of its own the stage runs the recipe's schedule over its own tokens.
-            where = f"stage {stage.name!r}, whose lr starts the schedule anew"
+            where = f"stage {stage.name!r}, whose lr starts the schedule again"
             yield from _span_problems(run_schedule, "optim.schedule", spans[-1], where)
     yield from _shape_problems(run_schedule, "optim.schedule")
     yield from _span_problems(run_schedule, "optim.schedule", sum(spans), "the run")

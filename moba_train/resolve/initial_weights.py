@@ -79,7 +79,7 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     new: Counter[str] = Counter()
     for name in missing:
         new[kind_of_parameter(name)] += parameters[name]
-    kept = f"; {describe_sizes(new)}, which are not there, begin anew" if new else ""
+    kept = f"; {describe_sizes(new)}, which are not there, begin again" if new else ""
     if left_out:
         kinds = ", ".join(sorted({kind_of_parameter(name) for name in left_out}))
         kept += f"; {len(left_out)} of attention kinds that no stage uses there ({kinds}) are left out"

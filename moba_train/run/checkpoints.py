@@ -200,7 +200,7 @@ class RunCheckpoints:
         load_model_and_optimizer(self._model, self._optimizer, path, unused=unused)
         self.trust.loaded()
         new = new_kind_sizes(then, spec) if then is not None else {}
-        note = f"; {describe_sizes(new)} begin anew: the checkpoint does not have them in this shape" if new else ""
+        note = f"; {describe_sizes(new)} begin again: the checkpoint does not have them in this shape" if new else ""
         return Loaded(progress, note)
 
     def is_resumable(self, meta: dict[str, Any]) -> bool:

@@ -183,7 +183,7 @@ class Recovery:
         if last is not None:
             kept = f"{self._named(last)}; {self._goes_on(last[0], doubt, fatal)}{self._from_before()}"
         else:
-            kept = f"metrics and dumps in {run.folders.run}; {self._named(last)}, so the same command begins anew"
+            kept = f"metrics and dumps in {run.folders.run}; {self._named(last)}, so the same command begins again"
         if self._applied[1]:
             warm_up = (stage.schedule or run.optim.schedule).warmup_tokens
             advice = (

@@ -110,7 +110,7 @@ def test_without_cu_seqlens_the_tokens_are_one_document(device: torch.device) ->
 
 
 def test_a_document_is_not_changed_by_its_neighbours(device: torch.device) -> None:
-    """Blocks start anew with each document, so packing changes nothing, whatever the lengths."""
+    """Blocks start again with each document, so packing changes nothing, whatever the lengths."""
     q, k, v = make_qkv(33, 4, 2, 16, device)
     lengths = [10, 5, 18]
     packed = only(moba_attention(q, k, v, block_size=4, topk=3, cu_seqlens=edges(lengths, device)))

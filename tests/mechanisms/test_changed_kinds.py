@@ -159,7 +159,7 @@ def test_a_kind_of_a_stage_that_has_not_begun_may_be_dropped_or_shaped_otherwise
     new = sum(
         x.numel() for name, x in parameters.items() if name.startswith("model.") and x.shape != before[name].shape
     )
-    said = f"; {new:,} parameters of 'nsa' begin anew: the checkpoint does not have them in this shape"
+    said = f"; {new:,} parameters of 'nsa' begin again: the checkpoint does not have them in this shape"
     assert event["message"].endswith(said)
     fresh = with_sparse_stage(Run(tmp_path / "fresh", corpora), hidden=7, compressed_block=8)
     fresh.folder.mkdir()

@@ -89,7 +89,7 @@ def test_an_error_before_the_first_checkpoint_says_what_is_kept_and_what_to_try(
     dump = run.run_dir / "spikes" / "step_00000001.json"
     command = f"`moba-train inspect-spike '{run.run_dir}' --step 1` shows {dump}"
     assert printed.err.splitlines()[0].startswith("error: step 1 of stage short: loss nan, gradient norm ")
-    assert "there is no checkpoint yet (checkpoint.every is 4), so the same command begins anew" in printed.err
+    assert "there is no checkpoint yet (checkpoint.every is 4), so the same command begins again" in printed.err
     assert "model.init_std (0.02 now)" in printed.err
     assert "so it is not optim.lr" in printed.err
     assert (printed.out + printed.err).count(command) == 1

@@ -65,7 +65,7 @@ class MobaAttention(DenseOrSparse, Gated):
     class Options(Section):
         """Options of `kind: moba`."""
 
-        block_size: Length = Field(512, description="tokens per block; blocks start anew with each document")
+        block_size: Length = Field(512, description="tokens per block; blocks start again with each document")
         topk: int = Field(3, ge=1, description="blocks each query attends to, its own included; 1: own block only")
         select: Literal["head", "group"] = Field(
             "head", description="select per query head, or once for all query heads that share a key/value head"
@@ -83,7 +83,7 @@ class MobaAttention(DenseOrSparse, Gated):
         key_conv: Literal[0, 3, 5] = Field(
             0,
             description="tokens of a causal convolution over the keys of a document, one for each channel, with "
-            "parameters of its own: k + silu(convolution of k), before the rotary embedding; 0: none",
+            "trained weights: k + silu(convolution of k), before the rotary embedding; 0: none",
         )
 
         @property

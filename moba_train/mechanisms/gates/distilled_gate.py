@@ -46,7 +46,7 @@ class GateOptions(Section):
         description="warmup: full attention, from which the gate learns; sparse: attention to the blocks that the gate "
         "selects",
     )
-    block_size: Length = Field(64, description="tokens per block; blocks start anew with each document")
+    block_size: Length = Field(64, description="tokens per block; blocks start again with each document")
     topk: int = Field(32, ge=1, description="blocks each query attends to, its own included; 1: own block only")
     train_gate: bool = Field(
         False, description="mode sparse: whether the gate goes on learning; mode warmup: it always does"

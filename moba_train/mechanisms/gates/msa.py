@@ -50,7 +50,7 @@ class MsaKind(DistilledGate):
     class Options(GateOptions):
         """Options of `kind: msa`."""
 
-        block_size: Length = Field(128, description="tokens per block; blocks start anew with each document")
+        block_size: Length = Field(128, description="tokens per block; blocks start again with each document")
         topk: int = Field(16, ge=1, description="blocks each query attends to, its own included; 1: own block only")
         train_gate: bool = Field(
             True, description="mode sparse: whether the gate goes on learning; mode warmup: it always does"

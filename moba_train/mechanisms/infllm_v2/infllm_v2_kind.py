@@ -143,7 +143,7 @@ class InfLLMV2Attention(DenseOrSparse, Gated):
     class Options(Section):
         """Options of `kind: infllm_v2`."""
 
-        block_size: Length = Field(64, description="tokens per block; blocks start anew with each document")
+        block_size: Length = Field(64, description="tokens per block; blocks start again with each document")
         topk: int = Field(
             96, ge=1, description="blocks each query attends to: the first, the local and those with the highest scores"
         )

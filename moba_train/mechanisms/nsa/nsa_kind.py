@@ -111,7 +111,7 @@ class NsaOptions(Section):
     window: Length = Field(512, description="tokens of the sliding window, the query's own included")
     separate_kv: bool = Field(
         True,
-        description="the compressed branch and the window have key and value projections of their own, as in the "
+        description="the compressed branch and the window have key and value separate projections, as in the "
         "paper; false: all branches share the layer's",
     )
     backend: Literal["auto", "triton", "composed", "reference"] = Field(

@@ -34,7 +34,7 @@ def test_all_three_folders_begin_alike(exported: Path, tmp_path: Path, corpora: 
         assert run.train_here() == 0
         losses[name] = run.losses()
     assert losses["run"] == losses["hf"] == losses["imported"]
-    # The data begin anew, but the weights know them already.
+    # The data begin again, but the weights know them already.
     fresh, last = Run(exported, corpora).losses()[0], Run(exported, corpora).losses()[-1]
     assert abs(losses["hf"][0] - last) < 0.3 * (fresh - last)
 
