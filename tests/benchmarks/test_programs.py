@@ -98,7 +98,8 @@ def test_the_contents_list_every_program_and_every_result() -> None:
 
 def test_some_page_or_comment_cites_every_result_and_the_log_alone_does_not_suffice() -> None:
     root = FOLDER.parent
-    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *EXPERIMENTS.glob("*.md")]
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(FOLDER / "measured").glob("*.md")]
+    pages += EXPERIMENTS.glob("*.md")
     code = [path for path in (root / "moba_train").rglob("*") if path.suffix in (".py", ".json")]
     cited = set(re.findall(r"[\w-]+\.(?:json|txt)", "".join(path.read_text() for path in (*pages, *code))))
     held = {path.name for folder in (FOLDER, EXPERIMENTS) for path in (folder / "results").iterdir()}
