@@ -9,7 +9,7 @@ document of random data. Before a row is timed, a sample of its outputs and grad
 are medians over CUDA events. Exit status 1 when a result is wrong or a row of ours fails. Tables and plot are made with
 
     python -m benchmarks.attention_table --write benchmarks/measured/attention.md docs/explanation/kernels.md
-    python -m benchmarks.attention_plot
+    python -m benchmarks.pictures attention
 """
 
 import argparse

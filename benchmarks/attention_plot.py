@@ -1,37 +1,33 @@
-"""Draws docs/images/attention.svg, time against sequence length, from the attention benchmark's result file.
+"""Time of attention against sequence length, from a result file of `attention`.
 
-    python -m benchmarks.attention_plot
+    python -m benchmarks.pictures attention
 
 Points are measurements. Dense curves go on, dashed, by the exact law of their work, T^2. Dotted: the ideal time of each
 MoBA setting (benchmarks/attention_cost.py).
 """
 
-import argparse
-import json
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.attention_cost import MATRIX_TFLOPS, MEMORY_GB_PER_MS, moba_cost
-from benchmarks.attention_rows import Case, short
-from benchmarks.attention_table import RESULT
-from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.attention_rows import Case
+from benchmarks.plotting import FULL, INK, MOBA, name, powers_of_two
 
-PLOT = Path(__file__).parent.parent / "docs" / "images" / "attention.svg"
 LONGEST = 2**20
-COLOURS = {
-    "128/8": "#1c7ed6",
-    "512/3": "#2b8a3e",
-    "4096/12": "#9c5fd1",
-    "dense, cuDNN": "#d9480f",
-    "dense, FlashAttention-2": "#a8741a",
+NAMES = {
+    "128/8": "MoBA, 8 blocks of 128",
+    "512/3": "MoBA, 3 blocks of 512",
+    "4096/12": "MoBA, 12 blocks of 4096",
+    "dense, cuDNN": "full, cuDNN",
+    "dense, FlashAttention-2": "full, FlashAttention-2",
 }
-"""Colours with a contrast of at least 3 to GitHub's white and to its dark background, as GREY."""
+"""Each curve's words in the picture."""
 DENSE = {"dense, cuDNN": "cudnn", "dense, FlashAttention-2": "flash2"}
-FLOOR = f"ideal: work at {MATRIX_TFLOPS:.0f} TFLOP/s or traffic at {MEMORY_GB_PER_MS} TB/s, the longer"
+FLOOR = f"ideal ({MATRIX_TFLOPS:.0f} TFLOP/s, {MEMORY_GB_PER_MS} TB/s)"
 TICKS_MS = {1: "1 ms", 10: "10 ms", 100: "100 ms", 1000: "1 s", 10_000: "10 s", 60_000: "1 min"}
 
 Curve = list[tuple[int, float]]
@@ -40,7 +36,7 @@ Curve = list[tuple[int, float]]
 
 def measured(data: dict[str, Any]) -> dict[str, Curve]:
     """Median time of forward and backward in rows without options, by curve; curves without a point are left out."""
-    curves: dict[str, dict[int, float]] = {label: {} for label in COLOURS}
+    curves: dict[str, dict[int, float]] = {label: {} for label in NAMES}
     for result in data["results"]:
         case = Case.parse(result["row"])
         if not case.is_plain or "columns" not in result:
@@ -59,78 +55,39 @@ def extrapolated(curve: Curve) -> Curve:
     return [(length, ms * (length / tokens) ** 2) for length in lengths]
 
 
-def floor(setting: str, shortest: int) -> Curve:
+def floor(setting: str, lengths: Iterable[int]) -> Curve:
     """Ideal time of forward and backward of one MoBA setting."""
     block_size, topk = map(int, setting.split("/"))
-    lengths = [shortest * 2**i for i in range(LONGEST.bit_length()) if shortest * 2**i <= LONGEST]
     costs = [(length, moba_cost([length], block_size, topk)) for length in lengths]
     return [(length, cost.forward_floor_ms + cost.backward_floor_ms) for length, cost in costs]
 
 
-def draw(source: Path, plot: Path) -> None:
-    """Draw the result file `source` as an SVG. Raises ValueError when it has nothing to draw."""
-    text = source.read_text()
-    data = json.loads(text)
-    curves = measured(data)
+def draw(figure: Figure, content: dict[str, Any]) -> None:
+    """Draw the curves of a result file. Raises ValueError when it has none."""
+    curves = measured(content)
     if not curves:
-        raise ValueError(f"{source} holds no row of {', '.join(COLOURS)} to draw; run python -m benchmarks.attention")
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-        for label, curve in curves.items():
-            _draw_curve(axes, label, curve)
-        _decorate(axes, data)
-        figure.savefig(plot, transparent=True, metadata={"Date": None, "Description": stamp(text)})
-        plt.close(figure)
+        raise ValueError(f"the results hold no row of {', '.join(NAMES)} to draw; run python -m benchmarks.attention")
+    axes = figure.subplots()
+    for label, curve in curves.items():
+        _draw_curve(axes, label, curve)
+    powers_of_two(axes, [2**power for power in range(13, LONGEST.bit_length())])
+    axes.set_yscale("log")
+    axes.set_yticks(list(TICKS_MS), list(TICKS_MS.values()))
+    axes.minorticks_off()
+    axes.set_xlabel("tokens in the sequence")
+    axes.set_ylabel("forward and backward on one H200")
+    styles = [
+        Line2D([], [], color=INK, marker="o", label="measured"),
+        Line2D([], [], color=INK, ls="--", lw=1.2, label="not measured: continued by T²"),
+        Line2D([], [], color=INK, ls=":", lw=1.2, label=FLOOR),
+    ]
+    axes.legend(handles=styles, loc="upper left")
 
 
 def _draw_curve(axes: Axes, label: str, curve: Curve) -> None:
-    colour = COLOURS[label]
-    axes.plot(*zip(*curve, strict=True), "o-", color=colour, lw=1.8, ms=4.5)
-    further = extrapolated(curve) if label in DENSE else floor(label, curve[0][0])
+    colour = FULL if label in DENSE else MOBA
+    axes.plot(*zip(*curve, strict=True), "o-", color=colour)
+    further = extrapolated(curve) if label in DENSE else floor(label, dict(curve))
     axes.plot(*zip(*further, strict=True), "--" if label in DENSE else ":", color=colour, lw=1.2)
     end = further[-1] if label in DENSE else curve[-1]
-    if label == "dense, FlashAttention-2":  # just above cuDNN's curve
-        offset = (-6, 4)
-        side = "right"
-    else:
-        offset = (7, -3)
-        side = "left"
-    name = label if label in DENSE else f"MoBA {label}"
-    axes.annotate(name, end, offset, textcoords="offset points", color=colour, ha=side)
-
-
-def _decorate(axes: Axes, data: dict[str, Any]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    lengths = [2**power for power in range(13, LONGEST.bit_length())]
-    axes.set_xticks(lengths, [short(length) for length in lengths])
-    axes.set_yticks(list(TICKS_MS), list(TICKS_MS.values()))
-    axes.minorticks_off()
-    axes.set_xlim(2**12.8, LONGEST * 2**1.3)
-    axes.set_xlabel("tokens in the sequence", color=GREY)
-    axes.set_title(
-        f"Attention forward + backward, selection included, one {data['device'].removeprefix('NVIDIA ')}\n"
-        "32 query heads, 8 key/value heads of 128, bf16",
-        color=GREY,
-        fontsize=10,
-        loc="left",
-    )
-    plain(axes)
-    styles = [
-        Line2D([], [], color=GREY, marker="o", ms=4.5, lw=1.8, label="measured"),
-        Line2D([], [], color=GREY, ls="--", lw=1.2, label="not measured: continued by T²"),
-        Line2D([], [], color=GREY, ls=":", lw=1.2, label=FLOOR),
-    ]
-    axes.legend(handles=styles, loc="upper left", frameon=False, labelcolor=GREY, fontsize=9)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULT)
-    parser.add_argument("--output", type=Path, default=PLOT)
-    arguments = parser.parse_args()
-    draw(arguments.json, arguments.output)
-
-
-if __name__ == "__main__":
-    main()
+    name(axes, NAMES[label], end, colour, (6, {"dense, FlashAttention-2": 3, "512/3": -6}.get(label, -3)))

@@ -1,9 +1,7 @@
-"""Draws docs/images/context-skew.svg, how long each rank attends with and without a sink, from a result of
-`context_skew`.
+"""How long each rank attends with and without a sink, from a result of `context_skew`, as a picture and as a table.
 
-    python -m benchmarks.context_skew_plot
-
-It also prints the result as a Markdown table.
+python -m benchmarks.pictures context-skew
+python -m benchmarks.context_skew_plot [RESULT]   # prints the table
 """
 
 import argparse
@@ -11,16 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.plotting import BLUE, INK, PURPLE, name
 from benchmarks.record import markdown
 
 RESULT = Path(__file__).parent / "results" / "context-skew-h200-x2.json"
-PLOT = Path(__file__).parent.parent / "docs" / "images" / "context-skew.svg"
-SINK, UNIFORM = "#d9480f", "#1c7ed6"
-"""Colours with a contrast of at least 3 to GitHub's white and to its dark background, as GREY."""
+COLOURS = {"sink": PURPLE, "uniform": BLUE}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -54,52 +50,33 @@ def table(results: list[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
-def draw(source: Path, plot: Path) -> None:
-    """Plot, for each transport, how long each rank is busy with a sink and under uniform routing, and the step."""
-    text = source.read_text()
-    results = json.loads(text)["results"]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(max(6.5, 1.2 + 1.7 * len(results)), 3.8), layout="constrained")
-        axes = figure.add_subplot()
-        for place, result in enumerate(results):
-            for side, (routing, color) in enumerate((("sink", SINK), ("uniform", UNIFORM))):
-                one = result[routing]
-                ranks = len(one["busy_ms"])
-                width = 0.4 / ranks
-                first = place - 0.42 + 0.44 * side
-                at = [first + width * rank for rank in range(ranks)]
-                label = f"attention of each rank, {routing}" if place == 0 else None
-                axes.bar(at, one["busy_ms"], 0.9 * width, align="edge", color=color, label=label)
-                step = [one["ms"]["median"]] * 2
-                label = "step" if place == side == 0 else None
-                axes.plot([first, first + 0.4], step, color=GREY, lw=1.5, label=label)
-                axes.annotate(
-                    f"{one['busy_max_over_mean']:.2f}",
-                    (first + 0.2, step[0]),
-                    (0, 3),
-                    textcoords="offset points",
-                    ha="center",
-                    color=GREY,
-                )
-        names = [f"{result['transport']}\n{result['layout']}" for result in results]
-        axes.set_xticks(range(len(results)), names)
-        axes.set_ylabel("ms, forward and backward", color=GREY)
-        axes.set_title("numbers: attention of the busiest rank / mean", color=GREY, fontsize=10, loc="left")
-        plain(axes)
-        axes.grid(visible=False, axis="x")
-        axes.margins(y=0.12)
-        figure.legend(frameon=False, labelcolor=GREY, loc="outside upper left", ncols=3)
-        metadata = {"Date": None, "Description": stamp(text)}
-        figure.savefig(plot, format="svg", transparent=True, metadata=metadata)
+def draw(figure: Figure, content: dict[str, Any]) -> None:
+    """Points at each rank's attention with a sink and under uniform routing, for each transport; a line at the time of
+    the whole step. The numbers are the attention of the busiest rank over the mean."""
+    results = content["results"]
+    axes = figure.subplots()
+    for place, result in enumerate(results):
+        for side, (routing, colour) in enumerate(COLOURS.items()):
+            one = result[routing]
+            first = place - 0.38 + 0.4 * side
+            at = np.linspace(first, first + 0.36, 2 * len(one["busy_ms"]) + 1)[1::2]
+            label = f"attention of each rank, {routing} routing" if place == 0 else None
+            axes.plot(at, one["busy_ms"], "o", color=colour, label=label)
+            step = one["ms"]["median"]
+            axes.plot([first, first + 0.36], [step] * 2, color=INK, label="whole step" if place == side == 0 else None)
+            name(axes, f"{one['busy_max_over_mean']:.2f}", (first + 0.18, step), INK, (0, 7))
+    axes.set_xticks(range(len(results)), [f"{result['transport']}\n{result['layout']}" for result in results])
+    axes.set_ylabel("ms, forward and backward")
+    axes.grid(visible=False, axis="x")
+    axes.set_yscale("log")
+    axes.margins(y=0.12)
+    figure.legend(loc="outside upper left", ncols=3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULT)
-    parser.add_argument("--output", type=Path, default=PLOT)
-    arguments = parser.parse_args()
-    draw(arguments.json, arguments.output)
-    print(table(json.loads(arguments.json.read_text())["results"]))
+    parser.add_argument("result", type=Path, nargs="?", default=RESULT)
+    print(table(json.loads(parser.parse_args().result.read_text())["results"]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A timeline of one rank's GPU during forward and backward: attention on one stream, communication on the others.
 
 torchrun --nproc-per-node 4 -m benchmarks.context_timeline --tokens 128K --attention dense --output timeline.json
-python -m benchmarks.context_timeline --draw timeline.json docs/images/context-timeline.svg
+python -m benchmarks.pictures context-timeline --results timeline.json --output timeline.svg
 """
 
 import argparse
@@ -10,12 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from benchmarks.context_parallel import Setting, both_passes
 from benchmarks.options import length, need_gpus
+from benchmarks.plotting import BLUE, INK, PURPLE, name
 from benchmarks.record import save
 from moba_train.attention.layout import packed_layout
 from moba_train.parallel.context.strategy import CPStrategy
@@ -84,23 +85,32 @@ def record(setting: Setting, transport: str, layout: str, name: str, tokens: int
     }
 
 
-def draw(results: list[dict[str, Any]], file: Path) -> None:
-    """Plot one strip for each transport."""
-    with mpl.rc_context({"svg.hashsalt": "timeline", "font.size": 9}):
-        figure = Figure(figsize=(9, 1.1 * len(results) + 0.6), layout="constrained")
-        for place, result in enumerate(results):
-            axes = figure.add_subplot(len(results), 1, place + 1)
-            for row, (kind, color) in enumerate((("communication", "#d95f02"), ("attention", "#1b9e77"))):
-                axes.broken_barh(result["bars"][kind], (row - 0.4, 0.8), color=color)
-            axes.set_yticks([0, 1], ["communication", "attention"])
-            hidden = f"{100 * result['hidden_share']:.0f} % of communication under attention"
-            axes.set_title(
-                f"{result['transport']}, {result['attention']}, {result['tokens'] // 1024}K tokens: {hidden}",
-                loc="left",
-            )
-            axes.set_xlim(left=0)
-        figure.supxlabel("ms on rank 0")
-        figure.savefig(file, format="svg", metadata={"Date": None}, facecolor="white")
+COLOURS = {"communication": BLUE, "attention": PURPLE}
+LABELS = {"dense": "full attention"}
+
+
+def draw(figure: Figure, content: dict[str, Any]) -> None:
+    """A panel for each attention, in it a strip for each transport, with the share of its communication that attention
+    hides."""
+    attentions: dict[str, list[dict[str, Any]]] = {}
+    for result in content["results"]:
+        attentions.setdefault(result["attention"], []).append(result)
+    panels = figure.subplots(len(attentions), squeeze=False)[:, 0]
+    for axes, (attention, results) in zip(panels, attentions.items(), strict=True):
+        for row, result in enumerate(results):
+            for side, (kind, colour) in enumerate(COLOURS.items()):
+                axes.broken_barh(result["bars"][kind], (row - 0.4 * side, 0.4), color=colour, lw=0)
+            last = max(start + duration for found in result["bars"].values() for start, duration in found)
+            name(axes, f"{100 * result['hidden_share']:.0f} % hidden", (last, row), INK)
+        axes.set_yticks(range(len(results)), [result["transport"] for result in results])
+        axes.set_ylim(len(results) - 0.4, -0.6)
+        axes.set_xlim(0, 1.15 * axes.dataLim.xmax)
+        axes.set_ylabel(LABELS.get(attention, f"MoBA {attention}"))
+        axes.grid(visible=False, axis="y")
+    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside upper left", ncols=2)
+    tokens = content["results"][0]["tokens"] // 1024
+    panels[-1].set_xlabel(f"ms on one of {content['settings']['ranks']} GPUs, {tokens}K tokens, forward and backward")
 
 
 def main() -> None:
@@ -110,12 +120,7 @@ def main() -> None:
     parser.add_argument("--attention", nargs="+", default=["dense"], help="dense or BLOCK/TOPK")
     parser.add_argument("--tokens", type=length, default=2**17)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--draw", nargs=2, type=Path, metavar=("JSON", "SVG"))
     arguments = parser.parse_args()
-    if arguments.draw:
-        source, target = arguments.draw
-        draw(json.loads(source.read_text())["results"], target)
-        return
     need_gpus(parser)
     with joined_world() as world:
         setting = Setting(world, repeats=1)

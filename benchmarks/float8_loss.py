@@ -2,7 +2,7 @@
 
     python -m benchmarks.float8_loss --output benchmarks/results/float8-loss-h200.json
     python -m benchmarks.float8_loss --corpus data/long --base-steps 1500 --output benchmarks/results/...
-    python -m benchmarks.float8_loss --plot docs/images/float8-loss.svg --output RESULT   # draws one
+    python -m benchmarks.pictures float8-loss float8-loss-continued
 
 The text is a corpus of `moba-data corpus`, else the Python source of this environment's packages, as bytes, whose last
 files are held out. Arms: bf16, bf16 once more, and FP8 with one scale for a tensor and for a row. Seeds change initial
@@ -14,16 +14,16 @@ low rate and a long warm-up are to keep that small. Runs share the GPU, `--at-on
 
 import argparse
 import functools
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmarks.options import need_gpus
-from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.plotting import BLUE, GREEN, GREY, INK, band, zero_line
 from benchmarks.python_sources import BYTES, write_text
 from benchmarks.record import markdown, save
 from benchmarks.trainer_run import launch, side_by_side
@@ -41,7 +41,8 @@ CORPUS_MODEL = {"hidden_size": 384, "intermediate_size": 1024, "layers": 4, "hea
 """With the vocabulary of a corpus of `moba-data corpus`."""
 BASE = "base"
 """The run that the arms go on from."""
-_COLOURS = {"bf16": GREY, "bf16 again": "#2b8a3e", "fp8 tensorwise": "#d9480f", "fp8 rowwise": "#1c7ed6"}
+MEAN_STEPS = 20
+_COLOURS = {"bf16": INK, "bf16 again": GREY, "fp8 tensorwise": BLUE, "fp8 rowwise": GREEN}
 
 
 def recipe(folder: Path, arm: str, seed: int, settings: argparse.Namespace) -> dict[str, Any]:
@@ -118,32 +119,28 @@ def table(runs: list[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
-def draw(source: Path, plot: Path) -> None:
-    """Draw the curves of the first seed, and every seed's distance from bf16, as an SVG."""
-    import matplotlib.pyplot as plt
-
-    text = source.read_text()
-    runs = json.loads(text)["results"]["runs"]
+def draw(figure: Figure, content: dict[str, Any]) -> None:
+    """Draw the curves of the first seed, and the distances of all seeds from bf16 as a band."""
+    runs = content["results"]["runs"]
     curves = {(run["arm"], run["seed"]): np.array(run["losses"]) for run in runs}
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-        for (arm, seed), losses in curves.items():
-            steps = np.arange(1, len(losses) + 1)
-            if seed == runs[0]["seed"]:
-                left.plot(steps, losses, color=_COLOURS[arm], lw=1.2, label=arm)
-            if arm != "bf16" and ("bf16", seed) in curves:
-                window = np.ones(20) / 20
-                relative = np.convolve(losses / curves["bf16", seed] - 1, window, mode="valid")
-                right.plot(steps[19:], 100 * relative, color=_COLOURS[arm], lw=1)
-        left.set_title("training loss, nats a byte", color=GREY, fontsize=10, loc="left")
-        right.set_title("above bf16, %, mean of 20 steps", color=GREY, fontsize=10, loc="left")
-        right.axhline(0, color=GREY, lw=0.8)
-        for panel in (left, right):
-            panel.set_xlabel("step", color=GREY)
-            plain(panel)
-        left.legend(frameon=False, labelcolor=GREY, fontsize=9)
-        figure.savefig(plot, format="svg", transparent=True, metadata={"Description": stamp(text), "Date": None})
-        plt.close(figure)
+    left, right = figure.subplots(1, 2)
+    window = np.ones(MEAN_STEPS) / MEAN_STEPS
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        own = {seed: losses for (other, seed), losses in curves.items() if other == arm and ("bf16", seed) in curves}
+        colour = _COLOURS[arm]
+        first = own[runs[0]["seed"]]
+        left.plot(np.arange(1, len(first) + 1), first, color=colour, lw=1, label=arm)
+        if arm != "bf16":
+            relative = [100 * (losses / curves["bf16", seed] - 1) for seed, losses in own.items()]
+            smooth = [np.convolve(losses, window, mode="valid") for losses in relative]
+            seeds = f"{len(own)} seed{'s' if len(own) > 1 else ''}"
+            band(right, np.arange(MEAN_STEPS, len(first) + 1), smooth, colour, f"{arm}, {seeds}", lw=1.2)
+    zero_line(right)
+    left.set_ylabel(f"training loss, nats a {'token' if content['settings'].get('corpus') else 'byte'}")
+    right.set_ylabel(f"above bf16, %, mean of {MEAN_STEPS} steps")
+    for panel in (left, right):
+        panel.set_xlabel("step")
+        panel.legend()
 
 
 def main() -> None:
@@ -157,19 +154,15 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences of a forward pass")
     parser.add_argument("--at-once", type=int, default=4, help="runs that share the GPU; 4")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--plot", type=Path, help="draw --output into this SVG and train nothing")
     parser.add_argument("--output", type=Path, required=True)
     settings = parser.parse_args()
-    if settings.plot:
-        draw(settings.output, settings.plot)
-        return
     need_gpus(parser)
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if settings.corpus is None:
             write_text(folder, max(settings.steps, settings.base_steps) * settings.batch_tokens)
-        given = {key: value for key, value in vars(settings).items() if key not in ("output", "plot", "corpus")}
+        given = {key: value for key, value in vars(settings).items() if key not in ("output", "corpus")}
         given["model"] = recipe(folder, "bf16", 0, settings)["model"]
         given["corpus"] = read_manifest(settings.corpus)["id"] if settings.corpus else None
         if settings.base_steps:

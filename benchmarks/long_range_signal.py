@@ -1,7 +1,7 @@
 """How much of the context text needs: loss of full attention with the context cut at 512, 2K, 8K and 32K tokens.
 
     python -m benchmarks.long_range_signal --corpus data/long --run runs/signal --output benchmarks/results/...
-    python -m benchmarks.long_range_signal --plot docs/images/long-range-signal.svg --output benchmarks/results/...
+    python -m benchmarks.pictures long-range-signal
     python -m benchmarks.long_range_signal --quick --output ...     on a CPU, in a minute, with text of its own
 
 The corpus is a folder of `moba-data corpus`. The real trainer trains a model of 10M parameters with full attention, at
@@ -15,7 +15,6 @@ context are paired.
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from matplotlib.figure import Figure
 
 from benchmarks.options import length, need_gpus
-from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.plotting import BLUE, GREEN, name, powers_of_two
 from benchmarks.record import markdown, save
 from benchmarks.trainer_run import launch
 from data_tools.build_corpus import CorpusOptions, build_corpus
@@ -56,7 +56,7 @@ QUICK_STAGES: list[dict[str, Any]] = [
     {"name": "long", "seq_len": 512, "tokens": 16384},
 ]
 QUICK = {"contexts": [64, 128, 256, 512], "targets": 32, "apart": 256, "places": 6}
-_COLOURS = {"valid": "#1c7ed6", "recall-valid": "#d9480f"}
+_COLOURS = {"valid": BLUE, "recall-valid": GREEN}
 
 
 @dataclass(frozen=True)
@@ -219,28 +219,21 @@ def _cell(row: Mapping[str, Any]) -> str:
     return f"{row['loss']:.4f} ({row['above_longest']:+.4f}{error})"
 
 
-def draw(source: Path, plot: Path) -> None:
-    """Draw how much higher the loss is than with the longest context, as an SVG."""
-    import matplotlib.pyplot as plt
-
-    text = source.read_text()
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
-        for name, found in json.loads(text)["results"]["measured"].items():
-            rows = found["rows"]["all"]
-            contexts = [row["context"] for row in rows]
-            gaps = [row["above_longest"] for row in rows]
-            errors = [row["above_longest_error"] or 0 for row in rows]
-            colour = _COLOURS.get(name, GREY)
-            axes.errorbar(contexts, gaps, errors, fmt="o-", ms=3, lw=1.2, capsize=2, color=colour, label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(contexts, [format_count(context, 1024) for context in contexts])
-        axes.set_xlabel("context, tokens", color=GREY)
-        axes.set_title("loss above that of the longest context, nats a token", color=GREY, fontsize=10, loc="left")
-        plain(axes)
-        axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
-        figure.savefig(plot, format="svg", transparent=True, metadata={"Description": stamp(text), "Date": None})
-        plt.close(figure)
+def draw(figure: Figure, content: dict[str, Any]) -> None:
+    """Draw how much higher the loss is than with the longest context, with standard errors."""
+    axes = figure.subplots()
+    for corpus, found in content["results"]["measured"].items():
+        rows = found["rows"]["all"]
+        contexts = [row["context"] for row in rows]
+        gaps = [row["above_longest"] for row in rows]
+        errors = [row["above_longest_error"] or 0 for row in rows]
+        colour = _COLOURS[corpus]
+        axes.errorbar(contexts, gaps, errors, fmt="o-", capsize=2, color=colour)
+        name(axes, corpus, (contexts[0], gaps[0]), colour, (-8, 0))
+    powers_of_two(axes, contexts)
+    axes.set_xlim(left=contexts[0] / 2)
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel(f"loss above {format_count(contexts[-1], 1024)}, nats a token")
 
 
 def quick_corpus(folder: Path) -> Path:
@@ -262,12 +255,8 @@ def main(given: Iterable[str] | None = None) -> None:
     parser.add_argument("--apart", type=length, default=4096, help="tokens between two places of a document")
     parser.add_argument("--places", type=int, default=512, help="places of each corpus, at most")
     parser.add_argument("--quick", action="store_true", help=f"a tiny model on any device, with {QUICK}")
-    parser.add_argument("--plot", type=Path, help="draw --output into this SVG and measure nothing")
     parser.add_argument("--output", type=Path, required=True)
     settings = parser.parse_args(given if given is None else list(given))
-    if settings.plot:
-        draw(settings.output, settings.plot)
-        return
     if settings.quick:
         vars(settings).update(QUICK)
     else:
@@ -283,7 +272,7 @@ def main(given: Iterable[str] | None = None) -> None:
             recipe_file = Path(temporary) / "recipe.yaml"
             launch(recipe(corpus, run, settings.quick), recipe_file, settings.gpus, check=True)
         results = evaluate(corpus, run, settings)
-    paths = ("output", "plot", "corpus", "run", "model")
+    paths = ("output", "corpus", "run", "model")
     shown = {key: value for key, value in vars(settings).items() if key not in paths}
     training = {} if settings.model else {"model": QUICK_MODEL if settings.quick else MODEL}
     save(settings.output, shown | training, results)

@@ -1,7 +1,8 @@
 """Why MoBA's gate finds needles: observed misses beside those of FlashMoBA's signal-to-noise model (arXiv:2511.11571).
 
     bash launch/smollm2.sh signal       # evaluates a published model, then calls this
-    python -m benchmarks.needle_signal RUN/evaluation.json --output RESULT.json --plot PLOT.svg
+    python -m benchmarks.needle_signal RUN/evaluation.json --output RESULT.json
+    python -m benchmarks.pictures smollm2-signal --results RESULT.json --output PLOT.svg
 
 Reads what `moba-train eval --tasks needle_signal` found (docs/how-to/needles.md): a row for each layer, head and gate.
 """
@@ -13,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from benchmarks.plotting import GREY, STYLE, plain, powers_of_two, stamp
+from benchmarks.plotting import BLUE, GREEN, GREY, INK, PURPLE, powers_of_two
 from benchmarks.record import markdown, save
 from moba_train.tools.needle.needle_signal import MODELS
 
@@ -24,7 +26,8 @@ Row = Mapping[str, Any]
 RETRIEVAL_MASS = 0.1
 """Mean probability of the needle's key from which a head counts as one that retrieves. With the gates of other heads a
 needle is neither found nor lost."""
-COLOURS = {"paper": "#d9480f", "spread": "#e8a33d", "cluster": "#2b8a3e", "scores": "#1c7ed6"}
+STYLES = ("--", "-.", "--", ":")
+COLOURS = {"paper": PURPLE, "spread": GREY, "cluster": GREEN, "scores": BLUE}
 
 
 def retrieving(rows: Sequence[Row]) -> list[Row]:
@@ -75,10 +78,9 @@ def draw_heads(axes: Axes, rows: Sequence[Row], model: str) -> None:
         colour = COLOURS[model] if here else GREY
         x, y = ([row[key] for row in own] for key in (f"outranked_{model}", "outranked"))
         axes.scatter(x, y, color=colour, lw=0, s=size, alpha=alpha, rasterized=True)
-    axes.plot([0, 1], [0, 1], color=GREY, lw=0.8)
-    axes.set_xlabel(f"predicted, {model}", color=GREY)
-    axes.set_title("another block is scored higher", color=GREY, fontsize=10, loc="left")
-    plain(axes)
+    axes.plot([0, 1], [0, 1], color=INK, lw=0.8)
+    axes.set_xlabel(f"predicted by {model}")
+    axes.set_ylabel("another block scored higher")
 
 
 def draw_misses(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -86,30 +88,30 @@ def draw_misses(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
     which = "retrieval" if any(line["which"] == "retrieval" for line in lines) else "all"
     own = [line for line in lines if line["which"] == which]
     sizes = [line["block_size"] for line in own]
-    axes.plot(sizes, [line["missed"] for line in own], "o-", color=GREY, lw=2, label="observed")
-    for model, colour in COLOURS.items():
-        axes.plot(sizes, [line[f"missed_{model}"] for line in own], "--", color=colour, lw=1.2, label=model)
-    powers_of_two(axes)
-    axes.set_xlabel("block size", color=GREY)
-    axes.set_title(f"needle's block missed, {which} heads", color=GREY, fontsize=10, loc="left")
-    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
-    plain(axes)
+    axes.plot(sizes, [line["missed"] for line in own], "o-", color=INK, label="observed")
+    for model, style in zip(COLOURS, STYLES, strict=True):
+        axes.plot(sizes, [line[f"missed_{model}"] for line in own], style, color=COLOURS[model], label=model)
+    powers_of_two(axes, sizes)
+    axes.set_xlabel("block size")
+    axes.set_ylabel(f"block missed, {which} heads")
+    axes.set_ylim(-0.05, 1.3)
+    axes.set_yticks(np.linspace(0, 1, 6))
+    axes.legend(loc="upper left", ncols=2, columnspacing=1)
 
 
-def draw(source: Path, plot: Path) -> None:
-    """Draw the heads under the formula and under `scores`, and misses over block sizes, as an SVG."""
-    text = source.read_text()
-    results = json.loads(text)["results"]
-    heads = results["heads"]
+def draw(figure: Figure, content: dict[str, Any]) -> None:
+    """Draw the heads under the formula and under `scores`, and misses over block sizes."""
+    heads = content["results"]["heads"]
     rows = [dict(zip(heads, values, strict=True)) for values in zip(*heads.values(), strict=True)]
-    with plt.rc_context(STYLE):
-        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
-        draw_heads(left, rows, "paper")
-        draw_heads(middle, rows, "scores")
-        draw_misses(right, results["summary"])
-        about = {"Description": stamp(text), "Date": None}
-        figure.savefig(plot, format="svg", dpi=200, transparent=True, metadata=about)
-        plt.close(figure)
+    draw_signal(figure, rows, content["results"]["summary"])
+
+
+def draw_signal(figure: Figure, rows: Sequence[Row], lines: Sequence[Mapping[str, Any]]) -> None:
+    """The three panels, of rows and their `summary`."""
+    left, middle, right = figure.subplots(1, 3)
+    draw_heads(left, rows, "paper")
+    draw_heads(middle, rows, "scores")
+    draw_misses(right, lines)
 
 
 def columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
@@ -127,7 +129,6 @@ def main() -> None:
     parser.add_argument("--attention", default="full", help="with which attention the model ran; default: full")
     parser.add_argument("--length", help="tokens of the samples; default: the longest")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--plot", type=Path, help="SVG file")
     given = parser.parse_args()
     found = json.loads(given.evaluation.read_text())["needle_signal"]
     if given.attention not in found["rows"]:
@@ -145,8 +146,6 @@ def main() -> None:
         {"summary": lines, "heads": columns(rows)},
     )
     print(markdown(table(lines)))
-    if given.plot:
-        draw(given.output, given.plot)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Muon beside AdamW at equal tokens on real text: the real trainer, a small model, several rates and seeds.
 
     python -m benchmarks.optimizers_curve --output benchmarks/results/optimizers-curve-h200.json
-    python -m benchmarks.optimizers_curve --plot docs/images/optimizers-curve.svg --output benchmarks/results/...
+    python -m benchmarks.pictures optimizers-curve
     python -m benchmarks.optimizers_curve --quick --output ...     on a CPU, in a few minutes
 
 The text is the Python source of this environment's packages, as bytes; the last files are held out. Every optimizer
@@ -10,17 +10,17 @@ runs at each of the learning rates with every seed, so that neither is judged by
 
 import argparse
 import functools
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmarks.float8_loss import MODEL
 from benchmarks.options import need_gpus
-from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.plotting import BLUE, INK, band, name
 from benchmarks.python_sources import BYTES, write_text
 from benchmarks.record import markdown, save
 from benchmarks.trainer_run import launch, side_by_side
@@ -29,7 +29,7 @@ from moba_train.telemetry.jsonl import read_records
 ARMS = ("adamw", "muon")
 QUICK_MODEL = {"vocab_size": BYTES, "hidden_size": 64, "intermediate_size": 160, "layers": 2, "heads": 4, "kv_heads": 2}
 QUICK = {"steps": 40, "seeds": 1, "rates": [2e-3], "seq_len": 256, "batch_tokens": 2048, "micro_batch": 4}
-_COLOURS = {"adamw": GREY, "muon": "#d9480f"}
+_COLOURS = {"adamw": INK, "muon": BLUE}
 
 
 def run(folder: Path, arm: str, rate: float, seed: int, settings: argparse.Namespace) -> dict[str, Any]:
@@ -95,9 +95,11 @@ def _window(group: list[dict[str, Any]]) -> int:
 
 def _smoothed(group: list[dict[str, Any]]) -> np.ndarray:
     """Mean over a tenth of the steps of the median over seeds."""
-    median = np.median([found["losses"] for found in group], axis=0)
-    window = _window(group)
-    return np.convolve(median, np.ones(window) / window, mode="valid")
+    return _mean_of_steps(np.median([found["losses"] for found in group], axis=0), _window(group))
+
+
+def _mean_of_steps(losses: np.ndarray, window: int) -> np.ndarray:
+    return np.convolve(losses, np.ones(window) / window, mode="valid")
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -115,27 +117,21 @@ def table(runs: list[dict[str, Any]]) -> str:
     return markdown(shown)
 
 
-def draw(source: Path, plot: Path) -> None:
-    """Draw the curve of each arm at its best rate, median over the seeds, as an SVG."""
-    import matplotlib.pyplot as plt
-
-    text = source.read_text()
-    runs = json.loads(text)["results"]["runs"]
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
-        for arm in ARMS:
-            own = [row for row in summary(runs) if row["arm"] == arm]
-            rate = min(own, key=lambda row: statistics.mean(row["validation_loss"]))["rate"]
-            group = [found for found in runs if (found["arm"], found["rate"]) == (arm, rate)]
-            curve = _smoothed(group)
-            steps = np.arange(len(curve)) + _window(group)
-            axes.plot(steps, curve, color=_COLOURS[arm], lw=1.2, label=f"{arm}, lr {rate:g}")
-        axes.set_title("training loss, nats a byte", color=GREY, fontsize=10, loc="left")
-        axes.set_xlabel("step", color=GREY)
-        plain(axes)
-        axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
-        figure.savefig(plot, format="svg", transparent=True, metadata={"Description": stamp(text), "Date": None})
-        plt.close(figure)
+def draw(figure: Figure, content: dict[str, Any]) -> None:
+    """Draw the curve of each arm at its best rate, a band over the seeds."""
+    runs = content["results"]["runs"]
+    axes = figure.subplots()
+    for arm in ARMS:
+        own = [row for row in summary(runs) if row["arm"] == arm]
+        rate = min(own, key=lambda row: statistics.mean(row["validation_loss"]))["rate"]
+        group = [found for found in runs if (found["arm"], found["rate"]) == (arm, rate)]
+        window = _window(group)
+        curves = [_mean_of_steps(np.array(found["losses"]), window) for found in group]
+        steps = np.arange(len(curves[0])) + window
+        band(axes, steps, curves, _COLOURS[arm])
+        name(axes, f"{arm}, lr {rate:g}", (steps[-1], np.mean(curves, axis=0)[-1]), _COLOURS[arm])
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss, nats a byte")
 
 
 def main() -> None:
@@ -148,18 +144,14 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences of a forward pass")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share the GPU; step times then say little; 1")
     parser.add_argument("--quick", action="store_true", help=f"a tiny model on any device, with {QUICK}")
-    parser.add_argument("--plot", type=Path, help="draw --output into this SVG and train nothing")
     parser.add_argument("--output", type=Path, required=True)
     settings = parser.parse_args()
-    if settings.plot:
-        draw(settings.output, settings.plot)
-        return
     if settings.quick:
         vars(settings).update(QUICK)
     else:
         need_gpus(parser)
     runs: list[dict[str, Any]] = []
-    given = {key: value for key, value in vars(settings).items() if key not in ("output", "plot")}
+    given = {key: value for key, value in vars(settings).items() if key != "output"}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_text(folder, settings.steps * settings.batch_tokens)

@@ -1,7 +1,7 @@
-"""Loss by position before, during and after a model is extended to longer sequences, as JSON and as a plot.
+"""Loss by position before, during and after a model is extended to longer sequences.
 
     python -m benchmarks.smollm2_evaluate --output runs/smollm2/trailing.json runs/smollm2/run
-    python -m benchmarks.smollm2_evaluate --draw runs/smollm2/trailing.json --output docs/images/smollm2-32k.svg
+    python -m benchmarks.pictures smollm2-32k --results runs/smollm2/trailing.json --output trailing.svg
 
 Every checkpoint of the run and its initial weights are evaluated on the same samples of long validation documents, of
 the last stage's length: with the attention and RoPE of the first stage ("as trained"; only before the switch), with
@@ -9,14 +9,15 @@ those of the last stage ("MoBA"), and with the last stage's RoPE and full attent
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from benchmarks.plotting import FULL, INK, MOBA, PURPLE
 from benchmarks.record import save
 from moba_train.attention.full import FullAttention
 from moba_train.config.attention import LayerAttention
@@ -33,23 +34,16 @@ from moba_train.resolve.initial_weights import load_initial_weights
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 BUCKETS = 16
 """Equal parts of a sequence."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, nargs="?", help="run folder")
+    parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--draw", type=Path, help="result file to draw, instead of measuring")
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
-    if given.draw is not None:
-        draw(json.loads(given.draw.read_text()), given.output)
-        return
     config = load_config(given.run / "config.yaml")
     stages = resolve_unchecked(config).stages
     first = stages[0]
@@ -94,71 +88,52 @@ def set_attention(model: Transformer, config: RunConfig, label: str, first: Stag
     model.set_attention(build_attention(full if label == "full" else stage.attention, config.model.head_width))
 
 
-COLORS = {"as trained": "#8a8f98", "MoBA": "#d1495b", "full": "#2e6f95"}
+COLOURS = {"as trained": PURPLE, "MoBA": MOBA, "full": FULL}
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Plot the trailing loss over the run on the left, and the loss by position before and after on the right."""
-    settings = result["settings"]
-    rows = result["results"]
+def draw(figure: Figure, content: dict[str, Any]) -> None:
+    """The trailing loss over the run on the left, and the loss by position before and after on the right."""
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw_run(left, content["settings"], content["results"])
+    _draw_positions(right, content["settings"], content["results"])
+    after = [value for row in content["results"] if row["attention"] != "as trained" for value in row["mean"]]
+    left.set_ylim(min(after) - 0.1, max(after) + 0.7)
+    for axes in (left, right):
+        axes.legend(fontsize=8, ncols=2, columnspacing=1, loc="upper right")
+
+
+def _draw_run(axes: Axes, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     buckets = len(rows[0]["mean"])
     width = settings["seq_len"] // buckets
-    trained = settings["trained_seq_len"] // width - 1
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
-    for label, color in COLORS.items():
-        own = [row for row in rows if row["attention"] == label]
-        millions = [row["tokens"] / 1e6 for row in own]
-        left.plot(
-            millions,
-            [row["mean"][-1] for row in own],
-            "o-",
-            ms=3,
-            color=color,
-            label=f"{label}: {_token_range(buckets - 1, width)}",
-        )
-        left.plot(
-            millions,
-            [row["mean"][trained] for row in own],
-            ":",
-            color=color,
-            label=f"{label}: {_token_range(trained, width)}",
-        )
-    left.axvline(settings["switch_tokens"] / 1e6, color="black", lw=0.8, ls="--")
-    left.set(xlabel="training tokens (millions)", ylabel="validation loss, nats per token")
-    left.set_title(f"dashed: {settings['seq_len'] // 1024}K, RoPE and MoBA begin")
-    switch = max(row["step"] for row in rows if row["attention"] == "as trained")
-    end = rows[-1]["step"]
-    for step, label, style in (
-        (switch, "as trained", "-"),
-        (switch, "MoBA", "--"),
-        (end, "MoBA", "-"),
-        (end, "full", "-"),
-    ):
+    shown = {buckets - 1: "o-", settings["trained_seq_len"] // width - 1: ":"}
+    for bucket, style in shown.items():
+        for label, colour in COLOURS.items():
+            own = [row for row in rows if row["attention"] == label]
+            losses = [row["mean"][bucket] for row in own]
+            millions = [row["tokens"] / 1e6 for row in own]
+            axes.plot(millions, losses, style, color=colour, label=f"{label}, {_token_range(bucket, width)}")
+    axes.axvline(settings["switch_tokens"] / 1e6, color=INK, lw=0.8, ls="--")
+    axes.set_xlabel(f"training tokens, millions (dashed: {settings['seq_len'] // 1024}K begins)")
+    axes.set_ylabel("validation loss, nats per token")
+
+
+def _draw_positions(axes: Axes, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Loss by position where longer sequences begin, and at the end of the run, with standard errors."""
+    width = settings["seq_len"] // len(rows[0]["mean"])
+    switch, end = max(row["step"] for row in rows if row["attention"] == "as trained"), rows[-1]["step"]
+    curves = ((switch, "as trained", "-"), (switch, "MoBA", "--"), (end, "MoBA", "-"), (end, "full", "-"))
+    for step, label, style in curves:
         row = next(row for row in rows if (row["step"], row["attention"]) == (step, label))
+        places = [(bucket + 0.5) * width / 1024 for bucket in range(len(row["mean"]))]
         when = "before" if step == switch else "after"
-        places = [(bucket + 0.5) * width / 1024 for bucket in range(buckets)]
-        right.errorbar(
-            places,
-            row["mean"],
-            row["standard_error"],
-            fmt=style,
-            color=COLORS[label],
-            capsize=2,
-            label=f"{when}: {label}",
-        )
-    right.axvline(settings["trained_seq_len"] / 1024, color="black", lw=0.8, ls="--")
-    right.set(xlabel="position (K tokens)", title="dashed: trained length of the published weights")
-    after = [value for row in rows if row["attention"] != "as trained" for value in row["mean"]]
-    left.set_ylim(min(after) - 0.1, max(after) + 0.5)
-    for axes in (left, right):
-        axes.legend(fontsize=7)
-        axes.grid(alpha=0.25, lw=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+        errors = row["standard_error"]
+        axes.errorbar(places, row["mean"], errors, fmt=style, color=COLOURS[label], lw=1.2, label=f"{when}: {label}")
+    axes.axvline(settings["trained_seq_len"] / 1024, color=INK, lw=0.8, ls="--")
+    axes.set_xlabel("position, K tokens (dashed: trained length before)")
 
 
 def _token_range(bucket: int, width: int) -> str:
-    return f"tokens {bucket * width / 1024:g}K-{(bucket + 1) * width / 1024:g}K"
+    return f"{bucket * width // 1024}K-{(bucket + 1) * width // 1024}K"
 
 
 if __name__ == "__main__":

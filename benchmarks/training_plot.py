@@ -1,11 +1,11 @@
-"""Draws docs/images/training.svg, tokens per second and GPU against sequence length, from results of `training`.
+"""Tokens per second and GPU against sequence length, from results of `training`, as a picture and as a table.
 
-    python -m benchmarks.training_plot
-    python -m benchmarks.training_plot --write benchmarks/measured/training.md   # also the table between its markers
+    python -m benchmarks.pictures training
+    python -m benchmarks.training_plot --write benchmarks/measured/training.md   # the table between its markers
 
-Rows of several files are drawn together; of rows with one name, the last file's is. Of rows that differ only in
-recomputation or layout, the fastest of a length is a point. Rows with more sequences in a step than others of their
-length are left out: their optimizer counts for less.
+Rows of several files belong together; of rows with one name, the last file's is taken. Of rows that differ only in
+recomputation or layout, the fastest of a length is a point of the picture. Rows with more sequences in a step than
+others of their length are left out: their optimizer counts for less.
 """
 
 import argparse
@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.plotting import GREY, STYLE, plain, stamp
+from benchmarks.plotting import FULL, GREY, INK, MOBA, TORCHTITAN, name, powers_of_two
 from benchmarks.record import insert_tables
 from benchmarks.training import table
-from moba_train.config.base import format_count
 
 _FILES = (
     "h200-x2",
@@ -37,39 +36,42 @@ RESULTS = [Path(__file__).parent / "results" / f"training-8b-{name}.json" for na
 LEAST_S = 3.0
 """Shorter steps of a file that leaves out most of the optimizer's update (`lacks_update`; 36 ms of the 8B model on two
 GPUs) are not shown: it is more than 1 % of them."""
-PLOT = Path(__file__).parent.parent / "docs" / "images" / "training.svg"
 MARKER = "<!-- training table: python -m benchmarks.training_plot --write FILE -->"
-COLORS = {"torchtitan": "#9c6b00", "full attention": "#1c7ed6", "MoBA 4096/12": "#9c36b5", "MoBA": "#d9480f"}
-"""With a contrast of at least 3 to GitHub's white and to its dark background, as GREY."""
+SHOWN = ("training-8b-h200-x2", "training-8b-8k-compiled-sums-h200-x2", "training-8b-1m-512-8-h200-x4")
+"""Result files of the picture: H200 alone, and one setting a line."""
+LINES = {"MoBA 512/8": MOBA, "full attention": FULL, "torchtitan": TORCHTITAN}
+NAMES = {
+    "MoBA 512/8": "moba_train, MoBA with 8 blocks of 512 keys",
+    "full attention": "moba_train, full attention",
+}
+"""torchtitan's has its version, from the result."""
 
 Points = dict[int, dict[str, Any]]
 """The fastest row of each sequence length."""
 
 
-def series(results: dict[str, dict[str, Any]]) -> dict[tuple[str, bool], Points]:
-    """Points of each line, by what trains (a key of COLORS) and whether in FP8."""
-    found: dict[tuple[str, bool], Points] = defaultdict(dict)
-    measured = {name: result for name, result in results.items() if "error" not in result}
+def series(results: dict[str, dict[str, Any]]) -> dict[str, Points]:
+    """Points of each of the LINES, all in bf16."""
+    found: dict[str, Points] = defaultdict(dict)
+    measured = {row: result for row, result in results.items() if "error" not in result and result["fp8"] == "off"}
     fewest: dict[int, int] = {}
     for result in measured.values():
         length, sequences = result["seq_len"], result["sequences"]
         fewest[length] = min(sequences, fewest.get(length, sequences))
-    for name, result in measured.items():
-        if result["sequences"] > fewest[result["seq_len"]]:
+    for row, result in measured.items():
+        line, length = result["attention"], result["seq_len"]
+        if line not in LINES or result["sequences"] > fewest[length]:
             continue
-        line = (next(key for key in COLORS if result["attention"].startswith(key)), result["fp8"] != "off")
-        best = found[line].get(result["seq_len"])
-        if best is None or _rate(result) > _rate(best):
-            found[line][result["seq_len"]] = result | {"row": name}
-    return {line: dict(sorted(found[line].items())) for line in sorted(found)}
+        if length not in found[line] or _rate(result) > _rate(found[line][length]):
+            found[line][length] = result | {"row": row}
+    return {line: dict(sorted(points.items())) for line, points in found.items()}
 
 
-def rows_of(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The rows of result files with these texts, by name, shorter lengths first; what was not measured does not replace
-    what was. Of a file that leaves out updates, without our trainer's short steps."""
+def rows_of(contents: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The rows of result files, by name, shorter lengths first; what was not measured does not replace what was. Of a
+    file that leaves out updates, without our trainer's short steps."""
     found: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        content = json.loads(text)
+    for content in contents:
         rows = {name: row for name, row in content["results"].items() if not _is_wrong(row, content)}
         found |= {name: row for name, row in rows.items() if "error" not in row or name not in found}
     return dict(sorted(found.items(), key=lambda item: item[1]["seq_len"]))
@@ -81,34 +83,37 @@ def _is_wrong(row: dict[str, Any], content: dict[str, Any]) -> bool:
     return ours and "lacks_update" in content and row["step_s"]["median"] < LEAST_S
 
 
-def draw(texts: Sequence[str], plot: Path) -> None:
-    """Plot the rows of result files with these texts."""
-    lines = series(rows_of(texts))
-    lengths = sorted({length for points in lines.values() for length in points})
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-        axes = figure.add_subplot()
-        for (what, fp8), points in lines.items():
-            rates = [_rate(result) for result in points.values()]
-            name = next(iter(points.values()))["system"] if what == "torchtitan" else f"moba_train, {what}"
-            label = f"{name}, FP8" if fp8 else name
-            axes.plot([*points], rates, "o--" if fp8 else "o-", color=COLORS[what], label=label, ms=4)
-            for length, result in points.items() if what == "MoBA" else ():
-                kind = result["attention"].removeprefix("MoBA ").split(",")[0]
-                axes.annotate(
-                    kind, (length, _rate(result)), (0, 6), textcoords="offset points", ha="center", color=GREY
-                )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [format_count(length, 1024) for length in lengths])
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("tokens of a sequence", color=GREY)
-        axes.set_ylabel("tokens/s/GPU", color=GREY)
-        plain(axes)
-        figure.legend(frameon=False, labelcolor=GREY, loc="outside upper left", ncols=2)
-        figure.savefig(
-            plot, format="svg", transparent=True, metadata={"Date": None, "Description": stamp("".join(texts))}
-        )
+def draw(figure: Figure, *contents: dict[str, Any]) -> None:
+    """Draw a line for each system and attention."""
+    axes = figure.subplots()
+    lines = series(rows_of(contents))
+    for line, points in lines.items():
+        rates = [_rate(result) for result in points.values()]
+        longest = max(points)
+        colour = LINES[line]
+        axes.plot([*points], rates, "o-", color=colour)
+        if line == "MoBA 512/8":
+            name(axes, NAMES[line], (min(points), rates[0]), colour, (1, 13))
+            name(axes, f"on {points[longest]['cp']} GPUs", (longest, rates[-1]), colour, (0, -12))
+        else:
+            offset = (6, 4 if line == "full attention" else -4)
+            name(axes, NAMES.get(line, points[longest]["system"]), (longest, rates[-1]), colour, offset)
+    powers_of_two(axes, [2**power for power in range(13, 21)])
+    _mark_factor(axes, lines)
+    axes.set_ylim(0, 11_000)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens in a sequence")
+    axes.set_ylabel("tokens/s per H200 GPU")
+
+
+def _mark_factor(axes: Axes, lines: dict[str, Points]) -> None:
+    """An arrow from torchtitan to MoBA at the longest length of both, with the factor between them."""
+    if lengths := lines.get("MoBA 512/8", {}).keys() & lines.get("torchtitan", {}).keys():
+        length = max(lengths)
+        low, high = (_rate(lines[line][length]) for line in ("torchtitan", "MoBA 512/8"))
+        arrow = {"arrowstyle": "->", "color": GREY, "shrinkA": 5, "shrinkB": 5}
+        axes.annotate("", (length, high), (length, low), arrowprops=arrow)
+        name(axes, f"{high / low:.1f} times", (length, (low + high) / 2), INK)
 
 
 def _rate(result: dict[str, Any]) -> float:
@@ -119,14 +124,11 @@ def _rate(result: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, nargs="+", default=RESULTS)
-    parser.add_argument("--output", type=Path, default=PLOT)
     parser.add_argument("--write", type=Path, help="Markdown file with the marker")
     arguments = parser.parse_args()
-    texts = [file.read_text() for file in arguments.json]
-    rows = table(rows_of(texts))
+    rows = table(rows_of([json.loads(file.read_text()) for file in arguments.json]))
     if arguments.write:
         arguments.write.write_text(insert_tables(arguments.write.read_text(), {MARKER: rows}))
-    draw(texts, arguments.output)
     print(rows)
 
 

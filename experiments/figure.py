@@ -90,6 +90,8 @@ class Figure(ABC):
     title: ClassVar[str]
     seeds: ClassVar[tuple[int, ...]] = (0, 1)
     """Seeds of a complete figure, without the arms that it refuses; its smallest form has the first of them."""
+    height: ClassVar[float] = 2.8
+    """Inches of the picture."""
     source: ClassVar[str] = ""
     """Name of the figure whose arms and result file this one has; empty: its own."""
 

@@ -12,7 +12,6 @@ from experiments.figure import Result
 from experiments.readings import Losses
 from moba_train.tools.report.scaling import FEWEST_RUNS, ScalingFit, fit_power_law, percentile_interval
 
-COLOURS = {"full": "#797979", "moba": "#d9480f"}
 AXES = {"6ND": "6ND", "real": "real FLOPs"}
 """Ways to count compute: key in results, label."""
 

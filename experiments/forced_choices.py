@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import INK, MOBA
 from experiments.comparison import Cell, Verdict, compare, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -79,23 +79,22 @@ class ForcedChoices(Figure):
         for result in results:
             if result["seed"] in free:
                 gap = trailing_loss(result) - free[result["seed"]]
-                left.plot(gap, names.index(result["name"]), "o", ms=4, color="#d9480f")
+                left.plot(gap, names.index(result["name"]), "o", color=MOBA)
         left.set_yticks(range(len(names)), names)
-        left.axvline(0, color=GREY, lw=0.8)
-        left.set_title("trailing loss above free", color=GREY, fontsize=10, loc="left")
-        plain(left)
+        left.axvline(0, color=INK, lw=0.8)
+        left.set_xlabel("trailing loss above free, nats")
         own = next((result for result in results if result["name"] == "free"), None)
         if own is None:
             return
         shares_RX = np.concatenate([_shares(layer) for layer in _layers(own)])
         used = int(np.flatnonzero(shares_RX.sum(0)).max()) + 1
         heads = len(shares_RX) // len(_layers(own))
-        right.imshow(shares_RX[:, :used], aspect="auto", cmap="Oranges", vmin=0)
+        image = right.imshow(shares_RX[:, :used], aspect="auto", vmin=0)
+        right.grid(visible=False)
         right.set_yticks(np.arange(len(_layers(own))) * heads, [f"layer {layer['layer']}" for layer in _layers(own)])
         right.set_xticks(range(used), _probe(own)[PROBE]["distances"][:used])
-        right.set_xlabel("distance of selected blocks, in blocks", color=GREY)
-        right.set_title("each head's choices, a row for each", color=GREY, fontsize=10, loc="left")
-        right.tick_params(colors=GREY, length=3)
+        right.set_xlabel("distance of the blocks that a head selects, in blocks")
+        canvas.colorbar(image, ax=right, label="share of its choices")
 
 
 def tastes(result: Result) -> list[float]:

@@ -5,11 +5,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks.plotting import GREY, powers_of_two, titled
+from benchmarks.plotting import BLUE, GREEN, MOBA, band, powers_of_two, zero_line
 from experiments import published
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import COLOURS
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 from experiments.readings import validation_by_sequence, validation_loss
 
@@ -22,7 +21,7 @@ BLOCKS = (8, 16, 32, 64, 128)
 """Blocks in a sequence, a quarter of which is selected."""
 FIXED_KEYS = {512: 3, 256: 6, 128: 12}
 """Blocks selected, own one included, by block size: 1,536 keys."""
-_COLOURS = {0: "#d9480f", 3: "#1c7ed6"}
+_COLOURS = {0: MOBA, 3: BLUE}
 
 
 class Granularity(Figure):
@@ -76,12 +75,13 @@ class Granularity(Figure):
             label = f"key_conv: {width}" if width else "no convolution"
             for losses in by_seed.values():
                 found = {size: losses.get(f"keys-{size}-conv-{width}", math.nan) for size in FIXED_KEYS}
-                right.plot(list(found), list(found.values()), "o-", ms=4, color=colour, label=label)
+                right.plot(list(found), list(found.values()), "o-", color=colour, label=label)
                 label = "_"  # once in the legend
-        titled(right, "validation loss, 1,536 keys of 8K", "block size")
+        powers_of_two(right, list(FIXED_KEYS))
+        right.set_xlabel("block size; a query sees 1,536 of 8K keys")
+        right.set_ylabel("validation loss, nats")
         for axes in (left, right):
-            powers_of_two(axes)
-            axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
+            axes.legend()
 
 
 def _arm(
@@ -139,12 +139,13 @@ def _key_verdicts(results: Sequence[Result]) -> list[Verdict]:
 
 def _draw_sparsity(axes: "Axes", by_seed: Sequence[Mapping[str, float]]) -> None:
     """by_seed: losses by arm, full attention among them."""
-    for index, losses in enumerate(by_seed):
-        gaps = {
-            count: losses[f"blocks-{count}"] - losses["full-32k"] for count in BLOCKS if f"blocks-{count}" in losses
-        }
-        axes.plot(list(gaps), list(gaps.values()), "o-", ms=4, color=COLOURS["moba"], label="_" if index else "here")
+    counts = [count for count in BLOCKS if by_seed and all(f"blocks-{count}" in losses for losses in by_seed)]
+    gaps = [[losses[f"blocks-{count}"] - losses["full-32k"] for count in counts] for losses in by_seed]
+    if counts:
+        band(axes, counts, gaps, MOBA, "here, band over seeds", marker="o")
     theirs = [loss - published.GRANULARITY_FULL for loss in published.GRANULARITY_LOSS.values()]
-    axes.plot(list(published.GRANULARITY_LOSS), theirs, "s--", ms=3, color=GREY, label="published, 1.5B")
-    axes.axhline(0, color=GREY, lw=0.8)
-    titled(axes, "validation loss above full, a quarter selected", "blocks of 32K")
+    axes.plot(list(published.GRANULARITY_LOSS), theirs, "s--", color=GREEN, label="published, 1.5B parameters")
+    zero_line(axes)
+    powers_of_two(axes, list(BLOCKS))
+    axes.set_xlabel("blocks of 32K tokens, a quarter selected")
+    axes.set_ylabel("validation loss above full")

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.plotting import GREY, titled
+from benchmarks.plotting import BLUE, COLOURS, INK, band, zero_line
 from experiments.comparison import Cell, Verdict, compare, shared
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import COLOURS
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 from experiments.readings import bucket_middles, loss_by_position, position_wise
 from moba_train.config.health import SpikeConfig
@@ -32,7 +31,7 @@ CLOSE = 0.01
 """Nats within which two losses count as equal."""
 SMOOTH = 10
 """Steps that a point of the picture is the mean of."""
-_COLOURS = COLOURS | {"hybrid": "#1c7ed6"}
+_COLOURS = COLOURS | {"hybrid": BLUE}
 
 
 class Hybrid(Figure):
@@ -76,27 +75,29 @@ class Hybrid(Figure):
         return Finding(verdicts, rows, {"scores": scores})
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
-        """Loss above full attention's with the same seed: by position at the end, and in training around the switch."""
+        """Loss above full attention's with the same seed, a band over seeds: by position at the end, and in training
+        around the switch."""
         left, right = canvas.subplots(1, 2)
         full = {result["seed"]: result for result in results if result["name"] == "full"}
-        others = [result for result in results if result["name"] != "full" and result["seed"] in full]
-        for result in others:
-            colour, base = _COLOURS[result["name"]], full[result["seed"]]
-            gap = loss_by_position(result) - loss_by_position(base)
-            left.plot(bucket_middles(result), gap, "o-", ms=3, lw=1.2, color=colour)
-            for side, first in (("before", -_around(result, "before").size), ("after", 0)):
-                gap = _smooth(_around(result, side) - _around(base, side))
-                right.plot(first + (SMOOTH - 1) / 2 + np.arange(gap.size), gap, lw=1.2, color=colour)
-        for name in OTHERS:
-            left.plot([], [], color=_COLOURS[name], label=OTHERS[name])
-        left.legend(frameon=False, labelcolor=GREY, fontsize=9)
-        right.axvline(0, color=GREY, lw=0.8, ls=":")
-        for axes, title, label in (
-            (left, "loss above full attention's, nats", "position in the context, tokens"),
-            (right, f"training loss above full attention's, mean of {SMOOTH} steps", "steps from the switch"),
+        for arm, words in OTHERS.items():
+            own = [result for result in results if result["name"] == arm and result["seed"] in full]
+            if not own:
+                continue
+            colour = _COLOURS[arm]
+            gaps = [loss_by_position(result) - loss_by_position(full[result["seed"]]) for result in own]
+            band(left, bucket_middles(own[0]) / 1024, gaps, colour, words)
+            for side, first in (("before", -_around(own[0], "before").size), ("after", 0)):
+                losses = [_smooth(_around(result, side) - _around(full[result["seed"]], side)) for result in own]
+                band(right, first + (SMOOTH - 1) / 2 + np.arange(losses[0].size), losses, colour)
+        right.axvline(0, color=INK, lw=0.8, ls=":")
+        left.legend()
+        for axes, what, x in (
+            (left, "loss above full, nats", "position in the context, K tokens"),
+            (right, "training loss above full, nats", f"steps from the switch, means of {SMOOTH}"),
         ):
-            axes.axhline(0, color=GREY, lw=0.8)
-            titled(axes, title, label)
+            zero_line(axes)
+            axes.set_ylabel(what)
+            axes.set_xlabel(x)
 
 
 def _recipe(kinds: tuple[str, str], quick: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import BLUE, GREEN, INK
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -78,6 +78,7 @@ class Mechanisms(Figure):
     """All kinds of attention: validation and trailing loss, needles, tokens per second, parameters of their own."""
 
     name = "mechanisms"
+    height = 3.4
     title = "F10. All mechanisms"
     seeds: ClassVar[tuple[int, ...]] = (0,)
 
@@ -118,25 +119,22 @@ class Mechanisms(Figure):
         results = [result for result in results if not _is_timed(result)]
         names = list(dict.fromkeys(_mechanism_and_length(result["name"])[0] for result in results))[::-1]
         for index, length in enumerate(dict.fromkeys(_mechanism_and_length(result["name"])[1] for result in results)):
-            colour = ("#1c7ed6", "#d9480f")[index % 2]
+            colour = (BLUE, GREEN)[index % 2]
             own = [result for result in results if _mechanism_and_length(result["name"])[1] == length]
             full = [trailing_loss(result) for result in own if result["name"] == f"full-{length}"]
             base = statistics.mean(full) if full else 0.0
             for result in own:
                 name, _ = _mechanism_and_length(result["name"])
                 place = names.index(name) + 0.15 * (1 - 2 * index)
-                style: dict[str, Any] = {"fmt": "o", "ms": 4, "color": colour, "elinewidth": 1}
+                style: dict[str, Any] = {"fmt": "o", "color": colour, "elinewidth": 1}
                 left.errorbar(trailing_loss(result) - base, place, xerr=_evaluation_error(result, own), **style)
                 label = length if name == names[-1] and not result["seed"] else None
                 right.errorbar(needle(result), place, label=label, **style)
-        left.set_title("trailing loss above full", color=GREY, fontsize=10, loc="left")
-        right.set_title("needles found", color=GREY, fontsize=10, loc="left")
+        left.set_xlabel("trailing loss above full, nats")
+        right.set_xlabel("share of needles found")
         left.set_yticks(range(len(names)), names)
-        left.axvline(0, color=GREY, lw=0.8)
-        for axes in (left, right):
-            plain(axes)
-        if results:
-            right.legend(frameon=False, labelcolor=GREY, fontsize=9)
+        left.axvline(0, color=INK, lw=0.8)
+        canvas.legend(loc="outside upper left", ncols=2)
 
 
 def evaluation(seq_len: int, quick: bool) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.needle_signal import by_gate, draw_heads, draw_misses, retrieving, summary
-from benchmarks.plotting import plain
+from benchmarks.needle_signal import by_gate, draw_signal, retrieving, summary
 from experiments.comparison import Estimate, Verdict, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -66,14 +65,9 @@ class Needles(Figure):
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """Heads of the full model under the formula and under `scores`; misses over block sizes."""
-        left, middle, right = canvas.subplots(1, 3)
         name = "full" if any(result["name"] == "full" for result in results) else next(iter(results))["name"]
         rows = [row for result in results if result["name"] == name for row in signal_rows(result)]
-        draw_heads(left, rows, "paper")
-        draw_heads(middle, rows, "scores")
-        draw_misses(right, summary(rows))
-        for axes in (left, middle, right):
-            plain(axes)
+        draw_signal(canvas, rows, summary(rows))
 
 
 def signal_rows(result: Result) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plotting import STYLE, stamp
+from benchmarks.plotting import saved
 from benchmarks.record import insert_tables, markdown
 from experiments.figure import Figure, Finding, Result, key_of
 from experiments.registry import trained
@@ -78,17 +78,11 @@ def write_section(figure: Figure) -> None:
 
 def draw(figure: Figure, source: Path, plot: Path) -> None:
     """Draw the result file `source` as an SVG; equal results give equal bytes. Raises ValueError when it has no arm."""
-    import matplotlib.pyplot as plt
-
     results = read_results(source)
     if not results:
         raise ValueError(f"{source} holds no arm to draw; run {command(figure)}")
-    with plt.rc_context(STYLE):
-        canvas = plt.figure(figsize=(9, 3.6), layout="constrained")
+    with saved(plot, source.read_text(), figure.height) as canvas:
         figure.draw(results, canvas)
-        metadata = {"Description": stamp(source.read_text()), "Date": None}
-        canvas.savefig(plot, format="svg", transparent=True, metadata=metadata)
-        plt.close(canvas)
 
 
 def summary_lines(figure: Figure, results: list[Result]) -> list[str]:

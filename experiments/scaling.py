@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import COLOURS, GREEN, MOBA, NAMES, zero_line
 from experiments import published
 from experiments.comparison import ABOVE, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import AXES, COLOURS, attention_and_size, fit, paired
+from experiments.fits import AXES, attention_and_size, fit, paired
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 from experiments.readings import Losses, validation_by_sequence, validation_loss
 
@@ -92,13 +92,12 @@ class ScalingFigure(Figure):
         left, middle, right = canvas.subplots(1, 3)
         for axes, (axis, label) in zip((left, middle), AXES.items(), strict=True):
             _draw_losses(axes, results, self.loss, axis)
-            axes.set_title(f"{self.loss_name} over {label}", color=GREY, fontsize=10, loc="left")
+            axes.set_ylabel(f"{self.loss_name}, nats")
+            axes.set_xlabel(f"PFLOP/s-days, {label}")
         _draw_gaps(right, results, self.loss, self.laws)
-        right.set_title("MoBA above full, %", color=GREY, fontsize=10, loc="left")
-        for axes in (left, middle, right):
-            axes.set_xlabel("PFLOP/s-days", color=GREY)
-            plain(axes)
-        left.legend(frameon=False, labelcolor=GREY, fontsize=9)
+        right.set_ylabel("MoBA above full, %")
+        right.set_xlabel("PFLOP/s-days, 6ND")
+        left.legend()
 
 
 def _mean_text(results: Sequence[Result], name: str, loss: Callable[[Result], float]) -> str:
@@ -114,7 +113,7 @@ def _draw_losses(axes: "Axes", results: Sequence[Result], loss: Callable[[Result
     for attention in ("full", "moba"):
         own = [result for result in results if attention_and_size(result["name"])[0] == attention]
         x = [result["compute"][axis] for result in own]
-        axes.plot(x, [loss(result) for result in own], "o", ms=4, color=COLOURS[attention], label=attention)
+        axes.plot(x, [loss(result) for result in own], "o", color=COLOURS[attention], label=NAMES[attention])
         if fits is not None:
             found = fits.by_attention[attention]
             line = np.geomspace(min(x), max(x), 30)
@@ -123,7 +122,7 @@ def _draw_losses(axes: "Axes", results: Sequence[Result], loss: Callable[[Result
             axes.fill_between(line, *bands, alpha=0.15, lw=0, color=COLOURS[attention])
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
     axes.xaxis.set_major_formatter("{x:.0e}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter("{x:.2f}")
@@ -141,15 +140,16 @@ def _draw_gaps(
         if attention == "moba" and full is not None:
             points.append((result["compute"]["6ND"], 100 * (loss(result) / loss(full) - 1)))
     if points:
-        axes.plot(*zip(*points, strict=True), "o", ms=4, color=COLOURS["moba"], label="here")
+        axes.plot(*zip(*points, strict=True), "o", color=MOBA, label="here")
         ends = min(point[0] for point in points), max(*published.TRAINED_COMPUTE)
         line = np.geomspace(*ends, 60)
         inside = line >= min(published.TRAINED_COMPUTE)
         gap = np.array([100 * (laws["moba"](c) / laws["full"](c) - 1) for c in line])
-        axes.plot(line[inside], gap[inside], color=GREY, lw=1.4, label="published fit")
-        axes.plot(line, gap, color=GREY, lw=0.9, ls=":", label="the same, extrapolated")
-        axes.axhline(0, color=GREY, lw=0.8)
-        axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+        axes.plot(line[inside], gap[inside], color=GREEN, label="published fit")
+        axes.plot(line, gap, color=GREEN, lw=1, ls=":", label="extrapolated")
+        zero_line(axes)
+        axes.set_ylim(top=1.4 * axes.dataLim.ymax)
+        axes.legend()
     axes.set_xscale("log")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from benchmarks.plotting import GREY, titled
+from benchmarks.plotting import BLUE, GREEN, INK, PURPLE
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, TOKENS_PER_PARAMETER, learning_rate, parameters, recipe, staged
 from experiments.readings import validation_loss
@@ -50,7 +50,7 @@ ARMS = {
     "128k-x1": Setting(131_072, 1.0),
 }
 """By name, in the order in which they are worth running."""
-_COLOURS = {"short": "#1c7ed6", "untied": "#2b8a3e", "32k": "#d9480f", "128k": GREY}
+_COLOURS = {"short": BLUE, "untied": GREEN, "32k": PURPLE, "128k": INK}
 """By the first of these that an arm's name contains."""
 _STYLES = {1.0: "-", 0.5: "--", 0.25: ":", 0.125: "-."}
 
@@ -59,6 +59,7 @@ class Settings(Figure):
     """Batch, learning rate and initial weights of the other figures: the loss of full attention with several."""
 
     name = "settings"
+    height = 4.2
     title = "F0. Batch and learning rate"
     seeds: ClassVar[tuple[int, ...]] = (0,)
 
@@ -97,5 +98,6 @@ class Settings(Figure):
             width = 1.2 if setting.init_std is None else 2
             colour = next(colour for part, colour in _COLOURS.items() if part in result["name"])
             axes.plot(tokens, losses, _STYLES[setting.rate], lw=width, color=colour, label=str(setting))
-        titled(axes, "training loss, nats", "million tokens")
-        axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
+        axes.set_xlabel("million tokens")
+        axes.set_ylabel("training loss, nats")
+        canvas.legend(loc="outside upper left", ncols=2, fontsize=8)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import moba_train.attention.registry  # noqa: F401  # attention kinds, which the recipe names
-from benchmarks.plotting import GREY, titled
+from benchmarks.plotting import BLUE, COLOURS, INK, band
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.estimate import config_of
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import COLOURS
 from experiments.models import FULL, moba, recipe, staged
 from experiments.readings import (
     bucket_middles,
@@ -39,7 +38,7 @@ SHORT_LENGTH, SHORT_SHARE = 2048, 0.75
 EQUAL_FLOPS = "-equal-flops"
 SHORT = "short-then-long"
 WORDS = {"full": "long, full", "moba": "long, MoBA", SHORT: "short full, then long MoBA"}
-_COLOURS = COLOURS | {SHORT: "#1c7ed6"}
+_COLOURS = COLOURS | {SHORT: BLUE}
 
 
 class ShortFirst(Figure):
@@ -73,28 +72,31 @@ class ShortFirst(Figure):
         return Finding(verdicts, _rows(results))
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
-        """Left: trailing loss by compute. Right: loss by position, a curve for each run."""
+        """Left: trailing loss by compute. Right: loss by position, a band over seeds."""
         left, right = canvas.subplots(1, 2)
+        runs: dict[str, list[Result]] = {}
         for result in results:
-            length, name = split_name(result["name"])
-            equal_tokens = not result["name"].endswith(EQUAL_FLOPS)
+            runs.setdefault(result["name"], []).append(result)
+        for arm, own in runs.items():
+            length, name = split_name(arm)
+            equal_tokens = not arm.endswith(EQUAL_FLOPS)
             colour = _COLOURS[name]
+            compute = [result["compute"]["real"] for result in own]
             face = colour if equal_tokens else "none"
             form = "s" if length else "o"
-            left.plot(result["compute"]["real"], trailing_loss(result), form, color=colour, mfc=face, ms=6)
+            left.plot(compute, list(map(trailing_loss, own)), form, color=colour, mfc=face, ms=6)
             style = ":" if length else "-" if equal_tokens else "--"
-            right.plot(bucket_middles(result), loss_by_position(result), style, color=colour, lw=1.2)
+            band(right, bucket_middles(own[0]) / 1024, list(map(loss_by_position, own)), colour, ls=style)
         for name, words in WORDS.items():
             left.plot([], [], "o", color=_COLOURS[name], label=words)
-        left.plot([], [], "o", color=GREY, mfc="none", label="with the FLOPs of full attention")
-        left.plot([], [], "s", color=GREY, label="long is 4K, not 32K")
-        left.legend(frameon=False, labelcolor=GREY, fontsize=8)
+        left.plot([], [], "o", color=INK, mfc="none", label="dashed: FLOPs of full attention")
+        left.plot([], [], "s", color=INK, label="dotted: long is 4K, not 32K")
+        canvas.legend(loc="outside upper left", ncols=3)
         left.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
-        for axes, title, label in (
-            (left, "trailing loss over real FLOPs", "PFLOP/s-days"),
-            (right, "loss by position (dashed: equal FLOPs; dotted: 4K)", "position in the context, tokens"),
-        ):
-            titled(axes, title, label)
+        left.set_xlabel("PFLOP/s-days, real FLOPs")
+        left.set_ylabel("trailing loss, nats")
+        right.set_xlabel("position in the context, K tokens")
+        right.set_ylabel("loss, nats")
 
 
 def split_name(arm: str) -> tuple[str, str]:

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from matplotlib.ticker import NullFormatter
 
-from benchmarks.plotting import GREY, plain
+from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, PURPLE, band
 from experiments.comparison import Cell, Verdict, compare
 from experiments.figure import Result
 from experiments.readings import Losses, validation_by_sequence, validation_loss
@@ -24,7 +24,7 @@ AS_MOBA = "as-moba"
 """Name of the evaluation of the same weights with MoBA in all layers, and with full attention in all layers."""
 SAME = 1e-3
 """Nats by which two losses of the same weights may differ."""
-_COLOURS = {"none": "#d9480f", "last1": "#c2850c", "last3": "#2b8a3e", "half": "#1098ad", "all": "#797979"}
+_COLOURS = {"none": MOBA, "last1": PURPLE, "last3": GREEN, "half": BLUE, "all": FULL}
 _WORDS = {"none": "MoBA", "last1": "last 1 full", "last3": "last 3 full", "half": "last half full", "all": "full"}
 
 
@@ -163,28 +163,30 @@ def base_rows(bases: Sequence[Result]) -> list[list[str]]:
 
 
 def draw_fine_tuned(tuned: Sequence[Result], canvas: "Canvas") -> None:
-    """Loss by mask; gradient norm of the context by layer; its mass by distance in the last layer."""
+    """Loss by mask; gradient norm of the context by layer; its mass by distance in the last layer. Bands over seeds."""
     losses, by_layer, by_distance = canvas.subplots(1, 3)
-    _draw_losses(losses, tuned)
     thinnest = min((_share(result) for result in tuned), key=float, default="")
-    for layers in _WORDS:
-        runs = [result for result in tuned if result["name"] == f"{layers}-{thinnest}"]
-        if runs:
-            found = [_gradients(run) for run in runs]
-            norms = np.mean([[layer["context_norm"] for layer in one] for one, _ in found], axis=0)
-            mass = np.mean([one[-1]["mass"] for one, _ in found], axis=0)
-            by_layer.plot(norms, "o-", ms=3, lw=1.2, color=_COLOURS[layers])
-            by_distance.plot(mass, "o-", ms=3, lw=1.2, color=_COLOURS[layers])
-            by_distance.set_xticks(range(len(mass)), found[0][1], rotation=60, fontsize=6)
-    by_layer.set_yscale("log")
-    for axes, title, label in (
-        (losses, "loss of the answers, nats", "tokens with loss, %"),
-        (by_layer, f"gradient norm, context / loss tokens, {thinnest} %", "layer"),
-        (by_distance, "last layer: share of its gradient", "distance to the loss token"),
-    ):
-        axes.set_title(title, color=GREY, fontsize=9, loc="left")
-        axes.set_xlabel(label, color=GREY)
-        plain(axes)
+    for layers, colour in _COLOURS.items():
+        _draw_losses(losses, [result for result in tuned if _layers(result) == layers], colour)
+        found = [_gradients(result) for result in tuned if result["name"] == f"{layers}-{thinnest}"]
+        if found:
+            norms = [[layer["context_norm"] for layer in one] for one, _ in found]
+            mass = [one[-1]["mass"] for one, _ in found]
+            band(by_layer, range(len(norms[0])), norms, colour, _WORDS[layers], marker="o", ms=3)
+            band(by_distance, range(len(mass[0])), mass, colour, marker="o", ms=3)
+            distances = [distance.partition("-")[0] for distance in found[0][1]]
+            by_distance.set_xticks(range(0, len(distances), 4), distances[::4])
+    for axes in (losses, by_layer):
+        axes.set_yscale("log")
+    losses.set_xscale("log")
+    losses.set_ylabel("loss of the answers, nats")
+    losses.set_xlabel("tokens with loss, %")
+    by_layer.yaxis.set_minor_formatter(NullFormatter())
+    by_layer.set_ylabel("gradient, context / answers")
+    by_layer.set_xlabel(f"layer, {thinnest} % with loss")
+    by_distance.set_ylabel("share of last layer's gradient")
+    by_distance.set_xlabel("tokens to the answer, at least")
+    canvas.legend(loc="outside upper left", ncols=len(_COLOURS))
 
 
 def _gradients(result: Result) -> tuple[list[dict[str, Any]], list[str]]:
@@ -194,16 +196,12 @@ def _gradients(result: Result) -> tuple[list[dict[str, Any]], list[str]]:
     return list(found["layers"][found["attention"]]), list(found["distances"])
 
 
-def _draw_losses(axes: "Axes", tuned: Sequence[Result]) -> None:
-    for layers, colour in _COLOURS.items():
-        runs = [result for result in tuned if _layers(result) == layers]
-        shares = sorted({float(_share(run)) for run in runs})
-        means = [statistics.mean(validation_loss(run) for run in runs if float(_share(run)) == one) for one in shares]
-        axes.plot(shares, means, lw=1.3, color=colour, label=_WORDS[layers])
-        axes.plot([float(_share(run)) for run in runs], list(map(validation_loss, runs)), ".", ms=4, color=colour)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.legend(frameon=False, labelcolor=GREY, fontsize=7)
+def _draw_losses(axes: "Axes", runs: Sequence[Result], colour: str) -> None:
+    by_share: dict[float, list[float]] = {}
+    for run in sorted(runs, key=lambda run: float(_share(run))):
+        by_share.setdefault(float(_share(run)), []).append(validation_loss(run))
+    axes.plot([*by_share], list(map(statistics.mean, by_share.values())), color=colour)
+    axes.plot([float(_share(run)) for run in runs], list(map(validation_loss, runs)), "o", ms=3, color=colour)
 
 
 def _layers(result: Result) -> str:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.plotting import GREY, titled
+from benchmarks.plotting import BLUE, COLOURS, MOBA, NAMES, band, name
 from experiments import published
 from experiments.comparison import Cell, Verdict, above, compare
 from experiments.figure import Figure, Finding, Result
-from experiments.fits import COLOURS, attention_and_size, paired, trend
+from experiments.fits import attention_and_size, paired, trend
 from experiments.models import parameters
 from experiments.readings import (
     Losses,
@@ -116,24 +116,26 @@ class Position(Figure):
         return Finding([Verdict(claim, growth, 0.0, math.inf)], rows, {"gap": gaps.mean(0).tolist()})
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
-        """Both curves, and their gap beside that of the published fits."""
+        """Both curves, and their gap beside that of the published fits; bands over seeds."""
         left, right = canvas.subplots(1, 2)
         pairs = largest_pairs(results)
-        for pair in pairs:
-            middles = bucket_middles(pair["full"])
-            for name in ("full", "moba"):
-                label = name if pair is pairs[0] else None
-                left.plot(middles, loss_by_position(pair[name]), "-", lw=1.3, color=COLOURS[name], label=label)
-            share = 100 * (loss_by_position(pair["moba"]) / loss_by_position(pair["full"]) - 1)
-            here = "here" if pair is pairs[0] else None
-            right.plot(middles, share, "o-", ms=3, lw=1.2, color=COLOURS["moba"], label=here)
-            if here and position_wise(pair["full"])["bucket"] == published.POSITION_BUCKET:
-                theirs = list(map(_published_gap, range(len(middles))))
-                right.plot(middles, theirs, color=GREY, lw=1.3, label="published")
-        for axes, title in ((left, "loss by position"), (right, "MoBA above full, %")):
-            titled(axes, title, "position in the context, tokens")
-            if pairs:
-                axes.legend(frameon=False, labelcolor=GREY, fontsize=9)
+        for axes, label in ((left, "loss, nats"), (right, "MoBA above full attention, %")):
+            axes.set_xlabel("position in the context, K tokens")
+            axes.set_ylabel(label)
+        if not pairs:
+            return
+        middles = bucket_middles(pairs[0]["full"]) / 1024
+        curves = {kind: np.array([loss_by_position(pair[kind]) for pair in pairs]) for kind in COLOURS}
+        for kind, colour in COLOURS.items():
+            band(left, middles, curves[kind], colour)
+            name(left, NAMES[kind], (middles[-1], curves[kind].mean(0)[-1]), colour)
+        shares = 100 * (curves["moba"] / curves["full"] - 1)
+        band(right, middles, shares, MOBA)
+        name(right, "here", (middles[-1], shares.mean(0)[-1]), MOBA)
+        if position_wise(pairs[0]["full"])["bucket"] == published.POSITION_BUCKET:
+            theirs = list(map(_published_gap, range(len(middles))))
+            right.plot(middles, theirs, color=BLUE)
+            name(right, "published", (middles[-1], theirs[-1]), BLUE)
 
 
 def largest_pairs(results: Sequence[Result]) -> list[dict[str, Result]]:

@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks.plotting import GREY, titled
+from benchmarks.plotting import COLOURS
 from experiments.comparison import Verdict, compare, shared
 from experiments.figure import Figure, Finding, Result
-from experiments.fits import COLOURS, attention_and_size, paired
+from experiments.fits import attention_and_size, paired
 from experiments.trailing import BOTH
 
 if TYPE_CHECKING:
@@ -45,17 +45,20 @@ class TrainedWith(Figure):
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
         """What running with MoBA costs, and what training with it costs when run with full attention."""
         panels = canvas.subplots(1, 2, sharey=True)
-        sizes = list(dict.fromkeys(attention_and_size(result["name"])[1] for result in results))
+        ascending = sorted(results, key=lambda result: result["parameters"])
+        sizes = list(dict.fromkeys(attention_and_size(result["name"])[1] for result in ascending))
         for axes, (loss, label) in zip(panels, LOSSES.items(), strict=True):
             for trained, name in TRAINED.items():
                 own = [result for result in results if attention_and_size(result["name"])[0] == trained]
                 for run, style in (("full", "o"), ("moba", "^")):
                     x = [sizes.index(attention_and_size(result["name"])[1]) for result in own]
                     y = [evaluated(result, loss, run) for result in own]
-                    axes.plot(x, y, style, ms=5, color=COLOURS[trained], alpha=0.8, label=f"{name}, run with {run}")
+                    axes.plot(x, y, style, ms=6, color=COLOURS[trained], alpha=0.8, label=f"{name}, run with {run}")
             axes.set_xticks(range(len(sizes)), sizes)
-            titled(axes, label)
-        panels[0].legend(frameon=False, labelcolor=GREY, fontsize=8)
+            axes.set_ylabel(f"{label}, nats")
+            axes.set_xlabel("parameters")
+            axes.margins(x=0.15)
+        canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
 
 
 def evaluated(result: Result, loss: str, run: str) -> float:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from benchmarks.plotting import GREY, plain
+from matplotlib.lines import Line2D
+
+from benchmarks.plotting import BLUE, COLOURS, GREEN, INK, PURPLE, zero_line
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, learning_rate, moba, recipe
@@ -24,13 +26,7 @@ INSERTED_SIZE = "10m"
 SEQ_LEN = 8192
 KINDS = ("full", "moba_v05", "moba_v1-sum", "moba_v1-gate", "moba")
 LABELS = {"moba_v05": "v0.5", "moba_v1-sum": "v1, sum", "moba_v1-gate": "v1, gate", "moba": "v2", "full": "full"}
-COLOURS = {
-    "full": "#797979",
-    "moba_v05": "#9c5fd1",
-    "moba_v1-sum": "#1c7ed6",
-    "moba_v1-gate": "#2b8a3e",
-    "moba": "#d9480f",
-}
+_COLOURS = COLOURS | {"moba_v05": PURPLE, "moba_v1-sum": BLUE, "moba_v1-gate": GREEN}
 WITH_FULL = "full-in-place"
 """Name of the evaluation of a trained model with full attention in all layers."""
 
@@ -101,13 +97,12 @@ class Versions(Figure):
         _draw_gaps(left, results)
         _draw_norms(middle, results)
         for kind, (_, _, curve) in insertion_costs(results).items():
-            right.plot(*zip(*curve, strict=True), color=COLOURS[kind], lw=1.2, label=LABELS[kind])
-        right.set_title("inserted: training loss", color=GREY, fontsize=10, loc="left")
-        right.set_xlabel("steps", color=GREY)
-        for axes in (left, middle, right):
-            plain(axes)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+            right.plot(*zip(*curve, strict=True), color=_COLOURS[kind], lw=1.2)
+        right.set_ylabel("training loss after insertion")
+        right.set_xlabel("steps")
+        sizes, _ = left.get_legend_handles_labels()
+        handles = [Line2D([], [], color=_COLOURS[kind], label=LABELS[kind]) for kind in KINDS]
+        canvas.legend(handles=handles + sizes, loc="outside upper left", ncols=len(KINDS) + len(sizes), columnspacing=1)
 
 
 def _trained(kind: str, size: str, rate: float, tokens: int, seed: int, quick: bool) -> Arm:
@@ -266,14 +261,14 @@ def _draw_gaps(axes: "Axes", results: Sequence[Result]) -> None:
                     points.setdefault(_rate(one), []).append(validation_loss(one) - reference)
             if points:
                 means = [statistics.mean(points[rate]) for rate in sorted(points)]
-                axes.plot(sorted(points), means, marker, ls="-", ms=4, lw=1, color=COLOURS[kind])
+                axes.plot(sorted(points), means, marker, ls="-", lw=1, color=_COLOURS[kind])
     for size, marker in markers.items():
-        axes.plot([], [], marker, ms=4, color=GREY, label=size)
-    axes.axhline(0, color=GREY, lw=0.8)
+        axes.plot([], [], marker, ls="", color=INK, label=size)
+    zero_line(axes)
     axes.set_xscale("log", base=2)
     axes.set_xticks(RATES, map(str, RATES))
-    axes.set_title("validation loss above full", color=GREY, fontsize=10, loc="left")
-    axes.set_xlabel("learning rate, in units of the usual", color=GREY)
+    axes.set_ylabel("validation loss above full")
+    axes.set_xlabel("learning rate / usual")
 
 
 def _draw_norms(axes: "Axes", results: Sequence[Result]) -> None:
@@ -284,8 +279,7 @@ def _draw_norms(axes: "Axes", results: Sequence[Result]) -> None:
     for kind in KINDS:
         own = [one for one in trained if (_kind(one), _size(one), _rate(one)) == (kind, _size(last), _rate(last))]
         for one in own[:1]:
-            label = f"{LABELS[kind]}: {len(one['spikes'])} spikes"
-            axes.plot(*zip(*one["gradient_norms"], strict=True), color=COLOURS[kind], lw=1, label=label)
+            axes.plot(*zip(*one["gradient_norms"], strict=True), color=_COLOURS[kind], lw=0.8)
     axes.set_yscale("log")
-    axes.set_title(f"gradient norm, {_size(last)}, x{_rate(last):g}", color=GREY, fontsize=10, loc="left")
-    axes.set_xlabel("steps", color=GREY)
+    axes.set_ylabel(f"gradient norm, {_size(last)}")
+    axes.set_xlabel(f"steps at {_rate(last):g} times the usual rate")

@@ -47,14 +47,16 @@ signal)
     "$PYTHON" -m moba_train.tools.cli eval "$folder/hf" --tasks needle_signal --attention full --data "$folder/data/valid" --seq-len 8K \
         attention.default=moba attention.moba.block_size=512 attention.moba.topk=4 "evaluation.needle_signal.gates=$gates" \
         "evaluation.needle_signal.lengths=[8K]" evaluation.needle_signal.samples=4 --output "$folder/signal"
-    "$PYTHON" -m benchmarks.needle_signal "$folder/signal/evaluation.json" --output "$folder/signal.json" --plot "$folder/signal.svg"
+    "$PYTHON" -m benchmarks.needle_signal "$folder/signal/evaluation.json" --output "$folder/signal.json"
+    "$PYTHON" -m benchmarks.pictures smollm2-signal --results "$folder/signal.json" --output "$folder/signal.svg"
     ;;
 gates)
-    "$PYTHON" -m benchmarks.gate_distillation --runs "$folder/gates" --output "$folder/gates.json" --plot "$folder/gates.svg"
+    "$PYTHON" -m benchmarks.gate_distillation --runs "$folder/gates" --output "$folder/gates.json"
+    "$PYTHON" -m benchmarks.pictures gate-distillation --results "$folder/gates.json" --output "$folder/gates.svg"
     ;;
 finish)
     "$PYTHON" -m benchmarks.smollm2_evaluate "$folder/run" --output "$folder/loss.json"
-    "$PYTHON" -m benchmarks.smollm2_evaluate --draw "$folder/loss.json" --output "$folder/loss.svg"
+    "$PYTHON" -m benchmarks.pictures smollm2-32k --results "$folder/loss.json" --output "$folder/loss.svg"
     rm -rf "$folder/export"
     "$PYTHON" -m moba_train.tools.cli convert moba-to-hf "$folder/run" "$folder/export"
     for model in hf export; do

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
-from benchmarks import context_skew, context_skew_plot
+from benchmarks import context_skew, context_skew_plot, pictures
 from tests.forked import forked
 
 
@@ -51,7 +51,8 @@ def test_the_plot_and_the_table_have_every_transport(
     result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot = tmp_path / "skew.svg"
-    monkeypatch.setattr(sys, "argv", ["context_skew_plot", "--json", str(result), "--output", str(plot)])
+    pictures.draw("context-skew", [result], plot)
+    monkeypatch.setattr(sys, "argv", ["context_skew_plot", str(result)])
     context_skew_plot.main()
     drawn = plot.read_text()
     entries = json.loads(result.read_text())["results"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import float8_loss
+from benchmarks import float8_loss, pictures
 from benchmarks.python_sources import write_text
 from benchmarks.trainer_run import side_by_side
 from moba_train.data.indexed import IndexedDataset
@@ -46,8 +46,8 @@ def test_an_arm_trains_on_real_text_and_is_drawn(tmp_path: Path, monkeypatch: py
     assert abs(found["fp8 tensorwise"]["loss_over_bf16"][0]) < 0.01
     assert "+0.00%" in float8_loss.table(runs)
     source = tmp_path / "results.json"
-    source.write_text(json.dumps({"results": {"runs": runs}}))
-    float8_loss.draw(source, tmp_path / "plot.svg")
+    source.write_text(json.dumps({"settings": {}, "results": {"runs": runs}}))
+    pictures.draw("float8-loss", [source], tmp_path / "plot.svg")
     assert "above bf16" in (tmp_path / "plot.svg").read_text()
 
 

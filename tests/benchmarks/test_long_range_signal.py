@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import long_range_signal
+from benchmarks import long_range_signal, pictures
 from moba_train.attention.layout import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig
@@ -82,7 +82,7 @@ def test_the_table_and_the_plot_show_the_gap_to_the_longest_context(tmp_path: Pa
     assert line.split(" | ")[2:] == ["2.5000 (+0.7500 ± 0.2500)", "2.2500 (+0.5000 ± 0.2500)", "1.7500 |"]
     file = tmp_path / "result.json"
     file.write_text(json.dumps({"results": results}))
-    long_range_signal.draw(file, tmp_path / "plot.svg")
+    pictures.draw("long-range-signal", [file], tmp_path / "plot.svg")
     assert "drawn from results with sha256" in (tmp_path / "plot.svg").read_text()
 
 

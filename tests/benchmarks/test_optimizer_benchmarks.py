@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks import optimizers, optimizers_curve
+from benchmarks import optimizers, optimizers_curve, pictures
 
 
 def found(arm: str, rate: float, losses: list[float], seed: int = 0) -> dict[str, Any]:
@@ -64,5 +64,5 @@ def test_curves_are_compared_at_adamws_best_rate(tmp_path: Path) -> None:
     assert "**3.8750**" in optimizers_curve.table(runs)
     source = tmp_path / "results.json"
     source.write_text(json.dumps({"results": {"runs": runs}}))
-    optimizers_curve.draw(source, tmp_path / "plot.svg")
+    pictures.draw("optimizers-curve", [source], tmp_path / "plot.svg")
     assert "muon, lr 0.001" in (tmp_path / "plot.svg").read_text()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from matplotlib.figure import Figure as Canvas
 
 from experiments import __main__ as program
 from experiments import estimate, page, recall_documents, work
@@ -49,12 +49,10 @@ def run(corpus: Corpus, in_this_process: Path) -> Run:
 
 
 def drawn(figure: Figure, results: Sequence[Result]) -> list[str]:
-    """Titles of the panels."""
-    canvas = plt.figure()
+    """Labels of the panels."""
+    canvas = Canvas()
     figure.draw(results, canvas)
-    titles = [axes.get_title(loc="left") for axes in canvas.axes]
-    plt.close(canvas)
-    return titles
+    return [axes.get_ylabel() for axes in canvas.axes]
 
 
 def test_an_answer_is_what_was_stated_first() -> None:

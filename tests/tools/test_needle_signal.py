@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import pictures
 from benchmarks.needle_signal import main as program
 from moba_train.errors import ConfigError
 from moba_train.model.build import build_model, initialize_weights
@@ -161,11 +162,12 @@ def test_misses_are_those_of_the_blocks_that_the_layers_select(
     # The program of benchmarks/ makes a table and a picture of it.
     (tmp_path / "evaluation.json").write_text(json.dumps({"needle_signal": result.data}))
     output, plot = tmp_path / "signal.json", tmp_path / "signal.svg"
-    command = ["needle_signal", str(tmp_path / "evaluation.json"), "--output", str(output), "--plot", str(plot)]
+    command = ["needle_signal", str(tmp_path / "evaluation.json"), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", command)
     program()
     lines = json.loads(output.read_text())["results"]["summary"]
     assert [(line["block_size"], line["heads"]) for line in lines if line["which"] == "all"] == [(16, 12), (32, 12)]
+    pictures.draw("smollm2-signal", [output], plot)
     assert "observed" in plot.read_text()
 
 
