@@ -116,7 +116,7 @@ def test_the_detector_is_armed_where_the_attention_changes(run: Run) -> None:
     assert (len(switch["before"]["loss"]), len(switch["after"]["grad_norm"])) == (23, 2)
     assert result["boundaries"][-1]["loss_before"] == pytest.approx(np.mean(switch["before"]["loss"][-10:]), abs=1e-4)
     assert armed_scores(result)["flagged"] == 0
-    switch["after"]["loss"][1] *= 3
+    switch["after"]["loss"][1] *= 10  # the text is that of this environment, and so is the spread before
     assert armed_scores(result) == {**armed_scores(result), "flagged": 1}
     assert figure.find([result, result | {"name": "full"}]).verdicts
     assert len(drawn(figure, [result, result | {"name": "full"}])) == 2
