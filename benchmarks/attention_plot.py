@@ -90,4 +90,4 @@ def _draw_curve(axes: Axes, label: str, curve: Curve) -> None:
     further = extrapolated(curve) if label in DENSE else floor(label, dict(curve))
     axes.plot(*zip(*further, strict=True), "--" if label in DENSE else ":", color=colour, lw=1.2)
     end = further[-1] if label in DENSE else curve[-1]
-    name(axes, NAMES[label], end, colour, (6, {"dense, FlashAttention-2": 3, "512/3": -6}.get(label, -3)))
+    name(axes, NAMES[label], end, colour, (6, {"dense, FlashAttention-2": 3, "512/3": -14}.get(label, -3)))

@@ -3,6 +3,8 @@
 python -m benchmarks.pictures moba-selection moba-pattern moba-kernels
 """
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
@@ -10,6 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from benchmarks.plotting import BLUE, FULL, GREEN, GREY, INK, MOBA
+
+Point = tuple[float, float]
+"""Units of a sheet: x, or width; y, or height."""
 
 SCORES = (0.3, 2.1, -0.7, 1.4)
 """Gate scores of the earlier blocks in the diagram of the selection."""
@@ -29,19 +34,27 @@ def sheet(figure: Figure, width: float, height: float) -> Axes:
     return axes
 
 
-def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], text: str, colour: str) -> None:
-    """A tinted rectangle with text in its middle. corner: upper left"""
-    (x, y), (width, height) = corner, size
-    axes.add_patch(Rectangle(corner, width, height, facecolor=colour, alpha=0.15, lw=0))
-    axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=colour, lw=1))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center")
+def write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Text that begins at a point, centred in height."""
+    axes.text(x, y, text, **{"va": "center", **style})
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = GREY) -> None:
+def cell(axes: Axes, corner: Point, size: Point, colour: str, shade: float, edge: str = "#cccccc") -> None:
+    """A rectangle with a tint, from 0 to 1. corner: upper left"""
+    fill = to_rgba(colour, shade)
+    axes.add_patch(Rectangle(corner, *size, facecolor=fill, edgecolor=edge, lw=0.8, clip_on=False))
+
+
+def box(axes: Axes, corner: Point, size: Point, text: str, colour: str) -> None:
+    """A cell with text in its middle."""
+    cell(axes, corner, size, colour, 0.15, colour)
+    write(axes, corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center")
+
+
+def arrow(axes: Axes, start: Point, end: Point, colour: str = GREY) -> None:
     """An arrow between two points."""
-    axes.annotate(
-        "", end, start, arrowprops={"arrowstyle": "->", "color": colour, "lw": 1.1, "shrinkA": 0, "shrinkB": 0}
-    )
+    style = {"arrowstyle": "->", "color": colour, "lw": 1.1, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", end, start, arrowprops=style)
 
 
 def draw_selection(figure: Figure) -> None:
@@ -50,28 +63,26 @@ def draw_selection(figure: Figure) -> None:
     best = sorted(range(len(SCORES)), key=lambda block: SCORES[block])[-2:]
     steps = ("keys", "mean key", "gate: q · mean key", "attend, topk 3", "merge")
     for y, text in zip((5, 14.5, 24, 34.5, 47), steps, strict=True):
-        axes.text(0, y, text, va="center")
+        write(axes, 0, y, text)
     for block in range(5):
         left, middle = 19 + 16 * block, 26 + 16 * block
         own = block == len(SCORES)
         colour = GREEN if own else MOBA if block in best else GREY
-        axes.text(middle, 0, "own block" if own else f"block {block}", ha="center", va="center", color=colour)
+        write(axes, middle, 0, "own block" if own else f"block {block}", ha="center", color=colour)
         for key in range(4):
             after = own and key > 2
             box(axes, (left + 3.5 * key, 2.5), (3.5, 5), "", "#cccccc" if after else colour)
             if own and key == 2:
-                axes.text(left + 3.5 * key + 1.75, 5, "q", ha="center", va="center", weight="bold")
+                write(axes, left + 3.5 * key + 1.75, 5, "q", ha="center", weight="bold")
         if own:
-            axes.text(
-                middle, 19.5, "always selected,\nno score needed;\nkeys up to q", ha="center", va="center", color=colour
-            )
+            write(axes, middle, 19.5, "always selected,\nno score needed;\nkeys up to q", ha="center", color=colour)
         else:
             arrow(axes, (middle, 8), (middle, 11.5))
             box(axes, (middle - 1.75, 12), (3.5, 5), "", colour)
             arrow(axes, (middle, 17.5), (middle, 21.5))
-            axes.text(middle, 24, f"{SCORES[block]:.1f}", ha="center", va="center", color=colour, weight="bold")
+            write(axes, middle, 24, f"{SCORES[block]:.1f}", ha="center", color=colour, weight="bold")
         if not own and block not in best:
-            axes.text(middle, 34.5, "not read", ha="center", va="center", color=colour)
+            write(axes, middle, 34.5, "not read", ha="center", color=colour)
             continue
         arrow(axes, (middle, 26.5), (middle, 31.5), colour)
         box(axes, (left, 32), (14, 5), "out, lse", colour)
@@ -87,8 +98,7 @@ def draw_patterns(figure: Figure) -> None:
     shown = (("full attention", full, FULL), ("MoBA, topk 3", _chosen(), MOBA), ("sliding window", window, BLUE))
     for axes, (text, shares, colour) in zip(panels, shown, strict=True):
         for query, key in np.argwhere(full):
-            shade = to_rgba(colour, shares[query, key])
-            axes.add_patch(Rectangle((key, query), 1, 1, facecolor=shade, edgecolor="#cccccc", lw=0.6, clip_on=False))
+            cell(axes, (key, query), (1, 1), colour, shares[query, key])
         axes.set_xlim(0, BLOCKS)
         axes.set_ylim(BLOCKS, 0)
         axes.set_aspect("equal")
@@ -96,14 +106,8 @@ def draw_patterns(figure: Figure) -> None:
         axes.set_xticks(np.arange(0.5, BLOCKS, 2), range(0, BLOCKS, 2))
         axes.set_yticks(np.arange(0.5, BLOCKS, 2), range(0, BLOCKS, 2))
         axes.set_xlabel("key block")
-        axes.text(
-            BLOCKS,
-            0.2,
-            f"{text}\n{shares.sum():.0f} of {full.sum():.0f}\nblock pairs",
-            ha="right",
-            va="top",
-            color=colour,
-        )
+        words = f"{text}\n{shares.sum():.0f} of {full.sum():.0f}\nblock pairs"
+        write(axes, BLOCKS, 0.2, words, ha="right", va="top", color=colour)
     panels[0].set_ylabel("query block")
 
 
@@ -129,38 +133,35 @@ def draw_kernels(figure: Figure) -> None:
         (86, "4 Combine", "online softmax,\nfixed order"),
     )
     for x, title, text in steps:
-        axes.text(x, 1, title, weight="bold", va="center")
-        axes.text(x, 5.2, text, va="center", fontsize=8)
+        write(axes, x, 1, title, weight="bold")
+        write(axes, x, 5.2, text, fontsize=8)
     for query in range(8):
         y = 11 + 3.2 * query
-        axes.text(3, y + 1.6, f"q{query}", ha="right", va="center")
+        write(axes, 3, y + 1.6, f"q{query}", ha="right")
         for block in range(query // 2 + 1):
             colour = GREEN if block == query // 2 else BLUE if block == SELECTED.get(query) else GREY
-            axes.add_patch(
-                Rectangle((4 + 3.2 * block, y), 3.2, 3.2, facecolor=colour, alpha=0.0 if colour == GREY else 0.4)
-            )
-            axes.add_patch(Rectangle((4 + 3.2 * block, y), 3.2, 3.2, fill=False, edgecolor=GREY, lw=0.6))
+            cell(axes, (4 + 3.2 * block, y), (3.2, 3.2), colour, 0 if colour == GREY else 0.4)
     for block in range(4):
-        axes.text(5.6 + 3.2 * block, 9.6, str(block), ha="center", va="center")
-    axes.text(18.5, 17.5, "selected", color=BLUE, va="center")
-    axes.text(18.5, 24.5, "own block,\ncausal", color=GREEN, va="center")
+        write(axes, 5.6 + 3.2 * block, 9.6, str(block), ha="center")
+    write(axes, 18.5, 17.5, "selected", color=BLUE)
+    write(axes, 18.5, 24.5, "own block,\ncausal", color=GREEN)
     arrow(axes, (27, 20.5), (32, 20.5))
     for block in range(4):
         rows = [query for query, selected in SELECTED.items() if selected == block]
-        axes.text(33, 13 + 6 * block, f"block {block}", color=BLUE, va="center")
+        write(axes, 33, 13 + 6 * block, f"block {block}", color=BLUE)
         for place, query in enumerate(rows):
             box(axes, (40 + 3.8 * place, 11.2 + 6 * block), (3.8, 3.6), f"q{query}", MOBA)
         if not rows:
-            axes.text(40, 13 + 6 * block, "not chosen", va="center")
+            write(axes, 41, 13 + 6 * block, "not chosen")
     arrow(axes, (54, 20.5), (59, 20.5))
     for place, query in enumerate(query for query, selected in SELECTED.items() if selected == 0):
         box(axes, (60, 11 + 3.6 * place), (6, 3.6), f"q{query}", MOBA)
-    axes.text(68, 18.2, "×", ha="center", va="center")
+    write(axes, 68, 18.2, "×", ha="center")
     box(axes, (70, 11), (10, 14.4), "k, v of\nblock 0", BLUE)
-    axes.text(60, 29.5, "partial (out, lse) of each row;\nown blocks: causal, no lists", va="center", fontsize=8)
+    write(axes, 60, 29.5, "partial (out, lse) of each row;\nown blocks: causal, no lists", fontsize=8)
     arrow(axes, (81, 18.2), (85, 18.2))
     box(axes, (86, 11), (14, 4), "q4: block 2", GREEN)
-    axes.text(93, 16.8, "+", ha="center", va="center")
+    write(axes, 93, 16.8, "+", ha="center")
     box(axes, (86, 18.5), (14, 4), "q4: block 0", BLUE)
     arrow(axes, (93, 23), (93, 26.5))
     box(axes, (86, 27), (14, 4), "out, lse of q4", INK)
@@ -169,24 +170,19 @@ def draw_kernels(figure: Figure) -> None:
 
 def _draw_backward(axes: Axes) -> None:
     axes.plot([0, 100], [39, 39], color="#cccccc", lw=0.8)
-    axes.text(0, 42, "Backward: the same lists, no atomics", weight="bold", va="center")
-    axes.text(48, 42, "delta = sum(out · do) of each row; do: gradient of out", va="center", fontsize=8)
+    write(axes, 0, 42, "Backward: the same lists, no atomics", weight="bold")
+    write(axes, 48, 42, "delta = sum(out · do) of each row; do: gradient of out", fontsize=8)
     for x, title in ((0, "dk, dv: keys stay, rows pass"), (60, "dq: row tiles again")):
-        axes.text(x, 46, title, va="center")
+        write(axes, x, 46, title)
     box(axes, (0, 48.5), (10, 12), "k, v of\nblock 0", BLUE)
     for place, query in enumerate((2, 3, 4, 6)):
         box(axes, (13 + 10 * place, 48.5), (10, 4), f"q, do {query}", MOBA)
     arrow(axes, (53, 54), (13, 54))
-    axes.text(
-        13,
-        58.5,
-        "p = exp(q kᵀ - lse), ds = p (do vᵀ - delta)\ndv += pᵀ do, dk += dsᵀ q; own rows as well",
-        va="center",
-        fontsize=8,
-    )
+    equations = "p = exp(q kᵀ - lse), ds = p (do vᵀ - delta)\ndv += pᵀ do, dk += dsᵀ q; own rows as well"
+    write(axes, 13, 58.5, equations, fontsize=8)
     for place, query in enumerate((2, 3, 4, 6)):
         box(axes, (60, 48.5 + 3 * place), (8, 3), f"q, do {query}", MOBA)
-    axes.text(69.2, 54.5, "×", ha="center", va="center")
+    write(axes, 69.2, 54.5, "×", ha="center")
     box(axes, (70.5, 48.5), (8, 12), "k, v of\nblock 0", BLUE)
     arrow(axes, (79, 54.5), (81.6, 54.5))
     box(axes, (82, 48.5), (18, 4), "partial dq = ds k", BLUE)

@@ -21,7 +21,8 @@ WIDTH = 1260
 CHARTS = {"report-loss": ("loss",), "report-position": ("position-wise", "position-gap")}
 """Charts of each picture. That of the loss has all that is above."""
 AREA = """
-const cards = [...arguments].map((key) => document.getElementById(`chart-${key}`).closest("figure").getBoundingClientRect());
+const charts = [...arguments].map((key) => document.getElementById(`chart-${key}`));
+const cards = charts.map((chart) => chart.closest("figure").getBoundingClientRect());
 const top = arguments.length > 1 ? Math.min(...cards.map((card) => card.top)) - 12 : 0;
 const bottom = Math.max(...cards.map((card) => card.bottom)) + 12;
 return {x: 0, y: top + window.scrollY, width: document.body.clientWidth, height: bottom - top};

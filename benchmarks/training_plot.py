@@ -97,7 +97,7 @@ def draw(figure: Figure, *contents: dict[str, Any]) -> None:
             name(axes, f"on {points[longest]['cp']} GPUs", (longest, rates[-1]), colour, (0, -12))
         else:
             offset = (6, 4 if line == "full attention" else -4)
-            name(axes, NAMES.get(line, points[longest]["system"]), (longest, rates[-1]), colour, offset)
+            name(axes, NAMES.get(line, str(points[longest]["system"])), (longest, rates[-1]), colour, offset)
     powers_of_two(axes, [2**power for power in range(13, 21)])
     _mark_factor(axes, lines)
     axes.set_ylim(0, 11_000)

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from matplotlib.figure import Figure as Canvas
 
 from experiments.comparison import Verdict
 from experiments.corpus import Corpus
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 Result = dict[str, Any]
 """What is known of a finished arm: see `run_arm.arm_result`."""
@@ -105,7 +104,7 @@ class Figure(ABC):
         """What the arms that are finished say; any of them may be missing."""
 
     @abstractmethod
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Draw what the arms that are finished say, beside what was published."""
 
     def refuses(self, parent: Result, quick: bool) -> str:

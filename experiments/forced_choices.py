@@ -3,10 +3,11 @@
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import INK, MOBA
 from experiments.comparison import Cell, Verdict, compare, mean_of
@@ -16,9 +17,6 @@ from experiments.mechanisms import SIZE, TOKENS, shape
 from experiments.models import moba, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
 from experiments.readings import last_stage, needle, trailing_loss, validation_loss
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 SEQ_LEN = 8192
 QUICK_SEQ_LEN = 1024
@@ -71,7 +69,7 @@ class ForcedChoices(Figure):
             rows.append([name, *(f"{value:.4f}" for value in values), *cells])
         return Finding(_verdicts(results), rows)
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Trailing loss above the free choice; where each head of the free choice looks, layer by layer."""
         left, right = canvas.subplots(1, 2, width_ratios=(1, 2))
         free = {result["seed"]: trailing_loss(result) for result in results if result["name"] == "free"}

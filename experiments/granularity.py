@@ -3,7 +3,9 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import BLUE, GREEN, MOBA, band, powers_of_two, zero_line
 from experiments import published
@@ -11,10 +13,6 @@ from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 from experiments.readings import validation_by_sequence, validation_loss
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 SIZE = "6m"
 BLOCKS = (8, 16, 32, 64, 128)
@@ -61,7 +59,7 @@ class Granularity(Figure):
             rows.append([name, f"{statistics.mean(values):.4f}", *gap, str(len(values))])
         return Finding([*_sparsity_verdicts(results), *_key_verdicts(results)], rows)
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Left: constant sparsity, as the distance from full attention, beside the published. Right: constant keys.
 
         Seeds have lines of their own: their losses are further apart than those of the arms.
@@ -137,7 +135,7 @@ def _key_verdicts(results: Sequence[Result]) -> list[Verdict]:
     return found
 
 
-def _draw_sparsity(axes: "Axes", by_seed: Sequence[Mapping[str, float]]) -> None:
+def _draw_sparsity(axes: Axes, by_seed: Sequence[Mapping[str, float]]) -> None:
     """by_seed: losses by arm, full attention among them."""
     counts = [count for count in BLOCKS if by_seed and all(f"blocks-{count}" in losses for losses in by_seed)]
     gaps = [[losses[f"blocks-{count}"] - losses["full-32k"] for count in counts] for losses in by_seed]

@@ -4,10 +4,11 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import BLUE, COLOURS, INK, band, zero_line
 from experiments.comparison import Cell, Verdict, compare, shared
@@ -16,9 +17,6 @@ from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, p
 from experiments.readings import bucket_middles, loss_by_position, position_wise
 from moba_train.config.health import SpikeConfig
 from moba_train.health.spike import RECOVERY_STEPS, SpikeDetector
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 SHARE = 0.9
 """Share of the tokens that the first stage has."""
@@ -74,7 +72,7 @@ class Hybrid(Figure):
             rows.append([name, f"{score['loss']:.1f}", f"{score['norm']:.1f}", str(score["flagged"])])
         return Finding(verdicts, rows, {"scores": scores})
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Loss above full attention's with the same seed, a band over seeds: by position at the end, and in training
         around the switch."""
         left, right = canvas.subplots(1, 2)

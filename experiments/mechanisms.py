@@ -4,7 +4,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import BLUE, GREEN, INK
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
@@ -19,9 +21,6 @@ from experiments.readings import (
     trailing_loss,
     validation_loss,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 SIZE = "10m"
 TOKENS = 100_000_000
@@ -113,7 +112,7 @@ class Mechanisms(Figure):
             rows += _infllm_rows(own)
         return Finding(_verdicts(results), rows)
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Trailing loss above full attention, with the error of evaluation where it is known, and needles."""
         left, right = canvas.subplots(1, 2, sharey=True)
         results = [result for result in results if not _is_timed(result)]

@@ -5,7 +5,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure as Canvas
 
 from benchmarks.needle_signal import by_gate, draw_signal, retrieving, summary
 from experiments.comparison import Estimate, Verdict, mean_of
@@ -15,9 +17,6 @@ from experiments.mechanisms import SIZE, TOKENS, shape
 from experiments.models import FULL, moba, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
 from experiments.readings import needle
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 SEQ_LEN = 8192
 QUICK_SEQ_LEN = 1024
@@ -63,7 +62,7 @@ class Needles(Figure):
                 rows.append([gate, str(line["heads"]), f"{line['missed']:.3f}", *predicted, found, probe])
         return Finding(_verdicts(results), rows, {"summary": numbers})
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Heads of the full model under the formula and under `scores`; misses over block sizes."""
         name = "full" if any(result["name"] == "full" for result in results) else next(iter(results))["name"]
         rows = [row for result in results if result["name"] == name for row in signal_rows(result)]

@@ -3,9 +3,11 @@
 import statistics
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import COLOURS, GREEN, MOBA, NAMES, zero_line
 from experiments import published
@@ -14,10 +16,6 @@ from experiments.figure import Arm, Figure, Finding, Result
 from experiments.fits import AXES, attention_and_size, fit, paired
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
 from experiments.readings import Losses, validation_by_sequence, validation_loss
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 QUICK_SIZES = ("tiny", "small", "large")
 
@@ -87,7 +85,7 @@ class ScalingFigure(Figure):
     def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
         """The claims of this figure."""
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Losses with their fits over both computes, and the gap beside the published one."""
         left, middle, right = canvas.subplots(1, 3)
         for axes, (axis, label) in zip((left, middle), AXES.items(), strict=True):
@@ -106,7 +104,7 @@ def _mean_text(results: Sequence[Result], name: str, loss: Callable[[Result], fl
     return f"{statistics.mean(map(loss, found)):.4f} ({seeds})" if found else "–"
 
 
-def _draw_losses(axes: "Axes", results: Sequence[Result], loss: Callable[[Result], float], axis: str) -> None:
+def _draw_losses(axes: Axes, results: Sequence[Result], loss: Callable[[Result], float], axis: str) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     fits = fit(results, loss, axis)
@@ -130,7 +128,7 @@ def _draw_losses(axes: "Axes", results: Sequence[Result], loss: Callable[[Result
 
 
 def _draw_gaps(
-    axes: "Axes", results: Sequence[Result], loss: Callable[[Result], float], laws: Mapping[str, published.Law]
+    axes: Axes, results: Sequence[Result], loss: Callable[[Result], float], laws: Mapping[str, published.Law]
 ) -> None:
     by_name = {(result["name"], result["seed"]): result for result in results}
     points = []

@@ -1,15 +1,14 @@
 """F0: batch, learning rate and initial weights that the other figures train with, chosen with full attention alone."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
+
+from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import BLUE, GREEN, INK, PURPLE
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, TOKENS_PER_PARAMETER, learning_rate, parameters, recipe, staged
 from experiments.readings import validation_loss
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 SIZE = "4m"
 FIRST_RATE = 3e-3
@@ -88,7 +87,7 @@ class Settings(Figure):
             rows.append([str(ARMS[result["name"]]), str(result["last_step"]), *cells, str(len(result["spikes"]))])
         return Finding([], rows)
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Training loss over tokens."""
         axes = canvas.subplots()
         for result in results:

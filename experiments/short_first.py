@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure as Canvas
 
 import moba_train.attention.registry  # noqa: F401  # attention kinds, which the recipe names
 from benchmarks.plotting import BLUE, COLOURS, INK, band
@@ -24,9 +26,6 @@ from experiments.readings import (
 from moba_train.config.load import load_config
 from moba_train.memory.flops import real_flops
 from moba_train.resolve.run import resolve_unchecked
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes" / "mini"
 MINIATURES = {"": "128k-from-scratch", "4k-": "16k-from-scratch"}
@@ -71,7 +70,7 @@ class ShortFirst(Figure):
                 verdicts += comparison.judge(claim, {short: 1.0, other: -1.0}, -math.inf, 0.0)
         return Finding(verdicts, _rows(results))
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Left: trailing loss by compute. Right: loss by position, a band over seeds."""
         left, right = canvas.subplots(1, 2)
         runs: dict[str, list[Result]] = {}

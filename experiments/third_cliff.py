@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure as Canvas
 
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -29,9 +30,6 @@ from experiments.third_cliff_findings import (
     with_equal_starts,
 )
 from moba_train.data.indexed import corpus_file
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 BASE = "base"
 TEXT = "recall-text"
@@ -110,7 +108,7 @@ class ThirdCliff(Figure):
         numbers = {"bases": [base_verdict(base) for base in bases]}
         return Finding(list(verdicts(tuned)), [*fine_tuned_rows(tuned), *base_rows(bases)], numbers, left_out)
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Loss by mask; gradient norm of the context by layer; its mass by distance in the last layer."""
         tuned, _ = with_equal_starts([result for result in results if result["name"] != BASE])
         draw_fine_tuned(tuned, canvas)

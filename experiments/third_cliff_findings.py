@@ -4,18 +4,16 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, PURPLE, band
 from experiments.comparison import Cell, Verdict, compare
 from experiments.figure import Result
 from experiments.readings import Losses, validation_by_sequence, validation_loss
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 BAR = 0.1
 """Nats: the most that a base may lose on a recalled token. A token whose most likely prediction is wrong loses at least
@@ -162,7 +160,7 @@ def base_rows(bases: Sequence[Result]) -> list[list[str]]:
     ]
 
 
-def draw_fine_tuned(tuned: Sequence[Result], canvas: "Canvas") -> None:
+def draw_fine_tuned(tuned: Sequence[Result], canvas: Canvas) -> None:
     """Loss by mask; gradient norm of the context by layer; its mass by distance in the last layer. Bands over seeds."""
     losses, by_layer, by_distance = canvas.subplots(1, 3)
     thinnest = min((_share(result) for result in tuned), key=float, default="")
@@ -196,7 +194,7 @@ def _gradients(result: Result) -> tuple[list[dict[str, Any]], list[str]]:
     return list(found["layers"][found["attention"]]), list(found["distances"])
 
 
-def _draw_losses(axes: "Axes", runs: Sequence[Result], colour: str) -> None:
+def _draw_losses(axes: Axes, runs: Sequence[Result], colour: str) -> None:
     by_share: dict[float, list[float]] = {}
     for run in sorted(runs, key=lambda run: float(_share(run))):
         by_share.setdefault(float(_share(run)), []).append(validation_loss(run))

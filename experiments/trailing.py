@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import BLUE, COLOURS, MOBA, NAMES, band, name
 from experiments import published
@@ -22,9 +22,6 @@ from experiments.readings import (
     trailing_loss,
 )
 from experiments.scaling import ScalingFigure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 BOTH = "both"
 """Evaluation with both attentions, whichever the arm was trained with."""
@@ -115,7 +112,7 @@ class Position(Figure):
         claim = "The gap in the last bucket is larger than in the first"
         return Finding([Verdict(claim, growth, 0.0, math.inf)], rows, {"gap": gaps.mean(0).tolist()})
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Both curves, and their gap beside that of the published fits; bands over seeds."""
         left, right = canvas.subplots(1, 2)
         pairs = largest_pairs(results)

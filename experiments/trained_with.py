@@ -3,16 +3,14 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import COLOURS
 from experiments.comparison import Verdict, compare, shared
 from experiments.figure import Figure, Finding, Result
 from experiments.fits import attention_and_size, paired
 from experiments.trailing import BOTH
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 TRAINED = {"full": "trained with full", "moba": "trained with MoBA"}
 LOSSES = {"validation": "validation loss", "trailing": "trailing loss"}
@@ -42,7 +40,7 @@ class TrainedWith(Figure):
             verdicts += _verdicts(results, loss, label)
         return Finding(verdicts, rows)
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """What running with MoBA costs, and what training with it costs when run with full attention."""
         panels = canvas.subplots(1, 2, sharey=True)
         ascending = sorted(results, key=lambda result: result["parameters"])

@@ -4,8 +4,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
 from benchmarks.plotting import BLUE, COLOURS, GREEN, INK, PURPLE, zero_line
@@ -13,10 +15,6 @@ from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, learning_rate, moba, recipe
 from experiments.readings import validation_by_sequence, validation_loss
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 SIZES = {"4m": 60_000_000, "10m": 100_000_000, "25m": 90_000_000}
 """Training tokens of each size."""
@@ -91,7 +89,7 @@ class Versions(Figure):
         numbers = {kind: {"at_once": at_once, "after": after} for kind, (at_once, after, _) in costs.items()}
         return Finding(_verdicts(results), rows, {"inserted": numbers})
 
-    def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Loss above full attention by rate; gradient norms of the largest size at its highest rate; insertion."""
         left, middle, right = canvas.subplots(1, 3)
         _draw_gaps(left, results)
@@ -247,7 +245,7 @@ def _size_and_seed(result: Result) -> str:
     return f"{_size(result)}, seed {result['seed']}"
 
 
-def _draw_gaps(axes: "Axes", results: Sequence[Result]) -> None:
+def _draw_gaps(axes: Axes, results: Sequence[Result]) -> None:
     """A colour for each version, as in the other panels, and a marker for each size."""
     trained = _trained_arms(results)
     full = {(_size(one), _rate(one), one["seed"]): validation_loss(one) for one in trained if _kind(one) == "full"}
@@ -271,7 +269,7 @@ def _draw_gaps(axes: "Axes", results: Sequence[Result]) -> None:
     axes.set_xlabel("learning rate / usual")
 
 
-def _draw_norms(axes: "Axes", results: Sequence[Result]) -> None:
+def _draw_norms(axes: Axes, results: Sequence[Result]) -> None:
     trained = _trained_arms(results)
     if not trained:
         return

@@ -15,6 +15,8 @@ selenium = pytest.importorskip("selenium", reason="needs selenium (pip install -
 from selenium import webdriver  # noqa: E402
 from selenium.webdriver.support.ui import Select  # noqa: E402
 
+from benchmarks import report_pictures  # noqa: E402
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -168,3 +170,14 @@ def test_hostile_runs_over_each_other(
     hidden = f"{loss}.filter((trace) => trace.visible === false).map((trace) => trace.meta.run)"
     wait(browser, f"new Set({hidden}).has(1)")
     assert set(browser.execute_script(f"return {hidden}")) == {1}
+
+
+def test_pictures_of_the_report_are_taken(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = write_report([recorded]).path
+    monkeypatch.setattr("sys.argv", ["report_pictures", str(page), "--output", str(tmp_path)])
+    report_pictures.main()
+    for name in report_pictures.CHARTS:
+        data = (tmp_path / f"{name}.png").read_bytes()
+        width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))  # of PNG's first chunk
+        assert width == 1.5 * report_pictures.WIDTH
+        assert 400 < height < width
