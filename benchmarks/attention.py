@@ -8,7 +8,7 @@ Shape of Llama-3-8B's attention unless a row says otherwise: 32 query heads, 8 k
 document of random data. Before a row is timed, a sample of its outputs and gradients is compared with float64. Times
 are medians over CUDA events. Exit status 1 when a result is wrong or a row of ours fails. Tables and plot are made with
 
-    python -m benchmarks.attention_table --write benchmarks/measured/attention.md docs/explanation/kernels.md
+    python -m benchmarks.attention_table --write benchmarks/measured/attention.md
     python -m benchmarks.pictures attention
 """
 

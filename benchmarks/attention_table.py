@@ -1,8 +1,8 @@
 """Tables from the attention benchmark's result file.
 
 python -m benchmarks.attention_table                     # print them as Markdown
-python -m benchmarks.attention_table --write PAGE ...    # replace the text between the markers of pages:
-                                                         # benchmarks/measured/attention.md, kernels.md
+python -m benchmarks.attention_table --write PAGE ...    # replace the text between the markers of pages,
+                                                         # which are in benchmarks/measured/attention.md
 """
 
 import argparse
@@ -77,7 +77,7 @@ def render(data: Result) -> str:
 
 
 def render_short(data: Result) -> str:
-    """One table for the README: MoBA next to the fastest dense kernel."""
+    """A short table: MoBA next to the fastest dense kernel."""
     results = [result for result in _rows(data) if Case.parse(result["row"]).is_plain]
     return _table(results, _short_cells)
 

@@ -56,6 +56,8 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.6,
     "lines.markersize": 4,
     "image.cmap": "Blues",
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.08,
 }
 """Settings for `rc_context`, with which equal results give equal bytes."""
 

@@ -3,7 +3,7 @@
     python -m benchmarks.step_time                            # the table
     python -m benchmarks.step_time --fit                      # an H200's fitted rates, again
     python -m benchmarks.step_time --scale h100               # an H200's rates scaled to another GPU, as JSON
-    python -m benchmarks.step_time --write docs/how-to/parallelism.md   # both tables, into the document
+    python -m benchmarks.step_time --write benchmarks/measured/planning.md   # both tables, into the document
     python -m benchmarks.step_time --rates FILE.json          # by the rates that `moba-train calibrate` measured
     python -m benchmarks.step_time --results FILE.json        # every row of a result of benchmarks.training
 
@@ -40,7 +40,7 @@ from moba_train.tools.plan.rates import MeasuredLayer, Rates, read_rates, shippe
 from moba_train.tools.plan.step_time import Machine, StageStep, attention_times, predict_step
 
 RESULTS = Path(__file__).parent / "results"
-COMPARED = "docs/how-to/parallelism.md"
+COMPARED = "benchmarks/measured/planning.md"
 """The document with the tables."""
 FITTED = ("products", "compiled_passes", "eager_passes", "attention_in_step")
 """Rates that are fitted to steps in bf16."""

@@ -296,7 +296,7 @@ def blend(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Keys to override")] = None,
 ) -> None:
     """Show what each stage of a recipe reads: tokens, share, repeats and padding of every source."""
-    from data_tools.stats import blend_table, preview
+    from data_tools.stats import blend_table, blend_warnings, preview
     from moba_train.config.load import load_config
     from moba_train.resolve.recipe import resolve
 
@@ -304,6 +304,8 @@ def blend(
     run = resolve(config, check_files=True)
     console = table_console()
     console.print(blend_table(preview(run.samples, run.stages)))
+    for warning in blend_warnings(run.samples, run.stages):
+        typer.echo(f"warning: {warning}", err=True)
 
 
 @app.command()
@@ -373,6 +375,8 @@ def sft(
             "one; use the tokenizer of a model that was trained with this template, or another --template",
             err=True,
         )
+    for warning in result.not_whole.warnings():
+        typer.echo(f"warning: {warning}", err=True)
     first = next(iter(result.corpora.values()))
     documents = range(min(show, first.documents))
     for shown in show_documents(first, load_decoder(tokenizer), documents, None, _loss_marks()):
@@ -380,7 +384,8 @@ def sft(
     for prefix, corpus in result.corpora.items():
         loss_tokens = result.loss_tokens[prefix]
         with_loss = f"{loss_tokens:,} with loss ({loss_tokens / max(corpus.tokens, 1):.2%})"
-        typer.echo(f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {with_loss}")
+        longest = f"the longest {int(corpus.document_lengths.max(initial=0)):,}"
+        typer.echo(f"{prefix}: {corpus.documents:,} conversations, {corpus.tokens:,} tokens, {with_loss}, {longest}")
     _warn_of_empty_split(result.corpora, holdout, "conversations")
 
 

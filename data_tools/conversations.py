@@ -1,10 +1,13 @@
 """Conversations from JSON records in the common data set formats, distinguished by their keys.
 
-messages            {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
+messages            {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...], "chat_template_kwargs": {}}
 prompt, completion  {"prompt": "...", "completion": "..."}, or each a list of messages
 ShareGPT            {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
 alpaca              {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["", ""]]}
 raw                 {"input_ids": [...], "loss_mask": [...]}: token ids, and 1 for each token that carries loss
+
+All keys of a message reach the chat template, except those whose value is null, which data sets with columns write for
+keys that a message does not have.
 """
 
 import json
@@ -22,8 +25,20 @@ from moba_train.tools.chat.template import Conversation, Message
 LIST_BYTES = 1 << 30
 """Largest .json file, which is read as a whole."""
 NESTING = 64
-"""Most levels of objects and lists in tools and tool calls."""
+"""Most levels of objects and lists in tools, tool calls and other keys of messages."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_KEYS_BY_FORMAT = {
+    "messages": (),
+    "prompt": ("completion",),
+    "completion": ("prompt",),
+    "conversations": ("system",),
+    "instruction": ("input", "output", "system", "history"),
+}
+"""Keys of a record that are read in each format, in addition to the key that identifies it."""
+_KEYS_OF_ALL = ("tools", "chat_template_kwargs")
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+"""Names that a template gets in another way than by `chat_template_kwargs`."""
 
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -87,18 +102,21 @@ def parse_record(record: Any) -> Record:
         raise ValueError(f"a record must be an object, not {json_type(record)}")
     if "input_ids" in record:
         return _raw(record)
-    if "messages" in record:
+    form = next((key for key in _KEYS_BY_FORMAT if key in record), "")
+    if form == "messages":
         messages = _messages(record, "messages")
-    elif "prompt" in record or "completion" in record:
+    elif form in ("prompt", "completion"):
         messages = _prompt(record) + _side(record, "completion", "assistant")
-    elif "conversations" in record:
+    elif form == "conversations":
         messages = _system(record) + [_sharegpt_message(message) for message in _list(record, "conversations")]
-    elif "instruction" in record:
+    elif form == "instruction":
         messages = _alpaca(record)
     else:
         keys = ", ".join(map(repr, record))[:200] or "none"
         raise ValueError(f"no key messages, prompt, conversations, instruction or input_ids; found {keys}")
-    return Conversation(messages, _tools(record))
+    read = (form, *_KEYS_BY_FORMAT[form], *_KEYS_OF_ALL)
+    unread = tuple(key for key, value in record.items() if key not in read and value is not None)
+    return Conversation(messages, _tools(record), _variables(record), unread)
 
 
 def _raw(record: dict[str, Any]) -> TokenRecord:
@@ -147,7 +165,8 @@ def _system(record: dict[str, Any]) -> list[Message]:
 
 def _sharegpt_message(message: Any) -> Message:
     role = _role(message, "from", tuple(_SHAREGPT_ROLES))
-    return _weighted(message, _text_message(_SHAREGPT_ROLES[role], _content(message, "value"), "value"))
+    parsed = _text_message(_SHAREGPT_ROLES[role], _content(message, "value"), "value")
+    return _weighted(message, parsed | _others(message, "from", "value", *parsed))
 
 
 def _messages(record: dict[str, Any], key: str) -> list[Message]:
@@ -165,9 +184,15 @@ def _message(message: Any) -> Message:
     )
     if calls:
         parsed["tool_calls"] = [_tool_call(call) for call in _list(message, "tool_calls")]
-    if role == "tool":
-        parsed |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
-    return _weighted(message, parsed)
+    return _weighted(message, parsed | _others(message, "tool_calls", *parsed))
+
+
+def _others(message: dict[str, Any], *known: str) -> Message:
+    """Keys of a message that only a template knows, such as `reasoning_content`; those that hold null are left out."""
+    others = {key: value for key, value in message.items() if key not in (*known, "weight") and value is not None}
+    for key, value in others.items():
+        _check_nesting(value, f"{key!r:.60} of a message")
+    return others
 
 
 def _weighted(message: dict[str, Any], parsed: Message) -> Message:
@@ -210,8 +235,10 @@ def _tool_call(call: Any) -> dict[str, Any]:
     arguments = _decoded(function.get("arguments") or {}, f"the arguments of tool call {name!r:.60}")
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of tool call {name!r:.60} must be an object, not {json_type(arguments)}")
-    others = {key: value for key, value in call.items() if key in ("id", "index")}
-    return {"type": "function", "function": {"name": name, "arguments": arguments}, **others}
+    _check_nesting(call, f"tool call {name!r:.60}")
+    outside = {key: call[key] for key in ("id", "index") if key in call} if function is call else call
+    inside = {key: value for key, value in function.items() if function is not call or key not in outside}
+    return {"type": "function"} | outside | {"function": inside | {"arguments": arguments}}
 
 
 def _tools(record: dict[str, Any]) -> list[Any] | None:
@@ -221,6 +248,15 @@ def _tools(record: dict[str, Any]) -> list[Any] | None:
     return tools or None
 
 
+def _variables(record: dict[str, Any]) -> dict[str, Any] | None:
+    variables = _decoded(record.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(variables, dict):
+        raise ValueError(f"'chat_template_kwargs' must be an object, not {json_type(variables)}")
+    if reserved := [key for key in _RESERVED if key in variables]:
+        raise ValueError(f"'chat_template_kwargs' has {reserved[0]!r}, which a template gets from the record itself")
+    return variables or None
+
+
 def _decoded(value: Any, what: str) -> Any:
     """`value`, or the JSON value that it holds as text."""
     if isinstance(value, str):
@@ -228,12 +264,16 @@ def _decoded(value: Any, what: str) -> Any:
             value = parse_json(value)
         except ValueError as error:
             raise ValueError(f"{what} {error}") from None
+    _check_nesting(value, what)
+    return value
+
+
+def _check_nesting(value: Any, what: str) -> None:
     level = [value]
     for _ in range(NESTING):
         level = [item for parent in level for item in _items(parent)]
     if level:
         raise ValueError(f"{what} is nested more than {NESTING} levels deep")
-    return value
 
 
 def _items(value: Any) -> list[Any]:

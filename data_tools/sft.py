@@ -1,4 +1,5 @@
-"""From conversations to a corpus with a loss mask: one conversation is one document."""
+"""From conversations to a corpus with a loss mask: a conversation is one document, or one for each turn if the chat
+template drops the thoughts of earlier turns."""
 
 import contextlib
 import hashlib
@@ -6,8 +7,9 @@ import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +20,21 @@ from data_tools.documents import BadRecord
 from data_tools.outputs import already_made, choose_split, corpus_prefixes, list_skipped, write_errors
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
-from moba_train.data.tokenizer import TextTokenizer, decode, encode, load_text_tokenizer, tokenizer_file, tokenizer_hash
+from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError
-from moba_train.tools.chat.template import Conversation, Template, TemplateSegment, texts
+from moba_train.tools.chat.control_tokens import decode, encode
+from moba_train.tools.chat.template import Conversation, SplitConversation, Template, TemplateSegment, texts
 
 MARKER = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<(?:start|end)_of_[a-z]+>|\[/?INST\]")
 """Marks that chat templates write around turns, in the notations of common models."""
+
+
+WORK_VERSION = 2
+"""Changes when the same records become other corpora; 1: keys of messages that only templates know were dropped."""
+
+
+MOST_KEYS = 20
+"""Unread keys that are named."""
 
 
 class TokenizedConversation(NamedTuple):
@@ -33,6 +44,48 @@ class TokenizedConversation(NamedTuple):
     """int64 [T]"""
     mask: npt.NDArray[np.uint8]
     """uint8 [T]: 1 for tokens that carry loss."""
+
+
+@dataclass
+class NotWhole:
+    """Counts of parts of the conversations that are not in the corpus, or not as they were given."""
+
+    unread: Counter[str] = field(default_factory=Counter)
+    """Number of occurrences of each key that changes nothing in the text, as `SplitConversation.unread` names them."""
+    cut: Counter[str] = field(default_factory=Counter)
+    """`conversations` that were cut into one sample a turn, and the `samples` that they gave."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """`messages` after the last answer that carries loss, and the `conversations` that had them."""
+
+    def add(self, split: SplitConversation) -> None:
+        """Count what one conversation became."""
+        self.unread.update(split.unread)
+        if len(split.samples) > 1:
+            self.cut.update(conversations=1, samples=len(split.samples))
+        if split.left_out:
+            self.left_out.update(conversations=1, messages=split.left_out)
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a sentence for each kind of loss or change."""
+        if self.unread:
+            keys = ", ".join(f"{key!r:.80} ({count:,})" for key, count in self.unread.most_common(MOST_KEYS))
+            more = len(self.unread) - MOST_KEYS
+            keys += f" and {more:,} other keys" if more > 0 else ""
+            yield (
+                f"these keys change nothing in the text, because the format or the chat template does not read them: "
+                f"{keys}; rename those that matter to what the template reads, or give another --template"
+            )
+        if self.cut:
+            yield (
+                f"{self.cut['conversations']:,} conversations were cut into {self.cut['samples']:,} samples, each up "
+                "to an answer, because the chat template writes earlier answers in another way, such as without their "
+                "thoughts"
+            )
+        if self.left_out:
+            yield (
+                f"{self.left_out['messages']:,} messages at the ends of {self.left_out['conversations']:,} "
+                "conversations are left out, because no answer that carries loss follows them"
+            )
 
 
 @dataclass(frozen=True)
@@ -47,6 +100,7 @@ class SftResult:
     """Skipped records, as "file:line: reason"."""
     split_markers: dict[str, int]
     """Number of tokens of each template marker that is not a single token."""
+    not_whole: NotWhole
     already_complete: bool
     """True if identical corpora existed before, so that nothing was done."""
 
@@ -94,7 +148,8 @@ def make_sft_corpus(
     sha256 = tokenizer_hash(tokenizer_path)
     work = _work_fingerprint(files, sha256, template, holdout, fail_on_error)
     bad: list[str] = []
-    markers = _Markers(template.end_of_turn)
+    markers = _Markers(template.definition.end_of_turn)
+    not_whole = NotWhole()
     with write_errors(output):
         already_complete = already_made(dict.fromkeys(prefixes, work))
         if not already_complete:
@@ -102,11 +157,11 @@ def make_sft_corpus(
                 "vocab_size": tokenizer.vocab_size,
                 "tokenizer": tokenizer_file(tokenizer_path).name,
                 "tokenizer_sha256": sha256,
-                "end_of_turn_id": _single_token(tokenizer, template.end_of_turn),
+                "end_of_turn_id": _single_token(tokenizer, template.definition.end_of_turn),
                 "loss_mask": True,
                 "work": work,
             }
-            found = _encode_files(files, tokenizer, template, markers)
+            found = _encode_files(files, tokenizer, template, markers, not_whole, info)
             bad = _write(found, prefixes, holdout, info, fail_on_error)
             list_skipped(output, bad)
     return SftResult(
@@ -114,12 +169,13 @@ def make_sft_corpus(
         {prefix: _count_loss_tokens(prefix) for prefix in prefixes},
         bad,
         markers.split(tokenizer),
+        not_whole,
         already_complete,
     )
 
 
 def _write(
-    found: Iterator[TokenizedConversation | BadRecord],
+    found: Iterator[list[TokenizedConversation] | BadRecord],
     prefixes: Sequence[str],
     holdout: float,
     info: dict[str, Any],
@@ -135,15 +191,17 @@ def _write(
             stack.enter_context(IndexedDatasetWriter(mask_prefix(prefix), np.uint8, {"vocab_size": 2}))
             for prefix in prefixes
         ]
-        for conversation in found:
-            if isinstance(conversation, BadRecord):
+        for samples in found:
+            if isinstance(samples, BadRecord):
                 if fail_on_error:
-                    raise DataError(f"{conversation}; correct the record, or skip such records with --on-error skip")
-                bad.append(str(conversation))
+                    raise DataError(f"{samples}; correct the record, or skip such records with --on-error skip")
+                bad.append(str(samples))
                 continue
-            split = choose_split(conversation.ids.tobytes(), holdout)
-            corpora[split].add_document(conversation.ids)
-            masks[split].add_document(conversation.mask)
+            # All samples of a conversation on one side: the last has the text of the others.
+            split = choose_split(samples[-1].ids.tobytes(), holdout)
+            for sample in samples:
+                corpora[split].add_document(sample.ids)
+                masks[split].add_document(sample.mask)
         if not any(writer.documents for writer in corpora):
             raise DataError(
                 f"none of the {len(bad):,} records can be used: {bad[0]}" if bad else "the --input files have no record"
@@ -157,9 +215,10 @@ def _work_fingerprint(
     """SHA-256 of everything the corpus depends on; input files enter by size and modification time."""
     stats = [(file, os.stat(file)) for file in files]
     work = {
+        "version": WORK_VERSION,
         "files": [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats],
         "tokenizer": tokenizer_sha256,
-        "template": template.fingerprint,
+        "template": template.definition.fingerprint,
         "holdout": holdout,
         "fail_on_error": fail_on_error,
     }
@@ -201,21 +260,35 @@ def _single_token(tokenizer: TextTokenizer, marker: str) -> int | None:
 
 
 def _encode_files(
-    files: Sequence[str], tokenizer: TextTokenizer, template: Template, markers: _Markers
-) -> Iterator[TokenizedConversation | BadRecord]:
+    files: Sequence[str],
+    tokenizer: TextTokenizer,
+    template: Template,
+    markers: _Markers,
+    not_whole: NotWhole,
+    info: dict[str, Any],
+) -> Iterator[list[TokenizedConversation] | BadRecord]:
+    """Yield the samples of each conversation, or the reason why it cannot be used. `info` gets the template, unless all
+    records are tokens."""
     # The second iterator runs ahead, so that a template in another process works while this one tokenizes.
     records, ahead = itertools.tee((file, *numbered) for file in files for numbered in read_records(file))
-    rendered = template.all_segments(record for _, _, record in ahead if isinstance(record, Conversation))
+    rendered = template.split_all(record for _, _, record in ahead if isinstance(record, Conversation))
     for file, number, record in records:
         if isinstance(record, BadRecord):
             yield record
             continue
-        found = next(rendered) if isinstance(record, Conversation) else record
         try:
-            if isinstance(found, ValueError):
-                raise found
-            if isinstance(record, Conversation) and isinstance(found, list):
-                markers.add(record, found)
-            yield encode_record(found, tokenizer)
+            if isinstance(record, TokenRecord):
+                yield [encode_record(record, tokenizer)]
+                continue
+            split = next(rendered)
+            if isinstance(split, ValueError):
+                raise split
+            encoded = [encode_record(sample, tokenizer) for sample in split.samples]
         except ValueError as error:
             yield BadRecord(file, number, str(error))
+            continue
+        info["chat_template"] = template.definition._asdict()
+        not_whole.add(split)
+        for sample in split.samples:
+            markers.add(record, sample)
+        yield encoded

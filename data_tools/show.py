@@ -14,8 +14,9 @@ from data_tools.encoders import load_tiktoken_encoding
 from data_tools.progress import ByteProgress
 from moba_train.data.indexed import IndexedDataset, corpus_file, outside
 from moba_train.data.loss_mask import LossWeights
-from moba_train.data.tokenizer import TIKTOKEN, decode, load_text_tokenizer, tokenizer_hashes
+from moba_train.data.tokenizer import TIKTOKEN, load_text_tokenizer, tokenizer_hashes
 from moba_train.errors import DataError
+from moba_train.tools.chat.control_tokens import decode
 
 
 class Decoder(NamedTuple):

@@ -211,6 +211,15 @@ class SourceUse:
     """Fraction of padding in its samples."""
 
 
+def blend_warnings(spec: DataSpec, stages: Sequence[Stage]) -> list[str]:
+    """Sentences about the corpora of each of a run's stages."""
+    return [
+        f"stage {stage.name}: {warning}"
+        for stage in stages
+        for warning in training_data(spec, stage, {}).warnings(stage.batch_tokens)
+    ]
+
+
 def preview(spec: DataSpec, stages: Sequence[Stage]) -> list[SourceUse]:
     """Use of each source in each of a run's stages, exactly as training will read it. Raises DataError as `StageData`
     does."""

@@ -13,6 +13,7 @@ from experiments.third_cliff import ThirdCliff, ThirdCliffSmallerBlocks
 from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
 from experiments.versions import Versions
+from experiments.why_behind import WhyBehind
 
 FIGURES: dict[str, Figure] = {
     figure.name: figure
@@ -31,6 +32,7 @@ FIGURES: dict[str, Figure] = {
         Mechanisms(),
         Needles(),
         ForcedChoices(),
+        WhyBehind(),
     )
 }
 

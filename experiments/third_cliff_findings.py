@@ -183,7 +183,7 @@ def draw_fine_tuned(tuned: Sequence[Result], canvas: Canvas) -> None:
     by_layer.set_ylabel("gradient, context / answers")
     by_layer.set_xlabel(f"layer, {thinnest} % with loss")
     by_distance.set_ylabel("share of last layer's gradient")
-    by_distance.set_xlabel("tokens to the answer, at least")
+    by_distance.set_xlabel("tokens away, at least")
     canvas.legend(loc="outside upper left", ncols=len(_COLOURS))
 
 

@@ -43,7 +43,7 @@ class TrainedWith(Figure):
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """What running with MoBA costs, and what training with it costs when run with full attention."""
         panels = canvas.subplots(1, 2, sharey=True)
-        ascending = sorted(results, key=lambda result: result["parameters"])
+        ascending = sorted(results, key=lambda result: result["compute"]["6ND"])
         sizes = list(dict.fromkeys(attention_and_size(result["name"])[1] for result in ascending))
         for axes, (loss, label) in zip(panels, LOSSES.items(), strict=True):
             for trained, name in TRAINED.items():

@@ -22,6 +22,16 @@ WORDS = re.compile(
     r"|t(old|ell|ells) apart|but for|in (the )?place of)\b|, too([.,;:)]|$)",
     re.IGNORECASE,
 )
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "attention-path.md"),
+]
+"""Pages that users read."""
+PAGE_WORDS = re.compile(WORDS.pattern + r"|\bof (its|their) own\b", re.IGNORECASE)
+MOST_WORDS = 35
+"""Most words of a sentence on a page."""
+MOST_FAULTS = 0
+"""Most words and sentences on all pages that could be plainer."""
 MOST_CORE_LINES = 34_000
 """Most lines of the core that are not comments, of which there cannot be too many."""
 MOST_LINES = 500
@@ -60,6 +70,34 @@ def test_docstrings_begin_with_a_noun_or_a_verb_in_the_words_of_the_field(path: 
     prose = [(line, " ".join(text.split())) for line, text in (*docstrings(path), *comments(path))]
     words = [(line, found[0]) for line, text in prose for found in WORDS.finditer(text)]
     assert words == []
+
+
+def prose(page: Path) -> str:
+    """The text of a page without code, links' addresses and comments."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Sentences of paragraphs and items, without headings and tables."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+        if not paragraph.lstrip().startswith(("|", "#")):
+            yield from re.split(r"(?<=[.!?:;])\s+", " ".join(paragraph.split()))
+
+
+def faults(page: Path) -> list[str]:
+    """Words that have a plainer one, with some text around them, and long sentences."""
+    text = prose(page)
+    flat = " ".join(text.split())
+    words = [flat[max(0, found.start() - 40) : found.end() + 20] for found in PAGE_WORDS.finditer(flat)]
+    return words + [sentence for sentence in sentences(text) if len(sentence.split()) > MOST_WORDS]
+
+
+def test_pages_are_in_plain_words_and_short_sentences() -> None:
+    found = {str(page.relative_to(ROOT)): faults(page) for page in PAGES}
+    begun_with = [name for name in found if name.startswith(("README", "docs/index", "docs/tutorials"))]
+    assert {name: found[name] for name in begun_with if found[name]} == {}
+    assert sum(map(len, found.values())) <= MOST_FAULTS, found
 
 
 def test_a_file_is_one_whole_idea() -> None:

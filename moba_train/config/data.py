@@ -6,6 +6,8 @@ from pydantic import Field
 
 from moba_train.config.base import LARGEST_COUNT, Length, Section
 
+LongConversations = Literal["split", "truncate", "drop", "error"]
+
 
 class UpsampleConfig(Section):
     """Long documents more often than the others."""
@@ -43,6 +45,11 @@ class DataConfig(Section):
         "concat",
         description="concat: every seq_len tokens are a sample; best_fit: whole documents, cut only where longer than "
         "seq_len, the rest padded. Evaluation always concatenates",
+    )
+    long_conversations: LongConversations = Field(
+        "error",
+        description="conversations (documents of a corpus with a loss mask) of more than seq_len tokens. split: later "
+        "parts train without what comes before; truncate: seq_len tokens of each; drop: none; error: refused at start",
     )
     train: list[SourceConfig] = Field(min_length=1, description="blend of corpora; weights are by tokens")
     validation: list[SourceConfig] = Field([], description="blend for evaluation; empty: no evaluation")

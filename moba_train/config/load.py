@@ -152,21 +152,6 @@ def parse_config(text: str, source: str) -> RunConfig:
         raise ConfigError([f"{source}: {problem}" for problem in explain(error, RunConfig)]) from None
 
 
-def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """The recipe with `overrides` applied, as `load_config` takes them. Raises ConfigError with every problem."""
-    if not overrides:
-        return config
-    raw = parse_yaml(dump_config(config), "recipe")
-    problems = apply_overrides(raw, overrides)
-    try:
-        changed = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(problems + explain(error, RunConfig)) from None
-    if problems:
-        raise ConfigError(problems)
-    return changed
-
-
 def dump_config(config: RunConfig) -> str:
     """YAML with every key of the recipe. `load_config` makes an equal `RunConfig` of it.
 

@@ -37,7 +37,7 @@ class ScheduleConfig(Section):
 
 class MuonConfig(Section):
     """Muon, for the weights of the blocks' linear layers; all other parameters are trained by AdamW with `betas` and
-    `eps`. See docs/how-to/optimizers.md."""
+    `eps`. See docs/how-to/precision-and-optimizers.md."""
 
     momentum: float = Field(0.95, ge=0, lt=1, description="decay of the running mean of gradients")
     nesterov: bool = Field(True, description="mix the present gradient into that mean once more")

@@ -76,13 +76,13 @@ class ParallelConfig(ContextParallelConfig):
         1,
         ge=1,
         description="ranks of one node that share each layer's heads and columns (tensor parallelism); the same in all "
-        "stages. See docs/explanation/context-parallelism.md",
+        "stages. See docs/how-to/parallelism.md",
     )
     pp: int = Field(
         1,
         ge=1,
         description="ranks of a pipeline, each with a part of the layers (pipeline parallelism); the same in all "
-        "stages. See docs/how-to/pipeline-parallelism.md",
+        "stages. See docs/how-to/parallelism.md",
     )
     pp_schedule: PipelineSchedule = Field(
         "1f1b",

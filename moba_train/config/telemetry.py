@@ -9,7 +9,7 @@ from moba_train.registry import TELEMETRY_SINKS
 
 
 class WandbConfig(Section):
-    """Weights & Biases, which needs the package wandb (`pip install "moba-train[wandb]"`). One run across restarts; a
+    """Weights & Biases, which needs the package wandb (`pip install wandb`). One run across restarts; a
     failing wandb never stops training."""
 
     mode: Literal["disabled", "offline", "online"] = Field(
@@ -27,13 +27,11 @@ class TelemetryConfig(OpenSection):
 
     log_every: int = Field(1, ge=1, description="optimizer steps between logged metrics")
     console: bool = Field(True, description="progress and metrics in the terminal")
-    tensorboard: bool = Field(
-        False, description='also write TensorBoard events, which needs `pip install "moba-train[tensorboard]"`'
-    )
+    tensorboard: bool = Field(False, description="also write TensorBoard events, which needs `pip install tensorboard`")
     report: Literal["auto"] | bool = Field(
         "auto",
         description="write report.html, the page of `moba-train report`, when a run ends in order; auto: if plotly is "
-        'installed (`pip install "moba-train[report]"`)',
+        "installed (`pip install 'plotly>=6'`)",
     )
     wandb: WandbConfig = WandbConfig()
 

@@ -57,13 +57,16 @@ class LengthBucket(NamedTuple):
     below_length: int | None
     weight: float
     """Share of the training tokens, relative to the other buckets."""
+    most: int | None = None
+    """Tokens of each document that are read, from its beginning; None: all."""
 
     @property
     def range(self) -> str:
-        """Range of lengths as text; empty for the whole corpus."""
+        """Range of lengths, and what is read of longer documents, as text; empty for the whole corpus."""
+        first = f"[first {self.most}]" if self.most else ""
         if not self.min_length and self.below_length is None:
-            return ""
-        return f"[{self.min_length}:{'' if self.below_length is None else self.below_length}]"
+            return first
+        return f"[{self.min_length}:{'' if self.below_length is None else self.below_length}]{first}"
 
     @property
     def name(self) -> str:

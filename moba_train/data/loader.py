@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from moba_train.config.data import SourceConfig
+from moba_train.config.data import LongConversations, SourceConfig
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch, collate
 from moba_train.data.indexed import IndexedDataset
@@ -29,6 +29,7 @@ class DataSpec:
     packing: Literal["concat", "best_fit"]
     loss_norm: Literal["token", "sequence"]
     """Unit whose mean losses are averaged: tokens, or documents."""
+    long_conversations: LongConversations
 
 
 def training_data(spec: DataSpec, stage: Stage, starts: Mapping[str, int]) -> StageData:
@@ -45,6 +46,7 @@ def training_data(spec: DataSpec, stage: Stage, starts: Mapping[str, int]) -> St
         spec.vocab_size,
         spec.packing,
         spec.loss_norm,
+        spec.long_conversations,
     )
     data.check_loss()
     return data

@@ -29,13 +29,15 @@ class LossWeights:
 
     norm: "token" for a weight of 1 for each token with loss; "sequence" for 1 / (the document's number of tokens with
         loss), so that the weights of a document add up to 1, even if it is split
+    most: tokens of a document that are read, from its beginning; None: all
 
     Raises DataError when the mask is missing or does not fit the corpus.
     """
 
-    def __init__(self, corpus: IndexedDataset, norm: LossNorm) -> None:
+    def __init__(self, corpus: IndexedDataset, norm: LossNorm, most: int | None = None) -> None:
         self._corpus = corpus
         self._norm = norm
+        self._labels = slice(1, None if most is None else most + 1)
         self.mask: IndexedDataset | None = None
         prefix = mask_prefix(corpus.prefix)
         if corpus_file(prefix, "idx").exists():
@@ -72,7 +74,21 @@ class LossWeights:
         length = int(self._corpus.document_lengths[document])
         if self.mask is None:
             return max(length - 1, 0)
-        return int(np.count_nonzero(self.mask.document(document)[1:]))
+        return int(np.count_nonzero(self.mask.document(document)[self._labels]))
+
+    def long_conversations(self, min_length: int, below_length: int | None, seq_len: int) -> str:
+        """Number of conversations among the documents of this range of lengths that are longer than `seq_len` tokens,
+        in words; empty if none is, or the corpus has no mask and thus no conversations."""
+        if self.mask is None:
+            return ""
+        long = self._corpus.documents_of_length(max(min_length, seq_len + 1), below_length)
+        if not len(long):
+            return ""
+        every = len(self._corpus.documents_of_length(min_length, below_length))
+        return (
+            f"{len(long):,} of {every:,} conversations of {self._corpus.prefix} are longer than the {seq_len:,} tokens "
+            f"of a sample, the longest has {int(self._corpus.document_lengths[long].max()):,}"
+        )
 
     def slice(self, document: int, start: int, stop: int) -> npt.NDArray[np.float32]:
         """Loss weights of tokens [start, stop) of a document as labels, float32 [stop - start]; start >= 1."""

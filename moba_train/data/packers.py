@@ -215,7 +215,7 @@ class BestFitPacker:
         samples are read, int64 [samples]."""
         begin = self._start + group * self._interval
         documents = self._stream.documents_between(begin, begin + self._interval)
-        lengths = self._stream.dataset.document_lengths[documents]
+        lengths = self._stream.lengths[documents]
         index, start = split_documents(lengths, self._seq_len)
         stop = np.minimum(start + self._seq_len, lengths[index])
         packing = best_fit(stop - start, self._seq_len)

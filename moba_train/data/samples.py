@@ -7,12 +7,12 @@ ranks, on workers or on earlier samples, so counters are enough to resume a run,
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from moba_train.config.data import SourceConfig
+from moba_train.config.data import LongConversations, SourceConfig
 from moba_train.data.blend import LengthBucket, blend, length_buckets, samples_taken
 from moba_train.data.indexed import IndexedDataset, outside, vocabulary_error
 from moba_train.data.loss_mask import LossNorm, LossWeights
@@ -52,6 +52,15 @@ class Sample:
         return self.lengths[-1] if len(self.lengths) > len(self.parts) else 0
 
 
+LONG_REMEDY = "set a larger seq_len, or data.long_conversations to truncate, drop or split"
+LONG_OUTCOMES = {
+    "split": "they are split, and their later parts train without what comes before (data.long_conversations)",
+    "truncate": "the rest of them is not trained on (data.long_conversations)",
+    "drop": "they are not trained on (data.long_conversations)",
+}
+"""Consequences of `data.long_conversations`, for warnings."""
+
+
 class StageData:
     """The samples of one training stage.
 
@@ -63,8 +72,10 @@ class StageData:
     vocab_size: rows of the model's embedding; token ids must be below
     packing: the packer of every stream, see data/packers.py
     loss_norm: the weight of a token with loss, see data/loss_mask.py
+    long_conversations: the treatment of conversations of more than `seq_len` tokens
 
-    Raises DataError when documents are named twice, or a corpus is damaged, empty, or made for a larger vocabulary.
+    Raises DataError when documents are named twice, a corpus is damaged, empty, or made for a larger vocabulary, or a
+    conversation is too long.
     """
 
     def __init__(
@@ -77,6 +88,7 @@ class StageData:
         vocab_size: int,
         packing: Literal["concat", "best_fit"] = "concat",
         loss_norm: LossNorm = "token",
+        long_conversations: LongConversations = "split",
     ) -> None:
         self.seq_len = seq_len
         self.sequences = sequences
@@ -85,10 +97,18 @@ class StageData:
         self._corpora: dict[str, IndexedDataset] = {}
         self._loss_norm = loss_norm
         self._loss_weights: dict[str, LossWeights] = {}
-        self.buckets: list[LengthBucket] = length_buckets(sources, self._open)
+        self._long = long_conversations
+        self._warnings: list[str] = []
+        self.buckets: list[LengthBucket] = [self._fit(bucket) for bucket in length_buckets(sources, self._open)]
         """Parts of the blend: whole corpora, or ranges of their document lengths."""
+        masked = [bucket.name for bucket in self.buckets if self._loss_weights[bucket.path].mask]
+        if packing == "concat" and masked:
+            self._warnings.append(
+                f"data.packing: concat cuts the conversations of {', '.join(masked)} wherever a sample ends, and the "
+                "rest of them trains without what comes before; set it to best_fit"
+            )
         self.streams = [
-            DocumentStream(self._corpora[bucket.path], seed, bucket.min_length, bucket.below_length)
+            DocumentStream(self._corpora[bucket.path], seed, bucket.min_length, bucket.below_length, bucket.most)
             for bucket in self.buckets
         ]
         """Stream of each bucket."""
@@ -116,8 +136,24 @@ class StageData:
         if path not in self._corpora:
             dataset = self._corpora[path] = IndexedDataset(path)
             dataset.check_vocabulary(self.vocab_size)
-            self._loss_weights[path] = LossWeights(dataset, self._loss_norm)
+            most = self.seq_len if self._long == "truncate" else None
+            self._loss_weights[path] = LossWeights(dataset, self._loss_norm, most)
         return self._corpora[path]
+
+    def _fit(self, bucket: LengthBucket) -> LengthBucket:
+        """The bucket without its long conversations or the rest of them, as `long_conversations` says; notes their
+        number. Raises DataError when none may be long, or none remains."""
+        long = self._loss_weights[bucket.path].long_conversations(bucket.min_length, bucket.below_length, self.seq_len)
+        if not long:
+            return bucket
+        corpus = self._corpora[bucket.path]
+        fits = corpus.documents_of_length(max(bucket.min_length, 1), self.seq_len + 1)
+        if self._long == "error" or (self._long == "drop" and not len(fits)):
+            raise DataError(f"{long}; {LONG_REMEDY}")
+        self._warnings.append(f"{long}: {LONG_OUTCOMES[self._long]}")
+        if self._long == "drop":
+            return bucket._replace(below_length=self.seq_len + 1)
+        return bucket._replace(most=self.seq_len) if self._long == "truncate" else bucket
 
     def _name_streams(self) -> list[str]:
         names: list[str] = []
@@ -208,6 +244,13 @@ class StageData:
             for name, packer, count in zip(self.stream_names, self._packers, taken, strict=True)
         }
 
+    @property
+    def chat_template(self) -> dict[str, Any]:
+        """Chat template in the first sidecar that has one, with its `end_of_turn_id`; empty if there is none."""
+        infos = [self._corpora[bucket.path].info or {} for bucket in self.buckets]
+        found = (info for info in infos if "chat_template" in info)
+        return next(({"end_of_turn_id": info.get("end_of_turn_id")} | info["chat_template"] for info in found), {})
+
     def check_loss(self) -> None:
         """Raise DataError when no token of any bucket carries loss."""
         if not any(
@@ -219,10 +262,10 @@ class StageData:
                 "0, or every document has a single token; make the masks again, or name other corpora"
             )
 
-    def repeats(self, batch_tokens: int) -> list[str]:
-        """A sentence for each bucket that has fewer than the `batch_tokens` of a batch: the number of times that the
-        stage reads it."""
-        found = []
+    def warnings(self, batch_tokens: int) -> list[str]:
+        """A sentence for each bucket with long conversations, and for each that has fewer than the `batch_tokens` of a
+        batch: the number of times that the stage reads it."""
+        found = [*self._warnings]
         for bucket, stream, samples in zip(self.buckets, self.streams, self.samples_per_bucket.tolist(), strict=True):
             if stream.tokens < batch_tokens:
                 epochs = samples * self.seq_len / stream.tokens

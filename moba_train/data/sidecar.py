@@ -5,6 +5,7 @@ The sidecar has these keys:
 vocab_size, tokenizer, ...  origin of the corpus, by the program that wrote it
 bos_id, eos_id              tokens at the beginning and the end of each document, null for none
 end_of_turn_id              token at the end of each turn of a conversation, null if it is several
+chat_template               `source`, `end_of_turn` and `variables` of the template that wrote the conversations
 loss_mask                   true with masks, which conversations have
 documents, tokens           their numbers
 min_id, max_id              smallest and largest token id
@@ -23,6 +24,7 @@ from moba_train.errors import DataError
 _INFO_TYPES: tuple[tuple[set[str], type, str], ...] = (
     ({"vocab_size", "documents", "tokens", "min_id", "max_id"}, int, "a whole number"),
     ({"bin_sha256", "idx_sha256", "sampled_sha256"}, str, "a string"),
+    ({"chat_template"}, dict, "an object"),
 )
 
 

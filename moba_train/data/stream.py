@@ -36,25 +36,33 @@ class DocumentStream:
 
     min_length: tokens of the shortest document that is read
     below_length: only documents of fewer tokens are read; None: no limit
+    most: tokens of a document that are read, from its beginning; None: all
     """
 
     def __init__(
-        self, dataset: IndexedDataset, seed: int, min_length: int = 0, below_length: int | None = None
+        self,
+        dataset: IndexedDataset,
+        seed: int,
+        min_length: int = 0,
+        below_length: int | None = None,
+        most: int | None = None,
     ) -> None:
         self.dataset = dataset
+        self.lengths = dataset.document_lengths if most is None else np.minimum(dataset.document_lengths, most)
+        """int64 [documents of the corpus]: tokens of each that are read."""
         # By content, not by path: a copy of the corpus elsewhere is read in the same order.
         self.entropy: tuple[int, ...] = (seed, int(dataset.fingerprint.index[:16], 16))
         """Seed of every random choice about this stream."""
         self._selected: npt.NDArray[np.int64] | None = None
         self.documents = dataset.documents
         """Documents in an epoch."""
-        self.tokens = dataset.tokens
+        self.tokens = int(self.lengths.sum())
         """Tokens in an epoch."""
         if min_length or below_length is not None:
             self.entropy += (min_length, below_length or 0)
             self._selected = dataset.documents_of_length(min_length, below_length)
             self.documents = len(self._selected)
-            self.tokens = int(dataset.document_lengths[self._selected].sum())
+            self.tokens = int(self.lengths[self._selected].sum())
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def _shuffle(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -64,7 +72,7 @@ class DocumentStream:
         if self._selected is not None:
             order = self._selected[order]
         begins = np.zeros(len(order) + 1, dtype=np.int64)
-        np.cumsum(self.dataset.document_lengths[order], out=begins[1:])
+        np.cumsum(self.lengths[order], out=begins[1:])
         return order, begins
 
     def parts(self, offset: int, length: int) -> list[DocumentPart]:
@@ -91,10 +99,10 @@ class DocumentStream:
             order, begins = self._epoch(epoch)
             low, high = np.searchsorted(begins[:-1], (begin - epoch * self.tokens, end - epoch * self.tokens))
             documents = order[low:high]
-            found.append(documents[self.dataset.document_lengths[documents] > 0])
+            found.append(documents[self.lengths[documents] > 0])
         return np.concatenate(found)
 
     def next_begin(self, offset: int) -> int:
         """The first position >= `offset` at which a document begins."""
         (part,) = self.parts(offset, 1)
-        return offset if part.start == 0 else offset + int(self.dataset.document_lengths[part.document]) - part.start
+        return offset if part.start == 0 else offset + int(self.lengths[part.document]) - part.start

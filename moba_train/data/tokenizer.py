@@ -1,14 +1,11 @@
 """Tokenizers: sentencepiece models and Hugging Face's tokenizer.json files.
 
 A tokenizer.json makes special tokens from text that spells them out. Sentencepiece never makes control tokens, such as
-</s>, from text, nor text from them; `encode` and `decode` do that with either type.
+</s>, from text, nor text from them; tools/chat/control_tokens.py does that with either type.
 """
 
-import functools
 import hashlib
 import importlib
-import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +52,7 @@ def special_tokens(folder: Path, roots: Sequence[Path] | None = None) -> dict[st
 
     Raises DataError when a file cannot be read, or does not lie below one of `roots`.
     """
-    read = (_read_object(folder / name, roots) for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG))
+    read = (read_object(folder / name, roots) for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG))
     return {key: text for contents in read for key, text in token_texts(contents).items()}
 
 
@@ -71,28 +68,7 @@ def token_texts(contents: Mapping[str, Any]) -> dict[str, str]:
     return dict(texts())
 
 
-def has_chat_template(path: str | Path, roots: Sequence[Path] | None = None) -> bool:
-    """True if the folder of the tokenizer at `path` has a chat template. Raises DataError as `special_tokens`."""
-    folder = tokenizer_file(path).parent
-    own = any((folder / name).exists() for name in CHAT_TEMPLATES)
-    return own or "chat_template" in _read_object(folder / TOKENIZER_CONFIG, roots)
-
-
-def ends_of_text(path: str | Path, roots: Sequence[Path] | None = None) -> list[int]:
-    """Token ids that end a generated text, from the generation_config.json in the folder of the tokenizer at `path`;
-    empty without the file.
-
-    Raises DataError when the file cannot be read, or does not lie below one of `roots`.
-    """
-    return token_ids(_read_object(tokenizer_file(path).with_name(GENERATION_CONFIG), roots).get("eos_token_id"))
-
-
-def token_ids(value: Any) -> list[int]:
-    """Token ids under a key such as `eos_token_id` of a generation_config.json: one, a list, or none."""
-    return [index for index in (value if isinstance(value, list) else [value]) if type(index) is int]
-
-
-def _read_object(file: Path, roots: Sequence[Path] | None) -> dict[str, Any]:
+def read_object(file: Path, roots: Sequence[Path] | None) -> dict[str, Any]:
     """The object in a JSON file; empty without the file. Raises DataError."""
     try:
         contents = read_foreign_json(file, roots=roots) if file.exists() else {}
@@ -228,58 +204,3 @@ def load_text_tokenizer(path: str | Path, roots: Sequence[Path] | None = None) -
         )
     path = tokenizer_file(path)
     return HuggingFaceTokenizer(path, roots) if path.suffix == ".json" else load_tokenizer(path, roots)
-
-
-def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids of `text`; special tokens that are spelt out in it become these tokens."""
-    special = _control_tokens(tokenizer) if isinstance(tokenizer, Tokenizer) else {}
-    if not special:
-        return tokenizer.encode(text)
-    ids: list[int] = []
-    for part in re.split("(" + "|".join(map(re.escape, special)) + ")", text):
-        ids += [special[part]] if part in special else tokenizer.encode(part)
-    return ids
-
-
-def decode(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
-    """Text of `ids`, with control tokens spelt out."""
-    special = _control_tokens(tokenizer) if isinstance(tokenizer, Tokenizer) else {}
-    names = {token: name for name, token in special.items()}
-    text = ""
-    for control, group in itertools.groupby(ids, key=lambda token: token in names):
-        found = list(group)
-        text += "".join(names[token] for token in found) if control else tokenizer.decode(found)
-    return text
-
-
-@dataclass(frozen=True)
-class ChatTokenizer:
-    """A tokenizer with the `encode` and `decode` of this module."""
-
-    tokenizer: TextTokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; all are below it."""
-        return self.tokenizer.vocab_size
-
-    @property
-    def eos_id(self) -> int | None:
-        """Token id of the end of a document, or None if the tokenizer has none."""
-        return self.tokenizer.eos_id
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens that are spelt out in it become these tokens."""
-        return encode(self.tokenizer, text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, with control tokens spelt out."""
-        return decode(self.tokenizer, tokens)
-
-
-@functools.cache
-def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids of the control tokens, such as </s>, by name. Sentencepiece never makes them from text."""
-    processor = tokenizer.processor
-    tokens = [token for token in range(processor.vocab_size()) if processor.is_control(token)]
-    return {processor.id_to_piece(token): token for token in tokens}

@@ -7,8 +7,6 @@ from moba_train import registry
 from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
-from moba_train.config.explain import did_you_mean
-from moba_train.errors import UserError
 from moba_train.evals.evaluation import Evaluation, EvaluationSetting
 from moba_train.evals.validation_loss import ValidationLoss
 
@@ -38,15 +36,6 @@ def stage_evaluations(section: EvaluationConfig, setting: EvaluationSetting) -> 
         return []
     asked = asked_evaluations(section, setting.validation)
     return [evaluation(options, setting) for evaluation, options in asked.items()]
-
-
-def evaluations_named(names: Sequence[str]) -> list[type[Evaluation[Any]]]:
-    """Evaluations of these names, each once, in the order given. Raises UserError for a name that none has."""
-    for name in names:
-        if name not in EVALUATIONS:
-            hint = did_you_mean(name, [*EVALUATIONS])
-            raise UserError(f"--tasks: there is no evaluation {name!r}{hint}; allowed: {', '.join(EVALUATIONS)}")
-    return [EVALUATIONS[name] for name in dict.fromkeys(names)]
 
 
 def evaluation_of(number: str) -> type[Evaluation[Any]] | None:

@@ -1,15 +1,20 @@
-"""Sliding-window attention as a LocalAttention: every query sees the last tokens of its document.
+"""Sliding-window attention as a LocalAttention: every query sees the last tokens of its document, and its first ones.
 
 On CUDA a varlen flash kernel masks the band, elsewhere kernels/common/reference.py. Both are given the keys of the
-band alone, so that the work is T times the window, not T squared.
+band alone, so that the work is T times the window, not T squared. The first tokens, or sinks (StreamingLLM, Xiao et al.
+2023, arXiv:2309.17453), are further calls for each document that is longer than the window.
 
 Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from moba_train.attention.kernels.common.merge import merge, nothing_seen
@@ -20,8 +25,11 @@ from moba_train.attention.kernels.common.reference import (
     masked_attend_backward,
 )
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
+from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
+from moba_train.config.base import Length, Section
+from moba_train.config.model import ModelConfig
 
 _LEAST_TILE = 128
 """Queries of a masked call at least: it is given as many keys as the window and these queries have."""
@@ -40,11 +48,15 @@ class Band:
     """Rows of the queries."""
     key_rows: slice
     """Rows of the keys."""
+    sinks: bool = False
+    """True if the keys are sinks, which queries see that have them behind their window."""
+    complete: bool = False
+    """True if every query sees every key."""
 
     @property
-    def ends_together(self) -> bool:
-        """True if the last query's own key is the last key, at which the kernels' causal masks end."""
-        return self.queries.stop == self.keys.stop
+    def fits_kernels(self) -> bool:
+        """True if the mask is one of the kernels': none, or a causal one that ends at the last query and key."""
+        return self.complete or (not self.sinks and self.queries.stop == self.keys.stop)
 
 
 def heads_at_once(q_THD: Tensor, k_SKD: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -81,14 +93,39 @@ def bands(q_ranges: TokenRanges, k_ranges: TokenRanges, window: int, tile: int) 
         row += stop - start
 
 
+def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[Band]:
+    """Bands of at most `tile` queries with every pair of a query and a sink behind the query's window: of the first
+    `sinks` tokens of its document. Sinks in the window belong to `bands`."""
+    key_ranges = (TokenRange(0, layout.total),) if layout.k_ranges is None else joined_ranges(layout.k_ranges)
+    for document, end in pairwise(layout.edges):
+        behind = document + window  # the first query that lacks a token of its document
+        every = min(end, behind + sinks - 1)  # the first query that has all sinks behind its window
+        key_row = 0
+        for begin, stop in key_ranges:
+            keys = TokenRange(max(begin, document), min(stop, document + sinks))
+            key_rows = slice(key_row + keys.start - begin, key_row + keys.stop - begin)
+            key_row += stop - begin
+            if keys.start >= keys.stop:
+                continue
+            row = 0
+            for first, last in joined_ranges(layout.query_ranges):
+                for part, complete in ((TokenRange(behind, every), False), (TokenRange(every, end), True)):
+                    for start in range(max(first, part.start), min(last, part.stop), tile):
+                        queries = TokenRange(start, min(last, part.stop, start + tile))
+                        rows = slice(row + queries.start - first, row + queries.stop - first)
+                        yield Band(queries, keys, rows, key_rows, sinks=True, complete=complete)
+                row += last - first
+
+
 class WindowAttention(LocalAttention):
-    """Every query attends to the last `window` tokens of its document, its own included."""
+    """Every query attends to the last `window` tokens of its document, its own included, and to the first `sinks`."""
 
     facts = AttentionFacts(work_grows=False)
 
-    def __init__(self, window: int, head_dim: int, backend: str = "auto") -> None:
+    def __init__(self, window: int, head_dim: int, backend: str = "auto", sinks: int = 0) -> None:
         """`backend`: auto, or reference for plain PyTorch on any device."""
         self.window = window
+        self.sinks = sinks
         self.scale = head_dim**-0.5
         self.backend = backend
 
@@ -162,10 +199,13 @@ class WindowAttention(LocalAttention):
         # A masked call computes all scores of its tile, so tiles of about the window waste half; a kernel skips what is
         # masked.
         tile = max(self.window, _LEAST_TILE) if kernel is None else max(1, layout.total)
-        found = layout.cached(
-            ("window bands", self.window, tile), lambda: list(bands(q_ranges, k_ranges, self.window, tile))
-        )
-        return [(band, kernel if band.ends_together else None) for band in found]
+
+        def make() -> list[Band]:
+            sinks = sink_bands(layout, self.window, self.sinks, tile) if self.sinks else ()
+            return [*bands(q_ranges, k_ranges, self.window, tile), *sinks]
+
+        found = layout.cached(("window bands", self.window, self.sinks, tile), make)
+        return [(band, kernel if band.fits_kernels else None) for band in found]
 
     def _kernel(self, q_THD: Tensor, layout: Layout) -> type[VarlenKernel] | None:
         """The kernel for queries like these; None: there is none."""
@@ -179,6 +219,12 @@ class WindowAttention(LocalAttention):
 
     def _segments(self, layout: Layout, band: Band) -> Segments:
         """The documents among a band's queries and keys."""
+        if band.complete:
+            rows = band.queries.stop - band.queries.start
+            keys = band.keys.stop - band.keys.start
+            make = partial(layout.cu_seqlens.new_tensor, [[0, rows], [0, keys]])
+            edges = layout.cached(("complete", rows, keys), make)
+            return Segments(edges[0], edges[1], rows, keys, causal=False)
         cu_q, cu_k = ((layout.cu_seqlens - start).clamp_(0, stop - start) for start, stop in (band.queries, band.keys))
         max_q, max_k = (min(layout.max_seqlen, stop - start) for start, stop in (band.queries, band.keys))
         return Segments(cu_q, cu_k, max_q, max_k, causal=True, window=self.window)
@@ -191,7 +237,58 @@ class WindowAttention(LocalAttention):
 
         def mask(rows: slice, keys: slice) -> Tensor:
             back = q_tokens[rows, None] - k_tokens[keys]
+            if band.sinks:  # of the queries' document
+                return (back >= self.window).unsqueeze(0)
             same = q_documents[rows, None] == k_documents[keys]
             return (same & (back >= 0) & (back < self.window)).unsqueeze(0)
 
         return mask
+
+
+class WindowKind(AttentionKind):
+    """Sliding-window attention with sinks: what each MoBA layer has to be better than."""
+
+    name = "window"
+
+    class Options(Section):
+        """Options of `kind: window`."""
+
+        window: Length = Field(
+            2048, description="last tokens of its document that a query attends to, its own included"
+        )
+        sinks: int = Field(0, ge=0, description="first tokens of a document that all of it attends to")
+        backend: Literal["auto", "reference"] = Field(
+            "auto", description="auto: a varlen flash kernel with a window on a GPU; reference: plain PyTorch"
+        )
+
+    def __init__(self, options: Section, head_dim: int) -> None:
+        super().__init__(options, head_dim)
+        assert isinstance(options, WindowKind.Options)
+        self.window = options.window
+        self.sinks = options.sinks
+        self.attentions = (WindowAttention(options.window, head_dim, options.backend, options.sinks),)
+
+    def costs(self, model: ModelConfig) -> "WindowCosts":
+        """Costs of attention to a window and sinks."""
+        return WindowCosts(self, model)
+
+
+class WindowCosts(KindCosts):
+    """Costs of a layer with a sliding window."""
+
+    kind: WindowKind
+
+    def pairs(self, lengths: Sequence[int]) -> float:
+        """Those of full attention inside the window, then a window for each token, and the sinks behind it."""
+        return sum(map(self._pairs_of_document, lengths))
+
+    def _pairs_of_document(self, length: int) -> float:
+        outside = max(0, length - self.kind.window)  # queries that have tokens behind their window
+        growing = min(outside, self.kind.sinks)  # of these, queries that have 1, 2, ... sinks behind it
+        sinks = growing * (growing + 1) / 2 + (outside - growing) * self.kind.sinks
+        inside = min(length, self.kind.window)
+        return inside**2 / 2 + outside * (self.kind.window - 0.5) + sinks
+
+    def token_bytes(self, batch: MicroBatch) -> TokenBytes:
+        """Gradients are summed over calls in float32."""
+        return TokenBytes(workspace=4 * (self.model.heads + 2 * self.model.kv_heads) * self.model.head_width)

@@ -36,8 +36,8 @@ class Documents:
     """Document parts in the order of the sequences, padding included as a document of its own, as it is computed."""
     from_corpora: bool
     """False: the corpora were not found, and each sequence counts as one document."""
-    repeats: tuple[str, ...] = ()
-    """A sentence for each corpus that is smaller than a batch (`StageData.repeats`)."""
+    warnings: tuple[str, ...] = ()
+    """Sentences about the corpora (`StageData.warnings`)."""
 
     @property
     def tokens(self) -> int:
@@ -67,7 +67,7 @@ def stage_documents(data: DataSpec, stage: Stage) -> Documents:
     return Documents(
         tuple(length for index in range(sequences) for length in samples.lengths(index)),
         from_corpora=True,
-        repeats=tuple(samples.repeats(stage.batch_tokens)),
+        warnings=tuple(samples.warnings(stage.batch_tokens)),
     )
 
 

@@ -343,7 +343,7 @@ class TorchAdamW(AdamW):
 def build_torch_adamw(groups: list[dict[str, Any]], config: OptimConfig, device: torch.device) -> AdamW:
     """torch's AdamW over parameter groups."""
     # 1B parameters take 12.9 to 13.5 ms, by apex 14.7, by Transformer Engine 12.6, by DeepSpeed in host memory 1,093
-    # (docs/how-to/optional-packages.md, "How far they were tried").
+    # (benchmarks/measured/packages.md).
     fused = True if device.type == "cuda" else None
     return TorchAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 

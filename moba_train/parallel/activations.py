@@ -30,7 +30,7 @@ from moba_train.torch_private import reduce_scatter, scaled_mm
 BlockResult = tuple[Tensor, Tensor | None]
 
 # 512K tokens on two GPUs of 80 GB take 18 GiB less by the estimate, for 16 layers of the 8B shape with offload
-# (docs/how-to/out-of-memory.md, "Parts of the feed-forward").
+# (benchmarks/measured/memory.md, "Parts of the feed-forward").
 FEED_FORWARD_ROWS = 32_768
 """Rows that the feed-forward takes at once where the results of its products are not kept: with more rows, its widest
 tensors are what a step needs most memory for. This number of rows fills a GPU; whether products of more are faster has

@@ -43,7 +43,7 @@ def float8_problem(precision: PrecisionConfig, device: str | None) -> str:
         return ""
     by_torchao = precision.implementation == "torchao"
     if by_torchao and find_spec("torchao") is None:
-        return "the package torchao is not installed (pip install 'moba-train[fp8]')"
+        return "the package torchao is not installed (pip install 'torchao>=0.18')"
     if by_torchao and precision.fp8.emulate:
         return ""
     if device != "cuda":

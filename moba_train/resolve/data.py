@@ -11,8 +11,9 @@ from moba_train.config.schema import StageConfig
 from moba_train.data.blend import length_buckets
 from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
+from moba_train.data.samples import LONG_REMEDY
 from moba_train.data.tokenizer import load_text_tokenizer, tokenizer_file, tokenizer_hashes
-from moba_train.errors import ConfigError, DataError
+from moba_train.errors import DataError
 
 
 def length_problems(data: DataConfig, stages: Sequence[StageConfig]) -> Iterator[str]:
@@ -58,12 +59,10 @@ def corpus_problems(
                 continue
             if not any(weights[bucket.path].carries_loss(bucket.min_length, bucket.below_length) for bucket in buckets):
                 yield f"{key}: no token carries loss; make the loss masks of the corpora again, or name other corpora"
-
-
-def check_one_tokenizer(data: DataConfig, stages: Sequence[StageConfig]) -> None:
-    """Raises ConfigError when corpora that are on disk were made with other tokenizers than the recipe's."""
-    if problems := list(tokenizer_problems(data, stages)):
-        raise ConfigError(problems)
+            lengths = [stage.seq_len for stage in stages if (stage.train or data.train) is sources]
+            for path, low, below, *_ in buckets if lengths and data.long_conversations == "error" else ():
+                if long := weights[path].long_conversations(low, below, min(lengths)):
+                    yield f"{key}: {long}; {LONG_REMEDY}"
 
 
 def vocabulary_problems(tokenizer: str | None, vocab_size: int) -> Iterator[str]:

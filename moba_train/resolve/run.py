@@ -158,6 +158,7 @@ def resolve_unchecked(config: RunConfig) -> ResolvedRun:
     stages = resolve_stages(config)
     spec = model_spec(config.model, [stage.attention for stage in stages])
     parts = pipeline_parts(config.model, config.parallel, stages, config.activation_checkpointing)
+    data = config.data
     precision = config.precision
     computation = Computation(
         compute_dtype(precision, None), precision, config.norm_implementation, compiled=config.compile
@@ -183,8 +184,8 @@ def resolve_unchecked(config: RunConfig) -> ResolvedRun:
         parallel=config.parallel,
         setup=ModelSetup(spec, parts, computation),
         memory=memory,
-        data=config.data,
-        samples=DataSpec(config.seed, config.model.vocab_size, config.data.packing, config.loss_norm),
+        data=data,
+        samples=DataSpec(config.seed, config.model.vocab_size, data.packing, config.loss_norm, data.long_conversations),
         optim=optim,
         evaluation=config.evaluation,
         checkpoint=config.checkpoint,

@@ -47,6 +47,7 @@ def recipe_warnings(run: ResolvedRun) -> list[str]:
         *_batch_warnings(run.stages),
         *evaluation_warnings(run.evaluation, evaluation_settings(run)),
         *_trained_on_warnings(sources, run.data.validation),
+        *_template_warnings(sources),
         *_short_validation_warnings(run.data.validation, run.stages, run.evaluation.sequences, run.seed, spec.config),
         *_vocabulary_warnings(spec, _known_tokens(sources, run.data.tokenizer), run.init_from is not None),
         *_checkpointing_warnings(spec.config, run.memory.checkpointing),
@@ -76,6 +77,20 @@ def _trained_on_warnings(sources: NamedSources, validation: Sequence[SourceConfi
                 f"data.validation[{index}]: the corpus {held_out.path} is trained on as well ({same[0]}), so that its "
                 "loss says nothing about other text; hold out documents (`moba-data tokenize --holdout`)"
             )
+
+
+def _template_warnings(sources: NamedSources) -> Iterator[str]:
+    """Corpora whose conversations different chat templates wrote."""
+    found: dict[str, str] = {}
+    with suppress(DataError):
+        for key, source in sources:
+            if template := (read_sidecar(corpus_file(source.path, "json")) or {}).get("chat_template"):
+                found.setdefault(str(template), f"{source.path} ({key})")
+    if len(found) > 1:
+        yield (
+            f"the conversations of {' and '.join(found.values())} were made with different chat templates: exports and "
+            "questions take that of the last ones that are trained on; make them with one (`moba-data sft --template`)"
+        )
 
 
 def _short_validation_warnings(

@@ -79,6 +79,8 @@ class Progress:
     """wandb's id, kept across restarts."""
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
     """Fingerprint of every corpus read so far, by path."""
+    chat_template: dict[str, Any] = field(default_factory=dict)
+    """Chat template of the conversations that were trained on last (`StageData.chat_template`); empty for none."""
     exited_steps: dict[str, int] = field(default_factory=dict)
     """Steps that the stages took whose exit criterion was met, by the stage's name."""
     trailing_loss: float | None = None
@@ -113,10 +115,14 @@ class Progress:
         self.trailing_loss_before = self.trailing_loss
         self.steps_without_loss = 0
 
-    def note_data(self, kinds: list[tuple[int, str]], fingerprints: Mapping[str, Fingerprint]) -> None:
-        """Record the attention kinds that the current stage trains, and the corpora that it reads, by path."""
+    def note_data(
+        self, kinds: list[tuple[int, str]], fingerprints: Mapping[str, Fingerprint], chat_template: dict[str, Any]
+    ) -> None:
+        """Record the attention kinds that the current stage trains, and the corpora that it reads, by path, with the
+        chat template of their conversations."""
         self.trained_kinds = kinds
         self.fingerprints |= fingerprints
+        self.chat_template = chat_template or self.chat_template
 
     def count_step(self, *, has_loss: bool, evaluation_due: bool) -> None:
         """Count one more step, in which a token carries loss or none does."""
@@ -224,6 +230,8 @@ def data_plan(model: ModelConfig, data: DataConfig, seed: int, stages: Sequence[
     return {
         "seed": seed,
         "packing": data.packing,
+        # Without the key: nothing is left out, as in runs from before it existed.
+        **({} if data.long_conversations in ("split", "error") else {"long_conversations": data.long_conversations}),
         "model": model.model_dump(mode="json", exclude={"rope"}),
         "data": {"validation": [source.model_dump(mode="json") for source in data.validation]},
         "stages": [
@@ -278,8 +286,8 @@ def check_resumable(run: ResolvedRun, progress: Progress, where: str) -> None:
 
 def _what_was(key: str, stages: Sequence[Stage]) -> str:
     """`KEY was`, for a key of `data_plan`: the recipe's key that determines the value."""
-    if key == "packing":
-        return "data.packing was"
+    if key in ("packing", "long_conversations"):
+        return f"data.{key} was"
     if (found := re.fullmatch(r"stages\[(\d+)\]\.(\w+)(.*)", key)) is None:
         return f"{key} was"
     index = int(found[1])

@@ -34,7 +34,7 @@ def resumed_progress(run: ResolvedRun, meta: Mapping[str, Any], tokenizer: str, 
     check_resumable(run, progress, where)
     check_tokenizer(tokenizer, run.data.tokenizer, progress, where)
     then = run_then(meta)
-    progress.note_data(trained_kinds(progress, *((run, then) if then is not None else (run,))), {})
+    progress.note_data(trained_kinds(progress, *((run, then) if then is not None else (run,))), {}, {})
     if then is not None:
         check_tensors(run, then, progress, where)
     return progress

@@ -201,7 +201,7 @@ class Trainer:
         self.learner.enter(stage, layout)
         data = training_data(run.samples, stage, progress.starts)
         corpora = check_corpora(stage, data, run.data.validation, progress)
-        progress.note_data(trained_kinds(progress, run), corpora)
+        progress.note_data(trained_kinds(progress, run), corpora, data.chat_template)
         setting = evaluation_settings(run)[stage.index]
         self.evaluations.begin_stage(setting, self.learner.model, self.learner.data_shard)
         self.reports.telemetry.stage = stage.name
@@ -209,8 +209,8 @@ class Trainer:
         if begins:
             self.reports.stage(stage, run.stages[-1].end_step)
         self.reports.layout(stage, layout)
-        for repeated in data.repeats(stage.batch_tokens):
-            self.reports.event("warning", repeated)
+        for warning in data.warnings(stage.batch_tokens):
+            self.reports.event("warning", warning)
         return data
 
     def _step(self, stage: Stage, batches: list[Batch]) -> None:

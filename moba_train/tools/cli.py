@@ -124,7 +124,7 @@ def calibrate(
     """Measure what this machine's GPU does in a second, for `plan --nodes` and `tune`.
 
     Matrix products, memory, blocks, loss, optimizers, attention of every kind, and links between GPUs, in under five
-    minutes. docs/how-to/parallelism.md says what each number is."""
+    minutes. benchmarks/measured/planning.md says what each number is."""
     from moba_train.telemetry.jsonl import write_atomically
     from moba_train.tools.plan.calibrate import calibrate as measured
 

@@ -26,9 +26,8 @@ class OptionalPackage:
     install: str
 
 
-def _pip(name: str, gives: str, module: str, attribute: str, extra: str = "") -> OptionalPackage:
-    install = f'pip install "moba-train[{extra}]"' if extra else f"pip install {name}"
-    return OptionalPackage(name, gives, ((module, attribute),), install)
+def _pip(name: str, gives: str, module: str, attribute: str, wanted: str = "") -> OptionalPackage:
+    return OptionalPackage(name, gives, ((module, attribute),), f"pip install {wanted or name}")
 
 
 OPTIONAL_PACKAGES = (
@@ -51,7 +50,7 @@ OPTIONAL_PACKAGES = (
         "fla-core",
         "kernels of the attention kinds lightning and kda; kda trains on a GPU with them only",
         (("fla.ops.simple_gla", "chunk_simple_gla"), ("fla.ops.kda", "chunk_kda")),
-        'pip install "moba-train[linear]"',
+        "pip install 'fla-core>=0.6.0'",
     ),
     OptionalPackage(
         "torchao",
@@ -60,7 +59,7 @@ OPTIONAL_PACKAGES = (
             ("torchao.float8", "convert_to_float8_training"),
             ("torchao.float8", "precompute_float8_dynamic_scale_for_fsdp"),
         ),
-        'pip install "moba-train[fp8]"',
+        "pip install 'torchao>=0.18'",
     ),
     # Not on PyPI, where `apex` is an unrelated project.
     OptionalPackage(
@@ -82,9 +81,11 @@ OPTIONAL_PACKAGES = (
         (("deepspeed.ops.adam", "DeepSpeedCPUAdam"),),
         "pip install deepspeed==0.19.8 ninja",
     ),
-    _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init", "wandb"),
-    _pip("plotly", "report.html at the end of a run, moba-train report", "plotly.offline", "get_plotlyjs", "report"),
-    _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter", "tensorboard"),
+    _pip("wandb", "telemetry.wandb: curves, alerts and spikes in Weights & Biases", "wandb", "init"),
+    _pip(
+        "plotly", "report.html at the end of a run, moba-train report", "plotly.offline", "get_plotlyjs", "'plotly>=6'"
+    ),
+    _pip("tensorboard", "telemetry.tensorboard", "torch.utils.tensorboard", "SummaryWriter"),
     _pip("tokenizers", "tokenizer.json files, in moba-data and generate", "tokenizers", "Tokenizer"),
     _pip("tiktoken", "moba-data tokenize --tokenizer tiktoken:NAME", "tiktoken", "get_encoding"),
     _pip("fastokens", "moba-data tokenize, several times as fast", "fastokens", "Tokenizer"),
@@ -94,7 +95,7 @@ OPTIONAL_PACKAGES = (
         "lm_eval",
         "moba-train lm-eval: the tasks of lm-evaluation-harness",
         (("lm_eval.evaluator", "evaluate"),),
-        'pip install "moba-train[eval]"',
+        "pip install 'lm-eval[ruler]>=0.4.13' 'transformers>=5' tokenizers",
     ),
     _pip("transformers", "exported models in Hugging Face's programs", "transformers", "AutoConfig"),
 )

@@ -247,6 +247,9 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="file with the text to continue, exactly as it is; -: stdin")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="the prompt is a user's message, written by the chat template of training")
+    ] = False,
     tokenizer: TokenizerOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=1 << 24)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token")] = 0.8,
@@ -262,9 +265,11 @@ def generate(
     """Continue a prompt. The prompt is read with each layer's own attention."""
     import torch
 
-    from moba_train.data.tokenizer import ChatTokenizer, ends_of_text, has_chat_template, load_text_tokenizer
-    from moba_train.tools.generate import generate_text, read_prompt
-    from moba_train.tools.inference.corpus_marks import corpus_marks
+    from moba_train.data.tokenizer import load_text_tokenizer
+    from moba_train.tools.chat.control_tokens import ChatTokenizer
+    from moba_train.tools.chat.load import has_chat_template
+    from moba_train.tools.generate import chat_prompt, generate_text, read_prompt
+    from moba_train.tools.inference.corpus_marks import corpus_marks, ends_of_text
     from moba_train.tools.saved_recipe import load_trained, open_for_generation, saved_training
 
     if (prompt is None) == (prompt_file is None):
@@ -281,16 +286,18 @@ def generate(
     tokenizer_path = tokenizer or str(saved.config.data.tokenizer)
     tokenizer_roots = None if tokenizer else roots
     known = load_text_tokenizer(tokenizer_path, tokenizer_roots)
-    marks = corpus_marks(saved.config.data, saved.config.stages, roots)
-    if marks.spelt_out(has_chat_template(tokenizer_path, tokenizer_roots)):
+    marks = corpus_marks(saved, roots)
+    if chat or marks.spelt_out(has_chat_template(tokenizer_path, tokenizer_roots)):
         known = ChatTokenizer(known)
-    given = prompt if prompt_file is None else read_prompt(prompt_file)
+    given = prompt or "" if prompt_file is None else read_prompt(prompt_file)
+    if chat:
+        given = chat_prompt(given, marks.template, Path(tokenizer_path))
     on_gpu = torch.cuda.is_available()
     model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
     text = generate_text(
         model,
         known,
-        given or "",
+        given,
         max_new_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -8,14 +8,15 @@ from typing import Any, Literal
 from moba_train.checkpoint.recipe import trained_tokenizer
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
-from moba_train.config.load import shadowed_overrides, with_overrides
+from moba_train.config.explain import did_you_mean
+from moba_train.config.load import shadowed_overrides
 from moba_train.config.optim import ScheduleConfig
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.tokenizer import tokenizer_file, tokenizer_hashes
-from moba_train.errors import ConfigError, DataError
-from moba_train.evals.evaluation import EvaluationSetting
-from moba_train.evals.registry import EVALUATIONS, asked_evaluations, evaluations_named
+from moba_train.errors import ConfigError, DataError, UserError
+from moba_train.evals.evaluation import Evaluation, EvaluationSetting
+from moba_train.evals.registry import EVALUATIONS, asked_evaluations
 from moba_train.foreign_files import folder_roots
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import recorded_tokenizers, tokenizer_mismatch
@@ -25,7 +26,14 @@ from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.lm_eval.options import LmEvalOptions
-from moba_train.tools.saved_recipe import SavedPaths, SavedRun, check_paths, evaluation_corpora, read_checkpoint
+from moba_train.tools.saved_recipe import (
+    SavedPaths,
+    SavedRun,
+    check_paths,
+    evaluation_corpora,
+    read_checkpoint,
+    with_overrides,
+)
 
 
 @dataclass(frozen=True)
@@ -235,3 +243,12 @@ def check_tokenizer(data: DataConfig, trained: Sequence[str]) -> None:
     for key, path, name, digest in recorded_tokenizers(sources):
         if digest not in trained:
             raise DataError(tokenizer_mismatch(key, path, name, digest, (reference, trained[0])))
+
+
+def evaluations_named(names: Sequence[str]) -> list[type[Evaluation[Any]]]:
+    """Evaluations of these names, each once, in the order given. Raises UserError for a name that none has."""
+    for name in names:
+        if name not in EVALUATIONS:
+            hint = did_you_mean(name, [*EVALUATIONS])
+            raise UserError(f"--tasks: there is no evaluation {name!r}{hint}; allowed: {', '.join(EVALUATIONS)}")
+    return [EVALUATIONS[name] for name in dict.fromkeys(names)]

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
-from moba_train.data.tokenizer import TextTokenizer
-from moba_train.errors import UserError
+from moba_train.data.tokenizer import TextTokenizer, tokenizer_file
+from moba_train.errors import DataError, UserError
 from moba_train.model.transformer import Transformer
+from moba_train.tools.chat.load import load_chat_template, recorded_template
+from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.inference.cache import Decode
 from moba_train.tools.inference.corpus_marks import NO_MARKS, CorpusMarks
 from moba_train.tools.inference.generate import generate
@@ -30,6 +32,16 @@ def read_prompt(file: Path) -> str:
     if not text:
         raise UserError(f"--prompt-file {file}: is empty; allowed: text to continue")
     return text
+
+
+def chat_prompt(text: str, template: TemplateDefinition | None, tokenizer: Path) -> str:
+    """`text` as a user's message, and the beginning of the answer, as a chat template writes them: `template`, or that
+    in the folder of the tokenizer. Raises UserError without one, and when it refuses the message."""
+    try:
+        found = recorded_template(template) if template else load_chat_template(str(tokenizer_file(tokenizer).parent))
+        return found.render([{"role": "user", "content": text}], add_generation_prompt=True)
+    except (DataError, ValueError) as error:
+        raise UserError(f"--chat: {error}") from error
 
 
 class PrefillProgress:

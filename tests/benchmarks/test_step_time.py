@@ -46,7 +46,7 @@ def test_every_measured_step_is_predicted_within_10_percent() -> None:
 
 
 def test_rates_that_were_calibrated_on_an_h200_predict_its_steps() -> None:
-    """docs/how-to/parallelism.md says how well."""
+    """benchmarks/measured/planning.md says how well."""
     shown = calibrated(read_rates(RESULTS / "calibrated-h200.json"))
     (last,) = re.findall(r"\| all \| (\d+) \| -([\d.]+)% \| -(\d+)\.\d%", shown)
     text = " ".join((ROOT / COMPARED).read_text().split())

@@ -192,8 +192,8 @@ def test_a_file_truncated_while_it_is_read_ends_in_an_error(make_corpus: MakeCor
 def test_a_corpus_smaller_than_a_batch_is_named_with_its_repeats(make_corpus: MakeCorpus) -> None:
     small, large = make_corpus("small", numbered_documents([40])), make_corpus("large", numbered_documents([300], 50))
     data = stage(small, large, sequences=100)
-    assert data.repeats(batch_tokens=40) == []
-    (text,) = data.repeats(batch_tokens=41)
+    assert data.warnings(batch_tokens=40) == []
+    (text,) = data.warnings(batch_tokens=41)
     assert text.startswith(f"corpus {small} has 40 tokens, fewer than a batch (41)")
     assert text.endswith("about 10.0 times")
 

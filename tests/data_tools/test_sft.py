@@ -137,7 +137,7 @@ def test_bad_records_are_named_by_line_and_the_rest_is_shown_and_counted(tokeniz
     assert done.exit_code == 0, done.output
     for line, reason in enumerate(BAD, 1):
         assert re.search(rf"chat\.jsonl:{line}: .*{re.escape(reason)}", done.output), reason
-    assert "1 conversations, 4 tokens, 2 with loss (50.00%)" in done.output
+    assert "1 conversations, 4 tokens, 2 with loss (50.00%), the longest 4" in done.output
     assert len(spans(done.output)) == 1
     assert IndexedDataset(f"{output}.loss").document(0).tolist() == [0, 0, 1, 1]
     assert CliRunner().invoke(app, ["verify", output]).exit_code == 0
@@ -167,7 +167,7 @@ TOOL_MESSAGES = [
 def texts_with_loss(record: Any, template: Template) -> list[str]:
     conversation = parse_record(record)
     assert isinstance(conversation, Conversation)
-    return [segment.text for segment in template.segments(*conversation) if segment.in_loss]
+    return [segment.text for sample in template.split(conversation).samples for segment in sample if segment.in_loss]
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def test_templates_get_the_tools_of_a_record() -> None:
     assert isinstance(conversation, Conversation)
     assert template.render(*conversation[:1], tools=conversation.tools).startswith(json.dumps([TOOL]))
     assert '"arguments": {"city": "Oslo"}' in texts_with_loss(record, template)[0]
-    assert "<tools>" in load_chat_template("chatml").segments(*conversation)[0].text
+    assert "<tools>" in load_chat_template("chatml").split(conversation).samples[0][0].text
     for name in ("qwen", "llama3"):
         with pytest.raises(ValueError, match=f"{name} has no place for a list of tools"):
-            load_chat_template(name).segments(*conversation)
+            load_chat_template(name).split(conversation)
 
 
 @pytest.mark.parametrize(
@@ -314,13 +314,6 @@ def test_a_holdout_splits_conversations_with_their_masks(tokenizer: str, tmp_pat
     assert done.exit_code == 0
     assert f"{tmp_path / 'd-valid'} is empty" in done.stderr
     assert "has put all 40 conversations into" in done.stderr
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
-    """For example a template that drops the reasoning of earlier turns: text with loss would be missing."""
-    template = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m.content }}<e>{% endfor %}", "<e>")
-    with pytest.raises(ValueError, match="before assistant message 2 differently as a prompt"):
-        template.segments(MESSAGES)
 
 
 @pytest.mark.parametrize(

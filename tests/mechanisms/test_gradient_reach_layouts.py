@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moba_train.config.load import load_config, with_overrides
+from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
 from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
@@ -20,6 +20,7 @@ from moba_train.parallel.activations import set_activations
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.run import resolve_unchecked
+from moba_train.tools.saved_recipe import with_overrides
 from tests.evals.setting import built
 from tests.resolved import shard_of, sharded_of, stages_of
 from tests.run.tiny_run import Run, assert_same_tensors
@@ -45,6 +46,7 @@ def masked(run: Run, corpora: Path, tmp_path: Path) -> Run:
                 masks.add_document(np.arange(length) >= length - 3)
     for source in (*run.recipe["data"]["train"], *run.recipe["data"]["validation"]):
         source["path"] = str(tmp_path / Path(source["path"]).name)
+    run.recipe["data"]["long_conversations"] = "split"
     run.recipe["stages"] = [run.recipe["stages"][1]]
     run.recipe["evaluation"] = {"gradient_reach": {"sequences": 5}}
     return run

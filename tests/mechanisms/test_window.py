@@ -11,8 +11,17 @@ from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import BackwardState
 from moba_train.mechanisms import window
-from moba_train.mechanisms.window import WindowAttention, bands
+from moba_train.mechanisms.window import WindowAttention, WindowKind, bands, sink_bands
+from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.helpers import make_qkv, triple
+from tests.attention.kind_checks import (
+    MODEL,
+    STRATEGIES,
+    assert_documents_are_independent,
+    assert_ranks_equal_one_device,
+    make_layer,
+)
+from tests.tools.decoding_checks import assert_decodes_like_training
 
 
 @pytest.mark.parametrize("width", [1, 3, 7, 100])
@@ -27,12 +36,36 @@ def test_bands_have_every_pair_in_a_window_once_and_no_key_outside_of_it(width: 
         assert queries[band.rows] == list(range(*band.queries))
         assert keys[band.key_rows] == list(range(*band.keys))
         assert band.keys.start > band.queries.start - width
-        if band.ends_together:  # kernels align the last query with the last key
+        if band.fits_kernels:  # kernels align the last query with the last key
             assert band.keys.start <= band.queries.start
         else:
             assert band.queries.stop - band.queries.start < width
         found += [(q, k) for q in range(*band.queries) for k in range(*band.keys) if 0 <= q - k < width]
     assert sorted(found) == [(q, k) for q in queries for k in keys if 0 <= q - k < width]
+
+
+@pytest.mark.parametrize(("width", "sinks"), [(1, 1), (3, 2), (4, 9), (7, 40)])
+def test_sink_bands_have_every_sink_behind_a_window_once(width: int, sinks: int) -> None:
+    q_ranges = (TokenRange(0, 12), TokenRange(20, 34))
+    k_ranges = (TokenRange(0, 1), TokenRange(2, 8), TokenRange(15, 24))
+    queries, keys = ([token for part in ranges for token in range(*part)] for ranges in (q_ranges, k_ranges))
+    documents = ((0, 3), (3, 3), (3, 20), (20, 34))
+    layout = packed_layout([end - start for start, end in documents]).part(q_ranges, k_ranges)
+    found = []
+    for band in sink_bands(layout, width, sinks, tile=4):
+        assert queries[band.rows] == list(range(*band.queries))
+        assert keys[band.key_rows] == list(range(*band.keys))
+        pairs = [(q, k) for q in range(*band.queries) for k in range(*band.keys)]
+        behind = [(q, k) for q, k in pairs if q - k >= width]
+        assert not band.complete or pairs == behind
+        found += behind
+    assert sorted(found) == [
+        (q, k)
+        for start, end in documents
+        for q in queries
+        for k in keys
+        if start <= q < end and start <= k < start + sinks and q - k >= width
+    ]
 
 
 def results(
@@ -43,18 +76,22 @@ def results(
     width: int,
     engine: Engine = LOCAL_ENGINE,
     backend: str = "auto",
+    sinks: int = 0,
 ) -> list[torch.Tensor]:
     """[out, dq, dk, dv]."""
     leaves = triple(x.detach().requires_grad_() for x in (q, k, v))
-    out, _ = engine(*leaves, WindowAttention(width, q.shape[-1], backend), layout)
+    out, _ = engine(*leaves, WindowAttention(width, q.shape[-1], backend, sinks), layout)
     weights = torch.arange(out.numel(), device=q.device).view_as(out).cos().to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, width: int) -> list[torch.Tensor]:
+def masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, width: int, sinks: int = 0
+) -> list[torch.Tensor]:
     token, document = layout.q_tokens, layout.q_documents
     back = token[:, None] - token[None]
-    seen = ((document[:, None] == document[None]) & (back >= 0) & (back < width)).unsqueeze(0)
+    near = (back < width) | (layout.positions(token, document) < sinks)
+    seen = ((document[:, None] == document[None]) & (back >= 0) & near).unsqueeze(0)
     scale = q.shape[-1] ** -0.5
     out, lse = masked_attend(q, k, v, lambda rows, keys: seen[:, rows, keys], scale, prefix=True)
     dout = torch.arange(out.numel(), device=q.device).view_as(out).cos().to(out.dtype)
@@ -62,13 +99,15 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, wi
     return [out, *masked_attend_backward(state, lambda rows, keys: seen[:, rows, keys], scale, prefix=True)]
 
 
+@pytest.mark.parametrize("sinks", [0, 1, 7, 30])
 @pytest.mark.parametrize("width", [1, 5, 16, 100])
-def test_windows_equal_a_mask_over_all_keys(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_equal_a_mask_over_all_keys(width: int, sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "_LEAST_TILE", 8)
     monkeypatch.setattr(window, "_ROWS_AT_ONCE", 1)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
     layout = packed_layout([33, 0, 1, 26])
-    torch.testing.assert_close(results(q, k, v, layout, width), masked(q, k, v, layout, width), rtol=0, atol=1e-13)
+    got = results(q, k, v, layout, width, sinks=sinks)
+    torch.testing.assert_close(got, masked(q, k, v, layout, width, sinks), rtol=0, atol=1e-13)
 
 
 class MaskedKernel:
@@ -82,7 +121,8 @@ class MaskedKernel:
 
     @staticmethod
     def mask(segments: Segments, queries: int, keys: int) -> Callable[[slice, slice], torch.Tensor]:
-        assert segments.window is not None
+        if segments.window is None:
+            return lambda rows, columns: torch.ones(1, queries, keys, dtype=torch.bool)[:, rows, columns]
         row, key = torch.arange(queries), torch.arange(keys)
         q_segment = torch.searchsorted(segments.cu_q[1:].long(), row, right=True)
         k_segment = torch.searchsorted(segments.cu_k[1:].long(), key, right=True)
@@ -95,7 +135,7 @@ class MaskedKernel:
     def forward(
         cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert segments.causal
+        assert segments.causal is (segments.window is not None)
         return masked_attend(q, k, v, cls.mask(segments, len(q), len(k)), scale, prefix=False)
 
     @classmethod
@@ -106,43 +146,85 @@ class MaskedKernel:
         return masked_attend_backward(state, mask, scale, prefix=False)
 
 
+@pytest.mark.parametrize("sinks", [0, 1, 7])
 @pytest.mark.parametrize("width", [1, 5, 16, 100])
-def test_kernels_are_given_the_documents_and_keys_of_every_band(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_given_the_documents_and_keys_of_every_band(
+    width: int, sinks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(window, "TorchFlash", MaskedKernel)
     q, k, v = (x.detach() for x in make_qkv(60, 4, 2, 8, "cpu"))
     layout = packed_layout([33, 0, 1, 26])
-    attention = WindowAttention(width, 8)
+    attention = WindowAttention(width, 8, sinks=sinks)
     assert attention._kernel(q, layout) is MaskedKernel
-    want = masked(q, k, v, layout, width)
-    torch.testing.assert_close(results(q, k, v, layout, width), want, rtol=0, atol=1e-13)
+    want = masked(q, k, v, layout, width, sinks)
+    torch.testing.assert_close(results(q, k, v, layout, width, sinks=sinks), want, rtol=0, atol=1e-13)
     for strategy in ((TokenRange(3, 20), TokenRange(31, 50)), (TokenRange(30, 60),)):
         part = layout.part(strategy, None)
         rows = part.q_tokens
         out, lse = attention.attend(q[rows], k, v, part, ())
         torch.testing.assert_close(out, want[0][rows], rtol=0, atol=1e-13)
         state = BackwardState(q[rows], q[rows], k, v, out, lse)
-        plain = WindowAttention(width, 8, "reference")
+        plain = WindowAttention(width, 8, "reference", sinks)
         got = attention.attend_backward(state, part, ())
         torch.testing.assert_close(got, plain.attend_backward(state, part, ()), rtol=0, atol=1e-13)
 
 
+LENGTHS = [12, 0, 1, 61]
+CASES = [{"window": 5}, {"window": 5, "sinks": 3}, {"window": 2, "sinks": 9}]
+each = pytest.mark.parametrize("options", CASES, ids=str)
+
+
+@each
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_ranks_that_share_a_sequence(options: dict[str, int], strategy: CPStrategy) -> None:
+    assert_ranks_equal_one_device(make_layer("window", options, LENGTHS), strategy)
+
+
+@each
+def test_packed_documents(options: dict[str, int]) -> None:
+    assert_documents_are_independent("window", options, LENGTHS)
+
+
+@each
+def test_decoding(options: dict[str, int]) -> None:
+    assert_decodes_like_training("window", options, prompts=(31, 5))
+
+
+@each
+@pytest.mark.parametrize("lengths", [[], [0], [1], [61, 12, 0, 1], [5, 8, 130]])
+def test_attended_pairs_are_those_of_the_masks(options: dict[str, int], lengths: list[int]) -> None:
+    layout = packed_layout(lengths)
+    token, document = layout.q_tokens, layout.q_documents
+    back = token[:, None] - token[None]
+    near = (back < options["window"]) | (layout.positions(token, document) < options.get("sinks", 0))
+    seen = (document[:, None] == document[None]) & (back >= 0) & near
+    costs = WindowKind(WindowKind.Options(**options), 8).costs(MODEL)
+    assert costs.pairs(lengths) == seen.sum().item() - sum(lengths) / 2
+
+
+def test_a_window_of_everything_is_full_attention() -> None:
+    full = WindowKind(WindowKind.Options(window=100, sinks=3), 8).costs(MODEL)
+    assert full.pairs([61, 100]) == (61**2 + 100**2) / 2
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [0, 64])
 @pytest.mark.parametrize("width", [1, 64, 300, 5000])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_kernel_equals_a_mask(width: int, head_dim: int) -> None:
+def test_the_kernel_equals_a_mask(width: int, head_dim: int, sinks: int) -> None:
     """bfloat16, whole sequences and the ranges of a zigzag shard."""
     q, k, v = (x.detach() for x in make_qkv(2000, 4, 2, head_dim, "cuda", torch.bfloat16))
     layout = packed_layout([1300, 0, 1, 699], "cuda")
-    attention = WindowAttention(width, head_dim)
+    attention = WindowAttention(width, head_dim, sinks=sinks)
     assert attention._kernel(q, layout) is not None
-    want = masked(q.double(), k.double(), v.double(), layout, width)
-    for got, exact in zip(results(q, k, v, layout, width), want, strict=True):
+    want = masked(q.double(), k.double(), v.double(), layout, width, sinks)
+    for got, exact in zip(results(q, k, v, layout, width, sinks=sinks), want, strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=0.02, atol=0.03)
     part = layout.part((TokenRange(100, 400), TokenRange(1200, 1500)), None)
     rows = part.q_tokens
     out, lse = attention.attend(q[rows], k, v, part, ())
     torch.testing.assert_close(out.double(), want[0][rows], rtol=0.02, atol=0.03)
     dq, _, _ = attention.attend_backward(BackwardState(out, q[rows], k, v, out, lse), part, ())
-    plain = WindowAttention(width, head_dim, "reference")
+    plain = WindowAttention(width, head_dim, "reference", sinks)
     state = BackwardState(*(x.double() for x in (out, q[rows], k, v, out, lse)))
     torch.testing.assert_close(dq.double(), plain.attend_backward(state, part, ())[0], rtol=0.02, atol=0.03)

@@ -65,6 +65,7 @@ def test_changed_data_are_refused(
 ) -> None:
     own = run.folder / "own"
     move(run, own)
+    run.recipe["data"]["long_conversations"] = "split"
     write_mask(own / "one", lambda _document: 1)
     assert run.train_here("--stop-at-step", "2") == 0
     change(own)
@@ -126,7 +127,7 @@ def test_a_stage_that_reads_no_token_with_loss_ends_with_an_error(run: Run, caps
     """The only document with loss lies beyond what the stage reads. Interrupted, it still knows at its end."""
     corpus = run.folder / "own"
     write_corpus(corpus, 60, seed=0)
-    run.recipe["data"]["train"] = [{"path": str(corpus)}]
+    run.recipe["data"] |= {"train": [{"path": str(corpus)}], "long_conversations": "split"}
     config = load_config(run.write_recipe())
     data = training_data(samples_of(config), stages_of(config)[0], {})
     read = {part.document for index in range(data.sequences) for part in data.sample(index).parts}
@@ -153,3 +154,13 @@ def test_a_stage_that_does_not_fit_the_gpu_is_a_warning(run: Run, monkeypatch: p
     assert run.train_here("--stop-at-step", "1") == 0
     (warning,) = run.records("warning")
     assert warning["message"] == "stage only needs about 99.0 GiB; `moba-train plan` names changes that fit"
+
+
+def test_long_conversations_are_reported_when_their_stage_begins(run: Run) -> None:
+    own = run.folder / "own"
+    move(run, own)
+    run.recipe["data"] |= {"long_conversations": "truncate", "packing": "best_fit"}
+    write_mask(own / "one", lambda _document: 1)
+    assert run.train_here("--stop-at-step", "1") == 0
+    (warning,) = [record["message"] for record in run.records("warning") if "conversations" in record["message"]]
+    assert "of own/one are longer than the 64 tokens of a sample" in warning.replace(f"{run.folder}/", "")

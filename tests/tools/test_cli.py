@@ -126,7 +126,7 @@ def test_a_recipe_that_asks_for_a_missing_package_is_refused_before_training(
     assert done.exit_code == 2
     assert (
         "telemetry.wandb: given mode 'offline', but the package wandb is not installed; "
-        'pip install "moba-train[wandb]", or set telemetry.wandb.mode=disabled'
+        "pip install wandb, or set telemetry.wandb.mode=disabled"
     ) in done.stderr
 
 

@@ -9,7 +9,7 @@ import pytest
 from moba_train.errors import DataError
 from moba_train.tools.chat.confined_template import ConfinedTemplate, Limits
 from moba_train.tools.chat.load import TEMPLATE_BYTES, load_chat_template
-from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation
+from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Conversation, SplitConversation
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "What is two?"},
@@ -55,16 +55,17 @@ def test_only_the_conversation_that_exceeds_a_limit_is_refused() -> None:
     source = "{% for m in messages %}{{ m.content }}{{ 'x' * 10**10 if m.content == 'huge' }}<e>{% endfor %}"
     template = ConfinedTemplate(source, "<e>", limits=SMALL)
     answers = ["one", "two", "huge", "three", "four"]
-    found = list(template.all_segments(Conversation([{"role": "assistant", "content": text}]) for text in answers))
+    found = list(template.split_all(Conversation([{"role": "assistant", "content": text}]) for text in answers))
     assert isinstance(found[2], ValueError)
     del found[2], answers[2]
-    assert [segments[0].text for segments in found if isinstance(segments, list)] == [f"{text}<e>" for text in answers]
+    written = [split.samples[0][0].text for split in found if not isinstance(split, ValueError)]
+    assert written == [f"{text}<e>" for text in answers]
 
 
 def test_a_template_that_keeps_exceeding_them_ends_the_job() -> None:
     template = ConfinedTemplate("{{ messages[0].role * 10**10 }}", "<e>", limits=SMALL._replace(breaches=3))
     with pytest.raises(DataError, match="memory, as in 2 conversations before; give another"):
-        list(template.all_segments([Conversation(MESSAGES)] * 5))
+        list(template.split_all([Conversation(MESSAGES)] * 5))
 
 
 def test_a_template_of_its_own_process_gives_what_it_gives_here(tmp_path: Path) -> None:
@@ -82,8 +83,15 @@ def test_a_template_of_its_own_process_gives_what_it_gives_here(tmp_path: Path) 
         Conversation(messages) for messages in (MESSAGES, MESSAGES[:1], calling, *[long] * 3, *[MESSAGES] * 200, long)
     ]
     conversations.append(Conversation(MESSAGES, [{"name": "add"}]))
-    found = [result if isinstance(result, list) else str(result) for result in confined.all_segments(conversations)]
-    assert found == [result if isinstance(result, list) else str(result) for result in here.all_segments(conversations)]
+    named: list[dict[str, Any]] = [MESSAGES[0] | {"name": "Ada"}, *MESSAGES[1:], MESSAGES[0]]
+    conversations.append(Conversation(named, None, {"thinking": False}, ["id"]))
+    found = [str(result) if isinstance(result, ValueError) else result for result in confined.split_all(conversations)]
+    assert found == [
+        str(result) if isinstance(result, ValueError) else result for result in here.split_all(conversations)
+    ]
+    unread = ["id", "messages[].name", "chat_template_kwargs.thinking"]
+    assert isinstance(found[-1], SplitConversation)
+    assert found[-1][1:] == (unread, 1)
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"[1]", b'{"chat_template": 3}', b"\xff"])

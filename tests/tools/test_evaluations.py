@@ -52,7 +52,7 @@ name: test
 run_dir: {folder}/run
 model: {{vocab_size: 64, hidden_size: 32, intermediate_size: 48, layers: 2, heads: 2, kv_heads: 1}}
 attention: {{full_layers: "last:1", moba: {{block_size: 8, topk: 2}}}}
-data: {{train: [{{path: {folder}/corpus}}], validation: [{{path: {folder}/corpus}}]}}
+data: {{long_conversations: split, train: [{{path: {folder}/corpus}}], validation: [{{path: {folder}/corpus}}]}}
 batch_tokens: 64
 stages: [{{name: only, seq_len: 32, tokens: 192}}]
 evaluation: {{every: 2, sequences: 3, position_wise: {{bucket: 16, sequences: 2}}, gate_probe: {{queries: 32}}}}

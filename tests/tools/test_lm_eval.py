@@ -20,13 +20,13 @@ import yaml
 from typer.testing import CliRunner
 
 from data_tools.train_tokenizer import train_tokenizer
-from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import UserError
 from moba_train.parallel.world import World
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf import export_to_hf
-from moba_train.tools.inference.corpus_marks import corpus_marks
+from moba_train.tools.inference.corpus_marks import CorpusMarks, corpus_marks
 from moba_train.tools.needle.answers import Question, generated_answers
 from moba_train.tools.report.chart import Shown
 from moba_train.tools.report.evaluation_charts import lm_eval_charts
@@ -175,7 +175,7 @@ def native(run: Path, seq_len: int, folder: Path, **options: Any) -> Any:
     full = variants(saved.stage.attention, saved.stage.attention, "full")["full"]
     model.set_attention(build_attention(full, saved.config.model.head_width))
     folder.mkdir(exist_ok=True)
-    marks = corpus_marks(saved.config.data, saved.config.stages, roots)
+    marks = corpus_marks(saved, roots)
     tokenizer = open_hf_tokenizer(saved.config.data.tokenizer, marks, seq_len, folder, roots)
     return NativeLM(model, tokenizer, seq_len, **options)
 
@@ -310,7 +310,7 @@ def test_scores_are_our_own_on_the_same_samples(tmp_path: Path, texts: Path, alo
     from moba_train.tools.lm_eval.tasks import load_tasks
 
     config = recipe(texts, LENGTH, {})
-    marks = corpus_marks(config.data, config.stages, [texts])
+    marks = CorpusMarks.from_sidecar(IndexedDataset(texts / "corpus").info or {})
     tokenizer = open_hf_tokenizer(config.data.tokenizer, marks, LENGTH, tmp_path, [texts])
     reader = Reader(config, sight=500)
     lm = NativeLM(reader, tokenizer, LENGTH, batch_size=1)
@@ -466,4 +466,4 @@ def test_every_problem_names_its_option_or_task(
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     missing = command(run, "--tasks", "ruler_vt", code=2)
     assert "needs the package lm-eval (" in missing
-    assert 'run `pip install "moba-train[eval]"`' in missing
+    assert "run `pip install 'lm-eval[ruler]>=0.4.13' 'transformers>=5' tokenizers`" in missing

@@ -17,6 +17,7 @@ from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer, tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.tools.chat.load import load_chat_template
+from moba_train.tools.chat.template import Conversation
 from moba_train.tools.needle.answers import Question
 from moba_train.tools.needle.haystack import NaturalText, QuestionTokenizer
 from moba_train.tools.ruler.ruler import RulerTexts
@@ -117,8 +118,32 @@ def test_a_chat_question_has_the_tokens_of_fine_tuning(texts: Path, tmp_path: Pa
     (question,) = needles(recipe(folder, LENGTH, {"needle": section}))
     tokenizer = load_tokenizer(folder / "tok.model")
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
-    trained = encode_record(load_chat_template(str(folder)).segments(messages), tokenizer).ids.tolist()
+    (sample,) = load_chat_template(str(folder)).split(Conversation(messages)).samples
+    trained = encode_record(sample, tokenizer).ids.tolist()
     begin, end = tokenizer.processor.piece_to_id("[INST]"), tokenizer.processor.piece_to_id("[/INST]")
     assert question.tokens[:2] == trained[:2] == [BOS, begin]
     assert question.prompt.count(end) == trained.count(end) == 1
     assert question.prompt.count(begin) == question.prompt.count(BOS) == 1
+
+
+@pytest.mark.parametrize("named", ["train", "validation"])
+def test_a_chat_question_is_asked_by_the_template_of_the_runs_conversations(
+    texts: Path, tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the one that the tokenizer's folder has from the model that was imported."""
+    monkeypatch.chdir(tmp_path)
+    folder = with_sidecar(texts, tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('imported') }}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    definition = {"source": "Q: {{ messages[0].content }} A:", "end_of_turn": "\n", "variables": {}}
+    section = {"haystack": "synthetic", "samples": 1, "depths": [0], "chat": True}
+    config = recipe(folder, LENGTH, {"needle": section})
+    with pytest.raises(DataError, match="imported"):
+        needles(config)
+    with_sidecar(texts, tmp_path, chat_template=definition)
+    if named == "train":
+        config.data.validation.clear()
+    (question,) = needles(config)
+    text = load_tokenizer(folder / "tok.model").decode(question.tokens)
+    assert text.startswith("Q: ")
+    assert " A:" in text[-200:]

@@ -29,8 +29,9 @@ from moba_train.tools.chat.template import (
     ChatTemplate,
     Conversation,
     Message,
+    SplitConversation,
+    TemplateDefinition,
     TemplateSegment,
-    template_fingerprint,
     texts,
 )
 
@@ -67,8 +68,7 @@ class ConfinedTemplate:
     def __init__(
         self, source: str, end_of_turn: str, variables: dict[str, str] | None = None, limits: Limits = DEFAULT_LIMITS
     ) -> None:
-        self.end_of_turn = end_of_turn
-        self.fingerprint = template_fingerprint(source, end_of_turn, variables)
+        self.definition = TemplateDefinition(source, end_of_turn, variables or {})
         self._limits = limits
         self._setup = [source, end_of_turn, variables, limits.seconds, limits.memory]
         self._breaches = 0
@@ -80,21 +80,25 @@ class ConfinedTemplate:
             raise DataError(str(error)) from None
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+        variables: dict[str, Any] | None = None,
     ) -> str:
         """The messages as text, followed by the beginning of an assistant message if `add_generation_prompt`.
 
         Raises ValueError when the template refuses the messages.
         """
-        text: str = self._result(["render", messages, add_generation_prompt, tools])
+        text: str = self._result(["render", messages, add_generation_prompt, tools, variables])
         return text
 
-    def segments(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[TemplateSegment]:
-        """The text of `messages`, split where loss begins and ends. Raises ValueError as `ChatTemplate.segments`."""
-        return _segments(self._result(["segments", messages, tools]))
+    def split(self, conversation: Conversation) -> SplitConversation:
+        """The text of a conversation, split where loss begins and ends. Raises ValueError as `ChatTemplate.split`."""
+        return _split(self._result(["split", conversation]))
 
-    def all_segments(self, conversations: Iterable[Conversation]) -> Iterator[list[TemplateSegment] | ValueError]:
-        """The segments of each conversation, in order, or the error of `segments`.
+    def split_all(self, conversations: Iterable[Conversation]) -> Iterator[SplitConversation | ValueError]:
+        """The result of `split` for each conversation, in order, or its error.
 
         Conversations travel in batches, and the child renders the next batch while the caller works on this one.
         """
@@ -103,7 +107,7 @@ class ConfinedTemplate:
         while calls:
             results = self._results(calls)
             calls = next(sent, None)
-            yield from (found if isinstance(found, ValueError) else _segments(found) for found in results)
+            yield from (found if isinstance(found, ValueError) else _split(found) for found in results)
 
     def _result(self, call: list[Any]) -> Any:
         """The result of one call: the name of a method of `ChatTemplate`, and its arguments. Raises its ValueError."""
@@ -199,16 +203,19 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.wait()
 
 
-def _segments(found: list[list[Any]]) -> list[TemplateSegment]:
-    return [TemplateSegment(text, in_loss) for text, in_loss in found]
+def _split(found: list[Any]) -> SplitConversation:
+    samples, unread, left_out = found
+    return SplitConversation(
+        [[TemplateSegment(*segment) for segment in sample] for sample in samples], unread, left_out
+    )
 
 
 def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Any]]:
-    """Calls of `segments` for consecutive conversations of about `BATCH_CHARACTERS` characters."""
+    """Calls of `split` for consecutive conversations of about `BATCH_CHARACTERS` characters."""
     batch: list[Any] = []
     size = 0
     for conversation in conversations:
-        batch.append(["segments", *conversation])
+        batch.append(["split", conversation])
         size += sum(map(len, texts(conversation)))
         if size >= BATCH_CHARACTERS:
             yield batch
@@ -243,7 +250,9 @@ def serve(descriptor: int) -> None:
 def _answer(template: ChatTemplate, method: str, *arguments: Any) -> tuple[Any, str | None]:
     """Result and error of a call."""
     try:
-        return getattr(template, method)(*arguments), None
+        if method == "split":
+            return template.split(Conversation(*arguments[0])), None
+        return template.render(*arguments), None
     except ValueError as error:
         return None, str(error)
 

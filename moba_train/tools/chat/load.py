@@ -1,12 +1,14 @@
 """Chat templates by name, or from a file or a model's folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from moba_train.data.tokenizer import TOKENIZER_CONFIG, special_tokens
+from moba_train.data.tokenizer import CHAT_TEMPLATES, TOKENIZER_CONFIG, read_object, special_tokens, tokenizer_file
 from moba_train.errors import DataError
 from moba_train.foreign_files import folder_roots, read_foreign, read_foreign_json
 from moba_train.tools.chat.confined_template import ConfinedTemplate
-from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Template
+from moba_train.tools.chat.template import BUILT_IN, ChatTemplate, Template, TemplateDefinition
 
 TEMPLATE_BYTES = 1 << 20
 """Largest chat template; those of models have up to 20 kB."""
@@ -37,6 +39,31 @@ def load_chat_template(name: str, end_of_turn: str | None = None) -> Template:
     return ConfinedTemplate(source, end_of_turn, variables)
 
 
+def parse_definition(value: Any) -> TemplateDefinition | None:
+    """The template that a sidecar or checkpoint records under `chat_template`; None if that is none."""
+    if not isinstance(value, dict):
+        return None
+    source, end_of_turn, variables = (value.get(key) for key in TemplateDefinition._fields)
+    if not (isinstance(source, str) and len(source) <= TEMPLATE_BYTES and isinstance(end_of_turn, str) and end_of_turn):
+        return None
+    given = variables.items() if isinstance(variables, dict) else ()
+    return TemplateDefinition(source, end_of_turn, {key: text for key, text in given if isinstance(text, str)})
+
+
+def recorded_template(definition: TemplateDefinition) -> Template:
+    """A template that was recorded with a corpus; in a process of its own unless it is built in. Raises DataError when
+    it is not Jinja."""
+    built_in = definition[:2] in BUILT_IN.values()
+    return ChatTemplate(*definition) if built_in else ConfinedTemplate(*definition)
+
+
+def has_chat_template(path: str | Path, roots: Sequence[Path] | None = None) -> bool:
+    """True if the folder of the tokenizer at `path` has a chat template. Raises DataError as `special_tokens`."""
+    folder = tokenizer_file(path).parent
+    own = any((folder / name).exists() for name in CHAT_TEMPLATES)
+    return own or "chat_template" in read_object(folder / TOKENIZER_CONFIG, roots)
+
+
 def _read_folder(folder: Path) -> tuple[str, dict[str, str]]:
     """Template and special tokens of a model's folder. Raises OSError, ValueError."""
     roots = folder_roots(folder)
@@ -49,6 +76,8 @@ def _read_folder(folder: Path) -> tuple[str, dict[str, str]]:
     if isinstance(source, list):  # several templates with names
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
+    if isinstance(source, str) and len(source) > TEMPLATE_BYTES:
+        raise ValueError(f"its template has {len(source):,} characters; allowed: {TEMPLATE_BYTES:,}")
     if not isinstance(source, str):
         raise ValueError(f"it has no {own.name}, and no chat_template in a {TOKENIZER_CONFIG}")
     return source, variables

@@ -8,8 +8,10 @@ carries loss: the assistant's text and its tool calls.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError, nodes
@@ -21,7 +23,7 @@ from moba_train.errors import DataError
 
 Message = dict[str, Any]
 """`role` and `content`, as templates expect them. An assistant message may have `tool_calls`, and then `content` may be
-None; its `weight` of 0 excludes it from the loss. A tool's result may name its call under `tool_call_id`."""
+None; its `weight` of 0 excludes it from the loss. Other keys, such as `reasoning_content`, are for the template."""
 
 _CHATML_CALLS = """\
 {%- macro calls(message) %}
@@ -109,11 +111,15 @@ BUILT_IN = {
 
 
 class Conversation(NamedTuple):
-    """Messages, and the tools that the assistant may call."""
+    """Messages, the tools that the assistant may call, and what else a record says."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
     """JSON schemas of the tools; None: the record lists none."""
+    variables: dict[str, Any] | None = None
+    """Names that the template can use: a record's `chat_template_kwargs`, such as `enable_thinking`."""
+    unread: Sequence[str] = ()
+    """Keys of the record that none of this comes from."""
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -136,38 +142,76 @@ class TemplateSegment(NamedTuple):
     in_loss: bool
 
 
-def template_fingerprint(source: str, end_of_turn: str, variables: dict[str, str] | None) -> str:
-    """SHA-256 of a template, the text that ends a turn and the special tokens, in hexadecimal."""
-    return hashlib.sha256(json.dumps([source, end_of_turn, variables or {}], sort_keys=True).encode()).hexdigest()
+class SplitConversation(NamedTuple):
+    """Text of a conversation, split where loss begins and ends, and what of the conversation is not in it."""
+
+    samples: list[list[TemplateSegment]]
+    """Usually one. Where the template drops the thoughts of earlier turns, one for each turn, ordered by length."""
+    unread: list[str]
+    """Keys that change nothing in the text: `messages[].KEY` once for each such message, `chat_template_kwargs.KEY`, or
+    the `KEY` of a record."""
+    left_out: int
+    """Messages after the last answer that carries loss."""
+
+
+class _Answer(NamedTuple):
+    """A conversation up to an assistant message, as text, and the place of that answer in it."""
+
+    text: str
+    begin: int
+    end: int
+
+    @property
+    def whole(self) -> str:
+        """Text up to the end of the answer's turn."""
+        return self.text[: self.end]
+
+
+class TemplateDefinition(NamedTuple):
+    """Everything that determines what a chat template writes, as the sidecars of corpora record it."""
+
+    source: str
+    """Jinja."""
+    end_of_turn: str
+    """Text that ends a turn."""
+    variables: dict[str, str]
+    """Names that the template can use in addition to the messages: a model's special tokens, such as `bos_token`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 in hexadecimal."""
+        return hashlib.sha256(json.dumps(self, sort_keys=True).encode()).hexdigest()
 
 
 class Template(Protocol):
     """Interface of a chat template that fine-tuning needs: a `ChatTemplate`, in this process or another one."""
 
     @property
-    def end_of_turn(self) -> str:
-        """Text that ends a turn."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the template's output, in hexadecimal."""
+    def definition(self) -> TemplateDefinition:
+        """Everything that determines the template's output."""
         ...
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+        variables: dict[str, Any] | None = None,
     ) -> str:
         """The messages as text. Raises ValueError when the template refuses them."""
         ...
 
-    def segments(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[TemplateSegment]:
-        """The text of `messages`, split where loss begins and ends. Raises ValueError when they cannot be used."""
+    def split(self, conversation: Conversation) -> SplitConversation:
+        """The text of a conversation, split where loss begins and ends. Raises ValueError when it cannot be used."""
         ...
 
-    def all_segments(self, conversations: Iterable[Conversation]) -> Iterator[list[TemplateSegment] | ValueError]:
-        """Yield the segments of each conversation, in order, or the error of `segments`. May read `conversations`
-        ahead."""
+    def split_all(self, conversations: Iterable[Conversation]) -> Iterator[SplitConversation | ValueError]:
+        """Yield the result of `split` for each conversation, in order, or its error. May read `conversations` ahead."""
         ...
+
+
+_OTHERWISE_CHECKED = ("role", "weight", "tool_calls")
+"""Keys of messages that are not named when the template does not read them."""
 
 
 class _GenerationBlock(Extension):
@@ -190,9 +234,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, end_of_turn: str, variables: dict[str, str] | None = None) -> None:
-        self.end_of_turn = end_of_turn
-        self.fingerprint = template_fingerprint(source, end_of_turn, variables)
-        self._variables = variables or {}
+        self.definition = TemplateDefinition(source, end_of_turn, variables or {})
         # The settings with which transformers renders templates; sandboxed, as a template comes with a model from
         # elsewhere.
         environment = ImmutableSandboxedEnvironment(
@@ -206,75 +248,150 @@ class ChatTemplate:
             raise DataError(f"the chat template is not valid Jinja: {error}") from error
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+        variables: dict[str, Any] | None = None,
     ) -> str:
         """The messages as text, followed by the beginning of an assistant message if `add_generation_prompt`.
 
         Raises ValueError when the template refuses the messages.
         """
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=list(tools) if tools else None,
-                **self._variables,
+                self.definition.variables | (variables or {}) | given | {"tools": list(tools) if tools else None}
             )
         except MemoryError:
             raise
         except Exception as error:  # a template is a program: it can fail in any way
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
-    def segments(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[TemplateSegment]:
-        """The text of `messages`, split where loss begins and ends.
+    def split(self, conversation: Conversation) -> SplitConversation:
+        """The text of a conversation, split where loss begins and ends.
 
         Raises ValueError when no assistant message carries loss, a message contains the end of a turn, or the template
-        leaves out a tool, or does not render a conversation as a continuation of its own prompts.
+        leaves out a tool, or does not render an answer as a continuation of its prompt.
         """
-        if any(self.end_of_turn in text for text in texts([messages, tools])):
-            raise ValueError(f"a message contains {self.end_of_turn!r}, which ends a turn")
-        text = self.render(messages, tools=tools)
-        _require_names(text, tools or [], "the list of tools")
-        at = 0
-        segments = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant" or message.get("weight", 1) == 0:
-                continue
-            begin, end = self._answer(text, messages, index, tools)
-            if begin < at:
-                raise ValueError(_differs(index))
-            _require_names(text[begin:end], message.get("tool_calls") or [], f"the tool calls of message {index}")
-            segments += [TemplateSegment(text[at:begin], False), TemplateSegment(text[begin:end], True)]
-            at = end
-        if not segments:
-            roles = {message["role"] for message in messages}
-            raise ValueError(
-                "every assistant message has weight 0: nothing carries loss"
-                if "assistant" in roles
-                else "no assistant message"
-            )
-        return [segment for segment in (*segments, TemplateSegment(text[at:], False)) if segment.text]
+        messages = conversation.messages
+        if any(self.definition.end_of_turn in text for text in texts(conversation)):
+            raise ValueError(f"a message contains {self.definition.end_of_turn!r}, which ends a turn")
+        try:
+            answers = self._answers(conversation)
+        except ValueError as error:
+            order = _unusual_order(messages)
+            raise ValueError(f"{order}; {error}" if order else str(error)) from None
+        last = max(answers)
+        _require_names(answers[last].text, conversation.tools or [], "the list of tools")
+        samples = []
+        waiting = list(answers)
+        while waiting:
+            text = answers[waiting[-1]].text
+            found = [index for index in waiting if text.startswith(answers[index].whole)]
+            samples.append(_segments(text, {index: answers[index] for index in found}))
+            # What this text writes in another way than it was written as an answer needs a sample of its own.
+            waiting = [index for index in waiting if index not in found]
+        unread = [*conversation.unread, *self._unread(conversation, answers)]
+        return SplitConversation(samples[::-1], unread, len(messages) - 1 - last)
 
-    def _answer(
-        self, text: str, messages: Sequence[Message], index: int, tools: Sequence[Any] | None
-    ) -> tuple[int, int]:
-        """Begin and end in the conversation's `text` of the answer of assistant message `index`."""
-        prompt = self.render(messages[:index], add_generation_prompt=True, tools=tools)
-        if not text.startswith(prompt):
-            raise ValueError(_differs(index))
-        # A message that ends in another way would carry loss on to the end of the next one, such as a tool's result.
-        alone = self.render(messages[: index + 1], tools=tools) if index + 1 < len(messages) else text
-        end = text.find(self.end_of_turn, len(prompt))
-        if end < 0 or self.end_of_turn not in alone[len(prompt) :]:
-            raise ValueError(f"the chat template does not end message {index} with {self.end_of_turn!r}")
-        return len(prompt), end + len(self.end_of_turn)
-
-    def all_segments(self, conversations: Iterable[Conversation]) -> Iterator[list[TemplateSegment] | ValueError]:
-        """Yield the segments of each conversation, in order, or the error of `segments`."""
+    def split_all(self, conversations: Iterable[Conversation]) -> Iterator[SplitConversation | ValueError]:
+        """Yield the result of `split` for each conversation, in order, or its error."""
         for conversation in conversations:
             try:
-                yield self.segments(*conversation)
+                yield self.split(conversation)
             except ValueError as error:
                 yield error
+
+    def _answers(self, conversation: Conversation) -> dict[int, _Answer]:
+        """Answers that carry loss by the index of their message, in order; at least one. Raises ValueError."""
+        roles = {message["role"] for message in conversation.messages}
+        if "assistant" not in roles:
+            raise ValueError("no assistant message")
+        found = {
+            index: self._answer(conversation, index)
+            for index, message in enumerate(conversation.messages)
+            if message["role"] == "assistant" and message.get("weight", 1) != 0
+        }
+        if not found:
+            raise ValueError("every assistant message has weight 0: nothing carries loss")
+        return found
+
+    def _answer(self, conversation: Conversation, index: int) -> _Answer:
+        messages, tools, variables, _ = conversation
+        prompt = self.render(messages[:index], True, tools, variables)
+        text = self.render(messages[: index + 1], False, tools, variables)
+        if not text.startswith(prompt):
+            raise ValueError(_differs(index))
+        end = text.find(self.definition.end_of_turn, len(prompt))
+        if end < 0:
+            raise ValueError(self._other_end(index, text[len(prompt) :], messages[index].get("content") or ""))
+        answer = _Answer(text, len(prompt), end + len(self.definition.end_of_turn))
+        calls = messages[index].get("tool_calls") or []
+        _require_names(answer.whole[answer.begin :], calls, f"the tool calls of message {index}")
+        return answer
+
+    def _other_end(self, index: int, answer: str, content: str) -> str:
+        """Reason why an answer has no end, with the text that seems to end it."""
+        rest = answer.rpartition(content.strip())[2].strip() if content.strip() else ""
+        seems = f"; it writes {rest!r} there" if rest else ""
+        return (
+            f"the chat template does not end message {index} with {self.definition.end_of_turn!r}{seems}: give the "
+            "text that ends a turn as --end-of-turn"
+        )
+
+    def _unread(self, conversation: Conversation, answers: dict[int, _Answer]) -> Iterator[str]:
+        """Yield the keys that change nothing in the text up to the next answer, as `SplitConversation.unread` does."""
+        messages, tools, variables, _ = conversation
+        last = max(answers)
+        for index, message in enumerate(messages[: last + 1]):
+            answer = min(other for other in answers if other >= index)
+            text = answers[answer].text
+            for key, value in message.items():
+                if not value or key in _OTHERWISE_CHECKED or (key == "content" and value.strip() in text):
+                    continue
+                without = {other: message[other] for other in message if other != key}
+                others = [*messages[:index], without | {"content": ""} if key == "content" else without]
+                if self._writes(text, [*others, *messages[index + 1 : answer + 1]], tools, variables):
+                    yield f"messages[].{key}"
+        for key in variables or {}:
+            without = {other: value for other, value in (variables or {}).items() if other != key}
+            with suppress(ValueError):
+                if self._answer(conversation._replace(variables=without), last) == answers[last]:
+                    yield f"chat_template_kwargs.{key}"
+
+    def _writes(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, variables: dict[str, Any] | None
+    ) -> bool:
+        """True if the template writes `text` for these messages."""
+        try:
+            return self.render(messages, False, tools, variables) == text
+        except ValueError:
+            return False
+
+
+def _segments(text: str, answers: dict[int, _Answer]) -> list[TemplateSegment]:
+    """The text of a conversation, split where these answers in it begin and end. Raises ValueError when one begins
+    before another one ends."""
+    at = 0
+    segments = []
+    for index, (_, begin, end) in answers.items():
+        if begin < at:
+            raise ValueError(_differs(index))
+        segments += [TemplateSegment(text[at:begin], False), TemplateSegment(text[begin:end], True)]
+        at = end
+    return [segment for segment in (*segments, TemplateSegment(text[at:], False)) if segment.text]
+
+
+def _unusual_order(messages: Sequence[Message]) -> str:
+    """Words for an order of messages that some templates refuse; empty for the usual one."""
+    roles = [message["role"] for message in messages if message["role"] not in ("system", "developer", "tool")]
+    if roles[:1] == ["assistant"]:
+        return "the conversation begins with an assistant message"
+    for one, other in itertools.pairwise(messages):
+        if one["role"] == other["role"] and one["role"] in ("user", "assistant"):
+            return f"two messages of role {one['role']!r} in a row"
+    return ""
 
 
 def _differs(index: int) -> str:

@@ -234,7 +234,7 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     verify_checkpoint(checkpoint)
     reader = _reader(checkpoint, config.model)
     roots = working_roots()
-    marks = corpus_marks(config.data, config.stages, roots)
+    marks = corpus_marks(saved, roots)
     tokenizer = export_tokenizer(config.data.tokenizer, marks, contents["model_type"], stage.seq_len, roots)
     contents |= tokenizer.ids
     with new_folder(output):

@@ -23,14 +23,14 @@ from moba_train.data.tokenizer import (
     TOKENIZERS,
     Tokenizer,
     load_tokenizer,
-    token_ids,
     token_texts,
     tokenizer_file,
 )
 from moba_train.errors import DataError
 from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, parse_json, read_foreign
+from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
-from moba_train.tools.inference.corpus_marks import CorpusMarks
+from moba_train.tools.inference.corpus_marks import CorpusMarks, token_ids
 
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -100,6 +100,13 @@ def export_tokenizer(
             export = _export_json(source, marks, max_length, roots)
         else:
             export = _export_sentencepiece(source, marks, max_length, roots)
+        if marks.template is not None:
+            _set_template(export, marks.template)
+        elif marks.conversations and _has_template(export):
+            export.warnings.append(
+                "the chat template is the tokenizer's own: no corpus records the one that wrote its conversations, as "
+                "with records of tokens; compare the two"
+            )
     except (OSError, ValueError) as error:
         raise DataError(f"the tokenizer {tokenizer} cannot be exported: {error}") from error
     if model_type == "qwen2" and not export.warnings and _class_of(export).removesuffix("Fast") != _QWEN2_CLASS:
@@ -107,7 +114,31 @@ def export_tokenizer(
             f"AutoTokenizer of transformers 5 takes {_QWEN2_CLASS} for every Qwen2 model (model.qkv_bias), which "
             f"splits text in its own way; load this tokenizer with {_GENERIC_CLASS}.from_pretrained"
         )
+    if marks.other_templates:
+        export.warnings.append(
+            f"chat_template.jinja is not the template of {', '.join(marks.other_templates)}, which the model was "
+            "trained on as well, but that of the conversations that it was trained on last"
+        )
     return export
+
+
+def _has_template(export: TokenizerExport) -> bool:
+    named = "chat_template" in _parse(export.files, TOKENIZER_CONFIG)
+    return named or not export.files.keys().isdisjoint(CHAT_TEMPLATES)
+
+
+def _set_template(export: TokenizerExport, template: TemplateDefinition) -> None:
+    """Let the template that wrote the conversations of training take the place of the tokenizer's own."""
+    config = _parse(export.files, TOKENIZER_CONFIG)
+    tokens = token_texts(config)
+    # The model's folder that the template was taken from may have named other special tokens.
+    other = {name: text for name, text in template.variables.items() if tokens.get(name) != text}
+    used = [f"{{% set {name} = {json.dumps(text)} %}}\n" for name, text in other.items() if name in template.source]
+    for name in CHAT_TEMPLATES:
+        export.files.pop(name, None)
+    export.files[CHAT_TEMPLATES[0]] = "".join([*used, template.source]).encode(errors="surrogatepass")
+    if config.pop("chat_template", None) is not None:
+        export.set_json(TOKENIZER_CONFIG, config)
 
 
 def _without_tokenizer(marks: CorpusMarks) -> TokenizerExport:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from moba_train.errors import UserError
 from moba_train.tools.inference.cache import Decode
 
-INSTALL = 'pip install "moba-train[eval]"'
+INSTALL = "pip install 'lm-eval[ruler]>=0.4.13' 'transformers>=5' tokenizers"
 
 
 @dataclass(frozen=True)

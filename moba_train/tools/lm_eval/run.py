@@ -23,7 +23,6 @@ from moba_train.data.tokenizer import (
     GENERATION_CONFIG,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
-    ends_of_text,
 )
 from moba_train.errors import DataError, UserError
 from moba_train.evals.evaluation import EvaluationResult, name_of, variants
@@ -33,7 +32,7 @@ from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import Template
 from moba_train.tools.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
 from moba_train.tools.evaluate import load_on_this_machine, measured_json, recipe_layers, training_of, write_results
-from moba_train.tools.inference.corpus_marks import CorpusMarks, corpus_marks
+from moba_train.tools.inference.corpus_marks import CorpusMarks, corpus_marks, ends_of_text
 from moba_train.tools.lm_eval.language_model import NativeLM
 from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
@@ -104,7 +103,7 @@ def evaluate_with_lm_eval(
             training.seq_len,
         )
     with tempfile.TemporaryDirectory() as folder:
-        marks = corpus_marks(saved.config.data, saved.config.stages, roots)
+        marks = corpus_marks(saved, roots)
         tokenizer = open_hf_tokenizer(saved.config.data.tokenizer, marks, stage.seq_len, Path(folder), roots)
         template = _template(folder) if options.apply_chat_template else None
         stop_tokens = ends_of_text(folder)

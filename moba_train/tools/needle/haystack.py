@@ -9,6 +9,7 @@ import random
 import re
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,12 +17,14 @@ import numpy as np
 
 from moba_train.config.evaluation import AnswersConfig
 from moba_train.config.stages import Stage
-from moba_train.data import tokenizer as control_tokens
-from moba_train.data.indexed import IndexedDataset
+from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_hashes
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting
-from moba_train.tools.chat.load import load_chat_template
+from moba_train.foreign_files import read_foreign_json, working_roots
+from moba_train.tools.chat import control_tokens
+from moba_train.tools.chat.load import load_chat_template, parse_definition, recorded_template
+from moba_train.tools.chat.template import Template, TemplateDefinition
 from moba_train.tools.inference.corpus_marks import CorpusMarks
 
 _ADJECTIVES = """
@@ -289,22 +292,38 @@ def noise_tokens(tokenizer: TextTokenizer, count: int) -> list[int]:
     return (line * (count // len(line) + 1))[:count]
 
 
+def _trained_template(setting: EvaluationSetting) -> TemplateDefinition | None:
+    """Chat template that wrote the conversations of a run, by the sidecars of its corpora. Corpora for training are
+    those of a recipe that may come from elsewhere."""
+    sources = {source.path: working_roots() for source in setting.stage.sources}
+    for path, roots in (sources | {source.path: None for source in setting.validation}).items():
+        with suppress(OSError, ValueError):
+            info = read_foreign_json(corpus_file(path, "json"), roots=roots)
+            if isinstance(info, dict) and (definition := parse_definition(info.get("chat_template"))):
+                return definition
+    return None
+
+
 class Conversation:
     """The text around a context: as it is, or as a chat template renders it.
 
-    tokenizer: path of data.tokenizer, in whose folder the template is
+    setting: its corpora record the template; if they do not, that in the folder of data.tokenizer is used
     chat: True to use the template
     key: that of the section which asks, for messages
 
     Raises DataError when `chat` is set and there is no template.
     """
 
-    def __init__(self, tokenizer: str, chat: bool, key: str) -> None:
+    def __init__(self, setting: EvaluationSetting, chat: bool, key: str) -> None:
         self._key = f"{key}.chat"
-        path = Path(tokenizer)
+        self._template: Template | None = None
+        if not chat:
+            return
+        definition = _trained_template(setting)
+        path = Path(setting.tokenizer or "")
         folder = path if path.is_dir() else path.parent
         try:
-            self._template = load_chat_template(str(folder)) if chat else None
+            self._template = recorded_template(definition) if definition else load_chat_template(str(folder))
         except DataError as error:
             raise DataError(
                 f"{self._key}: given true, but the folder of data.tokenizer gives none: {error}; set false, or name a "

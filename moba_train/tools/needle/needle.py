@@ -173,7 +173,7 @@ class NeedleTexts:
         self.tokenizer = open_tokenizer(options, setting)
         self._options = options
         self._key = key
-        self._conversation = Conversation(self.tokenizer.path, options.chat, key)
+        self._conversation = Conversation(setting, options.chat, key)
         natural = options.haystack == "natural"
         self._natural = natural_text(options, setting, self.tokenizer, key) if natural else None
 

@@ -10,13 +10,14 @@ from moba_train.checkpoint.publish import Accept, is_finite, latest_checkpoint, 
 from moba_train.checkpoint.retention import Marks
 from moba_train.config.load import load_config
 from moba_train.config.mesh import WorldSize
+from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import tokenizer_hash
-from moba_train.errors import CheckpointError, PlanError, UserError
+from moba_train.errors import CheckpointError, ConfigError, PlanError, UserError
 from moba_train.memory.devices import H200, Device, Gpu, local_host_memory, peak_or_default
 from moba_train.memory.flops import stage_documents
 from moba_train.memory.shortage import host_shortage, shortage
 from moba_train.parallel.links import LINKS
-from moba_train.resolve.data import check_one_tokenizer
+from moba_train.resolve.data import tokenizer_problems
 from moba_train.resolve.plan import Plan, make_plan
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import ResolvedRun, RunFolders
@@ -57,7 +58,7 @@ def plan_recipe(
     device = Device(gpu, host, is_here=False) if gpu else None  # packages may be missing where a run is planned
     run = resolve(config, WorldSize(gpus, per_node), device, check_files=check_files)
     if not check_files:
-        check_one_tokenizer(config.data, config.stages)
+        _check_one_tokenizer(config)
     made = make_plan(run, rate, mfu, links=links)
     console = table_console()
     print_plan(made, console)
@@ -140,7 +141,7 @@ def find_layouts(
     device = Device(machine.gpu, host_memory=None, is_here=False)
     run = resolve(config, None, device, check_files=check_files)
     if not check_files:
-        check_one_tokenizer(config.data, config.stages)
+        _check_one_tokenizer(config)
     documents = [stage_documents(run.samples, stage) for stage in run.stages]
 
     def accept(changes: Sequence[str]) -> None:
@@ -167,3 +168,9 @@ def make_machine(gpu: Gpu | None, ranks_per_node: int, network: float, rates: Pa
     """
     found = read_rates(rates) if rates is not None else shipped_rates(gpu or H200)
     return Machine(gpu or found.device, ranks_per_node, found.links(network), found)
+
+
+def _check_one_tokenizer(config: RunConfig) -> None:
+    """Raises ConfigError when corpora that are on disk were made with other tokenizers than the recipe's."""
+    if problems := list(tokenizer_problems(config.data, config.stages)):
+        raise ConfigError(problems)

@@ -1,7 +1,7 @@
 """Rates of a GPU in a training step, read from a JSON file.
 
 `moba-train calibrate` measures them on the GPU of this machine. The package ships files of some GPUs (`gpus/`), each of
-which says where its numbers come from; docs/how-to/parallelism.md says how a step's time follows from them.
+which says where its numbers come from; benchmarks/measured/planning.md says how a step's time follows from them.
 """
 
 import json

@@ -33,8 +33,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_flops(plan))
     console.print(f"real FLOPs count {_documents(plan)}", soft_wrap=True)
     for item in plan.stages:
-        for repeated in item.documents.repeats:
-            console.print(f"warning: stage {item.stage.name}: {repeated}", soft_wrap=True)
+        for warning in item.documents.warnings:
+            console.print(f"warning: stage {item.stage.name}: {warning}", soft_wrap=True)
     console.print(_memory(plan))
     for item in plan.stages:
         console.print(f"{item.stage.name}: {item.activations.describe()}", soft_wrap=True)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -130,6 +130,9 @@ def _real_flops(model: ModelConfig, samples: DataSpec, stages: Sequence[Stage], 
     """FLOPs of all stages, and the origin of the document lengths. readable: the corpora may be read."""
     total = 0.0
     sources = []
+    if samples.long_conversations == "error":
+        # A run that finished had none, or is from before the option, when they were split.
+        samples = replace(samples, long_conversations="split")
     for stage in stages:
         documents = stage_documents(samples, stage) if readable else Documents((stage.seq_len,), from_corpora=False)
         flops = real_flops(model, stage.attention, documents.lengths) / documents.tokens

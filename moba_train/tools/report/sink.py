@@ -10,7 +10,7 @@ from moba_train.telemetry.telemetry import Record, SinkRun
 
 logger = logging.getLogger(__name__)
 
-INSTALL = 'pip install "moba-train[report]"'
+INSTALL = "pip install 'plotly>=6'"
 
 
 class ReportSink:

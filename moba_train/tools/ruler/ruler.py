@@ -201,7 +201,7 @@ class RulerTexts:
     def __init__(self, options: RulerConfig, setting: EvaluationSetting) -> None:
         self.tokenizer = open_tokenizer(options, setting)
         self._options = options
-        self._conversation = Conversation(self.tokenizer.path, options.chat, Ruler.key)
+        self._conversation = Conversation(setting, options.chat, Ruler.key)
         self._words = functools.lru_cache(maxsize=1)(self._draw_words)
         natural = any(TASKS[task].natural for task in options.tasks)
         self._natural = natural_text(options, setting, self.tokenizer, Ruler.key) if natural else None

@@ -21,7 +21,7 @@ class TensorBoardSink:
         """Reason why TensorBoard events cannot be written here, with the remedy; empty: they can."""
         if find_spec("tensorboard") is not None:
             return ""
-        return 'given true, but the package tensorboard is not installed; pip install "moba-train[tensorboard]"'
+        return "given true, but the package tensorboard is not installed; pip install tensorboard"
 
     @classmethod
     def open(cls, setting: object, run: SinkRun) -> "TensorBoardSink":

@@ -177,7 +177,7 @@ class WandbSink:
         if find_spec("wandb") is not None:
             return ""
         given = f"given mode {setting.mode!r}, but the package wandb is not installed"
-        return f'{given}; pip install "moba-train[wandb]", or set telemetry.wandb.mode=disabled'
+        return f"{given}; pip install wandb, or set telemetry.wandb.mode=disabled"
 
     @classmethod
     def describe(cls, setting: WandbConfig) -> str:

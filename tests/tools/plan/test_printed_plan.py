@@ -24,7 +24,7 @@ from tests.small_recipe import Load
 def test_corpora_smaller_than_a_batch_are_named(tmp_path: Path) -> None:
     """A third of 16 sequences from 40 tokens."""
     config = packed_run(tmp_path, "concat")
-    assert planned(config).documents.repeats == ()
+    assert planned(config).documents.warnings == ()
     with IndexedDatasetWriter(tmp_path / "one", np.int32) as writer:
         writer.add_document(np.arange(40))
     text = io.StringIO()

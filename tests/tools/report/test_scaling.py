@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.data.indexed import IndexedDatasetWriter
+from moba_train.data.loss_mask import mask_prefix
 from moba_train.errors import DataError, UserError
 from moba_train.tools.cli import app
 from moba_train.tools.report.scaling import PowerLaw, fit_power_law, fit_runs
@@ -278,6 +279,18 @@ def test_corpora_elsewhere_are_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert read.documents.startswith("one document per sequence: corpora are not below the working folder")
     with pytest.raises(DataError, match="corpus"):
         read_runs([run], ["eval_loss"], data_roots=[tmp_path])
+
+
+def test_long_conversations_of_a_run_from_before_they_were_refused_are_split(tmp_path: Path) -> None:
+    (run,) = write_runs(tmp_path, (8,))[:1]
+    with (
+        IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer,
+        IndexedDatasetWriter(mask_prefix(str(tmp_path / "corpus")), np.uint8) as masks,
+    ):
+        writer.add_document(np.arange(200) % 64)
+        masks.add_document(np.arange(200) % 2)
+    (read,) = read_runs([run], ["eval_loss"], data_roots=[tmp_path])
+    assert read.documents == "documents of the corpora"
 
 
 def test_real_runs_through_the_command_line(tmp_path: Path) -> None:

@@ -46,8 +46,7 @@ def test_a_plain_install_trains_without_wandb_and_plotly_and_says_so(plain_insta
     config = TelemetryConfig()
     assert list(sink_problems(config)) == []
     assert describe_sinks(config) == (
-        'metrics.jsonl, console, no report.html without plotly: pip install "moba-train[report]"; '
-        "off: tensorboard, wandb"
+        "metrics.jsonl, console, no report.html without plotly: pip install 'plotly>=6'; off: tensorboard, wandb"
     )
     assert files_of_a_run(config, tmp_path) == {"metrics.jsonl"}
 
@@ -55,6 +54,5 @@ def test_a_plain_install_trains_without_wandb_and_plotly_and_says_so(plain_insta
 def test_a_recipe_that_asks_for_a_report_needs_plotly(plain_install: None) -> None:
     (problem,) = sink_problems(TelemetryConfig(report=True))
     assert problem == (
-        "telemetry.report: given true, but the package plotly is not installed; "
-        'pip install "moba-train[report]", or set auto'
+        "telemetry.report: given true, but the package plotly is not installed; pip install 'plotly>=6', or set auto"
     )

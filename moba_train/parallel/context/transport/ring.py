@@ -7,7 +7,7 @@ and merges the partial results. How many one call takes: `CPStrategy.chunks_per_
 Either way a rank sends a chunk on when it has arrived, without waiting for its own attention to it. With a buffer for
 every chunk, a rank that is busy for a moment delays no other rank. With an attention sink, ranks compute 96-98 % of the
 time with all buffers, 71-92 % with two and 26-45 % in lockstep (a model of 8 ranks that attend to one chunk in a call;
-measured on 4: docs/explanation/context-parallelism.md). In the backward pass the gradients of a chunk go straight to
+measured on 4: benchmarks/measured/context-parallelism.md). In the backward pass the gradients of a chunk go straight to
 its owner, which sums them in float32, in a fixed order.
 
 Shape suffixes as in base.py.
