@@ -112,6 +112,6 @@ def test_its_attention_kind_is_exact() -> None:
     token = torch.arange(100)
     block = token // 16
     seen = (token[:, None] >= token) & (block[:, None] - block <= 1)
-    heads_first = (x.transpose(0, 1) for x in (q, k, v))
-    expected = scaled_dot_product_attention(*heads_first, attn_mask=seen, enable_gqa=True).transpose(0, 1)
+    q_HTd, k_KTd, v_KTd = (x.transpose(0, 1) for x in (q, k, v))
+    expected = scaled_dot_product_attention(q_HTd, k_KTd, v_KTd, attn_mask=seen, enable_gqa=True).transpose(0, 1)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)

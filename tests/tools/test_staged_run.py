@@ -42,7 +42,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "stages.md"
 
 def test_the_guide_works(undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, other_stages = guide.blocks(DOCUMENT, "yaml")
-    monkeypatch.chdir(DOCUMENT.parents[1])
+    monkeypatch.chdir(DOCUMENT.parents[2])
     (tmp_path / "recipe.yaml").write_text(recipe.replace("configs/", f"{Path.cwd()}/configs/"))
     (tmp_path / "other.yaml").write_text(f"extends: recipe.yaml\n{other_stages}")
     guide.run(["moba-train", "plan", f"{tmp_path}/other.yaml", *["--gpus", "64", "--gpu", "h200", "--no-data"]])
