@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks.record import markdown, save
 from benchmarks.trainer_run import model_shape, run_until, trainer_command, write_corpus
 from benchmarks.training_rows import Row, parse_row
-from moba_train.checkpoint.publish import latest_checkpoint, step_name
+from moba_train.checkpoint.manifest import step_name
+from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.telemetry.jsonl import read_records
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from benchmarks.record import markdown, save, spread
 from moba_train.checkpoint.files import MOST_THREADS
 from moba_train.checkpoint.load import load_checkpoint
-from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.manifest import step_name, verify_checkpoint
 from moba_train.checkpoint.process_group import SaveGroup
-from moba_train.checkpoint.publish import publish, step_name
+from moba_train.checkpoint.publish import publish
 from moba_train.checkpoint.writer import ShardWriter, write_meta
 
 PARTS = ("write", "verify", "read")

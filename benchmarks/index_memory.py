@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import save
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.show import verify_corpus
 from moba_train.config.data import SourceConfig
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.samples import StageData
 
 PARTS = 10

@@ -4,7 +4,7 @@
     python -m benchmarks.needle_signal RUN/evaluation.json --output RESULT.json
     python -m benchmarks.pictures smollm2-signal --results RESULT.json --output PLOT.svg
 
-Reads what `moba-train eval --tasks needle_signal` found (docs/how-to/needles.md): a row for each layer, head and gate.
+Reads what `moba-train eval --tasks needle_signal` found (docs/how-to/evaluate.md): a row for each layer, head and gate.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moba_train.data.indexed import IndexedDatasetWriter
+from data_tools.corpus_writer import IndexedDatasetWriter
 
 BYTES = 256
 """Vocabulary of the corpora."""

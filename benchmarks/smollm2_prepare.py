@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
 from moba_train.hf.config import CONFIG
 from moba_train.tools.convert.hf_export import hf_config, write_safetensors
 

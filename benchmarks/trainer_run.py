@@ -15,9 +15,9 @@ from typing import IO, Any, Literal, TypeVar
 import numpy as np
 import yaml
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
 from moba_train.config.mesh import WorldSize
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.memory.devices import Device, local_gpu, local_host_memory, peak_or_default
 from moba_train.resolve.plan import StagePlan, make_plan
 from moba_train.resolve.run import resolve_unchecked

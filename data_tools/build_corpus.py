@@ -33,6 +33,7 @@ from data_tools.corpus_files import (
 )
 from data_tools.corpus_manifest import MANIFEST, TOKENIZER, about_corpus, corpus_id, read_manifest
 from data_tools.corpus_sources import Source
+from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from data_tools.encoders import Encoder, load_encoder
 from data_tools.long_range import RECALL_WEIGHTS, write_long_range
 from data_tools.outputs import (
@@ -46,7 +47,7 @@ from data_tools.outputs import (
 )
 from data_tools.tokenize_corpus import TokenizeOptions, tokenize_corpus
 from data_tools.train_tokenizer import train_tokenizer
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
+from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError
 from moba_train.foreign_files import MIB
 

@@ -4,16 +4,16 @@ own, for machines that the whole corpus is too large for.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.outputs import already_made, corpus_prefixes, hash_fraction, replace_file, write_errors
 from data_tools.stats import length_histogram
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -113,7 +113,7 @@ def take_excerpt(folder: Path, output: str | Path, tokens: int, valid_tokens: in
             wanted = _choose(corpus, tokens if name == "train" else valid_tokens)
             sources = _copy(corpus, wanted, target / name, whole["corpora"][name]["sources"])
             corpora[name] = about_corpus(IndexedDataset(target / name)) | {"sources": sources}
-        shutil.copyfile(folder / TOKENIZER, target / TOKENIZER)
+        replace_file(target / TOKENIZER, (folder / TOKENIZER).read_bytes())
     manifest = whole | {
         "id": corpus_id(corpora),
         "excerpt": {"of": whole["id"], "tokens": tokens, "valid_tokens": valid_tokens},

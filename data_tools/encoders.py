@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
-from moba_train.data.indexed import dtype_for
+from data_tools.corpus_writer import dtype_for
 from moba_train.data.tokenizer import TIKTOKEN, HuggingFaceTokenizer, load_tokenizer, tokenizer_file
 from moba_train.errors import DataError
 

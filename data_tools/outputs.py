@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.errors import DataError
+from moba_train.output_files import new_file
 
 
 def splits(holdout: float) -> tuple[str, ...]:
@@ -125,7 +126,8 @@ def writing_file(output: str | Path) -> Iterator[BinaryIO]:
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as stream:
+            temporary.unlink(missing_ok=True)
+            with new_file(temporary) as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())

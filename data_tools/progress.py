@@ -29,7 +29,7 @@ class ByteProgress:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(elapsed_when_finished=False),
-            console=Console(stderr=True),
+            console=Console(file=sys.__stderr__),
             disable=not sys.stderr.isatty(),
         )
         self._task = self._bar.add_task(what, total=total, completed=done, rate="")

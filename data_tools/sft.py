@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_tools.conversations import TokenRecord, read_records
+from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from data_tools.documents import BadRecord
 from data_tools.outputs import already_made, choose_split, corpus_prefixes, list_skipped, write_errors
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer, tokenizer_file, tokenizer_hash
 from moba_train.errors import DataError

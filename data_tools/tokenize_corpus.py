@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from data_tools.documents import (
     DOCUMENT_BYTES,
     BadRecord,
@@ -42,8 +43,9 @@ from data_tools.outputs import (
     write_errors,
 )
 from data_tools.progress import ByteProgress
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
+from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import DataError, LaunchError
+from moba_train.output_files import write_atomically
 
 BATCH_BYTES = 1 << 20
 """Text that is passed to the engine at a time."""
@@ -133,9 +135,7 @@ def make_part(part: Part) -> PartReport:
         report = PartReport(
             shard_bytes(part.shard), sum(writer.tokens for writer in writers), left_out.bad, left_out.empty
         )
-    temporary = part.report_file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    temporary.replace(part.report_file)
+    write_atomically(part.report_file, json.dumps(asdict(report)))
     return report
 
 
@@ -294,7 +294,7 @@ def _delete_parts_of_other_work(folder: Path, work: str) -> None:
     mark = folder / "work"
     if not (mark.exists() and mark.read_text(encoding="utf-8") == work):
         _empty(folder)
-        mark.write_text(work, encoding="utf-8")
+        write_atomically(mark, work)
 
 
 def _empty(folder: Path) -> None:

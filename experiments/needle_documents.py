@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments.corpus import Corpus
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, corpus_file
+from moba_train.data.indexed import IndexedDataset, corpus_file
 from moba_train.data.tokenizer import TextTokenizer, load_text_tokenizer
 from moba_train.errors import DataError
 from moba_train.tools.needle.answers import encode_segments

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moba_train.data.indexed import IndexedDatasetWriter, dtype_for
+from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from moba_train.data.loss_mask import mask_prefix
 
 STATE, ASK = 0, 1

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.record import provenance
 from experiments.figure import Arm, Result, key_of
 from moba_train.errors import UserError
-from moba_train.telemetry.jsonl import write_atomically
+from moba_train.output_files import write_atomically
 from moba_train.tools.evaluate import finite
 
 _LOCK = threading.Lock()

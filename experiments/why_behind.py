@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from benchmarks.plotting import COLOURS, INK, MOBA
+from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, moba, recipe
 from experiments.readings import trailing_by_sequence, trailing_loss, validation_by_sequence, validation_loss
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, corpus_file
+from moba_train.data.indexed import IndexedDataset, corpus_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

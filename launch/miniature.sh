@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a recipe of configs/recipes/mini from scratch: long-range text, tokenizer, corpus, training, evaluation.
 # sft-1m also needs the model of continue-1m, which is trained first, and conversations about such text. Takes minutes on
-# one GPU. After an interruption, the same command continues where it stopped. docs/tutorials/extend-a-checkpoint.md explains each step.
+# one GPU. After an interruption, the same command continues where it stopped. docs/reference/recipes.md explains each step.
 #
 #   bash launch/miniature.sh NAME [--corpus FILE_OR_FOLDER] [KEY.PATH=VALUE]...      default: Python's standard library
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"

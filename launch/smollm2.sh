@@ -4,7 +4,7 @@
 #   bash launch/smollm2.sh prepare|train|finish|retrieval|signal|gates
 #
 # `gates` distils the gates of the kinds seer and msa from the published model: docs/reference/attention-kinds.md.
-# `signal` asks why MoBA's gate would find needles in the published model: docs/how-to/needles.md.
+# `signal` asks why MoBA's gate would find needles in the published model: docs/how-to/evaluate.md.
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 case "${1:-}" in

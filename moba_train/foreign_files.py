@@ -68,8 +68,9 @@ def check_below(path: Path, roots: Sequence[Path]) -> Path:
     if not any(real.is_relative_to(root) for root in roots):
         through = f"leads to {real}, " if real != path.absolute() else ""
         allowed = " and ".join(map(str, dict.fromkeys(roots)))
+        folder = real if real.is_dir() else real.parent
         raise ForeignFileError(
-            f"{path}: {through}outside of {allowed}; if you trust it, allow the folder: {ROOTS}={real.parent}"
+            f"{path}: {through}outside of {allowed}; if you trust it, allow the folder: {ROOTS}={folder}"
         )
     return real
 

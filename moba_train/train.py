@@ -40,6 +40,7 @@ from moba_train.run.determinism import deterministic
 from moba_train.run.progress import describe_finished
 from moba_train.run.summary import summarize
 from moba_train.run.trainer import Trainer
+from moba_train.terminal import safe_terminal
 
 SIGNALS_APART_S = 1.0
 """torchrun passes a signal on to one rank after the other; one that ends at once may be seen before the signal is."""
@@ -47,7 +48,7 @@ SIGNALS_APART_S = 1.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Train a recipe. Returns the exit code: 0 if training ended or stopped as asked, else that of the UserError."""
-    with listening() as stop:
+    with listening() as stop, safe_terminal():
         return _run_or_stop(arguments, stop)
 
 

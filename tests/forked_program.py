@@ -102,7 +102,8 @@ def _start(arguments: list[str], environment: dict[str, str], output: str) -> No
 
 
 def _rank(command: Sequence[str], environment: dict[str, str]) -> None:
-    """Begin with the signal handlers of a new process."""
+    """Begin with the signal handlers and the streams of a new process."""
+    sys.stdout, sys.stderr = (getattr(stream, "stream", stream) for stream in (sys.stdout, sys.stderr))
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

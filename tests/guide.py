@@ -61,3 +61,19 @@ def check_usage(command: list[str]) -> None:
         context = parsed.make_context(name, list(arguments), parent=context)
         name, parsed, arguments = parsed.resolve_command(context, arguments)
     parsed.make_context(name, list(arguments), parent=context)
+
+
+def shown_lines(shown: str, printed: str) -> list[str]:
+    """The lines of a page's output that a program did not print, in this order; spaces and `...` do not count."""
+    text = " ".join(printed.split())
+    missing = []
+    for line in shown.splitlines():
+        words = " ".join(line.split())
+        place = text.find(words)
+        if words == "..." or not words:
+            continue
+        if place < 0:
+            missing.append(line)
+        else:
+            text = text[place + len(words) :]
+    return missing

@@ -160,6 +160,10 @@ def is_key(path: str) -> bool:
 @documents
 def test_the_keys_that_it_names_exist(document: Path) -> None:
     root, names = schema()
+    for project in blocks(document, "toml"):  # of a package that the page writes, with a section of its own
+        entries = re.findall(r'^(\w+) = "\w+:\w+"$', project, re.MULTILINE)
+        options = re.findall(r"^ +(\w+): \w+ = Field\(", "".join(blocks(document, "python")), re.MULTILINE)
+        names = names.union(entries, options)
     for block in blocks(document, "yaml"):
         for key in re.findall(r"(?:^|[{,\-]) *([a-z]\w*):(?: |$)", re.sub("#.*", "", block), re.MULTILINE):
             assert key in names, key
@@ -242,13 +246,13 @@ def test_mechanisms_has_what_a_sink_costs_under_dispatch() -> None:
 def test_durability_has_the_tables_of_the_programs(
     table: Callable[[Sequence[dict[str, Any]]], str], result: str
 ) -> None:
-    assert table(results(f"{result}.json")) in (ROOT / "docs" / "how-to" / "resume.md").read_text()
+    assert table(results(f"{result}.json")) in (ROOT / "benchmarks" / "measured" / "durability.md").read_text()
 
 
 def test_durability_has_the_measured_stall() -> None:
     found = results("checkpoint-stall-8b-h200-x4.json")
     step, beside, after = found["step_s"], found["step_beside_save_s"], found["step_after_save_s"]["median"]
-    text = " ".join((ROOT / "docs" / "how-to" / "resume.md").read_text().split())
+    text = " ".join((ROOT / "benchmarks" / "measured" / "durability.md").read_text().split())
     for claim in (
         f"for {1000 * found['first_stall_s']:.0f} ms, {percent(found['first_stall_share_of_step'], 1)} of a step of "
         f"{step['median']:.2f} s. The step after it takes {after:.2f} s",
@@ -260,7 +264,7 @@ def test_durability_has_the_measured_stall() -> None:
 
 def test_sft_says_what_the_experiment_was_that_it_withdraws() -> None:
     found = results("sft-layers-h200.json")
-    told = " ".join((ROOT / "docs" / "tutorials" / "fine-tune-conversations.md").read_text().split())
+    told = " ".join((ROOT / "benchmarks" / "measured" / "fine-tuning.md").read_text().split())
     on_answers = {entry["full_layers"]: entry for entry in found["summary"] if entry["loss_on"] == "answers"}
     for layers in ("none", "last:4", "all"):
         loss, error = on_answers[layers]["loss"], on_answers[layers]["loss_error"]
@@ -275,7 +279,7 @@ def test_sft_says_what_the_experiment_was_that_it_withdraws() -> None:
 
 
 def test_the_extended_model_has_its_measured_losses() -> None:
-    told = {row[0]: row[1:] for row in rows("docs/how-to/import-export.md")}
+    told = {row[0]: row[1:] for row in rows("benchmarks/measured/extension.md")}
     names = {"as trained": "the model as it was published", "full": "RoPE raised, full attention"}
     names["MoBA"] = "RoPE raised, MoBA 512/8 but in the last three layers"
     measured = results("smollm2-32k-h200.json")
@@ -287,13 +291,13 @@ def test_the_extended_model_has_its_measured_losses() -> None:
 
 
 def test_recipes_has_what_the_miniatures_came_to() -> None:
-    told = rows("docs/tutorials/extend-a-checkpoint.md")
+    told = rows("benchmarks/measured/recipes.md")
     for line in miniatures.table(results("miniatures-h200.json")).splitlines():
         assert tuple(cell.strip() for cell in line.strip("|").split("|")) in told
 
 
 def test_run_health_has_the_measured_cost_of_determinism() -> None:
-    told = {row[1:] for row in rows("docs/how-to/monitor.md") if len(row) == 3}
+    told = {row[1:] for row in rows("benchmarks/measured/health.md") if len(row) == 3}
     runs = [results("determinism-h200.json")["runs"][name] for name in ("as it is", "deterministic")]
     assert tuple(f"{run['tokens_per_s']['median']:,.0f}" for run in runs) in told
     assert tuple(f"{run['tensors_that_differ']} of {run['tensors']}" for run in runs) in told
@@ -301,8 +305,9 @@ def test_run_health_has_the_measured_cost_of_determinism() -> None:
 
 def test_durability_has_the_counts_of_the_chaos_test() -> None:
     found = results("chaos.json")
-    text = (ROOT / "docs" / "how-to" / "resume.md").read_text()
-    counts = [int(cell) for row in rows("docs/how-to/resume.md") if len(row) == 5 for cell in row if cell.isdigit()]
+    text = (ROOT / "benchmarks" / "measured" / "durability.md").read_text()
+    cells = [cell for row in rows("benchmarks/measured/durability.md") if len(row) == 5 for cell in row]
+    counts = [int(cell) for cell in cells if cell.isdigit()]
     assert sorted(counts) == sorted([*found["disturbances"].values(), len(found["failures"])])
     moments = found["moments_of_kills"]
     assert (
@@ -312,7 +317,7 @@ def test_durability_has_the_counts_of_the_chaos_test() -> None:
 
 
 def test_data_has_the_measured_packing_and_speed() -> None:
-    told = rows("docs/how-to/data.md")
+    told = rows("benchmarks/measured/data.md")
     for entry in results("packing.json"):
         padding = percent(entry["best_fit_padding"], 2)
         assert (f"{entry['seq_len']:,}", percent(entry["concat_cuts"], 1), "0", padding) in told
@@ -325,7 +330,7 @@ def test_data_has_the_measured_packing_and_speed() -> None:
 
 
 def test_run_health_has_the_measured_alarms() -> None:
-    told = {row[-1] for row in rows("docs/how-to/monitor.md")}
+    told = {row[-1] for row in rows("benchmarks/measured/health.md")}
     for curve in results("spike-alarms.json").values():
         seen = [round(100 * curve["detected_by_sigma"]["grad_norm"][sigma]) for sigma in ("6", "8", "10")]
         assert f"{' / '.join(map(str, seen))} %" in told

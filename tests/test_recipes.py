@@ -1,5 +1,6 @@
-"""The recipes and docs/tutorials/extend-a-checkpoint.md: each recipe can be planned as its header says; the guide's
-real commands exist, and its miniatures lead from text to a model in transformers, here at a fraction of their size."""
+"""The recipes and docs/reference/recipes.md: the page lists all of them; each can be planned as its header says and
+needs what the page says; the real commands exist, and the miniatures lead from text to a model in transformers, here at
+a fraction of their size."""
 
 import json
 import re
@@ -16,12 +17,13 @@ import yaml
 from moba_train.config.load import load_config
 from moba_train.config.schema import SourceConfig
 from moba_train.hf.config import read_model_config
+from moba_train.model.spec import count_parameters
 from moba_train.resolve.initial_weights import model_differences
 from tests.guide import ROOT, blocks, check_usage, commands, run
 from tests.resolved import stages_of
 
 RECIPES = ROOT / "configs" / "recipes"
-GUIDE = ROOT / "docs" / "tutorials" / "extend-a-checkpoint.md"
+GUIDE = ROOT / "docs" / "reference" / "recipes.md"
 VOCAB, SHRINK, TOKENS = 384, 64, 10_000
 """Divides the miniatures' lengths by 64 and their token budgets by 10,000."""
 LLAMA_3_1_8B = {
@@ -48,26 +50,58 @@ LLAMA_3_1_8B = {
 """What its config.json says about the weights."""
 
 
-def command_blocks() -> list[tuple[list[list[str]], list[list[str]]]]:
-    """The guide's commands, real and in miniature, block by block."""
-    parts = [block.split("# in miniature\n") for block in blocks(GUIDE, "bash")]
-    return [(commands(real), commands(miniature)) for real, miniature in parts]
+def miniature_commands() -> list[list[str]]:
+    """The commands of the miniatures, in their order."""
+    (block,) = (block for block in blocks(GUIDE, "bash") if block.startswith("# in miniature"))
+    return commands(block)
+
+
+def real_commands() -> list[list[str]]:
+    """All other commands of the page."""
+    return [words for block in blocks(GUIDE, "bash") for words in commands(block) if words not in miniature_commands()]
+
+
+def listed(folder: str) -> dict[str, list[str]]:
+    """The page's rows whose first cell is a link to a file of this folder: the other cells, by the file's name."""
+    found = re.findall(rf"^\| \[[^]]+\]\(../../{folder}/([^/)]+)\.yaml\) \|(.*)\|$", GUIDE.read_text(), re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in found}
+
+
+@pytest.mark.parametrize("folder", ["configs/recipes", "configs/recipes/mini", "configs/models"])
+def test_the_page_lists_every_file(folder: str) -> None:
+    assert sorted(listed(folder)) == sorted(path.stem for path in (ROOT / folder).glob("*.yaml"))
+
+
+def test_the_page_counts_the_parameters_of_every_model(tmp_path: Path) -> None:
+    for name, (_, count) in listed("configs/models").items():
+        (tmp_path / "recipe.yaml").write_text(
+            f"extends: {ROOT}/configs/models/{name}.yaml\nname: any\nrun_dir: any\nbatch_tokens: 1K\n"
+            "data: {train: [{path: any}]}\nstages: [{name: any, seq_len: 1K, tokens: 1M}]\n"
+        )
+        assert f"{count_parameters(load_config(tmp_path / 'recipe.yaml').model).total:,}" == count, name
 
 
 @pytest.mark.parametrize(
     "recipe", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: str(path.relative_to(RECIPES).with_suffix(""))
 )
-def test_every_recipe_can_be_planned_on_the_gpus_its_header_names(
+def test_every_recipe_can_be_planned_as_its_header_says_and_needs_what_the_page_says(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     command = re.search(
-        r"^# +(moba-train plan \S+(?: \S+=\S+)* --gpus \d+(?: --gpu \S+)? --no-data)$", recipe.read_text(), re.MULTILINE
+        r"^# +(moba-train plan \S+(?: \S+=\S+)* --gpus (\d+)(?: --gpu \S+)? --no-data)$",
+        recipe.read_text(),
+        re.MULTILINE,
     )
     assert command, "the header names no plan command"
     words = command[1].split()
     assert Path(words[2]).resolve() == recipe
-    run(words)
+    printed = run(words, *([] if "--gpu" in words else ["--gpu", "h200"]))
+    if recipe.parent == RECIPES:
+        _, gpus, time, memory = listed("configs/recipes")[recipe.stem]
+        assert gpus == command[2]
+        assert time.endswith("CPU") or f"all stages: {time}\n" in printed
+        assert f"needs most, {memory} GiB" in printed
 
 
 def test_the_models_follow_from_each_other(tmp_path: Path) -> None:
@@ -82,46 +116,47 @@ def test_the_models_follow_from_each_other(tmp_path: Path) -> None:
         assert after.init_from == before.run_dir
 
 
-def test_the_real_commands_of_the_guide_are_what_the_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_commands_of_the_page_are_what_the_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")
+    done = {tuple(words[:2]) for words in miniature_commands()} | {("sbatch", "--nodes")}
     plans = {}
-    for real, miniature in command_blocks():
-        done = {tuple(words[:2]) for words in miniature} | {("sbatch", "--nodes")}
-        for words in real:
-            assert tuple(words[:2]) in done or words[1] == "plan", f"no miniature of {shlex.join(words)}"
-            recipes = [word for word in words if word.endswith(".yaml")]
-            assert all(load_config(recipe).run_dir for recipe in recipes)
-            if words[0] == "sbatch":
-                assert Path(words[3]).is_file()
-                assert len(recipes) == 1
-                continue
-            check_usage(words)
-            if words[1] == "plan":
-                plans[shlex.join(words[2:])] = run(words)
-    first_of_continue, on_one_node = (plan for plan in plans.values() if "1m-moba" in plan)
+    for words in real_commands():
+        if words[0] == "bash":
+            assert Path(words[1]).is_file()
+            assert words[2] in listed("configs/recipes/mini")
+            continue
+        assert tuple(words[:2]) in done or words[1] == "plan", f"no miniature of {shlex.join(words)}"
+        recipes = [word for word in words if word.endswith(".yaml")]
+        assert all(load_config(recipe).run_dir for recipe in recipes)
+        if words[0] == "sbatch":
+            assert Path(words[3]).is_file()
+            assert len(recipes) == 1
+            continue
+        check_usage(words)
+        if words[1] == "plan":
+            plans[words[2]] = words
+    command = plans["configs/recipes/continue-1m.yaml"]
+    plan = run(command)
     rows = re.findall(r"^\| (?:time|FLOPs|memory)[^|]*\|(.*)\|$", GUIDE.read_text(), re.MULTILINE)
     assert len(rows) == 3
     for row in rows:
         values = [cell.strip() for cell in row.split("|")]
-        assert re.search(r"[│ ]+".join(map(re.escape, values)), first_of_continue), values
-    assert all(memory in on_one_node for memory in ("110.36", "120.33"))
-    found = re.findall(r"^\| (\d+k-from-scratch)" + 4 * r" \| ([^|]+)" + r" \|$", GUIDE.read_text(), re.MULTILINE)
-    assert len(found) == 2
-    for name, *values in found:
-        (plan,) = (plan for command, plan in plans.items() if name in command)
-        assert all(value in plan for value in values), values
+        assert re.search(r"[│ ]+".join(map(re.escape, values)), plan), values
+    on_one_node = ["8" if word == "64" else word for word in command]
+    needs = run(on_one_node, *(f"stages.{index}.parallel.cp=8" for index in (2, 3, 4)))
+    assert all(memory in needs for memory in ("110.36", "120.33"))
 
 
 def test_the_blend_in_the_guide_is_that_of_the_recipe() -> None:
-    (text,) = blocks(GUIDE, "yaml")
+    (_, text) = blocks(GUIDE, "yaml")
     shown = [SourceConfig.model_validate(source) for source in yaml.safe_load(text)["train"]]
     assert shown == load_config(RECIPES / "continue-1m.yaml").data.train
 
 
 def test_the_launcher_makes_the_same_documents_as_the_guide() -> None:
     launcher = " ".join((ROOT / "launch" / "miniature.sh").read_text().replace("\\\n", "").split())
-    made = [words for _, miniature in command_blocks() for words in miniature if words[1] == "long-range"]
+    made = [words for words in miniature_commands() if words[1] == "long-range"]
     assert len(made) == 4
     for words in made:
         output, sizes = Path(words[5]).stem.removeprefix("sft-"), words[7::2]
@@ -195,7 +230,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("COLUMNS", "200")
-        yield {shlex.join(words): run_smaller(words) for _, miniature in command_blocks() for words in miniature}
+        yield {shlex.join(words): run_smaller(words) for words in miniature_commands()}
 
 
 def records(name: str) -> list[dict[str, Any]]:
@@ -230,22 +265,21 @@ def test_what_the_guide_says_its_miniatures_print(printed: dict[str, str]) -> No
 
 def test_the_conversations_carry_loss_on_their_answers_alone(printed: dict[str, str]) -> None:
     shown = output_of(printed, "moba-data sft --input runs/mini/data/sft-short.jsonl")
-    (example,) = blocks(GUIDE, "text")
-    question, role, answer = example.splitlines()
-    name = re.search(r"the number of the (.*)\?", question)
-    assert name is not None
-    asked = re.escape(question).replace(re.escape(name[1]), r"\w+ \w+ \d+")
-    assert re.search(rf"{asked}\n{re.escape(role)}\n{re.sub(r'[0-9]+', r'[0-9]+', re.escape(answer))}\n", shown)
+    question = r"what is the number of the \w+ \w+ \d+\?<\|im_end\|>"
+    assert re.search(rf"{question}\n<\|im_start\|>assistant\n\[\[\d+<\|im_end\|>\]\]\n", shown)
     logged = records("sft-1m")
     assert {record["stage"] for record in logged} >= {"1k", "8k", "32k"}
     steps = [record for record in logged if record["type"] == "metrics"]  # none where no token carries loss
     assert all(0 < step["loss_token_fraction"] < 0.3 for step in steps)
 
 
-def test_the_export_runs_in_transformers_with_moba(printed: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    last = load_config("runs/mini/sft-1m/config.yaml")
-    assert read_model_config(Path("runs/mini/llama-32k")).rope == last.model.rope
-    (code,) = blocks(GUIDE, "python")
-    exec(code, {})
-    assert "what is the number of the teal otter 93?" in capsys.readouterr().out
+def test_the_export_runs_in_transformers_with_moba(printed: dict[str, str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    from moba_train.tools.transformers_attention import register
+
+    last, folder = load_config("runs/mini/sft-1m/config.yaml"), "runs/mini/llama-32k"
+    assert read_model_config(Path(folder)).rope == last.model.rope
+    register()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="moba")
+    prompt = transformers.AutoTokenizer.from_pretrained(folder)("what is the number?", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=3).shape[1] == prompt["input_ids"].shape[1] + 3

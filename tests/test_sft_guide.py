@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from moba_train.config.load import load_config
-from moba_train.config.schema import RunConfig
-from tests.guide import ROOT, blocks, commands, run
+from tests.guide import ROOT, blocks, check_usage, commands, run, shown_lines
+from tests.resolved import check
 
 GUIDE = ROOT / "docs" / "tutorials" / "fine-tune-conversations.md"
 
@@ -19,12 +19,17 @@ def test_the_commands_of_the_guide_lead_to_a_trained_model(tmp_path: Path, monke
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (example,) = blocks(GUIDE, "python")
     exec(example, {})
-    prepare, train = map(commands, blocks(GUIDE, "bash"))
+    prepare, train, own = map(commands, blocks(GUIDE, "bash"))
     for words in prepare:
         printed = run(words)
         if words[1] == "sft":
-            (shown,) = re.findall(r"\[\[(.*?)\]\]", printed, re.DOTALL)
-            assert re.fullmatch(r"To \w+\.<\|im_end\|>", shown)
+            (shown,) = blocks(GUIDE, "text")
+            assert shown_lines(shown, printed) == []
+            call, answer = re.findall(r"\[\[(.*?)\]\]", printed, re.DOTALL)
+            assert '{"name": "look_up", "arguments": ' in call
+            assert re.fullmatch(r"\w+ is in \w+\.<\|im_end\|>", answer)
+    for words in own:
+        check_usage(words)
     (words,) = train
     tokens = load_config(words[2]).batch_tokens // 2
     fewer = [f"stages.0.tokens={3 * tokens}", f"batch_tokens={tokens}", "optim.schedule.warmup_tokens=0"]
@@ -41,7 +46,8 @@ def test_the_commands_of_the_guide_lead_to_a_trained_model(tmp_path: Path, monke
         assert 0 < step["grad_norm_moba"] < step["grad_norm"]
 
 
-def test_the_keys_of_the_guide_exist() -> None:
-    (keys,) = blocks(GUIDE, "yaml")
-    for path in re.findall(r"^(?:  )?(\w+):", keys, re.MULTILINE):
-        assert path in json.dumps(RunConfig.model_json_schema())
+def test_the_recipe_for_a_model_of_ones_own_is_valid(tmp_path: Path) -> None:
+    (recipe,) = blocks(GUIDE, "yaml")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    check(load_config(tmp_path / "recipe.yaml"), ranks=8)

@@ -135,15 +135,16 @@ class Checkpointer:
         waited = time.perf_counter() - began
         # In the training thread, whose default group is the one way to agree on it.
         self._group.reconnect(_new_group)
-        self._thread = threading.Thread(
-            target=self._write,
-            # Meta is copied, as the progress goes on while the thread writes; tensors are protected by `before_update`.
-            args=(step, tensors, self._stager.begin(), copy.deepcopy(meta), protect),
-            name=f"checkpoint-{step}",
-            # A process that ends by an error must not wait for a disk that hangs; `close` waits as long as is right.
-            daemon=True,
-        )
-        self._thread.start()
+        # Meta is copied, as the progress goes on while the thread writes; tensors are protected by `before_update`.
+        what = (step, tensors, self._stager.begin(), copy.deepcopy(meta), protect)
+        # A process that ends by an error must not wait for a disk that hangs; `close` waits as long as is right.
+        self._thread = threading.Thread(target=self._write, args=what, name=f"checkpoint-{step}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the other ranks have started theirs, and wait for this one
+            logger.warning("%s: training waits until the checkpoint of step %d is written", error, step)
+            self._thread = None
+            self._write(*what)
         return waited
 
     def reserve(self, tensors: dict[str, Tensor]) -> None:

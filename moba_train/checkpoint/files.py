@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -156,10 +157,14 @@ def in_threads(action: Callable[[Item], T], items: Sequence[Item], threads: int)
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(min(threads, len(items)))]
     try:
+        with suppress(RuntimeError):  # no further thread can be started: those that run do the work, or this one
+            for worker in workers:
+                worker.start()
+        if workers[0].ident is None:
+            work()
         for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+            if worker.ident is not None:
+                worker.join()
     except BaseException:  # Ctrl-C, which no thread waits for
         pending.clear()
         raise

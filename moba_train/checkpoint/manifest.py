@@ -6,7 +6,6 @@ the manifest does not name (`.DS_Store`, `.nfs...`) are never read and never cou
 """
 
 import hashlib
-import os
 import re
 import reprlib
 import stat
@@ -24,6 +23,7 @@ from moba_train.checkpoint.files import (
     try_all,
 )
 from moba_train.errors import CheckpointError
+from moba_train.output_files import write_new
 from moba_train.strict_json import from_json, to_json
 
 FORMAT_VERSION = 2
@@ -40,6 +40,7 @@ JSON_VALUES = 1_000_000
 JSON_DEPTH = 100
 """Deepest nesting in a manifest or meta; code that walks through one calls itself at every level."""
 
+STEP_FOLDER = re.compile(r"step_(\d{8,})")
 _PLAIN_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,255}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OTHER_ONE = "use another checkpoint of this run"
@@ -50,6 +51,11 @@ class FileEntry(TypedDict):
 
     size: int
     sha256: str
+
+
+def step_name(step: int) -> str:
+    """The folder name of a step; names sort like steps."""
+    return f"step_{step:08d}"
 
 
 def hash_file(path: Path) -> FileEntry:
@@ -64,15 +70,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     text = to_json(content, indent=1).encode()
     if problem := _size_problem(text):
         raise CheckpointError(f"{path}: cannot be written: {problem}")
-    write_synced(path, text)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Writes `content` and fsyncs the file."""
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_new(path, text)
 
 
 def read_meta(path: Path, version: int = FORMAT_VERSION) -> dict[str, Any]:
@@ -100,8 +98,9 @@ def read_verified(path: Path, name: str, files: Mapping[str, FileEntry], limit: 
 
 
 def read_manifest(path: Path, version: int = FORMAT_VERSION) -> dict[str, FileEntry]:
-    """The files of checkpoint `path`, by name. Raises CheckpointError when its manifest is missing or damaged,
-    UnreadableError when it could not be read or is of an earlier version, which is no damage."""
+    """The files of checkpoint `path`, by name. Raises CheckpointError when its manifest is missing, damaged or of
+    another step than the folder's name, UnreadableError when it could not be read or is of an earlier version, which is
+    no damage."""
     file = path / MANIFEST
     manifest = _manifest(path)
     found = manifest.get("format_version")
@@ -114,6 +113,13 @@ def read_manifest(path: Path, version: int = FORMAT_VERSION) -> dict[str, FileEn
             )
         raise CheckpointError(
             f"{file}: format_version is {reprlib.repr(found)}, this version of moba_train reads {version}"
+        )
+    step = manifest.get("step")
+    named = STEP_FOLDER.fullmatch(path.name)
+    if named and type(step) is int and step != int(named[1]):  # a copy: under a later name it would win for ever
+        raise CheckpointError(
+            f"{path}: its name says step {int(named[1])}, its manifest says step {step}; rename it to "
+            f"{step_name(step)}, or delete it"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):

@@ -8,10 +8,9 @@ moment leaves the checkpoints that were already published as they were.
 
 import logging
 import os
-import re
 import shutil
-import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,24 @@ from moba_train.checkpoint.files import UnreadableError, retried
 from moba_train.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
+    STEP_FOLDER,
     FileEntry,
     check_sizes,
     listed,
     read_meta,
     size_problems,
+    step_name,
     write_json,
 )
-from moba_train.errors import CheckpointError
+from moba_train.errors import CheckpointError, ForeignFileError
+from moba_train.foreign_files import read_foreign
+from moba_train.output_files import make_folder, remove_leftovers, sync_folder, temporary_path, write_atomically
 
 LATEST = "latest"
 
 _TEMPORARY = ".tmp-"
 _REPLACED = ".replaced-"
 _SET_ASIDE = "set-aside-"
-_STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 Accept = Callable[[dict[str, Any]], bool]
 """Says if a checkpoint with this meta is wanted."""
@@ -58,11 +60,6 @@ def saved_step(meta: dict[str, Any]) -> int | None:
     return step if type(step) is int else None
 
 
-def step_name(step: int) -> str:
-    """The folder name of a step; names sort like steps."""
-    return f"step_{step:08d}"
-
-
 def make_temporary_folder(folder: Path, step: int) -> Path:
     """An empty folder in which to write the checkpoint of `step`, to be published in `folder`.
 
@@ -71,11 +68,11 @@ def make_temporary_folder(folder: Path, step: int) -> Path:
     """
     try:
         folder.mkdir()
-        _fsync_folder(folder.parent)
+        sync_folder(folder.parent)
         logger.warning("%s was missing and has been made again", folder)
     except FileExistsError:
         pass  # where it is not a folder, the next line fails
-    temporary = folder / f"{_TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:8]}"
+    temporary = temporary_path(folder / step_name(step))
     temporary.mkdir()
     return temporary
 
@@ -90,7 +87,7 @@ def publish(temporary: Path, step: int, files: dict[str, FileEntry]) -> Path:
     final = temporary.parent / step_name(step)
     install(temporary, final, step, files)
     try:
-        _move_latest(final.parent, final.name)
+        write_atomically(final.parent / LATEST, f"{final.name}\n")
     except OSError as error:
         logger.warning("%s is published, but %s still names another one: %s", final, LATEST, error)
     return final
@@ -110,19 +107,19 @@ def install(temporary: Path, final: Path, step: int, files: dict[str, FileEntry]
     # Last, so that a folder with a manifest is complete whatever killed the process.
     write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
     # Names of files are on disk only once their folder is synced; a rename may otherwise be seen before them.
-    _fsync_folder(temporary)
+    sync_folder(temporary)
     replaced = folder / (_REPLACED + final.name)
     if final.exists():
         final.rename(replaced)  # `clean_up` puts it back if this process dies before the next line
     temporary.rename(final)
-    _fsync_folder(folder)
+    sync_folder(folder)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def prepare(folder: Path) -> None:
     """Creates `folder` for checkpoints, unless it exists, and removes what a killed process left in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _fsync_folder(folder.parent)
+    make_folder(folder)
+    sync_folder(folder.parent)
     clean_up(folder)
 
 
@@ -135,9 +132,9 @@ def clean_up(folder: Path) -> None:
     for path in folder.glob(f"{_REPLACED}step_*"):
         if not restore(folder / path.name.removeprefix(_REPLACED)):
             remove(path)
-    for name in ("step_*", LATEST):  # nothing else: `convert checkpoints` may be given any folder
-        for path in folder.glob(_TEMPORARY + name):
-            remove(path)
+    for path in folder.glob(f"{_TEMPORARY}step_*"):  # nothing else: `convert checkpoints` may be given any folder
+        remove(path)
+    remove_leftovers(folder)
 
 
 def restore(path: Path) -> bool:
@@ -193,6 +190,13 @@ def latest_checkpoint(folder: Path, accept: Accept | None = None) -> Path | None
     return None
 
 
+def named_latest(folder: Path) -> str | None:
+    """Name of the checkpoint that the file `latest` in `folder` names; None where it cannot be read."""
+    with suppress(OSError, ForeignFileError):
+        return read_foreign(folder / LATEST, 1024, links=False).decode(errors="replace").strip()
+    return None
+
+
 def find_checkpoint(path: Path) -> Path:
     """`path` itself when it is a checkpoint, else the newest valid checkpoint of the run folder `path`. Raises
     CheckpointError when there is none."""
@@ -232,23 +236,5 @@ def published(folder: Path) -> list[tuple[int, Path]]:
         names = retried(lambda: os.listdir(folder) if folder.is_dir() else [])
     except OSError as error:
         raise UnreadableError.from_problem(folder, error) from error
-    matches = filter(None, map(_STEP_FOLDER.fullmatch, names))
+    matches = filter(None, map(STEP_FOLDER.fullmatch, names))
     return sorted((int(match[1]), folder / match[0]) for match in matches)
-
-
-def _move_latest(folder: Path, name: str) -> None:
-    temporary = folder / (_TEMPORARY + LATEST)
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(name + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(folder / LATEST)
-    _fsync_folder(folder)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,25 +9,29 @@ small JSON files beside the checkpoints:
   so its numbers cannot be in its meta. Retention finds the best ones by them, and a run that resumes need not evaluate
   again. Without the file, the evaluations of the checkpoint's step are run once more when the run resumes.
 
-These files are a help and never the only copy: they are replaced atomically, bounded, and read without trust. One that
-cannot be used counts as missing, and one that cannot be written costs what it would have told the next start. Both are
-warnings.
+These files are a help and never the only copy: they are replaced atomically, bounded, and read without trust, with a
+hash of their content, because one changed digit could end a stage. One that cannot be used counts as missing, and one
+that cannot be written costs what it would have told the next start. Both are warnings.
 """
 
+import hashlib
 import logging
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from moba_train.checkpoint.files import UnreadableError
-from moba_train.checkpoint.manifest import read_meta, write_json
-from moba_train.checkpoint.publish import LATEST, Accept, hide, is_finite, is_good, published, remove, saved_step
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import Accept, hide, is_finite, is_good, named_latest, published, remove, saved_step
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import read_foreign
-from moba_train.strict_json import from_json
+from moba_train.output_files import write_atomically
+from moba_train.strict_json import from_json, to_json
 
 MARKS = "marks.json"
 EVALUATIONS = "evaluations.json"
@@ -42,32 +46,38 @@ _MOST_EVALUATED = 300
 """Checkpoints whose numbers are kept, the newest; an entry has 100 to 3,000 bytes."""
 
 Numbers = dict[str, float]
+Entry = TypeVar("Entry")
 
 logger = logging.getLogger(__name__)
 
 
-def read_small_file(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; an empty one if there is no such file or, with a warning, if it cannot be used."""
+def read_entries(path: Path, key: str, kind: type[Entry]) -> list[Entry]:
+    """The entries, of a dataclass, that `replace_entries` wrote; none if there is no such file or, with a warning, if
+    it cannot be used."""
     try:
         content = from_json(read_foreign(path, SMALL_FILE_BYTES, links=False).decode())
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds {type(content).__name__}, not a JSON object")
+        values = content[key]
+        if content.get("sha256", _sha256(values)) != _sha256(values):  # earlier versions wrote none
+            raise ValueError("its content does not have its sha256: it is damaged, or was edited")
+        return TypeAdapter(list[kind]).validate_python(values)  # type: ignore[valid-type]  # known at run time
     except FileNotFoundError:
-        return {}
-    except (OSError, ForeignFileError, ValueError, RecursionError) as error:
+        return []
+    except (OSError, ForeignFileError, ValueError, TypeError, LookupError, RecursionError) as error:
         logger.warning("%s is ignored: %s", path, str(error).removeprefix(f"{path}: "))
-        return {}
-    return content
+        return []
 
 
-def replace_small_file(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file by one with `content`; a reader finds the old content or the new one."""
-    temporary = path.with_name(f".tmp-{path.name}")
+def replace_entries(path: Path, key: str, entries: Iterable[Any]) -> None:
+    """Replace the file by one with `entries`, dataclasses; a reader finds the old content or the new one."""
+    values = [asdict(entry) for entry in entries]
     try:
-        write_json(temporary, content)
-        temporary.replace(path)
+        write_atomically(path, to_json({"sha256": _sha256(values), key: values}, indent=1))
     except OSError as error:
         logger.warning("%s could not be written: %s", path, error)
+
+
+def _sha256(values: Any) -> str:
+    return hashlib.sha256(to_json(values).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -88,14 +98,12 @@ class Marks:
 
     @staticmethod
     def read(folder: Path) -> "Marks":
-        """Read the marks of `folder`. Entries that are not marks are left out."""
-        entries = read_small_file(folder / MARKS).get("marks")
-        found = [_mark_from(entry) for entry in (entries if isinstance(entries, list) else [])[-_MOST_MARKS:]]
-        return Marks([mark for mark in found if mark is not None])
+        """Read the marks of `folder`."""
+        return Marks(read_entries(folder / MARKS, "marks", Mark)[-_MOST_MARKS:])
 
     def write(self, folder: Path) -> None:
         """Replace the file in `folder`."""
-        replace_small_file(folder / MARKS, {"marks": [asdict(mark) for mark in [*self._marks.values()][-_MOST_MARKS:]]})
+        replace_entries(folder / MARKS, "marks", [*self._marks.values()][-_MOST_MARKS:])
 
     def add(self, step: int, save_id: str, reason: str) -> bool:
         """Mark a checkpoint; False if it was marked before."""
@@ -125,12 +133,13 @@ class Marks:
         return sorted({mark.step for mark in self._marks.values()})
 
 
-def _mark_from(entry: Any) -> Mark | None:
-    if not isinstance(entry, dict) or entry.keys() != {"step", "save_id", "reason"}:
-        return None
-    mark = Mark(**entry)
-    valid = type(mark.step) is int and isinstance(mark.save_id, str) and isinstance(mark.reason, str)
-    return mark if valid else None
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of all evaluations at one checkpoint."""
+
+    step: int
+    save_id: str
+    numbers: Numbers
 
 
 class Evaluated:
@@ -141,10 +150,9 @@ class Evaluated:
 
     @staticmethod
     def read(folder: Path) -> "Evaluated":
-        """Read the numbers of `folder`. Entries that `write` would not write are left out."""
-        entries = read_small_file(folder / EVALUATIONS).get("evaluations")
-        found = [_evaluation_from(entry) for entry in (entries if isinstance(entries, list) else [])[-_MOST_EVALUATED:]]
-        return Evaluated(dict(filter(None, found)))
+        """Read the numbers of `folder`."""
+        found = read_entries(folder / EVALUATIONS, "evaluations", Evaluation)[-_MOST_EVALUATED:]
+        return Evaluated({(entry.step, entry.save_id): entry.numbers for entry in found})
 
     def write(self, folder: Path) -> None:
         """Replace the file in `folder`, without the numbers of older checkpoints that are no longer there."""
@@ -152,11 +160,8 @@ class Evaluated:
             newest = max((step for step, _ in self._entries), default=0)  # it may still be being saved
             there = {newest, *(step for step, _ in published(folder))}
             self._entries = {key: numbers for key, numbers in self._entries.items() if key[0] in there}
-        entries = [
-            {"step": step, "save_id": save_id, "numbers": numbers}
-            for (step, save_id), numbers in [*self._entries.items()][-_MOST_EVALUATED:]
-        ]
-        replace_small_file(folder / EVALUATIONS, {"evaluations": entries})
+        entries = [Evaluation(*key, numbers) for key, numbers in [*self._entries.items()][-_MOST_EVALUATED:]]
+        replace_entries(folder / EVALUATIONS, "evaluations", entries)
 
     def add(self, step: int, save_id: str, numbers: Numbers) -> None:
         """Note what all evaluations of a checkpoint's step have found, by name."""
@@ -167,19 +172,6 @@ class Evaluated:
         step = saved_step(meta)
         save_id = meta.get("save_id")
         return self._entries.get((step, save_id)) if step is not None and isinstance(save_id, str) else None
-
-
-def _evaluation_from(entry: Any) -> tuple[tuple[int, str], Numbers] | None:
-    if not isinstance(entry, dict) or entry.keys() != {"step", "save_id", "numbers"}:
-        return None
-    step = entry["step"]
-    save_id = entry["save_id"]
-    numbers = entry["numbers"]
-    if type(step) is not int or not isinstance(save_id, str) or not isinstance(numbers, dict):
-        return None
-    if not all(isinstance(value, float | int) for value in numbers.values()):
-        return None
-    return (step, save_id), {name: float(value) for name, value in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -217,11 +209,10 @@ class Retention:
                 self._warn_once(path, f"{error}. It counts as neither good nor best")
         marks = Marks.read(marked_in or folder)
         usable = {path: meta for path, meta in metas.items() if meta is None or marks.reason(meta) is None}
-        pointer = folder / LATEST
         known = [path for path, meta in usable.items() if meta is not None]
         keep |= _from(known[-self.keep_last :], usable)
         keep |= _from(list(usable)[-1:], metas)
-        keep |= {folder / pointer.read_text(encoding="utf-8", errors="replace").strip()} if pointer.exists() else set()
+        keep.add(folder / (named_latest(folder) or ""))
         keep |= {path for step, path in checkpoints if self.keep_every and step % self.keep_every == 0}
         for wanted in (protect, is_finite):
             keep |= set([path for path, meta in usable.items() if meta is not None and wanted(meta)][-1:])

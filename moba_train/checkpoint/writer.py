@@ -33,6 +33,7 @@ from moba_train.checkpoint.index import (
 )
 from moba_train.checkpoint.manifest import META, FileEntry
 from moba_train.checkpoint.process_group import SaveGroup
+from moba_train.output_files import new_file, write_new
 
 _WRITE_BYTES = 4 << 20
 """Written, then hashed, at a time: the hash finds them in the processor's cache."""
@@ -91,9 +92,8 @@ class ShardFile(NamedTuple):
                 content = content[written:]
                 size += written
 
-        # "x": the folder is new, so a file of this name would be another rank's. Unbuffered, as 4 MiB are written at a
-        # time.
-        with (folder / self.name).open("xb", buffering=0) as stream:
+        # The folder is new, so a file of this name would be another rank's. Unbuffered: 4 MiB are written at a time.
+        with new_file(folder / self.name, buffering=0) as stream:
             put(memoryview(self.header))
             for part in self.parts:
                 value = value_of(part)
@@ -138,7 +138,7 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> dict[str, FileEntry]:
 
 
 def _write_index(folder: Path, index: bytes) -> FileEntry:
-    manifest.write_synced(folder / INDEX, index)
+    write_new(folder / INDEX, index)
     return manifest.hash_file(folder / INDEX)
 
 

@@ -80,7 +80,7 @@ class HiddenNeedles(AnswersConfig):
 
 class NeedleConfig(HiddenNeedles):
     """Needle in a haystack: sentences with a number each are hidden in a long text, at each depth, and the model is
-    asked for them. See docs/how-to/needles.md."""
+    asked for them. See docs/how-to/evaluate.md."""
 
     generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp and pp 1")
 

@@ -133,13 +133,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with every problem: unreadable files, YAML errors, unknown keys, values of the wrong type, and
     overrides that change nothing because every stage sets the key itself. Combinations of keys are left to `validate`.
     """
-    raw = _read_recipe(str(path), Path(), (), [])
-    problems = apply_overrides(raw, overrides)
-    try:
-        config = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(problems + explain(error, RunConfig)) from None
-    if problems := problems or shadowed_overrides(config.stages, overrides, range(len(config.stages))):
+    config = validated(_read_recipe(str(path), Path(), (), []), overrides)
+    if problems := shadowed_overrides(config.stages, overrides, range(len(config.stages))):
         raise ConfigError(problems)
     return config
 
@@ -150,6 +145,18 @@ def parse_config(text: str, source: str) -> RunConfig:
         return RunConfig.model_validate(parse_yaml(text, source))
     except ValidationError as error:
         raise ConfigError([f"{source}: {problem}" for problem in explain(error, RunConfig)]) from None
+
+
+def validated(raw: dict[Any, Any], overrides: Sequence[str]) -> RunConfig:
+    """The recipe with these values, and `overrides` applied to them. Raises ConfigError with every problem."""
+    problems = apply_overrides(raw, overrides)
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(problems + explain(error, RunConfig)) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def dump_config(config: RunConfig) -> str:

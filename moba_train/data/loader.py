@@ -1,5 +1,6 @@
 """Samples that a stage trains on, a rank's micro-batches of them, and a thread that prepares these ahead of time."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
 from moba_train.data.samples import StageData
 from moba_train.data.sidecar import Fingerprint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,19 @@ class Prefetcher:
         self._ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(STEPS_AHEAD)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="data-prefetch", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning("%s: batches are prepared when they are needed, and training waits for them", error)
+
+    def _prepared(self, step: int) -> list[Batch]:
+        return [batch.to(self._device) for batch in self._load(step)]
 
     def _work(self) -> None:
         for step in self._steps:
             result: list[Batch] | BaseException
             try:
-                result = [batch.to(self._device) for batch in self._load(step)]
+                result = self._prepared(step)
             # Whatever it is, it belongs to the step that is asked for, not to the thread.
             except BaseException as error:
                 result = error
@@ -120,7 +129,9 @@ class Prefetcher:
         return self
 
     def __next__(self) -> list[Batch]:
-        next(self._awaited)
+        step = next(self._awaited)
+        if self._thread.ident is None:
+            return self._prepared(step)
         result = self._ready.get()
         if isinstance(result, BaseException):
             self._awaited = iter(range(0))

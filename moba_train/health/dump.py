@@ -33,9 +33,11 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.observer import StatisticsObserver
 from moba_train.attention.statistics import Statistics, joined
 from moba_train.data.batch import Batch
+from moba_train.errors import ForeignFileError
 from moba_train.model.build import observed_layers
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import Gradients
+from moba_train.output_files import make_folder, write_atomically
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import token_losses
 from moba_train.parallel.world import broadcast, gather_over_ranks
@@ -92,12 +94,10 @@ def write_dump(
 
 def _write(path: Path, dump: dict[str, Any]) -> bool:
     """Write the file completely or not at all. Returns True if it could be written."""
-    temporary = path.with_suffix(".tmp")
     try:
-        path.parent.mkdir(exist_ok=True)
-        temporary.write_text(to_json(dump, indent=1), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
+        make_folder(path.parent)
+        write_atomically(path, to_json(dump, indent=1))
+    except (OSError, ForeignFileError) as error:
         logger.warning("the dump of a spike could not be written: %s", error)
         return False
     return True

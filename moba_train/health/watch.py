@@ -30,6 +30,8 @@ import torch.distributed as dist
 from moba_train.attention.engine import OperatorEngine
 from moba_train.attention.observer import Observer, observing
 from moba_train.config.health import WatchConfig
+from moba_train.errors import ForeignFileError
+from moba_train.output_files import make_folder, write_atomically
 from moba_train.parallel.context import comm
 from moba_train.parallel.failures import Heartbeat
 from moba_train.parallel.world import World, flight_records, values_of_ranks
@@ -335,7 +337,7 @@ def _write_flight_record(folder: Path, rank: int, cuda: bool) -> None:
     timeout, otherwise gloo's."""
     path = Path(_flight_record_files(folder)[:-1] + str(rank))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(dump_flight_record(cuda))
-    except OSError as error:
+        make_folder(path.parent)
+        write_atomically(path, dump_flight_record(cuda))
+    except (OSError, ForeignFileError) as error:
         logger.warning("no flight record: %s", error)

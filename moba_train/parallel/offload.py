@@ -73,7 +73,11 @@ def _unlock(buffers: list[tuple[Tensor, int]]) -> None:
     if buffers:
         # A daemon, so that the process ends even if a collective whose ranks have gone keeps the GPU busy.
         thread = threading.Thread(target=work, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started
+            work()
+            return
         if idle.wait(LONGEST_WAIT_S):
             thread.join()
 

@@ -15,6 +15,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from moba_train.errors import LaunchError
+from moba_train.output_files import open_to_change
 from moba_train.parallel.world import World, broadcast
 
 LOCK = "lock"
@@ -146,7 +147,7 @@ def _open(run_dir: Path, store: dist.Store) -> TextIO:
             "start the command again to begin afresh"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
-    return path.open("a+", encoding="utf-8")
+    return os.fdopen(open_to_change(path, os.O_RDWR | os.O_APPEND), "a+", encoding="utf-8")
 
 
 def _acquired(run_dir: Path, file: TextIO) -> RunLock | None:
@@ -160,7 +161,7 @@ def _acquired(run_dir: Path, file: TextIO) -> RunLock | None:
             return None
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        logger.warning("%s: no locks here (%s); never start two runs in this folder", file.name, error)
+        logger.warning("%s: no locks here (%s); never start two runs in this folder", run_dir, error)
         locks_work = False
     began = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     text = f"process {os.getpid()} on {socket.gethostname()}, since {began}\n"

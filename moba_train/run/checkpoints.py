@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch.optim import Optimizer
 
 from moba_train.checkpoint.checkpointer import Checkpointer
@@ -26,6 +27,7 @@ from moba_train.health.node import Disk, disk_problem
 from moba_train.memory.weights import checkpoint_bytes
 from moba_train.model.spec import describe_sizes, new_kind_sizes
 from moba_train.model.transformer import Transformer
+from moba_train.output_files import remove_leftovers
 from moba_train.parallel.world import World, broadcast
 from moba_train.resolve.initial_weights import load_initial_weights
 from moba_train.resolve.run import ResolvedRun, RunFolders
@@ -151,6 +153,10 @@ class RunCheckpoints:
                 logger.warning(text, path, "to begin at step 0, move its checkpoints away")
             self._evaluated = Evaluated.read(self.folder)
         meta = read_meta(path)
+        threads = torch.get_num_threads()
+        if self._is_main and meta.get("threads", threads) != threads and not torch.cuda.is_available():
+            text = "%d threads of the CPU, but %s when %s was saved: sums round differently (OMP_NUM_THREADS)"
+            logger.warning(text, threads, meta["threads"], path)
         self._saved_id = meta.get("save_id", "")
         numbers = broadcast(self._evaluated.numbers(meta))
         return Start(progress, progress.step, path.parent, meta.get("config"), numbers, note)
@@ -252,8 +258,9 @@ class RunCheckpoints:
         progress.prepare_save(stage, plan, self._tokenizer, detector)
         # A later start may save the same step again, and that is another checkpoint.
         self._saved_id = f"{self._start_id}-{progress.step}"
-        meta = {"progress": progress.to_meta(), "config": run.recipe, "save_id": self._saved_id, "stage": stage.name}
-        waited = self.checkpointer.save(progress.step, self._tensors(), meta | facts, protect)
+        meta = facts | {"progress": progress.to_meta(), "config": run.recipe, "save_id": self._saved_id}
+        meta |= {"stage": stage.name, "threads": torch.get_num_threads()}
+        waited = self.checkpointer.save(progress.step, self._tensors(), meta, protect)
         self.saved_step = progress.step
         return waited
 
@@ -345,7 +352,7 @@ def _folder_problem(folder: Path, needed: int) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            remove_leftovers(folder)
     except OSError as error:
         return str(error)
     problem = disk_problem(Disk(folder, needed))

@@ -6,6 +6,7 @@ What depends on the switch, by part:
 - cuBLAS: results depend on its workspace unless its size is fixed;
 - dense attention: cuDNN's backward pass adds in the order of arrival and is left out, the flash kernels have a
   reproducible one (attention/full/kernels.py). MoBA's own kernels always add in a fixed order;
+- on a CPU: the number of threads, which says in how many parts a sum is made; it is 1 then;
 - NCCL: rings and trees add in a fixed order; for sums inside the NVLink switch (NVLS) that is not guaranteed.
 """
 
@@ -31,8 +32,11 @@ def deterministic(wanted: bool) -> Iterator[None]:
         yield
         return
     torch_settings: Any = torch.utils.deterministic
+    threads = torch.get_num_threads()
     fill = torch_settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
     # Our kernels read no memory that was never written, and filling every new tensor with NaN costs time.
     torch_settings.fill_uninitialized_memory = False
     try:
@@ -40,4 +44,5 @@ def deterministic(wanted: bool) -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
         torch_settings.fill_uninitialized_memory = fill

@@ -75,6 +75,8 @@ class Progress:
     """Step at which the `tokens` of the current stage were to be consumed, likewise; with `until` it may end later."""
     starts: dict[str, int] = field(default_factory=dict)
     """Tokens that were consumed before the current stage began, by stream (`StageData.stream_names`)."""
+    logged_steps: int = 0
+    """Steps whose metrics were logged, as far as counted: runs of earlier versions counted none."""
     run_id: str = ""
     """wandb's id, kept across restarts."""
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
@@ -129,6 +131,10 @@ class Progress:
         self.step += 1
         self.evaluation_due = evaluation_due
         self.steps_without_loss = 0 if has_loss else self.steps_without_loss + 1
+
+    def count_logged(self) -> None:
+        """Count the current step as logged."""
+        self.logged_steps += 1
 
     def leave_out(self) -> None:
         """Record that the current step was flagged and left out of the weights."""

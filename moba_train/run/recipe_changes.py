@@ -10,12 +10,13 @@ from moba_train.config.explain import given
 from moba_train.config.load import dump_config, parse_config, parse_yaml
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.stages import Stage
-from moba_train.errors import ConfigError, LaunchError
+from moba_train.errors import ConfigError, ForeignFileError, LaunchError
+from moba_train.foreign_files import JSON_BYTES, read_foreign
 from moba_train.optim.spec import stage_learning_rate
+from moba_train.output_files import write_atomically
 from moba_train.registry import ATTENTION_KINDS
 from moba_train.resolve.run import ResolvedRun, resolve_unchecked
 from moba_train.run.progress import Progress
-from moba_train.telemetry.jsonl import write_atomically
 
 MOST_SHOWN = 20
 """Changed keys that a message names; the event's `changes` have all."""
@@ -97,12 +98,12 @@ def write_recipe(run_dir: Path, text: str, step: int) -> str | None:
     """
     path = run_dir / "config.yaml"
     try:
-        before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
+        before = _text_of(path) if path.exists() else text
         if before != text:
             _keep(before, run_dir, step)
         if before != text or not path.exists():
             write_atomically(path, text)
-    except OSError as error:
+    except (OSError, ForeignFileError) as error:
         raise LaunchError(f"run_dir {run_dir} cannot be used: the recipe is kept in {path.name}: {error}") from error
     return before if before != text else None
 
@@ -113,8 +114,12 @@ def _keep(text: str, run_dir: Path, step: int) -> None:
         if not path.exists():
             write_atomically(path, text)
             return
-        if path.read_text(encoding="utf-8", errors="replace") == text:
+        if _text_of(path) == text:
             return  # a start before this one kept it, and died before it replaced config.yaml
+
+
+def _text_of(path: Path) -> str:
+    return read_foreign(path, JSON_BYTES, links=False).decode(errors="replace")
 
 
 def _values(text: str) -> Any:

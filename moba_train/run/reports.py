@@ -18,7 +18,7 @@ from moba_train.run.evaluations import evaluation_records
 from moba_train.run.progress import Progress
 from moba_train.run.recipe_changes import describe_changes, rate_jump, recipe_changes, write_recipe
 from moba_train.run.stop import StopTime
-from moba_train.telemetry.jsonl import read_since
+from moba_train.telemetry.jsonl import history_problem, read_since
 from moba_train.telemetry.sinks import make_telemetry
 from moba_train.telemetry.telemetry import Record, SinkRun, Telemetry
 
@@ -82,6 +82,8 @@ class RunReports:
             place = "at the end of" if progress.step == stage.end_step else "in"
             text = f"resumed from the checkpoint of step {progress.step}, {place} {stage.describe()}{start.note}"
             self.event("resume", text, checkpoint_load_s=start.seconds, **_stage_facts(stage, last_step))
+            if self._is_main and (problem := history_problem(run.folders.run / "metrics.jsonl", progress.logged_steps)):
+                self.event("warning", problem)
             self._recipe(start.recipe, recipe_before)
 
     def event(self, kind: str, message: str, **fields: Any) -> None:

@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import Any
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.checkpoint.publish import LATEST, Accept, saved_step
-from moba_train.checkpoint.retention import MARKS, Marks, read_small_file, replace_small_file
+from moba_train.checkpoint.publish import LATEST, Accept, named_latest, saved_step
+from moba_train.checkpoint.retention import MARKS, Marks, read_entries, replace_entries
 from moba_train.errors import CheckpointError, TrainingError
 from moba_train.parallel.world import broadcast
 from moba_train.telemetry.jsonl import read_backward
@@ -76,9 +76,8 @@ def _newest_in_history(run_dir: Path) -> int:
 
 def _evidence_of_checkpoint(run_dir: Path) -> str | None:
     """Evidence that the run has had a checkpoint, or may have had one, as a clause; None if it has had none."""
-    latest = run_dir / "checkpoints" / LATEST
-    with contextlib.suppress(OSError):
-        return f"has had one: {latest} names {latest.read_text(encoding='utf-8', errors='replace').strip()}"
+    if (name := named_latest(run_dir / "checkpoints")) is not None:
+        return f"has had one: {run_dir / 'checkpoints' / LATEST} names {name}"
     metrics = run_dir / "metrics.jsonl"
     try:
         for record in read_backward(metrics):
@@ -114,9 +113,7 @@ class Restarts:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / RESTARTS
-        entries = read_small_file(self._path).get("starts")
-        found = [_start_from(entry) for entry in (entries if isinstance(entries, list) else [])[-_MOST:]]
-        self._starts = [start for start in found if start is not None]
+        self._starts = read_entries(self._path, "starts", Start)[-_MOST:]
         self._begun = False
 
     def blames(self, step: int) -> str | None:
@@ -158,7 +155,7 @@ class Restarts:
             self._write()
 
     def _write(self) -> None:
-        replace_small_file(self._path, {"starts": [asdict(start) for start in self._starts[-_MOST:]]})
+        replace_entries(self._path, "starts", self._starts[-_MOST:])
 
     def _account(self, most: int) -> str:
         """Message: the starts, and the ways to go on."""
@@ -309,11 +306,3 @@ def _newest(find: Callable[[Accept], Path | None], marks: Marks) -> Path | None:
 
 def _is_of_step(step: int, meta: dict[str, Any]) -> bool:
     return saved_step(meta) == step
-
-
-def _start_from(entry: Any) -> Start | None:
-    if not isinstance(entry, dict) or entry.keys() != {"time", "from_step", "ended", "fatal"}:
-        return None
-    start = Start(**entry)
-    texts = isinstance(start.time, str) and isinstance(start.ended, str)
-    return start if texts and type(start.from_step) is int and type(start.fatal) is bool else None

@@ -35,8 +35,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from moba_train.output_files import write_atomically
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -254,12 +257,8 @@ def allow_to_stop(seconds: float) -> None:
 def _tell_launcher(name: str, content: str) -> None:
     """Replace a file of the launcher's folder, if there is one; a signal may come while it is written."""
     if LAUNCHER_FOLDER in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
-        path = os.path.join(os.environ[LAUNCHER_FOLDER], name)
         with suppress(OSError):
-            descriptor = os.open(f"{path}.new", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-            os.write(descriptor, content.encode())
-            os.close(descriptor)
-            os.replace(f"{path}.new", path)
+            write_atomically(Path(os.environ[LAUNCHER_FOLDER], name), content)
 
 
 def _left_behind() -> bool:

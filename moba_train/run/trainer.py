@@ -288,6 +288,7 @@ class Trainer:
             metrics |= throughput(self.resolved.setup.shape, stage, self.world, step_s, counts.flops)
             metrics |= self.monitors.stragglers.metrics(step)
             self.reports.telemetry.log(step, self.tokens, metrics)
+            self.progress.count_logged()
 
     def _measure(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> StepResult:
         """Loss and gradient norms of the step over all ranks; those by attention kind if the step is logged."""

@@ -125,7 +125,7 @@ def calibrate(
 
     Matrix products, memory, blocks, loss, optimizers, attention of every kind, and links between GPUs, in under five
     minutes. benchmarks/measured/planning.md says what each number is."""
-    from moba_train.telemetry.jsonl import write_atomically
+    from moba_train.output_files import write_atomically
     from moba_train.tools.plan.calibrate import calibrate as measured
 
     check_output_file(output)

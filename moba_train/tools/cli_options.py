@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from moba_train.errors import UserError, print_error
+from moba_train.terminal import safe_terminal
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a packaged recipe")]
 Overrides = Annotated[
@@ -28,6 +29,11 @@ GpusPerNode = Annotated[int, typer.Option(min=1, help="GPUs (ranks) of each mach
 class _Commands(TyperGroup):
     """Turns a UserError of any command into its message and exit code; other exceptions keep their traceback. A message
     of typer's about a value begins with the value."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Run the program, whose output commands no terminal."""
+        with safe_terminal():
+            return super().main(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:  # typer's Context or click's, by typer's version
         try:

@@ -24,7 +24,7 @@ from moba_train.config.evaluation import EvaluationConfig
 from moba_train.config.mesh import MeshSizes, allowed_divisors
 from moba_train.config.parallel import ParallelConfig
 from moba_train.config.stages import Stage
-from moba_train.errors import DataError, UserError
+from moba_train.errors import DataError, ForeignFileError, UserError
 from moba_train.evals.evaluation import (
     Evaluation,
     EvaluationContext,
@@ -40,6 +40,7 @@ from moba_train.hf.weights import load_hf_weights
 from moba_train.memory.devices import local_device, weakest
 from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer
+from moba_train.output_files import make_folder, write_new
 from moba_train.parallel.activations import set_activations
 from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
@@ -105,7 +106,7 @@ def write_result(content: dict[str, Any], checkpoint: Path) -> Path:
     """Write `RUN/evaluations/step_<step>-<seq_len>.json`, with a number at the end if there is such a file. Returns its
     path. Raises OSError when the folder cannot be written to."""
     folder = run_folder(checkpoint) / FOLDER
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     stem = f"step_{content['step']:08d}-{content['seq_len']}"
     return _write_new(content, lambda count: folder / (f"{stem}.json" if count == 1 else f"{stem}-{count}.json"))
 
@@ -128,8 +129,7 @@ def _write_new(content: dict[str, Any], name: Callable[[int], Path]) -> Path:
     while True:
         path = name(count)
         try:
-            with path.open("x", encoding="utf-8") as stream:
-                stream.write(text)
+            write_new(path, text)
         except FileExistsError:
             count += 1
         else:
@@ -276,5 +276,5 @@ def write_results(content: dict[str, Any], path: Path, output: Path | None, echo
         return
     try:
         echo(f"results: {write_result(content, path)}")
-    except OSError as error:  # the run may be another user's
+    except (OSError, ForeignFileError) as error:  # the run may be another user's
         logger.warning("The results cannot be written into the run's folder: %s; give --output FOLDER", error)

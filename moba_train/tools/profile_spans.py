@@ -33,8 +33,8 @@ from moba_train.errors import DataError, UserError
 from moba_train.mechanisms.moa.spans import SpanRule, Spans
 from moba_train.model.build import build_attention, observed_layers
 from moba_train.model.transformer import Transformer
+from moba_train.output_files import write_atomically
 from moba_train.parallel.forward import training_loss
-from moba_train.telemetry.jsonl import write_atomically
 from moba_train.tools.evaluate import load_on_this_machine, tracked, training_of
 from moba_train.tools.saved_recipe import SavedRun
 

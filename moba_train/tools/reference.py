@@ -21,6 +21,7 @@ from moba_train.config.base import Section
 from moba_train.config.explain import describe_field, item_suffix, section_of
 from moba_train.config.load import parse_yaml
 from moba_train.config.schema import RunConfig
+from moba_train.output_files import write_atomically
 from moba_train.tools.cli import app
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
@@ -191,7 +192,7 @@ def main() -> int:
     for path, text in stale.items():
         print(f"{path.name} is stale: run python -m moba_train.tools.reference" if check else f"wrote {path.name}")
         if not check:
-            path.write_text(text, encoding="utf-8")
+            write_atomically(path, text)
     return 1 if check and stale else 0
 
 

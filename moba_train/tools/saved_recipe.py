@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pydantic import ValidationError
 
 from moba_train.checkpoint.manifest import check_sizes, read_meta
 from moba_train.checkpoint.publish import find_checkpoint, saved_step
@@ -21,8 +20,7 @@ from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, 
 from moba_train.checkpoint.state import load_model
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
-from moba_train.config.explain import explain
-from moba_train.config.load import apply_overrides, dump_config, parse_yaml, shadowed_overrides
+from moba_train.config.load import dump_config, parse_yaml, shadowed_overrides, validated
 from moba_train.config.schema import RunConfig
 from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
@@ -243,17 +241,7 @@ def open_checkpoint(path: Path) -> SavedRun:
 
 def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """The recipe with `overrides` applied, as `load_config` takes them. Raises ConfigError with every problem."""
-    if not overrides:
-        return config
-    raw = parse_yaml(dump_config(config), "recipe")
-    problems = apply_overrides(raw, overrides)
-    try:
-        changed = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(problems + explain(error, RunConfig)) from None
-    if problems:
-        raise ConfigError(problems)
-    return changed
+    return validated(parse_yaml(dump_config(config), "recipe"), overrides) if overrides else config
 
 
 def open_for_generation(

@@ -106,6 +106,6 @@ def test_means_are_weighted_extremes_are_not_and_what_is_no_number_stays() -> No
 
 
 def test_the_guide_explains_every_number() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
     told = set(re.findall(r"^\| `(\w+)` \|", guide, re.MULTILINE))
     assert {number for kind in KINDS.values() for number in kind.statistics} <= told

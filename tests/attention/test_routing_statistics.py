@@ -146,7 +146,7 @@ def test_selecting_at_random_gives_what_the_guide_says(device: torch.device) -> 
     best = luck_HTN.masked_fill(torch.arange(64) >= own_T[:, None], -1).topk(7)
     selected = torch.where(best.values < 0, -1, best.indices).to(device, torch.int32)
     found = routing_statistics(selected, packed_layout([64 * 16], device), Choice(block_size=16, topk=8)).values
-    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
     told = {
         name: float(at_random)
         for name, at_random in re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \|$", guide, re.MULTILINE)

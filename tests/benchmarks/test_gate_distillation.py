@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gate_distillation, pictures
-from moba_train.data.indexed import IndexedDatasetWriter
+from data_tools.corpus_writer import IndexedDatasetWriter
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import long_range_signal, pictures
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.attention.layout import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world

@@ -14,8 +14,8 @@ import pytest
 from benchmarks import torchtitan_peer, trainer_run, training, training_plot
 from benchmarks.trainer_run import model_shape, run_until
 from benchmarks.training_rows import Row, parse_row
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.memory.activations import FILLED
 from moba_train.memory.devices import Gpu
 from tests.resolved import check, stages_of

@@ -1,13 +1,14 @@
 """`evaluations.json`: what evaluations found at checkpoints that were saved before them."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from moba_train.checkpoint import retention
 from moba_train.checkpoint.files import UnreadableError
-from moba_train.checkpoint.publish import step_name
+from moba_train.checkpoint.manifest import step_name
 from moba_train.checkpoint.retention import EVALUATIONS, Evaluated
 
 
@@ -59,15 +60,29 @@ def test_numbers_are_written_though_the_folder_cannot_be_listed_this_time(
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        '{"evaluations": 3}',
-        '{"evaluations": [{"step": 2}]}',
-        json.dumps({"evaluations": [{"step": 2, "save_id": "a-1", "numbers": {"eval_loss": "low"}}]}),
-    ],
+    "entries", [3, [{"step": 2}], [{"step": 2, "save_id": "a-1", "numbers": {"eval_loss": "low"}}]]
 )
-def test_a_damaged_file_counts_as_missing(tmp_path: Path, content: str) -> None:
-    (tmp_path / EVALUATIONS).write_text(content)
+def test_a_forged_file_counts_as_missing(tmp_path: Path, entries: object) -> None:
+    content = {"sha256": retention._sha256(entries), "evaluations": entries}
+    (tmp_path / EVALUATIONS).write_text(json.dumps(content))
     assert Evaluated.read(tmp_path).numbers(meta(2)) is None
+
+
+def test_one_changed_byte_anywhere_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One digit of a loss could end a stage (by its `until`), or choose the checkpoint that is the best."""
+    evaluated = Evaluated({})
+    evaluated.add(2, "a-1", {"eval_loss": 2.1915, "not_finite": math.inf})
+    evaluated.write(tmp_path)
+    path = tmp_path / EVALUATIONS
+    content = path.read_bytes()
+    assert Evaluated.read(tmp_path).numbers(meta(2)) == {"eval_loss": 2.1915, "not_finite": math.inf}
+    noticed = 0
+    for position, byte in enumerate(content):
+        path.write_bytes(content[:position] + bytes([byte ^ 1]) + content[position + 1 :])
+        numbers = Evaluated.read(tmp_path).numbers(meta(2))
+        assert numbers in (None, {"eval_loss": 2.1915, "not_finite": math.inf})
+        noticed += numbers is None
+    assert noticed > 0.9 * len(content)  # one space instead of a line break changes nothing
+    path.write_bytes(content.replace(b"2.1915", b"0.1915"))
+    assert Evaluated.read(tmp_path).numbers(meta(2)) is None
+    assert "evaluations.json is ignored: its content does not have its sha256" in caplog.text

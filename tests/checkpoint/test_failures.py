@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from moba_train.errors import CheckpointError
 from moba_train.parallel.world import gather_over_ranks
 from tests.checkpoint.checkpoint_ranks import own_device, process_group, run_ranks
 from tests.checkpoint.test_publish import failing_reads, flip_byte, steps
+from tests.checkpoint.test_threads import starting_at_most
 from tests.forked import forked
 
 
@@ -106,6 +108,28 @@ def save_with_full_disks(folder: Path) -> None:
         # On both ranks, although rank 0's own tensor is good.
         with pytest.raises(CheckpointError, match=r"rank_1_0\.safetensors: its SHA-256"):
             load_checkpoint(path, tensors, optional=("weight.",), verify=verify)
+
+
+def save_without_threads(folder: Path) -> None:
+    """Rank 1 has no room for a thread: it writes while its training waits, and the other rank does as always."""
+    checkpointer = Checkpointer(folder, Retention(1))
+    tensors = {f"weight.{dist.get_rank()}": torch.ones(1000)}
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(threading, "_start_new_thread", starting_at_most(0))
+        checkpointer.save(1, tensors, {})
+        checkpointer.before_update()
+        checkpointer.wait()
+    assert checkpointer.last_error is None
+    dist.barrier()
+    load_checkpoint(folder / "step_00000001", tensors, optional=("weight.",), verify=True)
+    checkpointer.save(2, tensors, {})
+    checkpointer.close()
+    assert [saved.step for saved in checkpointer.saves] == [1, 2]
+
+
+def test_a_rank_that_can_start_no_thread_saves_all_the_same(tmp_path: Path) -> None:
+    run_ranks(2, save_without_threads, tmp_path / "store", tmp_path / "checkpoints")
 
 
 def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(tmp_path: Path) -> None:

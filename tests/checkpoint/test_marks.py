@@ -52,16 +52,27 @@ def test_the_newest_marks_are_kept_and_long_reasons_are_cut(tmp_path: Path, monk
     [
         b"\xff\xfe",
         b"[]",
-        b'{"marks": 3}',
-        b'{"marks": [{"step": "8", "save_id": "a", "reason": "r"}, {"step": 8}, 5, null]}',
+        b'{"starts": []}',
+        3,
+        [{"step": 8, "save_id": "a", "reason": "r"}, {"step": 8}, 5, None],
         b'{"marks": ' + b"[" * 100_000,
         b" " * (retention.SMALL_FILE_BYTES + 1),
     ],
-    ids=["no text", "a list", "no list", "no marks", "deep", "large"],
+    ids=["no text", "a list", "another one", "no list", "no marks", "deep", "large"],
 )
-def test_a_file_that_cannot_be_used_marks_nothing(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_cannot_be_used_marks_nothing(
+    tmp_path: Path, content: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not isinstance(content, bytes):
+        content = json.dumps({"sha256": retention._sha256(content), "marks": content}).encode()
     (tmp_path / MARKS).write_bytes(content)
     assert Marks.read(tmp_path).steps == []
+    assert caplog.text.count("marks.json is ignored") == 1
+
+
+def test_marks_of_an_earlier_version_had_no_hash(tmp_path: Path) -> None:
+    (tmp_path / MARKS).write_text(json.dumps({"marks": [{"step": 8, "save_id": "", "reason": "r"}]}))
+    assert Marks.read(tmp_path).steps == [8]
 
 
 def test_neither_a_link_nor_a_fifo_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

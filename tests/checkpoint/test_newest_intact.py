@@ -1,12 +1,16 @@
 """What a run resumes from: the newest checkpoint whose every byte is right, or nothing in silence."""
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moba_train.checkpoint.load import newest_intact
+from moba_train.checkpoint.manifest import verify_checkpoint
+from moba_train.checkpoint.publish import latest_checkpoint
+from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
 from tests.checkpoint.checkpoint_ranks import process_group
 from tests.checkpoint.test_publish import cut_in_half, failing_reads, flip_byte, publish_step, steps
@@ -76,3 +80,23 @@ def test_a_meta_is_read_only_after_its_hash(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         assert newest_intact(folder, accept=lambda meta: meta["step"] > 0) == folder / "step_00000100"
     assert "meta.json: its SHA-256" in caplog.text
+
+
+def test_a_copy_under_a_later_name_is_named_and_never_preferred(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the run begins at step 16 for ever, and every new checkpoint is removed as an older one."""
+    folder = tmp_path / "checkpoints"
+    for step in (16, 24):
+        publish_step(folder, step)
+    copy = shutil.copytree(folder / "step_00000016", folder / "step_00000099")
+    with pytest.raises(CheckpointError, match="its name says step 99, its manifest says step 16; rename it"):
+        verify_checkpoint(copy)
+    assert latest_checkpoint(folder) == folder / "step_00000024"
+    publish_step(folder, 32)
+    Retention(keep_last=2).apply(folder)
+    assert steps(folder) == [24, 32, 99], "the copy takes the place of none, and is not removed"
+    caplog.clear()
+    assert newest_intact(folder) == folder / "step_00000032"
+    assert "its manifest says step 16" in caplog.text
+    assert steps(folder) == [24, 32], "set aside"

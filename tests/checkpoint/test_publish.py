@@ -14,6 +14,7 @@ from moba_train.checkpoint import manifest, publish
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.retention import Retention
 from moba_train.errors import CheckpointError
+from moba_train.output_files import temporary_path
 
 
 def publish_step(folder: Path, step: int, content: str = "weights", **meta: object) -> Path:
@@ -65,6 +66,7 @@ def test_all_is_on_disk_before_the_rename_that_shows_it(tmp_path: Path, monkeypa
     publish_step(folder, 100)
     temporary = done[-5].removesuffix(" -> step_00000100")
     assert temporary.startswith(".tmp-step_00000100-")
+    latest = done[-2].removesuffix(" -> latest")
     assert done == [
         "fsync meta.json",
         "fsync manifest.json",
@@ -72,8 +74,8 @@ def test_all_is_on_disk_before_the_rename_that_shows_it(tmp_path: Path, monkeypa
         "step_00000100 -> .replaced-step_00000100",
         f"{temporary} -> step_00000100",
         "fsync checkpoints",
-        "fsync .tmp-latest",
-        ".tmp-latest -> latest",
+        f"fsync {latest}",
+        f"{latest} -> latest",
         "fsync checkpoints",
     ]
 
@@ -381,7 +383,7 @@ def test_a_checkpoint_counts_although_its_name_cannot_be_written_into_latest(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     publish_step(tmp_path, 100)
-    monkeypatch.setattr(publish, "_move_latest", full)
+    monkeypatch.setattr(publish, "write_atomically", full)
     path = publish_step(tmp_path, 200)
     assert publish.latest_checkpoint(tmp_path) == path
     assert "latest still names another one: [Errno 28] No space" in caplog.text
@@ -391,7 +393,7 @@ def test_clean_up_after_a_kill(tmp_path: Path) -> None:
     """Killed half way through a save, and in the middle of publishing a step again."""
     publish_step(tmp_path, 100)
     publish.make_temporary_folder(tmp_path, 200)
-    (tmp_path / ".tmp-latest").write_text("step_0")
+    temporary_path(tmp_path / "latest").write_text("step_0")
     (tmp_path / "step_00000100").rename(tmp_path / ".replaced-step_00000100")
 
     publish.clean_up(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moba_train.data.indexed import IndexedDatasetWriter
+from data_tools.corpus_writer import IndexedDatasetWriter
 from tests.data.corpora import MakeCorpus
 
 

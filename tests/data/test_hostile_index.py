@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moba_train.data.indexed import HEADER, MAGIC, IndexedDataset, IndexedDatasetWriter
+from data_tools.corpus_writer import IndexedDatasetWriter
+from moba_train.data.indexed import HEADER, MAGIC, IndexedDataset
 from moba_train.errors import DataError
 
 

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from moba_train.config.data import SourceConfig
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.samples import StageData
 from moba_train.errors import DataError
 

@@ -9,9 +9,9 @@ import yaml
 from typer.testing import CliRunner
 
 from data_tools.cli import app as data_app
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.data import LongConversations, SourceConfig
 from moba_train.config.load import load_config
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import LossNorm, mask_prefix
 from moba_train.data.samples import StageData
 from moba_train.errors import CheckpointError, ConfigError, DataError

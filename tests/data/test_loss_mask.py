@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.data import SourceConfig
 from moba_train.data.batch import collate
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import LossNorm, mask_prefix
 from moba_train.data.samples import Sample, StageData
 from moba_train.data.sidecar import Fingerprint

@@ -10,9 +10,9 @@ import yaml
 from typer.testing import CliRunner
 
 from data_tools.cli import app
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.stats import preview
 from moba_train.config.load import load_config
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import StageData
 from moba_train.resolve.run import resolve_unchecked
 from tests.resolved import stages_of

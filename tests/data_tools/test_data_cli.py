@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from data_tools.cli import app
-from moba_train.data.indexed import IndexedDatasetWriter
+from data_tools.corpus_writer import IndexedDatasetWriter
 from tests.data_tools.prose import prose
 
 runner = CliRunner()
@@ -18,7 +18,7 @@ runner = CliRunner()
 
 @pytest.mark.parametrize("command", [[], ["tokenize"], ["stats"]], ids=str)
 def test_help_is_fast_and_loads_nothing_heavy(command: list[str]) -> None:
-    """Measures processor time, which does not depend on other load; docs/how-to/data.md has the time on a quiet
+    """Measures processor time, which does not depend on other load; benchmarks/measured/data.md has the time on a quiet
     machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = (

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from data_tools.cli import app
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.show import parse_documents
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer, tokenizer_hash
 from moba_train.errors import DataError
 

@@ -7,8 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from data_tools.cli import app
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.stats import DISTANCES, effective_sparsity, length_histogram, repeat_shares
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 
 
 def test_histogram_counts_every_document_and_token_once() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint.publish import latest_checkpoint
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.run.evaluations import StageEvaluations
 from moba_train.run.stop import RunStop
 from moba_train.telemetry.jsonl import read_records

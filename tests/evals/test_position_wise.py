@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.attention.layout import packed_layout
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.data import SourceConfig
@@ -18,7 +19,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import CPLayout
 from moba_train.config.schema import RunConfig
 from moba_train.data.batch import Batch
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.long_documents import LongDocumentSamples, count_samples
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import EvaluationSetting

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.data import SourceConfig
 from moba_train.config.parallel import CPLayout
 from moba_train.data.batch import Batch
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import StageData
 from moba_train.evals.validation_loss import SequenceLosses, validation_loss
 from moba_train.model.transformer import Transformer

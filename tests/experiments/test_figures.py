@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.python_sources import BYTES
+from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments import comparison, estimate, fits, page, published
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.corpus import Corpus
@@ -24,7 +25,6 @@ from experiments.scaling import Scaling
 from experiments.trailing import BOTH, Trailing
 from experiments.trained_with import evaluated
 from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import IndexedDatasetWriter
 from tests.guide import ROOT, anchors, links
 from tests.resolved import check, spec_of, stages_of
 

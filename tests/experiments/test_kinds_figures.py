@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.python_sources import BYTES
+from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments import __main__ as program
 from experiments import corpus, needles, page, run_arm
 from experiments.__main__ import main
@@ -24,7 +25,7 @@ from experiments.needle_documents import needle_document
 from experiments.readings import Losses, trailing_by_sequence, trailing_loss, validation_by_sequence, validation_loss
 from experiments.registry import FIGURES
 from experiments.versions import insertion_costs
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.tokenizer import load_text_tokenizer
 from tests.experiments.finished_arms import finished_arm
 

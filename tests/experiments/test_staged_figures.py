@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure as Canvas
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments import __main__ as program
 from experiments import estimate, page, recall_documents, work
 from experiments.corpus import Corpus, quick_corpus
@@ -19,7 +20,7 @@ from experiments.recall_documents import ASK, STATE, Recall, fine_tuning_documen
 from experiments.run_arm import run_arm
 from experiments.short_first import EQUAL_FLOPS, SHORT, ShortFirst, flops_per_token
 from experiments.third_cliff import VALIDATION, ThirdCliff
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import LossWeights
 from tests.experiments.finished_arms import finished_arm
 

@@ -11,13 +11,13 @@ import torch
 import yaml
 from torch import Tensor
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.attention.block_sparse import GivenBlocks
 from moba_train.attention.facets.probed import SelectedBlocks
 from moba_train.attention.layout import TokenRange, packed_layout
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.errors import ConfigError
 from moba_train.evals.evaluation import EvaluationContext, name_of
 from moba_train.mechanisms.infllm_v2.infllm_v2_kind import InfLLMV2Attention

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.attention.full import FullAttention
 from moba_train.attention.moba.gate import pool_keys, select_blocks
 from moba_train.attention.moba.moba_local import MobaAttention
@@ -19,7 +20,6 @@ from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.data.batch import Batch, collate
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.data.samples import Sample
 from moba_train.errors import ConfigError

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
 from moba_train.config.mesh import mesh_sizes
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.evals.evaluation import EvaluationContext, with_full
 from moba_train.mechanisms.probes.gradient_reach import GradientReach

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.registry import KINDS
@@ -18,7 +19,6 @@ from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import ParallelConfig
 from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loader import step_batches, training_data
 from moba_train.memory import flops as documents
 from moba_train.memory.flops import dense_flops, layer_flops, matmul_flops, real_flops, repeated_flops

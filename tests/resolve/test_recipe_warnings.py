@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from sentencepiece import SentencePieceTrainer
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint import manifest, publish
 from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer
 from moba_train.resolve import warnings
 from moba_train.resolve.run import resolve_unchecked

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moba_train.data.indexed import IndexedDatasetWriter
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.resolve.data import tokenizer_problems
 from tests.resolve.refusals import problems
 from tests.resolved import check

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.parallel import CPLayout
 from moba_train.data.batch import collate
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.samples import Sample
 from moba_train.parallel.context.layout import SequenceLayout
 from moba_train.parallel.data_shard import shard_batch

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import training_data
 from moba_train.data.loss_mask import mask_prefix
 from tests.resolved import samples_of, stages_of

@@ -8,6 +8,7 @@ import torch
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import packed_layout
+from moba_train.checkpoint.manifest import read_meta
 from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
 from moba_train.run.determinism import deterministic
@@ -24,6 +25,23 @@ def test_the_same_recipe_gives_the_same_bits(run: Run, corpora: Path, tmp_path: 
     assert again.losses() == run.losses()
     assert_same_tensors(run.newest_checkpoint, again.newest_checkpoint)
     assert not torch.are_deterministic_algorithms_enabled(), "left as it was"
+
+
+def test_the_number_of_threads_is_part_of_the_promise(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Two threads add a sum in two parts."""
+    before = torch.get_num_threads()
+    try:
+        for step, threads, warned in ((1, 1, 0), (2, 1, 0), (3, 2, 1)):
+            torch.set_num_threads(threads)
+            assert run.train_here("--stop-at-step", str(step)) == 0
+            assert caplog.text.count("threads of the CPU, but 1 when") == warned
+        run.recipe["deterministic"] = True
+        assert run.train_here("--stop-at-step", "4") == 0
+        assert "1 threads of the CPU, but 2 when" in caplog.text, "pinned"
+        assert read_meta(run.newest_checkpoint)["threads"] == 1
+        assert torch.get_num_threads() == 2, "left as it was"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_kernel_that_is_not_reproducible_is_refused(run: Run) -> None:

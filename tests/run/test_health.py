@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint import manifest
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.manifest import read_meta, verify_checkpoint
 from moba_train.checkpoint.retention import Evaluated
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.run.reports import RunReports
 from tests.run.tiny_run import VOCAB, Run
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint.manifest import read_meta
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.health import node
 from moba_train.health.gpu import GpuState
 from moba_train.parallel import fsdp

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from moba_train.checkpoint.files import UnreadableError
-from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta, write_json
+from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta
 from moba_train.checkpoint.publish import Accept
 from moba_train.checkpoint.retention import MARKS, Mark, Marks
 from moba_train.errors import CheckpointError, ReproducibleFaultError
@@ -187,10 +187,11 @@ def test_a_checkpoint_whose_meta_names_no_step_is_refused_with_a_message(
 ) -> None:
     assert run.train_here("--stop-at-step", "4") == 0
     path = run.newest_checkpoint
-    write_json(path / META, {key: value for key, value in read_meta(path).items() if key != "progress"})
+    meta = {key: value for key, value in read_meta(path).items() if key != "progress"}
+    (path / META).write_text(json.dumps(meta))
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][META] = hash_file(path / META)
-    write_json(path / MANIFEST, manifest)
+    (path / MANIFEST).write_text(json.dumps(manifest))
     capsys.readouterr()
     assert run.train_here() == 2
     assert "the checkpoint's progress record is not from this version" in capsys.readouterr().err

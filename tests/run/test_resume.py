@@ -31,6 +31,19 @@ def test_stopping_and_resuming_is_bitwise_equal_to_never_stopping(run: Run, rank
         assert places == [(step, 512 * step) for step in steps], "tokens consumed so far, also where it resumes"
 
 
+def test_a_history_that_was_damaged_meanwhile_is_named_when_the_run_resumes(run: Run) -> None:
+    assert run.train_here("--stop-at-step", "3") == 0
+    assert run.train_here("--stop-at-step", "4") == 0
+    assert run.records("warning") == []
+    path = run.run_dir / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 9', 1))
+    assert run.train_here("--stop-at-step", "5") == 0
+    (warning,) = run.records("warning")
+    assert "damaged lines, which are left out: " in warning["message"]
+    assert "1 of 4 logged steps are missing; the last one there is 4" in warning["message"]
+    assert [record["step"] for record in run.records("metrics")] == [1, 3, 4, 5]
+
+
 @pytest.mark.gpu
 def test_resuming_on_a_gpu_is_bitwise_equal_to_never_stopping(run: Run, tmp_path: Path, corpora: Path) -> None:
     """Full and MoBA layers in bf16: every kernel of the training step gives the same bits again."""

@@ -18,6 +18,7 @@ from moba_train.checkpoint.publisher import Publisher
 from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.config.load import load_config
 from moba_train.errors import ReproducibleFaultError
+from moba_train.foreign_files import ROOTS
 from moba_train.optim.gradients import local_part
 from moba_train.run.checkpoints import RunCheckpoints
 from moba_train.run.trainer import Trainer
@@ -311,6 +312,31 @@ def test_a_run_without_any_finite_checkpoint_is_refused(
     assert code == 2
     assert "the checkpoint of step 4 holds NaN or infinite values in optim." in printed
     assert yaml.safe_load((run.run_dir / "config.yaml").read_text())["name"] == "test"
+
+
+def test_a_run_folder_from_elsewhere_leads_no_file_of_the_run_out_of_it(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    run.run_dir.mkdir(parents=True)
+    for name in ("metrics.jsonl", "metrics.discarded.jsonl", "lock", ".tmp-config.yaml", ".tmp-restarts.json"):
+        (run.run_dir / name).symlink_to(victim)
+    (run.run_dir / "checkpoints").symlink_to(outside)
+    assert run.train_here() == 2
+    assert "not a regular file; move it away" in capsys.readouterr().err
+    (run.run_dir / "lock").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(ROOTS)
+        assert run.train_here() == 2
+    assert f"if you trust it, allow the folder: {ROOTS}={outside}" in capsys.readouterr().err
+    (run.run_dir / "checkpoints").unlink()
+    assert run.train_here("--stop-at-step", "2") == 0
+    assert "metrics.jsonl: is not a regular file" in caplog.text
+    assert victim.read_text() == "mine"
+    assert not any(outside.iterdir())
 
 
 def test_a_history_that_cannot_be_read_does_not_end_a_run_and_a_recipe_that_cannot_be_written_does(

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.attention.layout import packed_layout
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.loss_mask import LossNorm, mask_prefix
 from moba_train.data.samples import StageData

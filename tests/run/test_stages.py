@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
 from moba_train.config.schema import UntilConfig
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.optim.spec import stage_learning_rate
 from moba_train.run.evaluations import Verdict, judge
 from tests.resolved import stages_of

@@ -15,9 +15,9 @@ import torch
 import yaml
 from torch import Tensor
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import latest_checkpoint
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.health.dump import dump_folder
 from moba_train.strict_json import from_json
 from moba_train.telemetry.jsonl import read_records

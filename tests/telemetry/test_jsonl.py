@@ -18,7 +18,7 @@ import pytest
 
 from moba_train.telemetry import jsonl
 from moba_train.telemetry import telemetry as outage
-from moba_train.telemetry.jsonl import JsonlSink, read_records, read_since
+from moba_train.telemetry.jsonl import JsonlSink, history_problem, read_records, read_since
 from moba_train.telemetry.telemetry import Telemetry
 
 
@@ -244,6 +244,62 @@ def test_the_records_of_a_step_and_later_ones_are_read_from_the_end(tmp_path: Pa
     assert read_since(path, 3) == []
     write_history(path, range(1, 5))
     assert read_since(path, 3) == read_records(path)[:3:-1]
+
+
+def log_history(path: Path, last: int) -> list[bytes]:
+    """A file that the sink wrote, with the metrics of each step."""
+    telemetry = Telemetry([JsonlSink(path, None)])
+    log_steps(telemetry, 1, last)
+    telemetry.event(last, last * 10, "needle", 'a message, "crc32": "', found=math.nan)
+    telemetry.close()
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def test_one_changed_byte_costs_its_record_and_moves_no_other(tmp_path: Path) -> None:
+    """A step number that is damaged was taken for a later step: all records from there on were discarded."""
+    path = tmp_path / "metrics.jsonl"
+    lines = log_history(path, 9)
+    whole = read_records(path)
+    assert [record.get("crc32") for record in whole] == [None] * 10
+    for position in range(len(lines[2])):
+        changed = bytearray(lines[2])
+        changed[position] ^= 1
+        path.write_bytes(b"".join([*lines[:2], changed, *lines[3:]]))
+        joined = position == len(lines[2]) - 1  # without its end, the line and the next one are none
+        left = [record for record in whole if record["step"] not in ((3, 4) if joined else (3,))]
+        records = read_records(path)
+        assert repr([record for record in records if record["step"] != 3]) == repr(left), position
+        assert all(record["loss"] == 1.0 and record["tokens"] == 30 for record in records if record["step"] == 3)
+    path.write_bytes(b"".join(lines).replace(b'"step": 3', b'"step": 8', 1))
+    JsonlSink(path, 6).close()
+    assert steps_of(path) == [1, 2, 4, 5, 6]
+    assert history_problem(path, 6) == (
+        f"{path}: damaged lines, which are left out: 3; 1 of 6 logged steps are missing; the last one there is 6"
+    )
+
+
+def test_damage_of_a_history_is_named_by_what_the_checkpoint_knows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = log_history(path, 8)
+    assert history_problem(path, 8) == history_problem(path, 0) == ""
+    path.write_bytes(b"".join(lines)[: len(b"".join(lines[:5])) - 10])
+    JsonlSink(path, 8).close()
+    assert history_problem(path, 8) == f"{path}: 4 of 8 logged steps are missing; the last one there is 4"
+    path.write_bytes(b"")
+    assert history_problem(path, 8) == f"{path}: 8 of 8 logged steps are missing; the last one there is 0"
+    path.write_bytes(b"".join(lines).replace(b"\n", b"\x0b", 1).replace(b"loss", b"lost") + b"[1]\n")
+    assert "damaged lines, which are left out: 1-7, 9; 8 of 8" in history_problem(path, 8)
+    path.unlink()
+    assert "cannot be read: [Errno 2] No such file" in history_problem(path, 8)
+    path.mkdir()
+    assert "cannot be read" in history_problem(path, 8)
+    assert "is a folder; allowed: a regular file" in history_problem(path, 8)
+
+
+def test_records_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_history(path, range(1, 4))
+    assert history_problem(path, 3) == ""
 
 
 def test_a_last_record_without_its_newline_is_a_record(tmp_path: Path) -> None:

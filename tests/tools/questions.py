@@ -9,11 +9,11 @@ import torch
 import yaml
 from torch import Tensor
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.train_tokenizer import train_tokenizer
 from moba_train.attention.layout import Layout
 from moba_train.config.load import parse_config
 from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.evals.evaluation import EvaluationContext, with_full
 from moba_train.model.transformer import Transformer

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.cli import app
 from moba_train.tools.compare import _difference
 from tests.run.tiny_run import Run
@@ -62,8 +63,7 @@ def test_the_first_difference_is_named_in_the_order_of_the_model(runs: Runs) -> 
 
 
 def test_the_first_step_that_differs_is_named(runs: Runs, tmp_path: Path) -> None:
-    lines = (runs.one / "metrics.jsonl").read_text().splitlines()
-    changed = [json.loads(line) for line in lines]
+    changed = read_records(runs.one / "metrics.jsonl")
     for record in changed:
         if record["type"] == "metrics" and record["step"] >= 7:
             record["loss"] *= 1 + 1e-6

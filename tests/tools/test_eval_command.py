@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint.manifest import FORMAT_VERSION, MANIFEST, META, hash_file, write_json
 from moba_train.config.load import load_config
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash, tokenizer_hashes
 from moba_train.errors import ConfigError, DataError
 from moba_train.foreign_files import ROOTS

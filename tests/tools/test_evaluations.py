@@ -13,11 +13,11 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import moba_train
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.base import Section
 from moba_train.config.load import load_config
 from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.errors import ConfigError
 from moba_train.evals.evaluation import (

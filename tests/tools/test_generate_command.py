@@ -11,8 +11,8 @@ import pytest
 import sentencepiece
 from typer.testing import CliRunner
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.tokenizer import load_text_tokenizer, load_tokenizer
 from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, build_model, initialize_weights
@@ -289,7 +289,7 @@ def test_an_answer_ends_with_a_document_or_a_turn_by_tokenizer_generation_config
 
 
 def test_the_example_in_python_runs_and_agrees_with_the_command(run: Path) -> None:
-    (example,) = blocks(ROOT / "docs" / "explanation" / "decoding.md", "python")
+    (example,) = blocks(ROOT / "docs" / "how-to" / "evaluate.md", "python")
     found: dict[str, Any] = {}
     exec(example.replace("runs/quickstart", str(run)).replace('import "', 'The quick"').replace(", 20,", ", 8,"), found)
     assert found["logits"].shape == (len(found["prompt"]), 320)

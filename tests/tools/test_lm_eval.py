@@ -19,8 +19,9 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.train_tokenizer import train_tokenizer
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.tokenizer import load_tokenizer
 from moba_train.errors import UserError
 from moba_train.parallel.world import World

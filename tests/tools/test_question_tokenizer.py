@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.sft import encode_record
 from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import IndexedDataset, IndexedDatasetWriter
+from moba_train.data.indexed import IndexedDataset
 from moba_train.data.tokenizer import load_tokenizer, tokenizer_hash
 from moba_train.errors import DataError
 from moba_train.tools.chat.load import load_chat_template

@@ -22,13 +22,7 @@ from moba_train.attention.block_sparse import DenseOrSparse, listed_blocks
 from moba_train.attention.facets.probed import Gate, Gated, SelectedBlocks
 from moba_train.attention.full import FullAttention
 from moba_train.attention.kernels.block_attention import BlockAttention
-from moba_train.attention.kernels.common.geometry import (
-    KeySpans,
-    LocalBlocks,
-    QueryBlocks,
-    query_blocks,
-    with_local_blocks,
-)
+from moba_train.attention.kernels.common.geometry import KeySpans, QueryBlocks, query_blocks
 from moba_train.attention.kernels.common.selection import (
     SELECTION,
     Choice,
@@ -45,6 +39,7 @@ from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradien
 from moba_train.attention.statistics import SOFTMAX, Statistics
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.infllm_v2.local_blocks import LocalBlocks, with_local_blocks
 from moba_train.mechanisms.infllm_v2.scores import BlockScores, WindowSizes, window_means
 
 _ENTRIES = 2**25

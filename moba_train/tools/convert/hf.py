@@ -35,6 +35,7 @@ from moba_train.hf.config import CONFIG, read_config, read_model_config
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, parameter_shapes
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec
+from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, read_layers, write_safetensors
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.inference.corpus_marks import corpus_marks
@@ -147,7 +148,7 @@ def import_from_hf(folder: Path, output: Path) -> None:
             publish.make_temporary_folder(checkpoints, 0), shapes, files, dump_config(RunConfig.model_validate(values))
         )
         text = yaml.safe_dump(values, sort_keys=False)
-        (output / RECIPE).write_text(f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
+        write_new(output / RECIPE, f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
 
 
 def _save_weights(
@@ -239,10 +240,10 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     contents |= tokenizer.ids
     with new_folder(output):
         for name, content in tokenizer.files.items():
-            (output / name).write_bytes(content)
+            write_new(output / name, content)
         write_safetensors(output, _tensors(reader, config.model, dtype), shard_bytes)
         # Written last: a folder without it is not read as a model.
-        (output / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
     return tokenizer.warnings
 
 

@@ -21,6 +21,7 @@ from moba_train.errors import CheckpointError
 from moba_train.hf.config import ARCHITECTURES, CONFIG, ROPE_KEYS, SAME_VALUES, read_config, read_model_config
 from moba_train.hf.weights import INDEX, SINGLE
 from moba_train.model.build import build_attention
+from moba_train.output_files import write_new
 
 
 def hf_rope(rope: RopeConfig) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def write_safetensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard
         "metadata": {"total_size": total},
         "weight_map": {name: file for file, names in zip(final, files, strict=True) for name in names},
     }
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_new(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _part(number: int) -> str:

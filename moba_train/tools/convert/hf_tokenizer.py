@@ -28,6 +28,7 @@ from moba_train.data.tokenizer import (
 )
 from moba_train.errors import DataError
 from moba_train.foreign_files import TOKENIZER_BYTES, open_foreign, parse_json, read_foreign
+from moba_train.output_files import new_file
 from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
 from moba_train.tools.inference.corpus_marks import CorpusMarks, token_ids
@@ -363,7 +364,7 @@ def copy_tokenizer(path: Path, output: Path, roots: Sequence[Path]) -> None:
             raise DataError(f"the tokenizer {path} cannot be copied: {error}") from error
         output.mkdir(parents=True, exist_ok=True)
         for name, source in files:
-            with (output / name).open("wb") as target:
+            with new_file(output / name) as target:
                 shutil.copyfileobj(source, target)
 
 

@@ -29,6 +29,7 @@ from moba_train.errors import (
     print_error,
     quiet_torchrun,
 )
+from moba_train.output_files import write_atomically
 from moba_train.run.stop import (
     BEFORE_TRAINING,
     LAUNCHER_FOLDER,
@@ -162,7 +163,7 @@ def _orderly_end(folder: Path) -> Iterator[dict[int, int | None]]:
         processes = {int(self.envs[i]["RANK"]): handler.proc for i, handler in self.subprocess_handlers.items()}
         failed = any(process.poll() for process in processes.values())
         if failed:
-            _file(LEFT_BEHIND).touch()
+            write_atomically(_file(LEFT_BEHIND), "")
         asked = isinstance(sys.exception(), SignalException)
         if asked:
             # Schedulers repeat SIGTERM, and torchrun kills its ranks at the third. Ctrl-C still ends at once.

@@ -28,6 +28,7 @@ from moba_train.errors import DataError, UserError
 from moba_train.evals.evaluation import EvaluationResult, name_of, variants
 from moba_train.foreign_files import parse_json
 from moba_train.model.build import build_attention
+from moba_train.output_files import write_atomically
 from moba_train.tools.chat.load import load_chat_template
 from moba_train.tools.chat.template import Template
 from moba_train.tools.convert.hf_tokenizer import TOKENIZER_JSON, export_tokenizer
@@ -60,11 +61,11 @@ def open_hf_tokenizer(
         raise DataError(f"moba-train lm-eval cannot use the tokenizer: {'; '.join(export.warnings)}")
     for name in _FILES:
         if name in export.files:
-            (folder / name).write_bytes(export.files[name])
+            write_atomically(folder / name, export.files[name])
     options = parse_json(export.files.get(TOKENIZER_CONFIG, b"{}"))
     options = {key: value for key, value in options.items() if key != "auto_map"}
     options |= {"tokenizer_class": _CLASS, "model_max_length": _UNLIMITED}
-    (folder / TOKENIZER_CONFIG).write_text(json.dumps(options), encoding="utf-8")
+    write_atomically(folder / TOKENIZER_CONFIG, json.dumps(options))
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the packages raise plain Exception

@@ -259,7 +259,7 @@ class GateSizeConfig(Section):
 class NeedleSignalConfig(HiddenNeedles):
     """Score of the needle's block above those of other blocks, and the rate at which a gate of mean keys misses it, for
     each head, compared with FlashMoBA's signal-to-noise model (arXiv:2511.11571). Needs parallel.tp and pp 1. See
-    docs/how-to/needles.md."""
+    docs/how-to/evaluate.md."""
 
     gates: list[GateSizeConfig] = Field(
         [GateSizeConfig()],
@@ -269,7 +269,7 @@ class NeedleSignalConfig(HiddenNeedles):
 
 
 class NeedleSignalEvaluation(Evaluation[NeedleSignalConfig]):
-    """Rates at which gates miss the needle's block, observed and predicted. See docs/how-to/needles.md."""
+    """Rates at which gates miss the needle's block, observed and predicted. See docs/how-to/evaluate.md."""
 
     name = "needle_signal"
     Options = NeedleSignalConfig

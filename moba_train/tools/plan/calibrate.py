@@ -38,6 +38,7 @@ from moba_train.model.loss import CompiledChunkLoss, chunk_loss, weighted_loss_s
 from moba_train.model.spec import attention_matrices, feed_forward_matrices
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS, build_optimizer, set_learning_rate
+from moba_train.output_files import write_new
 from moba_train.parallel.activations import wrap_blocks
 from moba_train.parallel.float8 import compile_for_float8, convert_linears, float8_problem
 from moba_train.tools.plan.rates import MEASURED_MODEL, MeasuredLayer, Rates, shipped_rates
@@ -398,5 +399,5 @@ def _gather_rank(rank: int, ranks: int, backend: str, size: int, folder: str) ->
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     if rank == 0:
-        Path(folder, "bandwidth").write_text(str((len(whole) - len(own)) / sorted(seconds)[len(seconds) // 2]))
+        write_new(Path(folder, "bandwidth"), str((len(whole) - len(own)) / sorted(seconds)[len(seconds) // 2]))
     dist.destroy_process_group()

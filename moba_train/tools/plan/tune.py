@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from moba_train.config.base import format_duration
 from moba_train.config.stages import Stage
 from moba_train.errors import PlanError
+from moba_train.output_files import write_atomically
 from moba_train.strict_json import to_json
-from moba_train.telemetry.jsonl import read_records, write_atomically
+from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.launch.torchrun import torchrun_command
 from moba_train.tools.plan.command import find_layouts
 from moba_train.tools.plan.layouts import Layout

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moba_train.config.load import parse_yaml
-from moba_train.errors import UserError
+from moba_train.errors import UserError, number_ranges
 from moba_train.foreign_files import (
     folder_roots,
     open_foreign,
@@ -32,6 +32,8 @@ Column = npt.NDArray[np.float64]
 _RECIPE_BYTES = 1 << 22
 _MOST_EVALUATIONS = 200
 """Newest evaluation files that are read."""
+_MOST_DAMAGED = 20
+"""Damaged lines that a notice names."""
 _LINE_BYTES = 1 << 24
 """Longest line of metrics.jsonl that is parsed."""
 _YEAR_10000 = 253_402_300_800
@@ -147,21 +149,25 @@ def read_history(folder: Path) -> History:
 
 def _read_metrics(source: Path, history: History) -> None:
     """Read the records; lines that are none are counted."""
-    damaged = 0
+    damaged: list[int] = []
+    line_number = 0
     incomplete = False
     with open_foreign(source, None, folder_roots(source.parent)) as lines:
         while line := lines.readline(_LINE_BYTES):
+            line_number += 1
             record = _sound(parse_record(line))
             if record is None:
                 incomplete = not line.endswith(b"\n")
-                damaged += not incomplete and bool(line.strip())
+                damaged += [line_number] * (not incomplete and bool(line.strip()))
             elif record["type"] == "metrics":
                 history.metrics.append(record)
             else:
                 history.events.append(record)
     if damaged:
-        lines_are = "1 line of metrics.jsonl is" if damaged == 1 else f"{damaged:,} lines of metrics.jsonl are"
-        history.notices.append(f"{lines_are} damaged and left out")
+        count = len(damaged)
+        lines_are = "1 line of metrics.jsonl is" if count == 1 else f"{count:,} lines of metrics.jsonl are"
+        shown = number_ranges(damaged[:_MOST_DAMAGED]) + ", ..." * (count > _MOST_DAMAGED)
+        history.notices.append(f"{lines_are} damaged and left out: {shown}")
     if incomplete:
         history.notices.append("the last line of metrics.jsonl is incomplete: the run is writing it, or was killed")
     if not history.metrics:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from moba_train.errors import LaunchError
-from moba_train.telemetry.jsonl import write_atomically
+from moba_train.output_files import write_atomically
 from moba_train.tools.report.chart import Chart, Shown, as_json, shown
 from moba_train.tools.report.evaluation_charts import (
     gap_chart,

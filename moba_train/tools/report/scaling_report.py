@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from moba_train.output_files import write_atomically
 from moba_train.strict_json import to_json
-from moba_train.telemetry.jsonl import write_atomically
 from moba_train.tools.report.chart import Chart, Trace, palette, text
 from moba_train.tools.report.page import write_charts
 from moba_train.tools.report.scaling import GroupFit, Interval, PowerLaw, ScalingReport

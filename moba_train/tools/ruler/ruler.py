@@ -29,7 +29,7 @@ TEACHER_FORCED, GENERATED = "teacher_forced", "generated"
 
 
 class RulerConfig(AnswersConfig):
-    """RULER's tasks (Hsieh et al. 2024, arXiv:2404.06654), made here without downloads. See docs/how-to/needles.md."""
+    """RULER's tasks (Hsieh et al. 2024, arXiv:2404.06654), made here without downloads. See docs/how-to/evaluate.md."""
 
     tasks: list[str] = Field(
         ["niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"],

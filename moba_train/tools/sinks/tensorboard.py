@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from moba_train.output_files import make_folder
 from moba_train.telemetry.telemetry import SinkRun, numbers
 
 
@@ -13,6 +14,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        make_folder(folder)
         # `purge_step` hides earlier events of the steps that a resumed run repeats.
         self._writer = SummaryWriter(str(folder), purge_step=0 if resumed_step is None else resumed_step + 1)
 

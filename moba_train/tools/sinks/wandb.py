@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moba_train.config.telemetry import WandbConfig
+from moba_train.output_files import make_folder, write_atomically
 from moba_train.telemetry.telemetry import SinkRun, numbers
 
 logger = logging.getLogger(__name__)
@@ -122,9 +123,7 @@ class WandbHistory:
 
     def save(self) -> None:
         """Write the file atomically: a run may be killed at any moment."""
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self.sent)), encoding="utf-8")
-        temporary.replace(self._path)
+        write_atomically(self._path, json.dumps(asdict(self.sent)))
 
 
 def _read(path: Path) -> _Sent:
@@ -218,7 +217,7 @@ class WandbSink:
         try:
             wandb = importlib.import_module("wandb")
             run = _start(wandb, config, run_dir, name, run_id, recipe)
-            own.mkdir(exist_ok=True)
+            make_folder(own)
             history = WandbHistory(own / f"history-{run_id}.json")
         except Exception as error:
             logger.warning(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import read_model_config
+from moba_train.hf.config import ARCHITECTURES, read_model_config
 from moba_train.hf.weights import INDEX, SINGLE, load_hf_weights
 from moba_train.model.transformer import Transformer
 from tests.tools.convert.hf_models import FAMILIES, logits, make_hf_model, our_model, random_tokens
@@ -138,3 +138,8 @@ def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
         load_hf_weights(Transformer(read_model_config(folder)), tmp_path)
+
+
+def test_the_page_of_models_names_every_architecture() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "models.md").read_text()
+    assert {name for name in ARCHITECTURES.values() if f"`{name}`" not in page} == set()

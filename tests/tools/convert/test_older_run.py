@@ -1,6 +1,7 @@
 """A run that commit bc717461 began, whose checkpoints had a pickled index, goes on once they are converted, with the
 losses that it had then."""
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
-from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta, verify_checkpoint, write_json
+from moba_train.checkpoint.manifest import MANIFEST, META, hash_file, read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import latest_checkpoint, published
 from moba_train.tools.cli import app
 from moba_train.tools.saved_recipe import open_checkpoint
@@ -148,6 +149,7 @@ def test_a_malicious_pickle_is_not_executed_while_it_is_converted(older_run: Pat
         torch.save(Malicious(trace), CHECKPOINT / name, _use_new_zipfile_serialization=False)
         (CHECKPOINT / name).write_bytes((CHECKPOINT / name).read_bytes().ljust(size, b"\0"))
     files = {file.name: hash_file(file) for file in CHECKPOINT.iterdir() if file.name != MANIFEST}
-    write_json(CHECKPOINT / MANIFEST, {"format_version": 1, "step": 6, "files": files})
+    content = {"format_version": 1, "step": 6, "files": files}
+    (CHECKPOINT / MANIFEST).write_text(json.dumps(content))
     assert "cannot be converted" in convert(older_run, 2)
     assert not trace.exists()

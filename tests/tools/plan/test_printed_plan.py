@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.checkpoint.manifest import META, read_meta
 from moba_train.checkpoint.retention import Mark, Marks
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.tools.cli import app
 from moba_train.tools.plan.render import print_plan
 from tests.memory.test_flops import SEQ_LEN, packed_run, planned

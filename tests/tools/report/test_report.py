@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -205,13 +206,28 @@ def test_damage_is_a_notice(recorded: Path) -> None:
     (recorded / "evaluations" / "step_00000001-64.json").write_text('{"tasks": ["needle"]')
     (recorded / "evaluations" / "step_00000002-64.json").write_text('["needle"]')
     report = write_report([recorded])
-    assert report.notices[0] == "5 lines of metrics.jsonl are damaged and left out"
+    assert report.notices[0] == "5 lines of metrics.jsonl are damaged and left out: 41-45"
     assert report.notices[1].startswith("config.yaml cannot be read: ")
     assert [notice.split(" cannot")[0] for notice in report.notices[2:]] == [
         "evaluations/step_00000001-64.json",
         "evaluations/step_00000002-64.json",
     ]
     assert all(notice.split(":")[0] in report.path.read_text() for notice in report.notices)
+
+
+def test_texts_that_utf_8_does_not_have_are_shown_escaped(recorded: Path, change_records: Change) -> None:
+    """A lone surrogate is valid in JSON and YAML, and stands for a byte of a file name in another encoding."""
+    bad = "a\ud800b"
+
+    def spoil(record: dict[str, Any]) -> None:
+        record |= {key: bad for key in ("stage", "message", "title") if key in record}
+
+    change_records(recorded, spoil)
+    (recorded / "config.yaml").write_text('name: "a\\uD800b"\ndata: {"k\\uD800": "v\\uD800"}\n')
+    folder = recorded.rename(os.fsdecode(os.fsencode(recorded) + b"-\xff"))
+    page = write_report([folder]).path.read_text()
+    assert "a\\ud800b" in page
+    assert "-\\udcff" in page
 
 
 def test_results_of_another_form_cost_their_chart_only(recorded: Path, change_records: Change) -> None:

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
-from moba_train.data.indexed import IndexedDatasetWriter
 from moba_train.data.loss_mask import mask_prefix
 from moba_train.errors import DataError, UserError
 from moba_train.tools.cli import app
