@@ -10,8 +10,8 @@ others. What a row times is what the kind does with the layer's input, queries, 
 without the projections, norms and feed-forward that all kinds share. A kind that cannot be trained is timed forward
 only. What a kind refuses, what does not fit into memory and what time does not allow is a row with the reason.
 
-The table in docs/reference/attention-kinds.md is made with `python -m benchmarks.mechanisms_table --write
-docs/reference/attention-kinds.md`.
+The table in benchmarks/measured/attention-kinds.md is made with `python -m benchmarks.mechanisms_table --write
+benchmarks/measured/attention-kinds.md`.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The table of the mechanisms benchmark's result file.
 
-python -m benchmarks.mechanisms_table                            # print it as Markdown
-python -m benchmarks.mechanisms_table --write docs/reference/attention-kinds.md # replace the text between its markers
+python -m benchmarks.mechanisms_table                                                 # print it as Markdown
+python -m benchmarks.mechanisms_table --write benchmarks/measured/attention-kinds.md  # between its markers
 """
 
 import argparse

@@ -46,6 +46,13 @@ def test_the_attention_alone_runs_as_shown() -> None:
     assert names["out"].shape == q.shape
 
 
+def test_moba_in_ten_minutes_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "explanation" / "moba.md"
+    (code,), (shown,) = blocks(page, "python"), blocks(page, "text")
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+
+
 @documents
 def test_links_lead_somewhere(document: Path) -> None:
     for link in links(document):
@@ -223,7 +230,7 @@ def test_context_parallelism_has_what_a_sink_costs() -> None:
 
 
 def test_mechanisms_has_what_a_sink_costs_under_dispatch() -> None:
-    told = rows("docs/reference/attention-kinds.md")
+    told = rows("benchmarks/measured/attention-kinds.md")
     for line in context_skew_plot.table(results("context-skew-h200-x2.json")).splitlines():
         assert tuple(cell.strip() for cell in line.strip("|").split("|")) in told
 

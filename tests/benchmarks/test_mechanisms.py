@@ -156,7 +156,7 @@ def test_the_table_has_what_was_measured_and_every_reason(tmp_path: Path, monkey
 
 
 def test_the_document_holds_the_table_of_the_committed_result() -> None:
-    text = (ROOT / "docs" / "reference" / "attention-kinds.md").read_text()
+    text = (ROOT / "benchmarks" / "measured" / "attention-kinds.md").read_text()
     inside = text.partition(MARKER)[2].partition(END)[0].strip()
     committed = mechanisms_table.RESULT
     assert inside == (render(json.loads(committed.read_text())) if committed.exists() else "")
