@@ -118,7 +118,7 @@ def read_manifest(path: Path, version: int = FORMAT_VERSION) -> dict[str, FileEn
     named = STEP_FOLDER.fullmatch(path.name)
     if named and type(step) is int and step != int(named[1]):  # a copy: under a later name it would win for ever
         raise CheckpointError(
-            f"{path}: its name says step {int(named[1])}, its manifest says step {step}; rename it to "
+            f"{path}: its name says step {int(named[1])}, its {file.name} says step {step}; rename it to "
             f"{step_name(step)}, or delete it"
         )
     files = manifest.get("files")

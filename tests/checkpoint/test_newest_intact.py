@@ -90,7 +90,7 @@ def test_a_copy_under_a_later_name_is_named_and_never_preferred(
     for step in (16, 24):
         publish_step(folder, step)
     copy = shutil.copytree(folder / "step_00000016", folder / "step_00000099")
-    with pytest.raises(CheckpointError, match="its name says step 99, its manifest says step 16; rename it"):
+    with pytest.raises(CheckpointError, match=r"its name says step 99, its manifest\.json says step 16; rename it"):
         verify_checkpoint(copy)
     assert latest_checkpoint(folder) == folder / "step_00000024"
     publish_step(folder, 32)
@@ -98,5 +98,5 @@ def test_a_copy_under_a_later_name_is_named_and_never_preferred(
     assert steps(folder) == [24, 32, 99], "the copy takes the place of none, and is not removed"
     caplog.clear()
     assert newest_intact(folder) == folder / "step_00000032"
-    assert "its manifest says step 16" in caplog.text
+    assert "its manifest.json says step 16" in caplog.text
     assert steps(folder) == [24, 32], "set aside"

@@ -158,11 +158,10 @@ def test_a_dump_that_cannot_be_read_is_named_with_what_is_wrong(
 
 
 def test_a_disk_that_fills_up_leaves_no_half_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(path: Path, text: str, encoding: str) -> None:
-        path.write_bytes(text.encode(encoding)[: len(text) // 2])
+    def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(os, "fsync", full)
     _write(dump_folder(tmp_path) / "step_00000022.json", {"step": 22})
     code, output = invoke("inspect-spike", str(tmp_path))
     assert code == 2
