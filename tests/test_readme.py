@@ -94,7 +94,6 @@ def retrieval() -> Any:
 def test_its_recipe_needs_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (recipe,) = blocks(README, "yaml")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "recipe.yaml").write_text(recipe)
     plan = next(words for words in commands(blocks(README, "bash")[-1]) if words[1] == "plan")
     last = run(plan, "--no-data").splitlines()[-1]
