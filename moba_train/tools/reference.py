@@ -41,7 +41,7 @@ result, `moba-train plan RECIPE` checks it and says what it costs.
 These keys stand in nearly every recipe; the others have defaults that fit most runs:
 
 ```yaml
-extends: configs/models/llama-1b.yaml        # the model's shape, or `init_from: FOLDER` with published weights
+extends: llama-1b        # the model's shape, or `init_from: FOLDER` with published weights
 name: my-run
 run_dir: runs/my-run                         # checkpoints, metrics.jsonl, report.html
 data:
