@@ -59,7 +59,10 @@ def test_a_run_stops_resumes_and_goes_on_with_more_ranks(folder: Path, ranks: Ra
     (folder / "data").mkdir()
     for seed, part in enumerate(("train", "valid")):
         write_corpus(folder / "data" / f"corpus-{part}", 60, seed, (200, 600))
-    smaller = [f"{key}={json.dumps(value)}" for key, value in SMALLER.items()]
+    parts = {name: [{"path": str(folder / "data" / f"corpus-{name}")}] for name in ("train", "valid")}
+    places = {"run_dir": str(folder / "runs/one-node"), "data.train": parts["train"], "data.validation": parts["valid"]}
+    # The ranks may have been started by another test, in another folder.
+    smaller = [f"{key}={json.dumps(value)}" for key, value in (SMALLER | places).items()]
     first, stopped, resumed = page_commands("torchrun")
     assert first == resumed == stopped[:-2]
     assert first[:5] == ["torchrun", "--nproc-per-node", "8", "-m", "moba_train.train"]
