@@ -1,4 +1,4 @@
-"""How long each rank attends with and without a sink, from a result of `context_skew`, as a picture and as a table.
+"""Times for which each rank attends with and without a sink, from a result of `context_skew`: picture and table.
 
 python -m benchmarks.pictures context-skew
 python -m benchmarks.context_skew_plot [RESULT]   # prints the table

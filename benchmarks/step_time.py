@@ -10,9 +10,8 @@
 Measured are the median steps of result files that were made for other purposes; where a file says that they leave out
 the optimizer's update (`lacks_update`), it is added as plan predicts it. Six of an H200's rates
 (tools/plan/gpus/h200.json) are fitted to the rows marked so; every other row is predicted, each by the rates of its own
-GPU. In the fit, rows of another GPU count by the H200's rates, scaled by the data sheets (`scaled`).
-Compared are STEPS and each row of the files `WHOLE_FILES` that are there; rows that are left out have a reason.
-Nothing is measured here, so no GPU is needed.
+GPU. In the fit, rows of another GPU count by the H200's rates, scaled by the data sheets (`scaled`). Compared are STEPS
+and each row of the files `WHOLE_FILES`; rows that are left out have a reason. No GPU is needed.
 """
 
 import argparse
@@ -257,9 +256,8 @@ def compare(rates_of: RatesOf = shipped_rates, steps: Sequence[Measured] | None 
 
 
 def _compared(step: Measured, predicted: StageStep) -> Compared:
-    lacks = MISSING_SHARE if "lacks_update" in _content(RESULTS / step.file) else 0.0
-    missing = lacks * predicted.time.optimizer
-    return Compared(step, measured_seconds(step) + missing, predicted)
+    missing = predicted.time.optimizer if "lacks_update" in _content(RESULTS / step.file) else 0.0
+    return Compared(step, measured_seconds(step) + MISSING_SHARE * missing, predicted)
 
 
 def all_steps() -> list[Measured]:
@@ -444,12 +442,12 @@ def calibrated(rates: Rates) -> str:
     Without a measured rate, steps in FP8, and full attention by another backend than `auto`, are not compared.
     """
     gpu = rates.device
+    in_float8 = rates.float8_products is not None
     steps = [step for step in all_steps() if measured_gpu(step) == gpu and FLASH2 not in step.row]
-    if rates.float8_products is None:
-        steps = [step for step in steps if parse_row(step.row, step.defaults).fp8 == "off"]
+    steps = [step for step in steps if in_float8 or parse_row(step.row, step.defaults).fp8 == "off"]
     complete = rates.model_copy(update={"node_bandwidth": rates.node_bandwidth or shipped_rates(gpu).node_bandwidth})
     rows = compare(lambda other: complete if other == gpu else shipped_rates(other), steps)
-    return "\n\n".join([summary(rows), table(rows)])
+    return f"{summary(rows)}\n\n{table(rows)}"
 
 
 def _kind(measured: Measured) -> str:

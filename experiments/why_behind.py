@@ -34,7 +34,7 @@ SHORT_VALIDATION = "short-documents-valid"
 
 
 class Setting(NamedTuple):
-    """What arms of one setting have in common: they are compared with its full attention."""
+    """Arms of one setting, which are compared with its full attention."""
 
     attention: Mapping[str, Mapping[str, Any]]
     """Arms: the section `attention`."""
@@ -79,7 +79,7 @@ QUICK_SEQ_LEN = 1024
 
 
 class WhyBehind(Figure):
-    """What closes the gap between MoBA and full attention: short documents, local context, or more gates."""
+    """Reasons for the gap between MoBA and full attention: long documents, no local context, or too few gates."""
 
     name = "why-behind"
     title = "F14. Why MoBA is behind here"

@@ -64,7 +64,7 @@ def dense_and_moba(file: str) -> dict[tuple[str, int], tuple[float, float]]:
 
 
 def attention(row: str) -> tuple[float, float]:
-    """The same of a row of `benchmarks.attention`."""
+    """Milliseconds of dense attention and of MoBA in a row of `benchmarks.attention`."""
     (columns,) = (entry["columns"] for entry in results("attention-h200.json") if entry["row"] == row)
     both: dict[str, Any] = {
         name: column["both_ms"]["median"] for name, column in columns.items() if "both_ms" in column

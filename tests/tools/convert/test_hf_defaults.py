@@ -1,4 +1,4 @@
-"""What a config.json leaves out, or gives as null, is what transformers makes of it."""
+"""Keys that a config.json leaves out, or gives as null, have the value that transformers gives them."""
 
 import json
 from dataclasses import fields
