@@ -7,6 +7,7 @@ trap 'rm -rf "$copy"' EXIT
 git ls-files -z --cached --others --exclude-standard |
     grep -zvE '^(moba_train/(mechanisms|tools)|data_tools|experiments|tests/(mechanisms|tools|data_tools|benchmarks|experiments))/|^benchmarks/[^/]*$' |
     xargs -0 cp --parents --no-dereference -t "$copy"
+cp --parents data_tools/__init__.py data_tools/corpus_writer.py "$copy"  # the tests make their corpora with it
 
 data=$copy/runs/quickstart/data
 mkdir -p "$data"
