@@ -67,7 +67,9 @@ def _needs_more(path: Path) -> bool:
         f"{getattr(node, 'module', None) or ''}.{alias.name}".strip(".") for node in statements for alias in node.names
     }
     # The writer of corpora is left in the copy.
-    others = re.compile(r"moba_train\.(mechanisms|tools)\b|(data_tools(?!\.corpus_writer)|benchmarks|experiments)\b")
+    others = re.compile(
+        r"(moba_train|tests)\.(mechanisms|tools|data_tools)\b|(data_tools(?!\.corpus_writer)|benchmarks|experiments)\b"
+    )
     if any(map(others.match, names)):
         return True
     helpers = [ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("tests.")]
