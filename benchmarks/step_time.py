@@ -74,19 +74,13 @@ OLD_1B = "training-1b-h200-x2.json"
 LENGTHS = "training-8b-16-layers-lengths-h100-x2.json"
 
 
-def half_8b(file: str, row: str) -> Measured:
-    """A row of 16 layers of the 8B model on two GPUs, which rates are fitted to."""
-    return Measured(file, (row,), row, "llama3-8b", 2, 1, 16, fit=True)
+def of_two_gpus(file: str, row: str, layers: int | None = None) -> Measured:
+    """A row of the 8B model, or of so many of its layers, on two GPUs, which rates are fitted to."""
+    return Measured(file, (row,), row, "llama3-8b", 2, 1, layers, fit=True)
 
 
-def whole_8b(row: str) -> Measured:
-    """A row of the 8B model on two GPUs, which rates are fitted to."""
-    return Measured("training-8b-h200-x2.json", (row,), row, "llama3-8b", 2, 1, fit=True)
-
-
-def at_8k(file: str, row: str) -> Measured:
-    """A row of the 8B model on two GPUs at 8K, measured with its update, which rates are fitted to."""
-    return Measured(file, (row,), row, "llama3-8b", 2, 1, fit=True)
+half_8b = partial(of_two_gpus, layers=16)
+whole_8b = partial(of_two_gpus, "training-8b-h200-x2.json")
 
 
 def float8_128k(row: str) -> Measured:
@@ -95,11 +89,11 @@ def float8_128k(row: str) -> Measured:
 
 
 STEPS = (
-    at_8k("training-8b-8k-h200-x2.json", "8K:full:steps10"),
+    of_two_gpus("training-8b-8k-h200-x2.json", "8K:full:steps10"),
     Measured("training-1b-h200.json", ("full, compiled",), "8K:full:packed", fit=True),
     Measured("training-1b-h200.json", ("full",), "8K:full:eager:packed", fit=True),
     Measured("checkpoint-stall-8b-h200-x2-thread.json", (), "8K:full:eager:full:packed", "llama3-8b", 2, 2, fit=True),
-    at_8k("training-8b-8k-copy-engines-h200-x2.json", "8K:full:fp8:steps10"),
+    of_two_gpus("training-8b-8k-copy-engines-h200-x2.json", "8K:full:fp8:steps10"),
     half_8b(LENGTHS, "8K:full:none"),
     half_8b(LENGTHS, "64K:full:full:cp2"),
     half_8b(LENGTHS, "64K:moba-512-8:full:cp2"),
