@@ -57,12 +57,14 @@ def test_its_table_is_of_one_file() -> None:
             "128K",
             rate(long.format("torchtitan")),
             rate(long.format("full")),
-            rate("128K:moba-512-8:budget:cp2:warm1:steps3"),
+            rate(MEASURED),
         ),
         ("512K", "not run", "not run", rate(moba)),
     )
     for row in rows:
         assert f"| {' | '.join(row)} |" in TEXT
+    peaks = (f"{measured[row]['memory_gib']:.0f}" for row in (long.format("torchtitan"), long.format("full"), MEASURED))
+    assert "take {}, {} and {} GiB of each GPU".format(*peaks) in TEXT
 
 
 def test_at_8k_both_trainers_are_level() -> None:
