@@ -71,7 +71,7 @@ def test_at_8k_both_trainers_are_level() -> None:
     measured = results("training-8b-8k-compiled-sums-h200-x2.json")
     ours, theirs = (measured[f"8K:{name}:warm20:steps20"]["step_s"]["median"] for name in ("full", "torchtitan"))
     assert ours / theirs == pytest.approx(1, abs=0.02)
-    assert "At 8K tokens with full attention, both trainers are level." in TEXT
+    assert "At 8K tokens with full attention, both trainers are level" in TEXT
 
 
 def test_what_moba_costs_is_what_was_measured() -> None:
