@@ -1,0 +1,2 @@
+"""Faults that the comparison must find."""
+FAULTS = {}

@@ -1,0 +1,38 @@
+"""Random layouts compute what one device does: a case in 40 of CI, or of the long form.
+
+    MOBA_LAYOUTS=500 python -m pytest -s tests/conformance/test_layouts.py      the long form, also with eight ranks
+    MOBA_LAYOUT='{"seed": 3, ...}' python -m pytest -s tests/conformance/test_layouts.py      one case again
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.layouts import Case, draw
+from tests.conformance.running import problems_of, shrunk
+from tests.run.trainer_ranks import Ranks
+
+COUNT = int(os.environ.get("MOBA_LAYOUTS", "40"))
+AGAIN = "MOBA_LAYOUT='{}' python -m pytest -s tests/conformance/test_layouts.py"
+
+
+def cases() -> list[Case]:
+    """The case that is asked for, or as many as are."""
+    if "MOBA_LAYOUT" in os.environ:
+        return [Case(**json.loads(os.environ["MOBA_LAYOUT"]))]
+    return [draw(seed, 8 if COUNT > 40 and seed % 10 == 0 else 4) for seed in range(COUNT)]
+
+
+def test_random_layouts_compute_what_one_device_does(ranks: Ranks, tmp_path: Path) -> None:
+    """Megatron-LM#7452: fuzzing composed parallelism found eleven silent numeric errors."""
+    drawn = cases()
+    print("seeds", *(case.seed for case in drawn))
+    problems = problems_of(drawn, ranks, tmp_path)
+    failed = [(case, found) for case, found in zip(drawn, problems, strict=True) if found]
+    report = [f"{len(failed)} of {len(drawn)} layouts differ: seeds {[case.seed for case, _ in failed]}"]
+    for case, found in failed[:3]:
+        smallest = shrunk(case, lambda other: any(problems_of([other], ranks, tmp_path)))
+        report += [f"seed {case.seed}: {'; '.join(found[:3])}", AGAIN.format(smallest.line())]
+    assert not failed, "\n".join(report)
