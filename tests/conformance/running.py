@@ -4,6 +4,7 @@ import dataclasses
 import json
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,7 @@ GROUP = 25
 def worker(lines: Sequence[str], fault: str | None, output: str) -> None:
     """What differs in each case, as JSON into `output`; with a fault of `FAULTS` on the ranks. A case that raises ends
     the process group."""
-    cases = [Case(**json.loads(line)) for line in lines]
+    cases = [Case.from_line(line) for line in lines]
     torch.set_default_dtype(torch.float64)
     try:
         with joined_world(timedelta(seconds=60)) as world:
@@ -32,7 +33,7 @@ def worker(lines: Sequence[str], fault: str | None, output: str) -> None:
                 wanted |= of_rank
             problems = []
             for index, case in enumerate(cases):
-                with FAULTS[fault]() if fault else torch.enable_grad():
+                with FAULTS[fault]() if fault else nullcontext():
                     problems.append(differences(on_ranks(case, world), wanted[index]))
             if world.is_main:
                 Path(output).write_text(json.dumps(problems))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.faults import FAULTS
 from tests.conformance.layouts import Case, draw
 from tests.conformance.running import problems_of, shrunk
 from tests.run.trainer_ranks import Ranks
@@ -21,7 +22,7 @@ AGAIN = "MOBA_LAYOUT='{}' python -m pytest -s tests/conformance/test_layouts.py"
 def cases() -> list[Case]:
     """The case that is asked for, or as many as are."""
     if "MOBA_LAYOUT" in os.environ:
-        return [Case(**json.loads(os.environ["MOBA_LAYOUT"]))]
+        return [Case.from_line(os.environ["MOBA_LAYOUT"])]
     return [draw(seed, 8 if COUNT > 40 and seed % 10 == 0 else 4) for seed in range(COUNT)]
 
 
@@ -36,3 +37,19 @@ def test_random_layouts_compute_what_one_device_does(ranks: Ranks, tmp_path: Pat
         smallest = shrunk(case, lambda other: any(problems_of([other], ranks, tmp_path)))
         report += [f"seed {case.seed}: {'; '.join(found[:3])}", AGAIN.format(smallest.line())]
     assert not failed, "\n".join(report)
+
+
+QUICK = list(FAULTS)[:3]
+
+
+@pytest.mark.parametrize("fault", FAULTS if COUNT > 40 else QUICK)
+def test_a_fault_on_purpose_is_found(fault: str, ranks: Ranks, tmp_path: Path) -> None:
+    """In each of two layouts in which it shows."""
+    shows = [case for case in map(draw, range(400)) if FAULTS[fault].shows(case)]
+    smallest = sorted(shows, key=lambda case: (case.ranks, case.sequences * case.seq_len))[:2]
+    problems = problems_of(smallest, ranks, tmp_path, fault)
+    assert len(problems) == 2
+    for case, found in zip(smallest, problems, strict=True):
+        print(found[:3])
+        assert found, f"{fault} is not found in {case.line()}"
+        assert "Traceback" not in found[0], found[0]
