@@ -7,6 +7,7 @@ rule. A wrong mask, position, factor or sum anywhere is then a difference far ab
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import random
@@ -147,6 +148,7 @@ def resolved(case: Case) -> ResolvedRun:
     return dataclasses.replace(run, setup=dataclasses.replace(run.setup, computation=computation))
 
 
+@functools.cache
 def draw(seed: int, most_ranks: int = 4) -> Case:
     """A case that training does not refuse; the seed alone determines it."""
     rng = random.Random(seed)

@@ -4,8 +4,9 @@
     MOBA_LAYOUT='{"seed": 3, ...}' python -m pytest -s tests/conformance/test_layouts.py      one case again
 """
 
-import json
 import os
+from importlib.util import find_spec
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ from tests.conformance.layouts import Case, draw
 from tests.conformance.running import problems_of, shrunk
 from tests.run.trainer_ranks import Ranks
 
+ONCE_FAILED = [
+    # Zero bubble, a middle part with an auxiliary loss: torch detached the part's output in place, which was a view.
+    '{"seed": 132, "parallel": {"pp": 4, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp_schedule": "zero_bubble"}, '
+    '"attention": [["full", {}], ["msa", {"block_size": 4, "topk": 3, "index_dim": 6, "train_gate": true}], ["full", {}], '
+    '["full", {}]]}',
+]
+"""Cases that were found by this test, made smaller."""
 COUNT = int(os.environ.get("MOBA_LAYOUTS", "40"))
 AGAIN = "MOBA_LAYOUT='{}' python -m pytest -s tests/conformance/test_layouts.py"
 
@@ -23,7 +31,8 @@ def cases() -> list[Case]:
     """The case that is asked for, or as many as are."""
     if "MOBA_LAYOUT" in os.environ:
         return [Case.from_line(os.environ["MOBA_LAYOUT"])]
-    return [draw(seed, 8 if COUNT > 40 and seed % 10 == 0 else 4) for seed in range(COUNT)]
+    known = [Case.from_line(line) for line in ONCE_FAILED if find_spec("moba_train.mechanisms")]
+    return known + [draw(seed, 8 if COUNT > 40 and seed % 10 == 0 else 4) for seed in range(COUNT)]
 
 
 def test_random_layouts_compute_what_one_device_does(ranks: Ranks, tmp_path: Path) -> None:
@@ -45,11 +54,8 @@ QUICK = list(FAULTS)[:3]
 @pytest.mark.parametrize("fault", FAULTS if COUNT > 40 else QUICK)
 def test_a_fault_on_purpose_is_found(fault: str, ranks: Ranks, tmp_path: Path) -> None:
     """In each of two layouts in which it shows."""
-    shows = [case for case in map(draw, range(400)) if FAULTS[fault].shows(case)]
-    smallest = sorted(shows, key=lambda case: (case.ranks, case.sequences * case.seq_len))[:2]
-    problems = problems_of(smallest, ranks, tmp_path, fault)
-    assert len(problems) == 2
-    for case, found in zip(smallest, problems, strict=True):
-        print(found[:3])
+    shows = (case for case in map(draw, count()) if case.ranks == 2 and FAULTS[fault].shows(case))
+    chosen = [*islice(shows, 2)]
+    for case, found in zip(chosen, problems_of(chosen, ranks, tmp_path, fault), strict=True):
         assert found, f"{fault} is not found in {case.line()}"
         assert "Traceback" not in found[0], found[0]

@@ -88,15 +88,19 @@ def test_a_run_that_is_resumed_reads_every_pass_whole_and_in_an_order_of_its_own
 
 def test_resuming_is_exact_on_four_ranks_and_reads_the_same_on_two(tmp_path: Path, corpus: str, ranks: Ranks) -> None:
     """prime-rl PR#1035: a resumed run is exact on one rank and not on two. Two ranks: tests/run/test_resume.py."""
-    undisturbed = run_of_passes(tmp_path / "undisturbed", corpus)
+    def two_passes(name: str) -> Run:
+        run = run_of_passes(tmp_path / name, corpus)
+        run.recipe["stages"] = run.recipe["stages"][:1]
+        run.recipe["checkpoint"]["every"] = 100
+        return run
+
+    undisturbed, run, fewer = map(two_passes, ("undisturbed", "resumed", "fewer"))
     ranks.train(undisturbed, 4)
-    run = run_of_passes(tmp_path / "resumed", corpus)
     ranks.train(run, 4, "--stop-at-step", str(PASS_STEPS + 1))
+    fewer.take_over(run, PASS_STEPS + 1)
     ranks.train(run, 4)
     assert run.losses() == undisturbed.losses()
     assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
-    fewer = run_of_passes(tmp_path / "fewer", corpus)
-    fewer.take_over(undisturbed, PASS_STEPS + 1)
     ranks.train(fewer, 2)
     assert fewer.losses() == pytest.approx(undisturbed.losses(), rel=1e-5)
 

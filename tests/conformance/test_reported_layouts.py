@@ -104,7 +104,7 @@ def test_context_parallelism_does_not_change_losses_step_by_step(
     assert_same_curves(curves[name], curves["alone"])
 
 
-STEPS = 500 if "MOBA_LAYOUTS" in os.environ else 8
+STEPS = 500 if "MOBA_LAYOUTS" in os.environ else 5
 CURVES = {"alone": layout(), "tp 2": layout(tp=2), "cp 2": layout(cp=2), "cp 4": layout(cp=4)}
 
 
