@@ -13,12 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from moba_train.attention.layout import packed_layout
 from moba_train.data.batch import Batch
+from moba_train.data.loader import step_batches
+from moba_train.data.samples import StageData
 from moba_train.model import transformer
 from moba_train.model.loss import LossTokens, auxiliary_sums
 from moba_train.optim import gradients
 from moba_train.optim.gradients import Gradients
 from moba_train.parallel import data_shard, fsdp, tensor
-from moba_train.parallel.context.engine import ContextParallel
+from moba_train.parallel.context.engine import RankShard
 from moba_train.parallel.pipeline import model as pipeline_model
 from moba_train.parallel.pipeline import schedule
 from moba_train.run import learner
@@ -52,7 +54,7 @@ def has(case: Case, *sizes: str) -> bool:
 def has_auxiliary_loss(case: Case) -> bool:
     """True if a layer's kind adds to the loss of weights that are trained, other than by a single number."""
     found = any("kl_weight" in options or "mode" in options for _, options in case.attention)
-    return found and not case.trainable and case.mask != "one token" and case.documents != "single tokens"
+    return found and not case.trainable and case.mask in ("all", "sparse") and case.documents != "single tokens"
 
 
 def sharded_wrongly(change: Callable[[Batch, Any, int], dict[str, Any]]) -> list[Patch]:
@@ -71,18 +73,25 @@ def _auxiliary_by_own_weights(auxiliary: list[Tensor | None], loss_tokens: LossT
     return auxiliary_sums(auxiliary, (labels_n, index_n, weights_n / weights_n.sum().clamp(min=1e-9)))
 
 
-def _own_rows_only(self: ContextParallel, x_LHD: Tensor, total: int) -> Tensor:
-    whole = _GATHER(self, x_LHD, total)
-    rows = self.sequence(total).shard(torch.arange(total), self.rank)
-    return torch.zeros_like(whole).index_copy(0, rows, whole[rows])
+def _own_rows_only(self: RankShard, name: str, x_nx: Tensor) -> Tensor:
+    whole_Tx = _GATHER(self, name, x_nx)
+    kept_T = torch.zeros(len(whole_Tx), *[1] * (whole_Tx.dim() - 1))
+    kept_T[self.layout.q_tokens] = 1
+    return whole_Tx * kept_T
+
+
+def _of_the_first_rank(
+    data: StageData, first: int, batch_sequences: int, micro_batch_size: int, _dp_rank: int, dp_size: int
+) -> list[Batch]:
+    return step_batches(data, first, batch_sequences, micro_batch_size, 0, dp_size)
 
 
 def _by_its_own_sum(self: Batch, divisor: float) -> Batch:
     return _DIVIDED(self, self.loss_weight_sum or divisor)
 
 
-_GATHER, _DIVIDED, _FACTOR = ContextParallel.gather, Batch.with_weights_divided_by, FSDPModule.set_gradient_divide_factor
-_STEP_BATCHES, _RIGHT_1F1B = data_shard.step_batches, schedule.Schedule1F1B
+_GATHER, _DIVIDED, _FACTOR = RankShard.gather, Batch.with_weights_divided_by, FSDPModule.set_gradient_divide_factor
+_RIGHT_1F1B = schedule.Schedule1F1B
 
 FAULTS: dict[str, Fault] = {
     "auxiliary losses divided by a rank's own weights": Fault(
@@ -116,7 +125,7 @@ FAULTS: dict[str, Fault] = {
         lambda case: case.mask == "sparse",
     ),
     "every data-parallel rank reads the first one's sequences": Fault(
-        [(data_shard, "step_batches", lambda *arguments: _STEP_BATCHES(*arguments[:4], 0, arguments[5]))],
+        [(data_shard, "step_batches", _of_the_first_rank)],
         lambda case: (has(case, "dp_shard") or has(case, "dp_replicate")) and case.mask == "all",
     ),
     "copies of a gradient counted in its norm": Fault(
@@ -139,8 +148,12 @@ FAULTS: dict[str, Fault] = {
         lambda case: has(case, "tp") and not case.trainable,
     ),
     "rows of other ranks lost where a kind gathers a sequence": Fault(
-        [(ContextParallel, "gather", _own_rows_only)],
-        lambda case: has(case, "cp") and any(kind in ("nsa", "kda") for kind, _ in case.attention),
+        [(RankShard, "gather", _own_rows_only)],
+        lambda case: has(case, "cp") and has_auxiliary_loss(case),
+    ),
+    "states of other ranks lost where a kind carries them on": Fault(
+        [(RankShard, "all_ranks", lambda self, x: x.unsqueeze(0).expand(self._sequence.ranks, *x.shape))],
+        lambda case: has(case, "cp") and any(kind in ("kda", "lightning") for kind, _ in case.attention),
     ),
     "frozen parameters trained": Fault(
         [(learner, "set_trainable", lambda *_: None)], lambda case: case.trainable is not None

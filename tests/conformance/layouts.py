@@ -13,6 +13,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any, Literal, get_args
 
@@ -113,7 +114,6 @@ MODEL = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 28, "heads
 
 def recipe(case: Case) -> RunConfig:
     """The case's recipe."""
-    (kind, options), *_ = case.attention
     layers = {i: {"kind": kind, **options} for i, (kind, options) in enumerate(case.attention)}
     return RunConfig.model_validate(
         {
@@ -121,7 +121,7 @@ def recipe(case: Case) -> RunConfig:
             "run_dir": "unused",
             "seed": case.seed,
             "model": {**MODEL, "layers": len(layers), "init_std": 0.2, **case.model},
-            "attention": {"default": kind, "overrides": layers},
+            "attention": {"default": case.attention[0][0], "overrides": layers},
             "data": {"train": [{"path": "unused"}]},
             "batch_tokens": case.sequences * case.seq_len,
             "micro_batch_size": case.micro_batch_size,
@@ -214,14 +214,15 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
 def samples(case: Case) -> list[Sample]:
     """The sequences of the step."""
     rng = np.random.default_rng(case.seed)
-    longest = {"one": 0, "few": case.seq_len // 2, "many": 6, "single tokens": 1}[case.documents]
+    sizes = {"one": (0, 1), "few": (2, case.seq_len // 2), "many": (5, 6), "single tokens": (3, 1)}
+    number, longest = sizes[case.documents]  # of short documents; a further one has the other tokens
     chosen = int(rng.integers(case.sequences))
     made = []
     for index in range(case.sequences):
-        lengths = rng.integers(1, longest + 1, size={"few": 2, "many": 5}.get(case.documents, 3)).tolist() if longest else []
+        lengths = rng.integers(1, longest + 1, size=number).tolist()
         lengths.insert(int(rng.integers(len(lengths) + 1)), case.seq_len - sum(lengths))
         lengths = [length for length in lengths if length]
-        weight = np.ones(case.seq_len, dtype=np.float32)
+        weight = np.ones(case.seq_len)
         if case.mask == "sparse":  # none of a sequence's tokens, a few or most, with weights of any size
             share = 0.9 if index == chosen else rng.choice([0, 0.1, 0.5])
             weight = rng.random(case.seq_len) * (rng.random(case.seq_len) < share)
@@ -230,9 +231,7 @@ def samples(case: Case) -> list[Sample]:
         elif case.mask == "one token":
             weight = weight * (np.arange(case.seq_len) == rng.integers(case.seq_len))
         tokens = rng.integers(VOCAB, size=case.seq_len + 1)
-        made.append(
-            Sample(tokens[:-1], tokens[1:], weight.astype(np.float32), lengths, [])
-        )
+        made.append(Sample(tokens[:-1], tokens[1:], weight.astype(np.float32), lengths, []))
     return made
 
 
@@ -344,8 +343,7 @@ def on_one_device(case: Case) -> Found:
 
 def cut(sample: Sample) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Tokens, labels and weights of each document."""
-    edges = [0, *np.cumsum(sample.lengths)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise([0, *np.cumsum(sample.lengths)]):
         tokens, labels = (torch.from_numpy(x[start:stop]) for x in (sample.tokens, sample.labels))
         yield tokens, labels, torch.from_numpy(sample.loss_weight[start:stop]).double()
 

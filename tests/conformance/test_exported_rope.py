@@ -68,8 +68,8 @@ def assert_close(got_TV: Tensor, want_TV: Tensor) -> None:
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("length", [ORIGINAL // 4, ORIGINAL, LENGTH])
 def test_transformers_rotates_an_export_as_training_did(exported: Path, name: str, length: int) -> None:
-    """vllm PR#42624, unsloth PR#7028: rope_theta is lost between transformers 4 and 5, so that a base of 10,000 is taken.
-    Megatron-Bridge#3063: YaRN differs at lengths below the one that it extends; here also a quarter of the trained one."""
+    """vllm PR#42624, unsloth PR#7028: rope_theta is lost between transformers 4 and 5, and a base of 10,000 is taken.
+    Megatron-Bridge#3063: YaRN differs below the length that it extends; here also at a quarter of the trained one."""
     from transformers import AutoModelForCausalLM
 
     tokens_T = random_tokens(length)

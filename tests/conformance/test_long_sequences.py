@@ -23,8 +23,8 @@ TOPK = 3
 def test_blocks_beyond_the_limit_of_a_grid_are_selected_and_attended_to(
     blocks: int, size: int, backend: Any, device: torch.device
 ) -> None:
-    """mamba#1015: results beyond 61K tokens are wrong because a grid dimension ends at 65,535. On a GPU, more blocks than
-    that; the last rows are compared with their definition, a second document with itself alone."""
+    """mamba#1015: results beyond 61K tokens are wrong because a grid dimension ends at 65,535. On a GPU, more blocks
+    than that; the last rows are compared with their definition, a second document with itself alone."""
     tokens = blocks * size
     half = device.type == "cuda"
     dtype = torch.bfloat16 if half else torch.float32
@@ -62,8 +62,8 @@ def test_blocks_beyond_the_limit_of_a_grid_are_selected_and_attended_to(
 
 
 def test_the_memory_of_the_loss_does_not_grow_with_tokens_that_carry_none() -> None:
-    """slime#2253: logits are made for all tokens of a prompt. With 12 loss tokens, four times the tokens need the memory
-    of their hidden states' gradient alone, which is made twice."""
+    """slime#2253: logits are made for all tokens of a prompt. With 12 loss tokens, four times the tokens need the
+    memory of their hidden states' gradient alone, which is made twice."""
     few, many = (measure(tokens, 12, 2048, 32, torch.device("cpu")) for tokens in (1024, 4096))
     assert many - few <= 2 * 2 * 32 * (4096 - 1024) * 1.05
     assert many < logits_bytes(4096, 2048) / 20
