@@ -103,10 +103,8 @@ def weighted_loss_sum(
     """
     if torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad):
         return cast(Tensor, _LossSum.apply(hidden_TD, weight_VD, labels_n, index_n, weights_n, of_chunk))
-    total = hidden_TD.new_zeros((), dtype=torch.promote_types(hidden_TD.dtype, torch.float32))
-    for index, *loss_on in _chunks(len(weight_VD), index_n, labels_n, weights_n):
-        total += of_chunk(hidden_TD.index_select(0, index), weight_VD, *loss_on)
-    return total
+    chunks = _chunks(len(weight_VD), index_n, labels_n, weights_n)
+    return torch.stack([of_chunk(hidden_TD.index_select(0, index), weight_VD, *loss) for index, *loss in chunks]).sum()
 
 
 def _chunks(vocab_size: int, *by_row: Tensor) -> Iterator[tuple[Tensor, ...]]:
