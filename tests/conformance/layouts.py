@@ -53,7 +53,6 @@ ATTENTION: list[tuple[str, dict[str, Any]]] = [
     ("moba", {"block_size": 4, "topk": 4, "key_conv": 3}),
     ("window", {"window": 9, "sinks": 2}),
     ("moa", {"alpha": [4, -20, 6, 9], "beta": [0.0, 0.6, 0.3, 1.0], "sink_tokens": 3, "block_size": 4}),
-    ("infllm", {"window": 10, "block_size": 4, "topk": 2, "first_blocks": 1, "representatives": 2}),
     ("infllm_v2", {"block_size": 8, "topk": 4, "local_blocks": 2, "window": 4, "stride": 2, "dense_len": 1}),
     ("moba_v05", {"block_size": 4, "topk": 3}),
     ("seer", {"block_size": 4, "topk": 3, "gate_dim": 6, "train_gate": True, "kl_weight": 0.5}),
@@ -79,6 +78,8 @@ class Case:
     """Kind and options of each layer."""
     model: dict[str, Any] = field(default_factory=dict)
     """Keys of the recipe's section that differ from `MODEL`."""
+    nodes: int = 1
+    """Nodes that the ranks are on, or are taken to be."""
     seq_len: int = 32
     micro_batch_size: int = 1
     sequences: int = 4
@@ -143,7 +144,7 @@ def recipe(case: Case) -> RunConfig:
 
 def resolved(case: Case) -> ResolvedRun:
     """The case's run, computed in float64. Raises ConfigError if training would refuse it."""
-    run = resolve(recipe(case), WorldSize(case.ranks, case.ranks), Device(None, None))
+    run = resolve(recipe(case), WorldSize(case.ranks, case.ranks // case.nodes), Device(None, None))
     computation = dataclasses.replace(run.setup.computation, dtype=torch.float64)
     return dataclasses.replace(run, setup=dataclasses.replace(run.setup, computation=computation))
 
@@ -168,8 +169,10 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
     kinds = [entry for entry in ATTENTION if entry[0] in KINDS]
     attention = [rng.choice(kinds) for _ in range(rng.choice([1, 2, 2, 3]) if sizes["pp"] == 1 else rng.choice([2, 4]))]
     parallel: dict[str, Any] = dict(sizes)
+    nodes = rng.choice([1, 2]) if prod(sizes.values()) > 2 else 1
     if sizes["cp"] > 1:
-        parallel["cp_transport"] = rng.choice(["allgather", "ring", "ulysses", "auto"])
+        transports = ["allgather", "ring", "ulysses", "auto"] * 2 + ["dispatch"]
+        parallel["cp_transport"] = rng.choice(transports + ["hierarchical"] * 8 * (nodes > 1))
         parallel["cp_layout"] = rng.choice(["auto", "contiguous", "zigzag"])
         if parallel["cp_transport"] == "ring" and rng.random() < 0.5:
             parallel["cp_ring_depth"] = 2
@@ -199,6 +202,7 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         parallel=parallel,
         attention=attention,
         model=model,
+        nodes=nodes,
         seq_len=rng.choice([32, 40, 48, 61, 64]),
         micro_batch_size=micro_batch_size,
         sequences=accumulated * micro_batch_size * sizes["dp_replicate"] * sizes["dp_shard"],

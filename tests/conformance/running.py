@@ -103,7 +103,16 @@ def _simpler(case: Case) -> Iterator[Case]:
     for key in case.model:
         yield dataclasses.replace(case, model={k: v for k, v in case.model.items() if k != key})
     defaults = Case(0, {}, [])
-    for name in ("checkpointing", "trainable", "clip_norm", "optimizer", "documents", "mask", "micro_batch_size"):
+    for name in (
+        "checkpointing",
+        "nodes",
+        "trainable",
+        "clip_norm",
+        "optimizer",
+        "documents",
+        "mask",
+        "micro_batch_size",
+    ):
         if getattr(case, name) != getattr(defaults, name):
             yield dataclasses.replace(case, **{name: getattr(defaults, name)})
     for layer, (kind, _) in enumerate(case.attention):

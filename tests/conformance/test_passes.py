@@ -1,7 +1,9 @@
 """Passes over a corpus, and what a resumed run reads of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ def run_of_passes(folder: Path, corpus: str) -> Run:
     run = Run(folder, folder)
     # Its groups of shuffled samples end with a pass; those of `concat` may hold several passes of a small corpus.
     run.recipe["data"] = {"train": [{"path": corpus}], "packing": "best_fit"}
-    run.recipe |= {"batch_tokens": 128, "checkpoint": {"every": 1, "keep_last": 100}}
+    run.recipe |= {"batch_tokens": 128, "checkpoint": {"every": 100}}
     del run.recipe["evaluation"]
     stage = {"seq_len": 16, "micro_batch_size": 2}
     run.recipe["stages"] = [
@@ -43,47 +45,55 @@ def run_of_passes(folder: Path, corpus: str) -> Run:
     return run
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The documents of every step that is trained."""
+@contextmanager
+def documents_read() -> Iterator[list[list[int]]]:
+    """The documents of every step that is trained inside."""
     steps: list[list[int]] = []
-
     accumulate = Learner.accumulate
 
     def noted(self: Learner, batches: Sequence[Batch], loss_weight: float) -> StepLosses:
         steps.append([int(batch.tokens[at]) for batch in batches for at in batch.layout.edges[:-1]])
         return accumulate(self, batches, loss_weight)
 
-    monkeypatch.setattr(Learner, "accumulate", noted)
-    return steps
+    with patch.object(Learner, "accumulate", noted):
+        yield steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Run, list[list[int]]]:
+    """A run of three passes, and the documents of its steps. Not to be changed."""
+    run = run_of_passes(tmp_path_factory.mktemp("undisturbed"), corpus)
+    with documents_read() as steps:
+        assert run.train_here() == 0
+    return run, steps
+
+
+def test_each_pass_has_every_document_once_in_an_order_of_its_own(undisturbed: tuple[Run, list[list[int]]]) -> None:
+    passes = np.array(undisturbed[1]).reshape(-1, 32).tolist()
+    assert len(passes) == 3
+    assert all(sorted(documents) == list(range(32)) for documents in passes)
+    assert len({tuple(documents) for documents in passes}) == 3
 
 
 @pytest.mark.parametrize(
     "stops",
-    [[PASS_STEPS], [2 * PASS_STEPS], [PASS_STEPS + 2], [PASS_STEPS - 1, PASS_STEPS, PASS_STEPS + 1]],
+    [[PASS_STEPS], [2 * PASS_STEPS], [PASS_STEPS + 2], [PASS_STEPS - 1, PASS_STEPS + 1]],
     ids=["the last step of a pass", "of a pass and a stage", "inside the second pass", "around the end of a pass"],
 )
-def test_a_run_that_is_resumed_reads_every_pass_whole_and_in_an_order_of_its_own(
-    stops: list[int], tmp_path: Path, corpus: str, read: list[list[int]]
+def test_a_run_that_is_resumed_reads_what_it_would_have_read(
+    stops: list[int], tmp_path: Path, corpus: str, undisturbed: tuple[Run, list[list[int]]]
 ) -> None:
     """verl#7401: a run that stopped at the end of an epoch skips the next one, with exit code 0.
     accelerate PR#4071: a run that is resumed in its second epoch reads it in the order of the first."""
-    undisturbed = run_of_passes(tmp_path / "undisturbed", corpus)
-    assert undisturbed.train_here() == 0
-    wanted = list(read)
-    passes = np.array(wanted).reshape(-1, 32).tolist()
-    assert len(passes) == 3
-    assert all(sorted(documents) == list(range(32)) for documents in passes), "each document once in each pass"
-    assert len({tuple(documents) for documents in passes}) == 3, "each pass in its own order"
-
-    read.clear()
-    run = run_of_passes(tmp_path / "resumed", corpus)
-    for stop in stops:
-        assert run.train_here("--stop-at-step", str(stop)) == 0
-    assert run.train_here() == 0
+    other, wanted = undisturbed
+    run = run_of_passes(tmp_path, corpus)
+    with documents_read() as read:
+        for stop in stops:
+            assert run.train_here("--stop-at-step", str(stop)) == 0
+        assert run.train_here() == 0
     assert read == wanted
-    assert run.losses() == undisturbed.losses()
-    assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
+    assert run.losses() == other.losses()
+    assert_same_tensors(run.newest_checkpoint, other.newest_checkpoint)
 
 
 def test_resuming_is_exact_on_four_ranks_and_reads_the_same_on_two(tmp_path: Path, corpus: str, ranks: Ranks) -> None:
@@ -92,7 +102,6 @@ def test_resuming_is_exact_on_four_ranks_and_reads_the_same_on_two(tmp_path: Pat
     def two_passes(name: str) -> Run:
         run = run_of_passes(tmp_path / name, corpus)
         run.recipe["stages"] = run.recipe["stages"][:1]
-        run.recipe["checkpoint"]["every"] = 100
         return run
 
     undisturbed, run, fewer = map(two_passes, ("undisturbed", "resumed", "fewer"))
