@@ -34,6 +34,7 @@ from moba_train.model.build import build_attention, build_model, initialize_weig
 from moba_train.optim.muon import COEFFICIENTS, update_scale
 from moba_train.optim.spec import block_matrices, is_trainable, set_trainable
 from moba_train.parallel.world import World, gather_over_ranks
+from moba_train.registry import TRANSPORTS
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import ResolvedRun
 from moba_train.run.learner import Learner
@@ -171,7 +172,7 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
     parallel: dict[str, Any] = dict(sizes)
     nodes = rng.choice([1, 2]) if prod(sizes.values()) > 2 else 1
     if sizes["cp"] > 1:
-        transports = ["allgather", "ring", "ulysses", "auto"] * 2 + ["dispatch"]
+        transports = ["allgather", "ring", "ulysses", "auto"] * 2 + [*{"dispatch"} & {*TRANSPORTS}]
         parallel["cp_transport"] = rng.choice(transports + ["hierarchical"] * 8 * (nodes > 1))
         parallel["cp_layout"] = rng.choice(["auto", "contiguous", "zigzag"])
         if parallel["cp_transport"] == "ring" and rng.random() < 0.5:

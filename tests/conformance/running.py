@@ -26,7 +26,7 @@ def worker(lines: Sequence[str], fault: str | None, output: str) -> None:
     cases = [Case.from_line(line) for line in lines]
     torch.set_default_dtype(torch.float64)
     try:
-        with joined_world(timedelta(seconds=60)) as world:
+        with joined_world(timedelta(minutes=4)) as world:
             own = {index: on_one_device(cases[index]) for index in range(world.rank, len(cases), world.size)}
             wanted: dict[int, Found] = {}
             for of_rank in gather_over_ranks(own):
@@ -52,6 +52,10 @@ def problems_of(cases: Sequence[Case], ranks: Ranks, folder: Path, fault: str | 
         for first in range(0, len(numbers), GROUP):
             group = numbers[first : first + GROUP]
             answers = _of_group([cases[index] for index in group], ranks, folder, fault)
+            for index, problems in zip(group, answers, strict=True):
+                if problems and not fault:
+                    print(f"seed {cases[index].seed} differs: {'; '.join(problems[:3])}", flush=True)
+            print(f"{first + len(group)} of {len(numbers)} cases of {size} ranks are done", flush=True)
             found |= dict(zip(group, answers, strict=True))
     return [found[index] for index in range(len(cases))]
 
