@@ -103,10 +103,8 @@ def weighted_loss_sum(
     """
     if torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad):
         return cast(Tensor, _LossSum.apply(hidden_TD, weight_VD, labels_n, index_n, weights_n, of_chunk))
-    total = hidden_TD.new_zeros((), dtype=torch.float32)
-    for index, *loss_on in _chunks(len(weight_VD), index_n, labels_n, weights_n):
-        total += of_chunk(hidden_TD.index_select(0, index), weight_VD, *loss_on)
-    return total
+    chunks = _chunks(len(weight_VD), index_n, labels_n, weights_n)
+    return torch.stack([of_chunk(hidden_TD.index_select(0, index), weight_VD, *loss) for index, *loss in chunks]).sum()
 
 
 def _chunks(vocab_size: int, *by_row: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -128,7 +126,7 @@ class _LossSum(torch.autograd.Function):
         weights_n: Tensor,
         of_chunk: ChunkLoss,
     ) -> Tensor:
-        total = hidden_TD.new_zeros((), dtype=torch.float32)
+        total = hidden_TD.new_zeros((), dtype=torch.promote_types(hidden_TD.dtype, torch.float32))
         hidden_needed, weight_needed, *_ = ctx.needs_input_grad
         dhidden_TD = torch.zeros_like(hidden_TD) if hidden_needed else None
         dweight_VD: Tensor | None = None
@@ -168,4 +166,5 @@ def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n
 
 
 def _cross_entropy(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden_nD, weight_VD).float(), labels_n, reduction="none")
+    logits_nV = F.linear(hidden_nD, weight_VD).to(torch.promote_types(hidden_nD.dtype, torch.float32))
+    return F.cross_entropy(logits_nV, labels_n, reduction="none")
