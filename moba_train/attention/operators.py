@@ -56,9 +56,10 @@ class AcrossRanks(ABC):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, *call: Any
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, sink: Tensor | None, *call: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out, lse, selection)."""
+    """(out, lse, selection). A sink is merged as keys of another shard are: `attend_backward` is given merged results
+    anyway, so that no kernel and no transport knows of it."""
     *layout, q_ranges, attention_handle, engine_handle = call
     engine = by_handle(engine_handle)
     local: Any = observed(by_handle(attention_handle), engine.observers)
@@ -68,7 +69,7 @@ def _attend(
         if q_ranges is None and isinstance(engine, AcrossRanks):
             # Continues in parallel/context/engine.py.
             out, lse, selection = engine.forward(q, k, v, local, whole)
-            return out.contiguous(), lse.contiguous(), list(selection)
+            return *with_sink(out.contiguous(), lse.contiguous(), sink), list(selection)
         part = whole if q_ranges is None else argument_layout(*call[:5])
         if selected is None:
             selection = local.select(q, local.summarize(k, whole), part)
@@ -76,7 +77,7 @@ def _attend(
             selection = local.given_selection(selected.clone(), q, k, part)  # a result must be no argument
         # Continues in the attention: attention/block_sparse.py, attention/full/full_kind.py.
         out, lse = local.attend(q, k, v, part, selection)
-        return out.contiguous(), lse.contiguous(), list(selection)
+        return *with_sink(out.contiguous(), lse.contiguous(), sink), list(selection)
 
 
 def _attend_backward(
@@ -121,7 +122,7 @@ _operator = torch.library.custom_op(
     "moba_train::attention",
     _attend,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? selected, {_CALL}) -> (Tensor, Tensor, Tensor[])",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? selected, Tensor? sink, {_CALL}) -> (Tensor, Tensor, Tensor[])",
 )
 _backward_operator = torch.library.custom_op(
     "moba_train::attention_backward",
@@ -133,11 +134,11 @@ _backward_operator = torch.library.custom_op(
 
 
 @_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges, attention_handle, engine_handle = call
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    _selected, _sink, cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges, *handles = call
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
-    local: LocalAttention = by_handle(attention_handle)
-    engine = by_handle(engine_handle)
+    local: LocalAttention = by_handle(handles[0])
+    engine = by_handle(handles[1])
     # Shapes alone, for torch.compile's tracing.
     if q_ranges is None and isinstance(engine, AcrossRanks):
         selection = engine.empty_selection(q, k, local, layout)
@@ -154,24 +155,39 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, _selected, cu_seqlens, cu_seqlens_cpu, *ctx.rest = inputs
+    q, k, v, _selected, sink, cu_seqlens, cu_seqlens_cpu, *ctx.rest = inputs
     out, lse, selection = output
     # Kept alive until the backward pass, which finds them by handle; the model may have been given others by then.
     ctx.kept_alive = [by_handle(handle) for handle in ctx.rest[-2:]]
     ctx.mark_non_differentiable(lse, *selection)
     ctx.set_materialize_grads(False)  # zeros as large as the selection and its lists
     kept = out if ctx.kept_alive[0].facts.merges else None  # results that do not merge are computed again
-    ctx.save_for_backward(q, k, v, kept, lse, cu_seqlens, cu_seqlens_cpu, *selection)
+    ctx.save_for_backward(q, k, v, kept, lse, sink, cu_seqlens, cu_seqlens_cpu, *selection)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, *_others: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
+    q, k, v, out, lse, sink, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
     call = (cu_seqlens, cu_seqlens_cpu, *ctx.rest)
     # A rank without a gradient also goes on, as the other ranks of its sequence may have one.
     dout = torch.zeros_like(q) if dout is None else dout.contiguous()
     out = dout if out is None else out  # which is then ignored: `AttentionFacts.merges`
     run = _backward_operator if _is_watched(dout, q, k, v) else _attend_backward
-    return (*run(dout, q, k, v, out, lse, selection, *call), None, *[None] * len(call))
+    dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
+    return (*run(dout, q, k, v, out, lse, selection, *call), None, dsink, *[None] * len(call))
+
+
+def with_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a softmax that a logit of each head has joined, without a value."""
+    if sink_H is None:
+        return out_THD, lse_HT
+    with_HT = torch.logaddexp(lse_HT, sink_H.to(lse_HT.dtype)[:, None])
+    return (out_THD * (lse_HT - with_HT).exp().T.unsqueeze(-1)).to(out_THD.dtype), with_HT
+
+
+def _sink_gradient(dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> Tensor:
+    """Gradient of the sink's logits [H]: its probability times minus the mean of the values' gradients."""
+    mean_HT = (dout_THD.to(lse_HT.dtype) * out_THD).sum(-1).T
+    return -((sink_H.to(lse_HT.dtype)[:, None] - lse_HT).exp() * mean_HT).sum(1).to(sink_H.dtype)
 
 
 def no_second_derivative(ctx: Any, *_grads: Any) -> None:
@@ -207,8 +223,9 @@ class _Attention(torch.autograd.Function):
 
 
 def attention_operator() -> Callable[..., Any]:
-    """The function to call: (q, k, v, selected, *call) -> (out [T, H, D], lse [H, T], ...), with `_CALL`'s arguments.
-    `lse` alone is not differentiable. `selected`: int32 [H, T, C] if the attention takes a selection, else None."""
+    """The function to call: (q, k, v, selected, sink, *call) -> (out [T, H, D], lse [H, T], ...), with the
+    arguments of `_CALL`. `lse` alone is not differentiable. `selected`: int32 [H, T, C] if the attention takes a
+    selection, else None; `sink`: [H] or None."""
     return _operator if torch.compiler.is_compiling() else cast(Callable[..., Any], _Attention.apply)
 
 

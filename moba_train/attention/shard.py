@@ -88,7 +88,8 @@ class Shard:
             return q_nHD + (k_TKD[:0].sum() + v_TKD[:0].sum()), q_nHD.new_empty((q_nHD.shape[1], 0))
         handles = attention.handle, self._engine.handle
         # Continues in `operators._attend`.
-        out, lse, *_ = attention_operator()(q_nHD, k_TKD, v_TKD, selected_HnC, *layout_arguments(self.layout), *handles)
+        where = None, *layout_arguments(self.layout)  # no sink
+        out, lse, *_ = attention_operator()(q_nHD, k_TKD, v_TKD, selected_HnC, *where, *handles)
         show(self._engine, out, lse, q_nHD, k_TKD, v_TKD, attention, self.layout, selected_HnC, True)
         return out, lse
 

@@ -25,7 +25,7 @@ from moba_train.attention.kernels.common.reference import (
     masked_attend_backward,
 )
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
-from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, TokenBytes
+from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.config.base import Length, Section
@@ -249,6 +249,7 @@ class WindowKind(AttentionKind):
     """Sliding-window attention with sinks: what each MoBA layer has to be better than."""
 
     name = "window"
+    facts = KindFacts(takes_sink=True)
 
     class Options(Section):
         """Options of `kind: window`."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,8 @@ from moba_train.checkpoint.publish import find_checkpoint, published
 from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, trained_tokenizer
 from moba_train.checkpoint.state import load_model, parameter_sizes
 from moba_train.config.explain import given
-from moba_train.config.model import ModelConfig
+from moba_train.config.layers import layer_ids
+from moba_train.config.model import LayerRope, ModelConfig
 from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
 from moba_train.errors import CheckpointError
 from moba_train.hf.config import CONFIG, read_model_config
@@ -181,9 +183,18 @@ def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
 
 def _comparable(model: ModelConfig) -> dict[str, object]:
     values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
-    rope = model.rope.model_dump(exclude_defaults=True)
-    if model.rope.kind in ("none", "abf"):
-        rope = {"theta": model.rope.theta}  # two names for the same frequencies
-    elif model.rope.kind != "pi":
-        rope["beta_fast"] = model.rope.fast_turns
-    return values | {"rope": rope}
+    for key in ("sink_layers", "gate_layers"):
+        values[key] = sorted(layer_ids(values[key], model.layers))
+    base = _angles(model.rope)
+    own = {layer: _angles(rope) for layer, rope in enumerate(model.rope.by_layer(model.layers))}
+    return values | {"rope": base | {layer: angles for layer, angles in own.items() if angles != base}}
+
+
+def _angles(rope: LayerRope) -> dict[Any, object]:
+    """Keys that determine a layer's angles, equal for equal angles."""
+    if rope.kind == "nope":
+        return {"kind": "nope"}
+    found = rope.model_dump(include=set(LayerRope.model_fields), exclude_defaults=True)
+    if rope.kind in ("none", "abf"):  # two names for the same frequencies
+        return {"theta": rope.theta, "fraction": rope.fraction}
+    return found if rope.kind == "pi" else found | {"beta_fast": rope.fast_turns}
