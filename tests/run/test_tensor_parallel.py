@@ -42,17 +42,25 @@ from tests.resolved import sharded_of
 from tests.run.trainer_ranks import Ranks, free_port
 
 VOCAB, SEQ_LEN = 36, 48
-MODELS: dict[str, dict[str, bool]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied": {"tie_embeddings": True},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+    "norms on both sides, sinks, gates": {
+        "norms": "both",
+        "centered_norms": True,
+        "embedding_scale": 3.0,
+        "sink_layers": "all",
+        "gate_layers": "last:1",
+    },
+    "norms behind, gates of heads": {"norms": "post", "gate_layers": "all", "output_gate": "head"},
     "llama, one layer, compiled": {"compile": True},
 }
 Step = dict[str, Tensor]
 
 
-def recipe(compile: bool = False, **options: bool) -> RunConfig:
+def recipe(compile: bool = False, **options: Any) -> RunConfig:
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 24,
@@ -88,12 +96,12 @@ def step(model: Transformer, data_shard: DataShard, device: torch.device) -> tup
 
     class Recording(OperatorEngine):
         def __call__(
-            self, q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout
+            self, q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout, *sink: Any
         ) -> tuple[Tensor, Tensor]:
             if isinstance(attention, MobaAttention):
                 summaries = attention.summarize(k.detach(), layout)
                 selected.append(attention.select(q.detach(), summaries, layout)[0].cpu())
-            return super().__call__(q, k, v, attention, layout)
+            return super().__call__(q, k, v, attention, layout, *sink)
 
     engines: list[Engine] = [Recording()] * len(model.blocks)
     width = model.config.head_width
@@ -113,7 +121,7 @@ def step(model: Transformer, data_shard: DataShard, device: torch.device) -> tup
     return {"loss": loss}, selected
 
 
-def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
+def on_one_device(options: dict[str, Any], device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
     """The plain model's step, and the weights it began with."""
     config = recipe(**options)
     model = Transformer(config.model).to(device)
@@ -127,7 +135,7 @@ def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.d
     return weights | result | {f"selected {number}": ids for number, ids in enumerate(selected)}
 
 
-def worker(options: list[dict[str, bool]], output: str) -> None:
+def worker(options: list[dict[str, Any]], output: str) -> None:
     """All models' steps on the ranks of this world, which are one tp group."""
     torch.compiler.reset()  # runs before in this process have compiled for other lengths
     without_code_generation = partial(torch.compile, backend="aot_eager")  # which takes long on the CPU
