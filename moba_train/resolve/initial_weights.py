@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
@@ -17,8 +15,8 @@ from moba_train.config.layers import layer_ids
 from moba_train.config.model import LayerRope, ModelConfig
 from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import CONFIG, read_model_config
-from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, load_hf_weights
+from moba_train.hf.config import CONFIG, read_family, read_model_config
+from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, load_hf_weights, parameter_shapes
 from moba_train.model.spec import (
     ModelSpec,
     Shapes,
@@ -69,7 +67,11 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     own = {name for name in parameters if kind_of_parameter(name)}
     if is_hf_folder(folder):
         load_hf_weights(model, folder)
-        source = f"the Hugging Face model {folder}"
+        family, config = read_family(folder)
+        unread = "".join(f", {key}" for key in family.unread(config)).replace(
+            ", ", "; not read in its config.json: ", 1
+        )
+        source = f"the Hugging Face model {folder}{unread}"
         missing = own
         left_out: set[str] = set()
     else:
@@ -150,10 +152,7 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
         if spec is not None and not differences:
             yield from _kind_differences(spec, folder)
         if is_hf_folder(folder) and not differences:
-            with torch.device("meta"):
-                transformer = Transformer(model)
-            shapes = {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
-            check_hf_weights(shapes, SafetensorsFolder(folder))
+            check_hf_weights(parameter_shapes(model), SafetensorsFolder(folder))
     except CheckpointError as error:
         other = "" if is_hf_folder(folder) else f"; nor is there a {CONFIG}, which a Hugging Face model has"
         yield f"init_from: {error}{other}"
@@ -161,7 +160,7 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
 
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
     """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
-    ours, theirs = _comparable(model), _comparable(source_model(folder))
+    ours, theirs = comparable(model), comparable(source_model(folder))
     for key, value in theirs.items():
         if ours[key] != value:
             hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
@@ -181,7 +180,8 @@ def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
             )
 
 
-def _comparable(model: ModelConfig) -> dict[str, object]:
+def comparable(model: ModelConfig) -> dict[str, object]:
+    """Values of a `model` section that are equal where two models compute the same."""
     values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
     for key in ("sink_layers", "gate_layers"):
         values[key] = sorted(layer_ids(values[key], model.layers))

@@ -1,0 +1,164 @@
+"""Families of published models: what the config.json of each says, as our `model` section, and names of its tensors.
+
+A family is one class and one entry point of the group `moba_train.model_families`, whose name is its `model_type`.
+Llama (also SmolLM2), Qwen2 and Qwen3 are here.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from moba_train.config.explain import given
+from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError
+from moba_train.hf.rope import ROPE_SECTIONS, TRAINED, read_rope
+from moba_train.registry import MODEL_FAMILIES
+
+NO_FUNCTION = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "moba",
+        "pretraining_tp",
+        "_name_or_path",
+        "attn_implementation",
+        "_attn_implementation",
+    ]
+)
+"""Keys of config.json that say nothing of what the model computes of its tokens."""
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(\w+)")
+
+
+class Family:
+    """A model_type of transformers. The defaults are Llama's, which most families differ from in some values."""
+
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    same: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "norm_eps": "rms_norm_eps",
+        "init_std": "initializer_range",
+        "tie_embeddings": "tie_word_embeddings",
+    }
+    """Our keys, and those of config.json with equal values."""
+    defaults: ClassVar[dict[str, Any]] = {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    }
+    """Values that transformers gives to keys which a config.json leaves out; None: no value."""
+    model: ClassVar[dict[str, Any]] = {}
+    """Values of our `model` that all of the family have."""
+    fixed: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "quantization_config": None,
+        "attention_dropout": 0,
+    }
+    """Keys of config.json that must have these values: our Transformer implements no others."""
+    others: ClassVar[frozenset[str]] = frozenset()
+    """More keys that the family reads, or that have no effect in it."""
+    names: ClassVar[dict[str, str]] = {
+        "embedding": "model.embed_tokens",
+        "norm": "model.norm",
+        "output": "lm_head",
+        "attention_norm": "input_layernorm",
+        "attention": "self_attn",
+        "feed_forward_norm": "post_attention_layernorm",
+        "feed_forward": "mlp",
+    }
+    """Our modules, outside and inside of a block, and theirs. A longer name, such as `attention.q_proj`, goes before
+    its beginning; several of ours may be the rows of one of theirs, in the order of our parameters."""
+
+    def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of our `model` section. Raises CheckpointError, naming the key, for one that it cannot say.
+
+        config: with the values that it leaves out, as `read_config` returns it
+        """
+        for key, value in self.fixed.items():
+            if config.get(key, value) != value:
+                raise CheckpointError(f"{key} is {given(config[key])}, allowed: {value!r}")
+        found = {ours: config[theirs] for ours, theirs in self.same.items()}
+        return found | {"head_dim": config.get("head_dim"), "rope": read_rope(config)} | self.model
+
+    def attention(self, config: Mapping[str, Any], layers: int) -> list[dict[str, Any]]:
+        """Kind and options of each layer that does not attend to all tokens before; of the others an empty dict.
+
+        Raises CheckpointError, naming the layer and the key, for attention that no kind has.
+        """
+        kinds = config.get("layer_types") or []
+        for layer, kind in enumerate(kinds if isinstance(kinds, list) else [kinds]):
+            if kind != "full_attention":
+                raise CheckpointError(f"layer_types[{layer}] is {given(kind)}, allowed: full_attention")
+        return [{}] * layers
+
+    def unread(self, config: Mapping[str, Any]) -> list[str]:
+        """Keys of config.json that no one has read, sorted."""
+        rope = {*ROPE_SECTIONS, TRAINED, "head_dim", "layer_types"}
+        read = {*self.defaults, *self.same.values(), *self.fixed, *rope, *self.others, *NO_FUNCTION}
+        return sorted(key for key, value in config.items() if key not in read and value is not None)
+
+    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """More keys of an exported config.json than those of `same`, head_dim and RoPE. `attention`: of each layer, as
+        the method of that name returns it."""
+        return {"hidden_act": "silu", "attention_bias": False}
+
+    def name(self, ours: str) -> str:
+        """Name of the tensor that has our parameter. Raises KeyError when there is none."""
+        if match := _BLOCK.fullmatch(ours):
+            layer, part, last = match.groups()
+            first, _, rest = part.partition(".")
+            found = self.names.get(part) or f"{self.names[first]}{'.' * bool(rest)}{rest}"
+            return f"model.layers.{layer}.{found}.{last}"
+        module, _, last = ours.rpartition(".")
+        return f"{self.names[module]}.{last}"
+
+
+class Qwen2(Family):
+    """Qwen2 and Qwen2.5."""
+
+    architecture = "Qwen2ForCausalLM"
+    defaults = Family.defaults | {
+        "vocab_size": 151_936,
+        "intermediate_size": 22_016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+    }
+    model = {"qkv_bias": True}
+    others = frozenset({"sliding_window", "max_window_layers"})  # only read with use_sliding_window
+
+
+class Qwen3(Qwen2):
+    """Qwen3, dense."""
+
+    architecture = "Qwen3ForCausalLM"
+    defaults = Qwen2.defaults | {"head_dim": 128}
+    model = {"qk_norm": True}
+
+
+def family_of(model_type: object) -> Family:
+    """The family of a `model_type`. Raises CheckpointError when there is none."""
+    if not isinstance(model_type, str) or model_type not in MODEL_FAMILIES:
+        raise CheckpointError(f"model_type is {given(model_type)}, allowed: {', '.join(MODEL_FAMILIES)}")
+    found: Family = MODEL_FAMILIES[model_type]()
+    return found
