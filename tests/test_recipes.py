@@ -16,9 +16,9 @@ import yaml
 
 from moba_train.config.load import load_config
 from moba_train.config.schema import SourceConfig
-from moba_train.hf.config import read_model_config
 from moba_train.model.spec import count_parameters
 from moba_train.resolve.initial_weights import model_differences
+from moba_train.tools.hf.config import read_model_config
 from tests.guide import ROOT, blocks, check_usage, commands, run
 from tests.resolved import stages_of
 

@@ -100,7 +100,7 @@ class ModelConfig(Section):
     embedding_scale: float = Field(1.0, gt=0, description="factor on embeddings")
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; null: head_dim ** -0.5")
     residual_scale: float = Field(1.0, gt=0, description="factor on what attention and feed-forward add")
-    logits_scale: float = Field(1.0, gt=0, description="factor on logits")
+    logits_divisor: float = Field(1.0, gt=0, description="logits are divided by it (Granite)")
     sink_layers: LayerPattern = Field(
         "none", description=f"layers with a learned sink, a logit of each head without a value (gpt-oss): {PATTERNS}"
     )

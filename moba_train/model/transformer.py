@@ -82,9 +82,9 @@ class Transformer(nn.Module):
 
     def normalised(self, x_TD: Tensor) -> Tensor:
         """Normalised residual stream [T, D] after the last block, as logits, scaled, are made of it."""
-        scale = self.config.logits_scale
+        divisor = self.config.logits_divisor
         x_TD = self.norm(x_TD)
-        return x_TD if scale == 1 else scale * x_TD
+        return x_TD if divisor == 1 else x_TD / divisor
 
     def run_blocks(
         self, blocks: Iterable[nn.Module], x_TD: Tensor, positions_T: Tensor, layout: Layout

@@ -37,7 +37,7 @@ SHAPES = [
         id="gemma",
     ),
     pytest.param(
-        {"attention_scale": 0.1, "residual_scale": 0.7, "logits_scale": 0.3, "embedding_scale": 3.0}, id="granite"
+        {"attention_scale": 0.1, "residual_scale": 0.7, "logits_divisor": 0.3, "embedding_scale": 3.0}, id="granite"
     ),
     pytest.param({"rope": RopeConfig(fraction=0.5, overrides={"every:2": {"kind": "nope"}})}, id="smollm3-and-partial"),
     pytest.param({"rope": RopeConfig(overrides={0: {"theta": 50.0, "fraction": 0.75}})}, id="two-bases"),
@@ -121,7 +121,7 @@ def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
         gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
         x = x + config.residual_scale * norm((gate * (y @ up.T)) @ down.T, f"{feed_forward}_post")
     head = weights["embedding.weight" if config.tie_embeddings else "output.weight"]
-    return config.logits_scale * norm(x, "") @ head.T
+    return norm(x, "") @ head.T / config.logits_divisor
 
 
 @pytest.mark.parametrize("changes", SHAPES)

@@ -26,7 +26,6 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
-from moba_train.hf.weights import hf_name, load_hf_weights
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import Gradients
@@ -35,6 +34,7 @@ from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import joined_world
+from moba_train.tools.hf.weights import hf_name, load_hf_weights
 from tests.attention.helpers import labelled
 from tests.forked import run_processes
 from tests.gradients import gradient

@@ -32,14 +32,14 @@ from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import TOKENIZERS
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
-from moba_train.hf.config import CONFIG, read_config, read_family, read_model_config
-from moba_train.hf.family import Family, family_of
-from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, parameter_shapes, places
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, read_layers, write_safetensors
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
+from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
+from moba_train.tools.hf.family import Family, family_of
+from moba_train.tools.hf.weights import SafetensorsFolder, check_hf_weights, parameter_shapes, places
 from moba_train.tools.inference.corpus_marks import corpus_marks
 from moba_train.tools.saved_recipe import SavedRun
 from moba_train.tools.text_tokenizer import load_text_tokenizer

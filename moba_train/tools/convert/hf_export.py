@@ -16,21 +16,21 @@ from moba_train.attention.kind import AttentionKind, parameter_count
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain, given
-from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.config.model import LayerRope, ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import CONFIG, read_family, read_model_config
-from moba_train.hf.family import Family
-from moba_train.hf.rope import ROPE_KEYS
-from moba_train.hf.weights import INDEX, SINGLE
 from moba_train.model.build import build_attention
 from moba_train.output_files import write_new
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.resolve.initial_weights import comparable
+from moba_train.tools.hf.config import CONFIG, read_family, read_model_config
+from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.rope import ROPE_KEYS
+from moba_train.tools.hf.weights import INDEX, SINGLE
 
 
-def hf_rope(rope: RopeConfig) -> dict[str, Any]:
+def hf_rope(rope: LayerRope) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of a `config.json`. With yarn, transformers before 5 also goes by `hf_length`."""
-    if rope.kind in ("none", "abf"):
+    if rope.kind in ("none", "abf", "nope"):
         return {"rope_theta": rope.theta, "rope_scaling": None}
     rope_type = "linear" if rope.kind == "pi" else rope.kind
     values = rope.model_dump() | {"beta_fast": rope.fast_turns}
@@ -91,14 +91,11 @@ def hf_config(
             partly = partly or contents
     if partly is not None:
         return partly
-    nearest = min(differing, key=lambda name: len(differing[name]), default="")
-    keys = ", ".join(f"model.{key}" for key in sorted(differing.get(nearest, ())))
-    raise CheckpointError(
-        f"no Hugging Face architecture has this model: {MODEL_FAMILIES[nearest].architecture} comes nearest, and cannot "
-        f"say {keys}"
-        if nearest
-        else "no Hugging Face architecture has this model's rotary embedding"
-    )
+    if not differing:
+        raise CheckpointError("model.rope: no Hugging Face architecture has this rotary embedding")
+    nearest = min(differing, key=lambda name: len(differing[name]))
+    keys = ", ".join(f"model.{key}" for key in sorted(differing[nearest]))
+    raise CheckpointError(f"{keys}: no Hugging Face architecture has these values together; {nearest} comes nearest")
 
 
 def read_layers(folder: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import ARCHITECTURES, SAME_VALUES, read_config, read_model_config
 from moba_train.model.rope import rope_frequencies
+from moba_train.tools.hf.config import ARCHITECTURES, SAME_VALUES, read_config, read_model_config
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

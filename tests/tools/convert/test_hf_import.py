@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import ARCHITECTURES, read_model_config
-from moba_train.hf.weights import INDEX, SINGLE, load_hf_weights
 from moba_train.model.transformer import Transformer
+from moba_train.tools.hf.config import ARCHITECTURES, read_model_config
+from moba_train.tools.hf.weights import INDEX, SINGLE, load_hf_weights
 from tests.tools.convert.hf_models import FAMILIES, logits, make_hf_model, our_model, random_tokens
 
 

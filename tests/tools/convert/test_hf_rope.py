@@ -8,9 +8,9 @@ import torch
 
 from moba_train.config.model import RopeConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import DEFAULTS, read_rope
 from moba_train.model.rope import attention_factor, rope_frequencies
 from moba_train.tools.convert.hf_export import hf_length, hf_rope
+from moba_train.tools.hf.config import DEFAULTS, read_rope
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 8192, "beta_fast": 24.0, "beta_slow": 2.0}
 LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4.0, "low_freq_factor": 1.0}

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import ROOTS
-from moba_train.hf.config import read_model_config
-from moba_train.hf.weights import hf_name, parameter_shapes
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf_export import read_layers
+from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.weights import hf_name, parameter_shapes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -21,10 +21,11 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
-from moba_train.hf.config import read_family
-from moba_train.hf.family import Family
 from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
+from moba_train.resolve.initial_weights import WeightSource
+from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family, read_model_config
+from moba_train.tools.hf.family import Family
 from moba_train.torch_private import local_shape_and_offset
 
 SINGLE = "model.safetensors"
@@ -175,6 +176,29 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
                 parameter.to_local().copy_(files.read(place.name, place.part(part)))
         else:
             parameter.copy_(files.read(place.name, place.part()))
+
+
+class HuggingFace(WeightSource):
+    """A folder as transformers saves a model."""
+
+    def matches(self, folder: Path) -> bool:
+        """True if there is a config.json."""
+        return is_hf_folder(folder)
+
+    def model(self, folder: Path) -> ModelConfig:
+        """As `read_model_config`."""
+        return read_model_config(folder)
+
+    def check(self, model: ModelConfig, folder: Path) -> None:
+        """As `check_hf_weights`."""
+        check_hf_weights(parameter_shapes(model), SafetensorsFolder(folder))
+
+    def load(self, model: Transformer, folder: Path) -> str:
+        """As `load_hf_weights`; names the keys of config.json that nothing has read."""
+        load_hf_weights(model, folder)
+        family, config = read_family(folder)
+        unread = ", ".join(family.unread(config))
+        return f"the Hugging Face model {folder}" + (f" (not read in its {CONFIG}: {unread})" if unread else "")
 
 
 def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:

@@ -9,9 +9,14 @@ from moba_train.config.explain import explain
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, read_foreign_json
-from moba_train.hf.family import Family, family_of
+from moba_train.tools.hf.family import Family, family_of
 
 CONFIG = "config.json"
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """True if `folder` looks like a Hugging Face model."""
+    return (folder / CONFIG).is_file()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     family, config = read_family(folder)
     try:
         model = ModelConfig.model_validate(family.values(config))
-        family.attention(config, model.layers)
+        family.attention(config)
         return model
     except ValidationError as error:
         raise CheckpointError(f"{path}: {'; '.join(explain(error, ModelConfig, family.same))}") from None

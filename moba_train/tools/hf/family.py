@@ -11,26 +11,15 @@ from typing import Any, ClassVar
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.rope import ROPE_SECTIONS, TRAINED, read_rope
 from moba_train.registry import MODEL_FAMILIES
+from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope
 
 NO_FUNCTION = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "moba",
-        "pretraining_tp",
-        "_name_or_path",
-        "attn_implementation",
-        "_attn_implementation",
-    ]
+    {
+        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "moba"),
+        *("attn_implementation", "_attn_implementation"),
+    }
 )
 """Keys of config.json that say nothing of what the model computes of its tokens."""
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(\w+)")
@@ -76,6 +65,10 @@ class Family:
         "attention_dropout": 0,
     }
     """Keys of config.json that must have these values: our Transformer implements no others."""
+    windows: ClassVar[bool] = False
+    """True if `layer_types` may name layers with a sliding window."""
+    heads_divide_width: ClassVar[bool] = True
+    """True if transformers refuses models whose heads do not divide the hidden size."""
     others: ClassVar[frozenset[str]] = frozenset()
     """More keys that the family reads, or that have no effect in it."""
     names: ClassVar[dict[str, str]] = {
@@ -101,27 +94,53 @@ class Family:
         found = {ours: config[theirs] for ours, theirs in self.same.items()}
         return found | {"head_dim": config.get("head_dim"), "rope": read_rope(config)} | self.model
 
-    def attention(self, config: Mapping[str, Any], layers: int) -> list[dict[str, Any]]:
+    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """`layer_types` of the config, or what transformers takes for them: here, all tokens before in every layer."""
+        found = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+        return found if isinstance(found, list) else [found]
+
+    def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Kind and options of each layer that does not attend to all tokens before; of the others an empty dict.
 
         Raises CheckpointError, naming the layer and the key, for attention that no kind has.
         """
-        kinds = config.get("layer_types") or []
-        for layer, kind in enumerate(kinds if isinstance(kinds, list) else [kinds]):
-            if kind != "full_attention":
-                raise CheckpointError(f"layer_types[{layer}] is {given(kind)}, allowed: full_attention")
-        return [{}] * layers
+        types = {"full_attention": dict[str, Any]()}
+        if self.windows:
+            types["sliding_attention"] = {"kind": "window", "window": config.get("sliding_window"), "sinks": 0}
+        found = self.layer_types(config)
+        for layer, name in enumerate(found):
+            if name not in types:
+                raise CheckpointError(f"layer_types[{layer}] is {given(name)}, allowed: {', '.join(types)}")
+            if name != "full_attention" and not isinstance(window := config.get("sliding_window"), int):
+                raise CheckpointError(
+                    f"sliding_window is {given(window)}, but layer {layer} is {name}; allowed: tokens"
+                )
+        return [types[name] for name in found]
 
     def unread(self, config: Mapping[str, Any]) -> list[str]:
         """Keys of config.json that no one has read, sorted."""
-        rope = {*ROPE_SECTIONS, TRAINED, "head_dim", "layer_types"}
-        read = {*self.defaults, *self.same.values(), *self.fixed, *rope, *self.others, *NO_FUNCTION}
+        read = {*self.defaults, *self.same.values(), *self.fixed, *self.others, *NO_FUNCTION}
+        read |= {*ROPE_SECTIONS, TRAINED, "head_dim", "layer_types"}
+        read |= {"sliding_window"} if self.windows else set()
         return sorted(key for key, value in config.items() if key not in read and value is not None)
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """More keys of an exported config.json than those of `same`, head_dim and RoPE. `attention`: of each layer, as
-        the method of that name returns it."""
-        return {"hidden_act": "silu", "attention_bias": False}
+        the method of that name returns it.
+
+        Raises CheckpointError, naming the key, for a model that transformers would refuse.
+        """
+        if self.heads_divide_width and model.hidden_size % model.heads:
+            raise CheckpointError(
+                f"model.heads: given {model.heads}; allowed in an export as {self.architecture}: a divisor of "
+                f"model.hidden_size ({model.hidden_size}), because transformers refuses other models of this architecture"
+            )
+        found: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False}
+        if self.windows:
+            windows = [layer["window"] for layer in attention if layer]
+            found["layer_types"] = ["sliding_attention" if layer else "full_attention" for layer in attention]
+            found["sliding_window"] = windows[0] if windows else None
+        return found
 
     def name(self, ours: str) -> str:
         """Name of the tensor that has our parameter. Raises KeyError when there is none."""
@@ -145,6 +164,7 @@ class Qwen2(Family):
         "max_position_embeddings": 32_768,
     }
     model = {"qkv_bias": True}
+    heads_divide_width = False
     others = frozenset({"sliding_window", "max_window_layers"})  # only read with use_sliding_window
 
 

@@ -52,8 +52,8 @@ def read_rope(config: Mapping[str, Any], fraction: float = 1.0) -> RopeConfig:
         raise CheckpointError(f"{section}.rope_type is {given(rope_type)}, allowed: {', '.join(ROPE_KEYS)}{needed}")
     if strange := sorted(own.keys() - _READ):
         raise CheckpointError(
-            f"{section}.{strange[0]} is {given(own[strange[0]])}, which no embedding of ours has; remove it if the model "
-            "does not need it"
+            f"{section}.{strange[0]} is {given(own[strange[0]])}, which no embedding of ours "
+            "has; remove it if the model does not need it"
         )
     # As transformers 5 does, which prefers this key outside of the section.
     longest = config["max_position_embeddings"]
