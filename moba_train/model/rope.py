@@ -13,7 +13,8 @@ from moba_train.config.model import LayerRope
 
 def rope_frequencies(config: LayerRope, head_dim: int, device: torch.device | str | None = None) -> Tensor:
     """Angle per position step, float64 [r / 2], of the r dimensions of a head that turn."""
-    head_dim = int(head_dim * config.fraction) // 2 * 2
+    if config.fraction < 1:
+        head_dim = int(head_dim * config.fraction)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     frequencies = config.theta**-exponents
     if config.kind == "pi":

@@ -324,6 +324,8 @@ def _rope_problems(rope: RopeConfig, layers: int, path: str, allow_idle: bool) -
 
 
 def _layer_rope_problems(rope: LayerRope, path: str, allow_idle: bool) -> Iterator[str]:
+    if rope.kind == "nope":  # in some layers, where the other keys are the others'
+        return
     if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3"):
         yield (
             f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn or "

@@ -64,8 +64,14 @@ def hf_config(
     layers = list(attention) or [{}] * model.layers
     partly: dict[str, Any] | None = None
     differing: dict[str, set[str]] = {}
+    refusals: list[str] = []
     for model_type, made in MODEL_FAMILIES.usable().items():
         family: Family = made()
+        try:
+            own = family.written(model, layers)
+        except CheckpointError as error:
+            refusals.append(str(error))
+            continue
         contents = {
             "architectures": [family.architecture],
             "model_type": model_type,
@@ -73,7 +79,7 @@ def hf_config(
             "head_dim": model.head_width,
             "max_position_embeddings": hf_length(rope, max_length),
             **hf_rope(rope),
-            **family.written(model, layers),
+            **own,
             # Newer releases of transformers read the first, older ones the second.
             "dtype": dtype,
             "torch_dtype": dtype,
@@ -86,11 +92,13 @@ def hf_config(
         wanted = comparable(model)
         differing[model_type] = {key for key in wanted if again[key] != wanted[key]}
         if not differing[model_type]:
-            if family.attention(read, model.layers) == layers:
+            if family.attention(read) == layers:
                 return contents
             partly = partly or contents
     if partly is not None:
         return partly
+    if refusals:
+        raise CheckpointError(refusals[0])
     if not differing:
         raise CheckpointError("model.rope: no Hugging Face architecture has this rotary embedding")
     nearest = min(differing, key=lambda name: len(differing[name]))
@@ -111,10 +119,8 @@ def read_layers(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder / CONFIG}: moba is {given(moba)}; allowed: {{'layers': a list of at most {model.layers} entries}}"
         )
-    entries = [
-        *entries,
-        *(entry or {"kind": "full"} for entry in family.attention(config, model.layers)[len(entries) :]),
-    ]
+    rest = family.attention(config)[len(entries) :]
+    entries = [*entries, *(entry or {"kind": "full"} for entry in rest)]
     layers = [layer_entry(kind) for kind in build_attention(map(parse_layer, entries), model.head_width)]
     common = max(layers, key=layers.count)
     options = {key: value for key, value in common.items() if key != "kind"}

@@ -59,6 +59,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG
     family, config = read_family(folder)
     try:
+        # First the numbers, within their bounds: families make lists of so many layers.
+        ModelConfig.model_validate({ours: config[theirs] for ours, theirs in family.same.items()})
         model = ModelConfig.model_validate(family.values(config))
         family.attention(config)
         return model

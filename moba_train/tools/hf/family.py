@@ -112,9 +112,9 @@ class Family:
             if name not in types:
                 raise CheckpointError(f"layer_types[{layer}] is {given(name)}, allowed: {', '.join(types)}")
             if name != "full_attention" and not isinstance(window := config.get("sliding_window"), int):
-                raise CheckpointError(
-                    f"sliding_window is {given(window)}, but layer {layer} is {name}; allowed: tokens"
-                )
+                raise CheckpointError(f"sliding_window is {given(window)}, but layer {layer} is {name}")
+        if len(found) != config["num_hidden_layers"]:
+            raise CheckpointError(f"layer_types has {len(found)} entries, allowed: one for each layer")
         return [types[name] for name in found]
 
     def unread(self, config: Mapping[str, Any]) -> list[str]:
@@ -133,7 +133,7 @@ class Family:
         if self.heads_divide_width and model.hidden_size % model.heads:
             raise CheckpointError(
                 f"model.heads: given {model.heads}; allowed in an export as {self.architecture}: a divisor of "
-                f"model.hidden_size ({model.hidden_size}), because transformers refuses other models of this architecture"
+                f"model.hidden_size ({model.hidden_size}), as transformers refuses other models of this architecture"
             )
         found: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False}
         if self.windows:

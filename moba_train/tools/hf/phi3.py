@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.mistral import Mistral
 from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope
@@ -35,7 +36,10 @@ class Phi3(Mistral):
         fraction = [*found, config.get("partial_rotary_factor"), 1.0]
         turning = next(part for part in fraction if part is not None)
         plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        return super().values(plain) | {"rope": read_rope(config, turning)}
+        rope = read_rope(config, turning)
+        if rope.kind != "none":
+            raise CheckpointError(f"rope_type: given that of {rope.kind}, allowed in this family: default")
+        return super().values(plain) | {"rope": rope}
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """`partial_rotary_factor` where transformers 4 and 5 read it."""

@@ -1,9 +1,9 @@
 """Weights of Hugging Face models: safetensors files, the place of each parameter in them, and loading.
 
 The tensors are those of `model.transformer.Transformer` under other names, some of ours the rows of one of theirs:
-rotary embeddings pair the two halves of a head on both sides, so nothing is permuted. A folder holds `model.safetensors`, or several files and
-`model.safetensors.index.json`, which names the file of each tensor. A reader opens one file at a time and reads the
-bytes asked for.
+rotary embeddings pair the two halves of a head on both sides, so nothing is permuted. A folder holds
+`model.safetensors`, or several files and `model.safetensors.index.json`, which names the file of each tensor. A reader
+opens one file at a time and reads the bytes asked for.
 """
 
 from collections import Counter
@@ -21,6 +21,7 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
+from moba_train.model.part import is_whole
 from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import WeightSource
@@ -159,14 +160,15 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     rank first reads both in full, to compare them. Raises CheckpointError with every tensor that is missing,
     superfluous or of another shape.
     """
-    files = SafetensorsFolder(folder)
-    assert isinstance(model, Transformer)
-    # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
-    shapes = parameter_shapes(model.config)
-    check_hf_weights(shapes, files)
-    place_of = places(read_family(folder)[0], shapes)
     state: dict[str, Any] = get_model_state_dict(model)
     parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
+    files = SafetensorsFolder(folder)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
+    if isinstance(model, Transformer) and not is_whole(model):
+        shapes = parameter_shapes(model.config)
+    check_hf_weights(shapes, files)
+    place_of = places(read_family(folder)[0], shapes)
     for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(place_of[item[0]].name)):
         place = place_of[name]
         if isinstance(parameter, DTensor):

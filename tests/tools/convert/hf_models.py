@@ -20,7 +20,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world
 from moba_train.run.progress import Progress
 from moba_train.tools.convert.hf_export import read_layers
-from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.config import read_family, read_model_config
 from moba_train.tools.hf.weights import load_hf_weights
 
 VOCAB = 64
@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {
         "model_type": "smollm3",
+        "pad_token_id": None,
         "no_rope_layer_interval": 2,
         "rope_parameters": {"rope_theta": 5e6, "rope_type": "yarn", "factor": 4.0, **_ORIGINAL},
     },
@@ -142,15 +143,17 @@ def random_tokens(count: int) -> Tensor:
 
 
 def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any], tokenizer: Path | None) -> None:
-    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last.
+    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last and those with a window.
 
     tokenizer  what its recipe names as data.tokenizer
     """
+    family, contents = read_family(hf)
+    windows = {layer: entry for layer, entry in enumerate(family.attention(contents)) if entry}
     recipe = {
         "name": "imported",
         "run_dir": str(run_dir),
         "model": read_model_config(hf).model_dump(),
-        "attention": {"full_layers": "last:1", "moba": moba},
+        "attention": {"full_layers": "last:1", "moba": moba, "overrides": windows},
         "data": {"tokenizer": tokenizer and str(tokenizer), "train": [{"path": "none"}]},
         "batch_tokens": 256,
         "stages": [{"name": "long", "seq_len": 256, "tokens": 256}],
