@@ -293,14 +293,18 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors with their names in the export. Raises CheckpointError for values beyond the range of
     `dtype`."""
-    for theirs, ours in groupby(parameter_shapes(model), family.name):
-        values = [reader.read(f"model.{name}") for name in ours]
-        value = values[0] if len(values) == 1 else torch.cat(values)
+
+    def read(name: str) -> Tensor:
+        value = reader.read(f"model.{name}")
         found = value.to(dtype)
         if found.isinf().any() and not value.isinf().any():
             most = torch.finfo(dtype).max
             raise CheckpointError(
-                f"--dtype {str(dtype).removeprefix('torch.')}: {theirs} has values up to {value.abs().max():g}; "
-                f"allowed: at most {most:g}; take bfloat16 or float32"
+                f"--dtype {str(dtype).removeprefix('torch.')}: {name} has values up to {value.abs().max():g}; allowed: "
+                f"at most {most:g}; take bfloat16 or float32"
             )
-        yield theirs, found
+        return found
+
+    for theirs, ours in groupby(parameter_shapes(model), family.name):
+        parts = list(map(read, ours))
+        yield theirs, parts[0] if len(parts) == 1 else torch.cat(parts)

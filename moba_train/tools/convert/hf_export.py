@@ -64,14 +64,8 @@ def hf_config(
     layers = list(attention) or [{}] * model.layers
     partly: dict[str, Any] | None = None
     differing: dict[str, set[str]] = {}
-    refusals: list[str] = []
     for model_type, made in MODEL_FAMILIES.usable().items():
         family: Family = made()
-        try:
-            own = family.written(model, layers)
-        except CheckpointError as error:
-            refusals.append(str(error))
-            continue
         contents = {
             "architectures": [family.architecture],
             "model_type": model_type,
@@ -79,29 +73,34 @@ def hf_config(
             "head_dim": model.head_width,
             "max_position_embeddings": hf_length(rope, max_length),
             **hf_rope(rope),
-            **own,
+            **family.written(model, layers),
             # Newer releases of transformers read the first, older ones the second.
             "dtype": dtype,
             "torch_dtype": dtype,
         }
         try:
-            read = family.defaults | {key: value for key, value in contents.items() if value is not None}
+            read = family.completed(contents)
             again = comparable(ModelConfig.model_validate(family.values(read)))
         except (CheckpointError, ValidationError):
             continue
         wanted = comparable(model)
         differing[model_type] = {key for key in wanted if again[key] != wanted[key]}
+        if not differing[model_type] and family.heads_divide_width and model.hidden_size % model.heads:
+            differing[model_type] = {"heads"}
         if not differing[model_type]:
             if family.attention(read) == layers:
                 return contents
             partly = partly or contents
     if partly is not None:
         return partly
-    if refusals:
-        raise CheckpointError(refusals[0])
     if not differing:
         raise CheckpointError("model.rope: no Hugging Face architecture has this rotary embedding")
     nearest = min(differing, key=lambda name: len(differing[name]))
+    if differing[nearest] == {"heads"}:
+        raise CheckpointError(
+            f"model.heads: given {model.heads}; allowed in an export as {MODEL_FAMILIES[nearest].architecture}: a "
+            f"divisor of model.hidden_size ({model.hidden_size}), because transformers refuses other models of this kind"
+        )
     keys = ", ".join(f"model.{key}" for key in sorted(differing[nearest]))
     raise CheckpointError(f"{keys}: no Hugging Face architecture has these values together; {nearest} comes nearest")
 

@@ -20,8 +20,7 @@ def is_hf_folder(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Contents of config.json in `folder`, with the family's defaults for keys that it leaves out. Null counts as left
-    out, except for numbers, where transformers also refuses it.
+    """Contents of config.json in `folder`, `Family.completed`.
 
     Raises CheckpointError unless it is that of a Hugging Face model of a type that our Transformer implements.
     """
@@ -35,14 +34,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: is not a Hugging Face model's config ({error})") from error
     try:
-        defaults = family_of(config["model_type"]).defaults
+        return family_of(config["model_type"]).completed(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    numbers = {key for key, value in defaults.items() if type(value) in (int, float)}
-    config = defaults | {key: value for key, value in config.items() if value is not None or key in numbers}
-    if config.get("num_key_value_heads") is None:
-        config["num_key_value_heads"] = config["num_attention_heads"]
-    return config
 
 
 def read_family(folder: Path) -> tuple[Family, dict[str, Any]]:
@@ -59,7 +53,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG
     family, config = read_family(folder)
     try:
-        # First the numbers, within their bounds: families make lists of so many layers.
+        # First the numbers, within their bounds: families make lists of this length.
         ModelConfig.model_validate({ours: config[theirs] for ours, theirs in family.same.items()})
         model = ModelConfig.model_validate(family.values(config))
         family.attention(config)

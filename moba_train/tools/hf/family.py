@@ -83,6 +83,15 @@ class Family:
     """Our modules, outside and inside of a block, and theirs. A longer name, such as `attention.q_proj`, goes before
     its beginning; several of ours may be the rows of one of theirs, in the order of our parameters."""
 
+    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config with the family's defaults for keys that it leaves out. Null counts as left out, except for
+        numbers, where it is no value, or one that transformers refuses as well."""
+        numbers = {key for key, value in self.defaults.items() if type(value) in (int, float)}
+        found = self.defaults | {key: value for key, value in config.items() if value is not None or key in numbers}
+        if found.get("num_key_value_heads") is None:
+            found["num_key_value_heads"] = found["num_attention_heads"]
+        return found
+
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Values of our `model` section. Raises CheckpointError, naming the key, for one that it cannot say.
 
@@ -126,15 +135,7 @@ class Family:
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """More keys of an exported config.json than those of `same`, head_dim and RoPE. `attention`: of each layer, as
-        the method of that name returns it.
-
-        Raises CheckpointError, naming the key, for a model that transformers would refuse.
-        """
-        if self.heads_divide_width and model.hidden_size % model.heads:
-            raise CheckpointError(
-                f"model.heads: given {model.heads}; allowed in an export as {self.architecture}: a divisor of "
-                f"model.hidden_size ({model.hidden_size}), as transformers refuses other models of this architecture"
-            )
+        the method of that name returns it."""
         found: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False}
         if self.windows:
             windows = [layer["window"] for layer in attention if layer]
