@@ -35,14 +35,15 @@ def layer_ids(pattern: LayerPattern, layers: int) -> set[int]:
 
 
 def plain_keys(overrides: Any) -> Any:
-    """`overrides` with layer ids as numbers, also those that were given as text. Raises ValueError for layers that are
-    no numbers and no text, and for those given twice, as 1 and '1'."""
+    """`overrides` with layer ids as numbers, also those that were given as text. Raises ValueError for what is neither
+    a layer id nor a pattern, and for layers given twice, as 1 and '1'."""
     if not isinstance(overrides, dict):
         return overrides
     names: dict[str, Any] = {}
     for layer in overrides:
-        if isinstance(layer, bool):
-            raise ValueError(f"given layer {str(layer).lower()}; allowed: layer ids, counted from 0")
+        text = str(layer).lower() if isinstance(layer, bool) else str(layer)
+        if not (text.lstrip("-").isdigit() or text in ("all", "none") or _PATTERN.match(text)):
+            raise ValueError(f"given layer {text}; allowed: layer ids, counted from 0, all, last:N, first:N or every:N")
         if str(layer) in names:
             raise ValueError(f"layer {layer} is given twice, as {names[str(layer)]!r} and {layer!r}; name it once")
         names[str(layer)] = layer

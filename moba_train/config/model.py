@@ -14,15 +14,7 @@ LARGEST_WIDTH = 1 << 24
 
 
 class LayerRope(Section):
-    """Rotary position embedding of a layer.
-
-    `none` uses `theta` as it is; `abf` (adjusted base frequency, Xiong et al. 2023, arXiv:2309.16039) raises `theta`;
-    `pi` (position interpolation, Chen et al. 2023, arXiv:2306.15595) divides positions by `factor`. `yarn` (Peng et al.
-    2023, arXiv:2309.00071) does so only for frequencies that turn less than `beta_slow` times in `original_seq_len`,
-    not for those that turn more than `beta_fast` times, in between partly, and sharpens the attention. `llama3` is the
-    same idea in Llama 3.1, without the sharpening; `beta_slow` and `beta_fast` are its low and high frequency factors.
-    `nope` turns nothing: no positional embedding (Kazemnejad et al. 2023, arXiv:2305.19466).
-    """
+    """Rotary position embedding of a layer, see `RopeConfig`."""
 
     kind: Literal["none", "abf", "pi", "yarn", "llama3", "nope"] = Field(
         "none", description="how the embedding is fitted to longer contexts"
@@ -46,7 +38,15 @@ class LayerRope(Section):
 
 
 class RopeConfig(LayerRope):
-    """Rotary position embedding, layer by layer. A stage may change it; the weights stay as they are."""
+    """Rotary position embedding. A stage may change it; the weights stay as they are.
+
+    `none` uses `theta` as it is; `abf` (adjusted base frequency, Xiong et al. 2023, arXiv:2309.16039) raises `theta`;
+    `pi` (position interpolation, Chen et al. 2023, arXiv:2306.15595) divides positions by `factor`. `yarn` (Peng et al.
+    2023, arXiv:2309.00071) does so only for frequencies that turn less than `beta_slow` times in `original_seq_len`,
+    not for those that turn more than `beta_fast` times, in between partly, and sharpens the attention. `llama3` is the
+    same idea in Llama 3.1, without the sharpening; `beta_slow` and `beta_fast` are its low and high frequency factors.
+    `nope` turns nothing: no positional embedding (Kazemnejad et al. 2023, arXiv:2305.19466).
+    """
 
     overrides: dict[int | str, dict[str, Any]] = Field(
         {}, description="layer id or pattern, such as every:4 -> keys of rope with other values there: {kind: nope}"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moba_train.attention.engine import OperatorEngine
@@ -34,7 +33,6 @@ from moba_train.parallel.data_shard import DataShard, shard_batch
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import training_loss
 from moba_train.parallel.world import joined_world
-from moba_train.tools.hf.weights import hf_name, load_hf_weights
 from tests.attention.helpers import labelled
 from tests.forked import run_processes
 from tests.gradients import gradient
@@ -183,29 +181,6 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
         exact = key.startswith(("weight", "selected"))
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-7}
         torch.testing.assert_close(got[key], value, **tolerance, msg=labelled(key))
-
-
-def load_and_collect(folder: str, output: str) -> None:
-    """The weights that two ranks read from a Hugging Face folder."""
-    with joined_world() as world:
-        model = sharded_of(recipe(qkv_bias=True), ParallelDims(MeshSizes(tp=2), world))
-        load_hf_weights(model, Path(folder))
-        weights = {name: gathered(parameter) for name, parameter in model.named_parameters()}
-        if world.is_main:
-            torch.save(weights, output)
-
-
-def test_each_rank_reads_its_part_of_a_hugging_face_model(ranks: Ranks, tmp_path: Path) -> None:
-    want = {
-        name: torch.randn(parameter.shape)
-        for name, parameter in Transformer(recipe(qkv_bias=True).model).named_parameters()
-    }
-    save_file({hf_name(name): tensor for name, tensor in want.items()}, tmp_path / "model.safetensors")
-    ranks.work(load_and_collect, (str(tmp_path), str(tmp_path / "weights.pt")), 2)
-    got = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), name
 
 
 def gpu_rank(rank: int, port: int, output: str) -> None:

@@ -99,7 +99,7 @@ def hf_config(
     if differing[nearest] == {"heads"}:
         raise CheckpointError(
             f"model.heads: given {model.heads}; allowed in an export as {MODEL_FAMILIES[nearest].architecture}: a "
-            f"divisor of model.hidden_size ({model.hidden_size}), because transformers refuses other models of this kind"
+            f"divisor of model.hidden_size ({model.hidden_size}), as transformers refuses other models of this kind"
         )
     keys = ", ".join(f"model.{key}" for key in sorted(differing[nearest]))
     raise CheckpointError(f"{keys}: no Hugging Face architecture has these values together; {nearest} comes nearest")

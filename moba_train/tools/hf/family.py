@@ -118,7 +118,7 @@ class Family:
             types["sliding_attention"] = {"kind": "window", "window": config.get("sliding_window"), "sinks": 0}
         found = self.layer_types(config)
         for layer, name in enumerate(found):
-            if name not in types:
+            if name not in [*types]:
                 raise CheckpointError(f"layer_types[{layer}] is {given(name)}, allowed: {', '.join(types)}")
             if name != "full_attention" and not isinstance(window := config.get("sliding_window"), int):
                 raise CheckpointError(f"sliding_window is {given(window)}, but layer {layer} is {name}")
