@@ -43,11 +43,6 @@ class LayerInput(NamedTuple):
     sink: tuple[Tensor, ...] = ()
     """Logits [H] of the layer's learned sink, if it has one, for kinds that take it (`KindFacts.takes_sink`)."""
 
-    def attend(self, q_THd: Tensor, k_TKd: Tensor, attention: LocalAttention) -> Tensor:
-        """One engine call, with the layer's sink: [T, H, d] of rotated queries and keys."""
-        q_THd, k_TKd = self.rotate(q_THd), self.rotate(k_TKd)
-        return self.engine(q_THd, k_TKd, self.v_TKd, attention, self.layout, *self.sink)[0]
-
 
 class SublayerInput(NamedTuple):
     """Arguments of a kind's second sublayer; fields with the names of `LayerInput`'s mean what they mean there."""
@@ -196,7 +191,8 @@ class AttentionKind(ABC):
         that carry loss, over their sum. The default is one engine call on rotated queries and keys.
         """
         (attention,) = self.attentions
-        return layer.attend(layer.q_THd, layer.k_TKd, attention), None
+        rotated = layer.rotate(layer.q_THd), layer.rotate(layer.k_TKd)
+        return layer.engine(*rotated, layer.v_TKd, attention, layer.layout, *layer.sink)[0], None
 
     @abstractmethod
     def costs(self, model: ModelConfig) -> KindCosts:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.handles import by_handle
+from moba_train.attention.kernels.common.merge import sink_gradient, with_sink
 from moba_train.attention.layout import Layout, argument_layout, paired, whole_layout
 from moba_train.attention.observer import observed
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
@@ -58,8 +59,7 @@ class AcrossRanks(ABC):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, sink: Tensor | None, *call: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out, lse, selection). A sink is merged as keys of another shard are: `attend_backward` is given merged results
-    anyway, so that no kernel and no transport knows of it."""
+    """(out, lse, selection)."""
     *layout, q_ranges, attention_handle, engine_handle = call
     engine = by_handle(engine_handle)
     local: Any = observed(by_handle(attention_handle), engine.observers)
@@ -82,7 +82,7 @@ def _attend(
 
 def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: list[Tensor], *call: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(dq, dk, dv)."""
     *layout, q_ranges, attention_handle, engine_handle = call
     engine = by_handle(engine_handle)
@@ -95,8 +95,7 @@ def _attend_backward(
             gradients = engine.backward(state, tuple(selection), local, part)
         else:
             gradients = local.attend_backward(state, part, tuple(selection))
-        dq, dk, dv = (x.contiguous() for x in gradients)
-        return dq, dk, dv
+        return tuple(x.contiguous() for x in gradients)
 
 
 def on_the_device_of(x: Tensor) -> AbstractContextManager[object]:
@@ -137,8 +136,7 @@ _backward_operator = torch.library.custom_op(
 def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     _selected, _sink, cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges, *handles = call
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
-    local: LocalAttention = by_handle(handles[0])
-    engine = by_handle(handles[1])
+    local, engine = map(by_handle, handles)
     # Shapes alone, for torch.compile's tracing.
     if q_ranges is None and isinstance(engine, AcrossRanks):
         selection = engine.empty_selection(q, k, local, layout)
@@ -172,22 +170,8 @@ def _gradients(ctx: Any, dout: Tensor | None, *_others: Any) -> tuple[Any, ...]:
     dout = torch.zeros_like(q) if dout is None else dout.contiguous()
     out = dout if out is None else out  # which is then ignored: `AttentionFacts.merges`
     run = _backward_operator if _is_watched(dout, q, k, v) else _attend_backward
-    dsink = None if sink is None else _sink_gradient(dout, out, lse, sink)
-    return (*run(dout, q, k, v, out, lse, selection, *call), None, dsink, *[None] * len(call))
-
-
-def with_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a softmax that a logit of each head has joined, without a value."""
-    if sink_H is None:
-        return out_THD, lse_HT
-    with_HT = torch.logaddexp(lse_HT, sink_H.to(lse_HT.dtype)[:, None])
-    return (out_THD * (lse_HT - with_HT).exp().T.unsqueeze(-1)).to(out_THD.dtype), with_HT
-
-
-def _sink_gradient(dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> Tensor:
-    """Gradient of the sink's logits [H]: its probability times minus the mean of the values' gradients."""
-    mean_HT = (dout_THD.to(lse_HT.dtype) * out_THD).sum(-1).T
-    return -((sink_H.to(lse_HT.dtype)[:, None] - lse_HT).exp() * mean_HT).sum(1).to(sink_H.dtype)
+    others = None, sink_gradient(dout, out, lse, sink), *[None] * len(call)
+    return *run(dout, q, k, v, out, lse, selection, *call), *others
 
 
 def no_second_derivative(ctx: Any, *_grads: Any) -> None:
@@ -223,9 +207,8 @@ class _Attention(torch.autograd.Function):
 
 
 def attention_operator() -> Callable[..., Any]:
-    """The function to call: (q, k, v, selected, sink, *call) -> (out [T, H, D], lse [H, T], ...), with the
-    arguments of `_CALL`. `lse` alone is not differentiable. `selected`: int32 [H, T, C] if the attention takes a
-    selection, else None; `sink`: [H] or None."""
+    """The function to call: (q, k, v, selected, sink, *call) -> (out [T, H, D], lse [H, T], ...), with `_CALL`'s rest.
+    `lse` alone is not differentiable. `selected`: int32 [H, T, C] if the attention takes it, `sink` [H], or None."""
     return _operator if torch.compiler.is_compiling() else cast(Callable[..., Any], _Attention.apply)
 
 

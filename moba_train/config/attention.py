@@ -97,11 +97,14 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
         full = layer_ids(config.full_layers, layers)
     except ValueError as error:
         problems.append(f"full_layers: {error}")
-    overrides: dict[int, dict[str, Any]] = {}
-    try:
-        overrides = by_layer(config.overrides, layers)
-    except ValueError as error:
-        problems.append(f"overrides: {error}")
+    known: dict[int | str, dict[str, Any] | None] = {}
+    for pattern, override in config.overrides.items():
+        try:
+            by_layer({pattern: {}}, layers)
+            known[pattern] = override
+        except ValueError as error:
+            problems.append(f"overrides: {error}")
+    overrides = by_layer(known, layers)
     for layer, override in config.overrides.items():
         problems += [f"overrides.{layer}.{problem}" for problem in _key_problems(override or {}, config)]
 

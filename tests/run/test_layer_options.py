@@ -1,5 +1,5 @@
-"""A model whose layers have sinks, gated outputs, norms on both sides, factors and their own rotary embeddings trains on
-ranks as on one device, resumes bit by bit, and is planned as it is."""
+"""A model whose layers have windows, sinks, gated outputs, norms on both sides, factors and their own rotary embeddings
+trains on ranks as on one device, resumes bit by bit, and is planned as it is."""
 
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ def with_options(folder: Path, corpora: Path, **parallel: int) -> Run:
     run = Run(folder, corpora)
     run.recipe["model"] |= OPTIONS
     run.recipe["parallel"] = parallel
+    window = {"first:1": {"kind": "window", "window": 24}}
+    run.recipe["stages"][0]["attention"]["overrides"] = window
     run.recipe["checkpoint"]["keep_last"] = 10
     return run
 

@@ -78,7 +78,8 @@ class MobaKind(AttentionKind):
         if self.moba_options.key_conv:
             assert isinstance(parameters, KeyConvolution)
             k_TKd = parameters(k_TKd, layer.engine.shard(layer.layout))
-        return layer.attend(layer.q_THd, k_TKd, self.attentions[0]), None
+        rotated = layer.rotate(layer.q_THd), layer.rotate(k_TKd)
+        return layer.engine(*rotated, layer.v_TKd, self.attentions[0], layer.layout, *layer.sink)[0], None
 
     def costs(self, model: ModelConfig) -> "MobaCosts":
         """Costs of attention to the selected blocks, and of the gate."""
