@@ -137,6 +137,10 @@ ATTENTION_KINDS: Registry[Any] = Registry("moba_train.attention_kinds", "attenti
 """Subclasses of `attention.kind.AttentionKind`."""
 EVALUATIONS: Registry[Any] = Registry("moba_train.evaluations", "evaluation", ("Options", "numbers", "run"))
 """Subclasses of `evals.evaluation.Evaluation`, in the order in which they run."""
+MODEL_FAMILIES: Registry[Any] = Registry("moba_train.model_families", "model family", ("defaults", "values", "name"))
+"""Subclasses of `hf.family.Family`, by the `model_type` of their config.json."""
+WEIGHT_SOURCES: Registry[Any] = Registry("moba_train.weight_sources", "source of weights", ("matches", "model", "load"))
+"""Subclasses of `resolve.initial_weights.WeightSource`."""
 OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer", ("Options", "build", "state_bytes"))
 """Objects `optim.spec.OptimizerSpec`."""
 TRANSPORTS: Registry[Any] = Registry("moba_train.transports", "transport", ("make", "cost", "check_sizes"))

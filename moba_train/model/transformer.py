@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from moba_train.attention.engine import Engine
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout
-from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.model.block import Attention, Block
+from moba_train.config.model import LayerRope, ModelConfig, RopeConfig
+from moba_train.model.block import Attention, Block, norm_of
 from moba_train.model.loss import (
     ChunkLoss,
     LossSums,
@@ -41,12 +41,12 @@ class Transformer(nn.Module):
         """kind_parameters: for each layer, the parameter modules of its attention kinds by the kind's name."""
         super().__init__()
         self.config = config
-        self.rope = config.rope
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList()
         for layer in range(config.layers):
-            self.blocks.append(Block(config, kind_parameters[layer] if kind_parameters else {}))
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+            self.blocks.append(Block(config, layer, kind_parameters[layer] if kind_parameters else {}))
+        self.norm = norm_of(config, config.hidden_size)
+        self.set_rope(config.rope)
         tied = config.tie_embeddings
         self.output = None if tied else OutputProjection(config.hidden_size, config.vocab_size, bias=False)
         self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
@@ -71,18 +71,34 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor | None]]:
         """Normalised residual stream after the last block, [T, D], and the auxiliary losses of each layer, [T]."""
-        x_TD, auxiliary = self.run_blocks(self.blocks, self.embedding(tokens_T), positions_T, layout)
-        return self.norm(x_TD), auxiliary
+        x_TD, auxiliary = self.run_blocks(self.blocks, self.embed(tokens_T), positions_T, layout)
+        return self.normalised(x_TD), auxiliary
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """The residual stream before the first block, [T, D]."""
+        scale = self.config.embedding_scale
+        x_TD: Tensor = self.embedding(tokens_T)
+        return x_TD if scale == 1 else scale * x_TD
+
+    def normalised(self, x_TD: Tensor) -> Tensor:
+        """Normalised residual stream [T, D] after the last block, as logits, scaled, are made of it."""
+        divisor = self.config.logits_divisor
+        x_TD = self.norm(x_TD)
+        return x_TD if divisor == 1 else x_TD / divisor
 
     def run_blocks(
         self, blocks: Iterable[nn.Module], x_TD: Tensor, positions_T: Tensor, layout: Layout
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Residual stream after these blocks, [T, D], given the one before them, and their auxiliary losses, [T]."""
-        # Once for all blocks, from positions instead of a table: a document may be as long as the sequence.
-        cos, sin = rope_cos_sin(positions_T, self.rope, self.config.head_width)
+        # Once for all blocks with one embedding, from positions instead of a table: a document may be as long as the
+        # sequence.
+        angles: dict[LayerRope, tuple[Tensor, Tensor]] = {}
         auxiliary: list[Tensor | None] = []
         for block in blocks:
-            x_TD, auxiliary_T = block(x_TD, cos, sin, layout)
+            rope = cast(Block, block).attention.rope
+            if rope not in angles:
+                angles[rope] = rope_cos_sin(positions_T, rope, self.config.head_width)
+            x_TD, auxiliary_T = block(x_TD, *angles[rope], layout)
             auxiliary.append(auxiliary_T)
         return x_TD, auxiliary
 
@@ -126,9 +142,8 @@ class Transformer(nn.Module):
 
     def set_rope(self, rope: RopeConfig) -> None:
         """Set the rotary embedding of all blocks; may change between steps."""
-        self.rope = rope
-        for attention, _ in self._attentions([None] * self.config.layers):
-            attention.rope = rope
+        for attention, of_layer in self._attentions(rope.by_layer(self.config.layers)):
+            attention.rope = of_layer
 
     def attention_kinds(self) -> list[AttentionKind]:
         """The attention kind of every block here, first to last."""

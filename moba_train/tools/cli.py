@@ -358,7 +358,9 @@ def hf_to_moba(
     For `generate`, `verify` and `lm-eval`. Training does not need it: `init_from` reads Hugging Face folders too."""
     from moba_train.tools.convert.hf import describe_folder, import_from_hf
 
-    import_from_hf(folder, output)
+    unread = import_from_hf(folder, output)
+    if unread:
+        typer.echo(f"warning: config.json has keys that were not read: {', '.join(unread)}", err=True)
     typer.echo(f"{folder} is now a checkpoint in {output}:")
     for line in describe_folder(output):
         typer.echo(line)
