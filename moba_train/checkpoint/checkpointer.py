@@ -191,23 +191,26 @@ class Checkpointer:
         """Runs in the background thread."""
         began = time.perf_counter()
         copies: dict[str, Tensor] = {}
+        check_s = 0.0
 
-        def stage() -> tuple[list[str], float]:
+        def stage() -> list[str]:
+            nonlocal check_s
             own, not_finite, check_s = self._stager.stage(tensors, ready)
             copies.update(own)
-            return not_finite[:MOST_NAMED], check_s
+            return not_finite[:MOST_NAMED]
+
+        def union(names: list[list[str]]) -> list[str]:
+            return list(dict.fromkeys(name for of_rank in names for name in of_rank))
 
         def write(folder: Path) -> dict[str, FileEntry]:
             return self._writer.write(folder, copies) | (write_meta(folder, meta) if self._group.rank == 0 else {})
 
         try:
-            checks = self._group.all_gather(stage)
-            not_finite = list(dict.fromkeys(name for names, _ in checks for name in names))
+            not_finite = self._group.agree(stage, union)
             if not_finite:
                 meta |= {"good": False, "not_finite": not_finite[:MOST_NAMED]}
             self._writer.plan(tensors, copies)
             folder, problem = self._publisher.publish(step, write, protect)
-            check_s = checks[self._group.rank][1]
             self.last_error = None
             self.failed_saves = 0
             self.saves.append(Saved(step, time.perf_counter() - began, folder, problem, not_finite, check_s))

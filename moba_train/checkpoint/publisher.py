@@ -112,18 +112,17 @@ class Publisher:
             _check_visible(temporary, place)
             return write(temporary)
 
-        def publish_here(temporary: Path) -> None:
+        def publish_here(entries: list[dict[str, FileEntry]]) -> None:
             nonlocal published
             # Once more: writing has taken seconds to minutes, in which another run may have taken the folder over.
             self._check_owner(place)
-            publish.publish(temporary, step, {name: entry for own in entries for name, entry in own.items()})
+            publish.publish(folder, step, {name: entry for own in entries for name, entry in own.items()})
             self._remove_old(place, step, protect)
             published = True
 
         try:
             temporary = folder = self._group.broadcast(begin)
-            entries = self._group.all_gather(lambda: write_own(folder))
-            self._group.broadcast(lambda: publish_here(folder))
+            self._group.agree(lambda: write_own(folder), publish_here)
         except Exception as error:
             if published:  # on rank 0 the save is good from then on, also where the others do not know
                 text = "the checkpoint of step %d is complete, but the ranks lost contact before all of them knew: %s"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.parallel.world import World
+from moba_train.parallel.world import World, gather_over_ranks
 
 SHARD = "dp_shard_cp"
 """The mesh dimension that parameters, gradients and optimizer state are sharded over: dp_shard x cp, cp innermost."""
@@ -144,8 +144,7 @@ def hierarchical_groups(
     The group across holds the ranks with this rank's position in every node. `node_size`: consecutive ranks of `group`
     in one node. Collective over the whole world, also when it holds several context-parallel groups.
     """
-    all_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_ranks, dist.get_process_group_ranks(group))
+    all_ranks = gather_over_ranks(dist.get_process_group_ranks(group))
     own: dict[str, dist.ProcessGroup] = {}
     # Every rank creates every group, in one order: `new_group` is a collective of the whole world.
     for ranks in sorted(set(map(tuple, all_ranks))):
