@@ -228,14 +228,9 @@ class Checkpointer:
                 f"{self.failed_saves} saves in a row have failed, as many as checkpoint.max_failures allows. The last "
                 f"one: {self.last_error}; remove the cause and run the same command again"
             )
-        if self.fatal is None:
-            self._log_failure(step, error)
-
-    def _log_failure(self, step: int, error: Exception) -> None:
-        """Logs the errors of all ranks on rank 0, and on the others their own: the log would grow with the square of
-        the number of ranks."""
+        # Those of all ranks on rank 0, on the others their own: else the log would grow with the square of the ranks.
         own = error.own if isinstance(error, SaveFailedError) and self._group.rank != 0 else str(error)
-        if own is not None:
+        if self.fatal is None and own is not None:
             logger.error("%s; the run goes on with the checkpoints it has", _not_saved(step, own))
 
 

@@ -106,22 +106,19 @@ class PackedTensor(NamedTuple):
     """[chunks, 2 + 2 x dimensions]: number of the file, first byte, offsets, sizes."""
 
     @classmethod
-    def pack(cls, saved: SavedTensor, numbers: Mapping[str, int]) -> "PackedTensor":
-        """`saved`, in files with these `numbers`."""
-        rows = [(numbers[chunk.file], chunk.begin, *chunk.offsets, *chunk.sizes) for chunk in saved.chunks]
-        chunks = np.array(rows, np.int64).reshape(len(rows), 2 + 2 * len(saved.shape))
-        return cls(saved.dtype, saved.shape, chunks)
+    def pack(cls, saved: SavedTensor, files: Mapping[str, int]) -> "PackedTensor":
+        """`saved`, in `files` with these numbers."""
+        rows = [(files[chunk.file], chunk.begin, *chunk.offsets, *chunk.sizes) for chunk in saved.chunks]
+        return cls(saved.dtype, saved.shape, np.array(rows, np.int64).reshape(len(rows), 2 + 2 * len(saved.shape)))
 
-    def overlapping(self, part: "Part", files: Sequence[str]) -> SavedTensor:
+    def overlapping(self, part: Part, files: Sequence[str]) -> SavedTensor:
         """The tensor with those chunks alone that have a number of `part`. `files`: their names, by number."""
-        sizes_at = 2 + len(self.shape)
-        begins_CD = self.chunks[:, 2:sizes_at]
-        ends_CD = begins_CD + self.chunks[:, sizes_at:]
+        at = 2 + len(self.shape)
+        begins_CD = self.chunks[:, 2:at]
+        ends_CD = begins_CD + self.chunks[:, at:]
         wanted_C = ((begins_CD < np.add(part.offsets, part.sizes)) & (ends_CD > part.offsets)).all(axis=1)
-        chunks = [
-            Chunk(files[row[0]], row[1], tuple(row[2:sizes_at]), tuple(row[sizes_at:]))
-            for row in self.chunks[wanted_C].tolist()
-        ]
+        rows = self.chunks[wanted_C].tolist()
+        chunks = [Chunk(files[row[0]], row[1], tuple(row[2:at]), tuple(row[at:])) for row in rows]
         return SavedTensor(self.dtype, self.shape, chunks)
 
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from moba_train.checkpoint import publish
 from moba_train.checkpoint.manifest import FileEntry
@@ -30,15 +29,6 @@ class Place:
     """Key of the recipe that chooses the folder."""
 
 
-class Published(NamedTuple):
-    """A checkpoint that was published."""
-
-    folder: Path
-    """The one of the places that it is in."""
-    problem: str | None
-    """Reason that it is not in the first place; None if it is."""
-
-
 class Publisher:
     """Publishes checkpoints in the first of `places` that takes them. Made, and each method called, on every rank.
 
@@ -56,18 +46,21 @@ class Publisher:
         for place in places:
             self._prepare(place)
 
-    def publish(self, step: int, write: Callable[[Path], dict[str, FileEntry]], protect: Accept) -> Published:
+    def publish(
+        self, step: int, write: Callable[[Path], dict[str, FileEntry]], protect: Accept
+    ) -> tuple[Path, str | None]:
         """Publishes the checkpoint of `step` and removes old ones, except the newest whose meta `protect` accepts.
 
-        `write` writes this rank's files into a folder and returns their entries for the manifest. Raises
-        SaveFailedError when no place takes the checkpoint.
+        `write` writes this rank's files into a folder and returns their entries for the manifest. Returns the folder
+        that the checkpoint is in, and the reason that it is not the first place, or None. Raises SaveFailedError when
+        no place takes the checkpoint.
         """
         problems: list[str] = []
         own: list[str] = []
         for place in self._places:
             try:
                 self._publish_in(place, step, write, protect)
-                return Published(place.folder, "; ".join(problems) or None)
+                return place.folder, "; ".join(problems) or None
             except SaveFailedError as error:
                 problems.append(f"{place.folder}: {error}")
                 own += [f"{place.folder}: {error.own}"] if error.own is not None else []

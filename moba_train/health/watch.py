@@ -34,7 +34,7 @@ from moba_train.errors import ForeignFileError
 from moba_train.output_files import make_folder, write_atomically
 from moba_train.parallel.context import comm
 from moba_train.parallel.failures import Heartbeat
-from moba_train.parallel.world import World, flight_records, values_of_ranks
+from moba_train.parallel.world import World, flight_records, gather_over_ranks
 from moba_train.torch_private import dump_flight_record
 
 
@@ -108,7 +108,7 @@ class Stragglers:
         """
         if not self._due(step) or self._timer is None:
             return {}
-        every = values_of_ranks([self._step_s, self._timer.seconds()])
+        every = gather_over_ranks([self._step_s, self._timer.seconds()])
         metrics = {"attention_s": sum(attention_s for _, attention_s in every) / len(every)}
         if len(every) > 1:
             for name, times in zip(("step", "attention"), zip(*every, strict=True), strict=True):

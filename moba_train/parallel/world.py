@@ -202,7 +202,7 @@ def _joined(timeout: timedelta) -> Iterator[World]:
         if others := failures.report(error):
             error.add_note(others)
         waited = was_waiting(error)
-        if waited and (code := failures.code_of_others()) is not None:
+        if waited and (code := failures.code_of_others) is not None:
             raise EndedElsewhereError(code) from error
         if isinstance(error, UserError):
             error.said_elsewhere = failures.is_said_elsewhere(error)
@@ -258,16 +258,6 @@ def _gather_tensors(own: Tensor, group: dist.ProcessGroup | None = None) -> list
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else []
     dist.gather(own, every or None, group=group)
     return every
-
-
-def values_of_ranks(values: list[float]) -> list[list[float]]:
-    """Returns the `values` of every rank, by rank; all give equally many. On the host: never touches the GPU."""
-    # float64 holds any Python float and counts up to 2**53.
-    own = torch.tensor(values, dtype=torch.float64)
-    every = _gather_tensors(own)
-    all_RN = torch.stack(every) if every else own.new_empty(dist.get_world_size(), len(own))
-    dist.broadcast(all_RN, 0)
-    return all_RN.tolist()
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
