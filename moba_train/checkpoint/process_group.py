@@ -136,9 +136,9 @@ class SaveGroup:
             raise
 
 
-def _by_text(errors: dict[int, str]) -> str:
+def _by_text(errors: dict[int, str | LaunchError]) -> str:
     """The errors of ranks, each text once: `ranks 3-9: OSError(...)`."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, text in errors.items():
-        ranks[text].append(rank)
+        ranks[str(text)].append(rank)
     return "; ".join(f"{named_ranks(numbers)}: {text}" for text, numbers in ranks.items())

@@ -299,5 +299,5 @@ def _newest(find: Callable[[Accept], Path | None], marks: Marks) -> Path | None:
         # Oldest first: whatever is wrong with the marked ones came in later.
         for step in marks.steps:
             with suppress(CheckpointError):
-                return find(lambda meta, step=step: saved_step(meta) == step)
+                return find(lambda meta: saved_step(meta) == step)  # noqa: B023  # called at once
         raise

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.control_plane import NODE, TIMEOUT_S, DiedError, Simulation, life, measure
+from moba_train.checkpoint import index, load
 from moba_train.errors import CommunicationError, LaunchError
 from moba_train.parallel.failures import GRACE_S
 
@@ -51,6 +52,20 @@ def test_messages_of_512_ranks_are_linear() -> None:
 def test_a_slow_store_delays_a_start_and_fails_nothing(tmp_path: Path) -> None:
     simulation = run(tmp_path, request_s=0.01)
     assert not any(simulation.ended.values())
+
+
+def test_one_rank_reads_the_index_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(SIZE)
+    readers: list[int] = []
+
+    def read_index(*arguments: Any) -> Any:
+        readers.append(simulation.current)
+        return index.read_index(*arguments)
+
+    monkeypatch.setattr(load, "read_index", read_index)
+    simulation.run(life(tmp_path / "run"))
+    assert not any(simulation.ended.values())
+    assert readers == [0]
 
 
 def ends(simulation: Simulation) -> dict[int, BaseException]:
