@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moba_train.checkpoint.checkpointer import Checkpointer
-from moba_train.checkpoint.index import Chunk, PackedTensor, Part, SavedTensor
+from moba_train.checkpoint.index import Chunk, PackedTensor, Part, SavedTensor, Sizes
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.publish import latest_checkpoint
@@ -31,6 +31,11 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+def numbers(offsets: Sizes, sizes: Sizes) -> set[Sizes]:
+    """Places in a tensor of the numbers of a box."""
+    return {*itertools.product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True)))}
+
+
 def test_a_rank_takes_the_chunks_that_its_part_overlaps_out_of_those_that_it_is_sent() -> None:
     dice = random.Random(0)
     for _ in range(200):
@@ -45,13 +50,9 @@ def test_a_rank_takes_the_chunks_that_its_part_overlaps_out_of_those_that_it_is_
         sizes = tuple(dice.randint(1, size - offset) for size, offset in zip(shape, offsets, strict=True))
         packed = PackedTensor.pack(SavedTensor(torch.float32, shape, chunks), {"b": 0, "a": 1})
         found = packed.overlapping(Part("x", torch.float32, shape, offsets, sizes), "ba")
-        numbers = {*itertools.product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True)))}
-
-        def is_wanted(chunk: Chunk) -> bool:
-            ranges = (range(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            return any(number in numbers for number in itertools.product(*ranges))
-
-        assert found == SavedTensor(torch.float32, shape, [*filter(is_wanted, chunks)])
+        own = numbers(offsets, sizes)
+        expected = [chunk for chunk in chunks if own & numbers(chunk.offsets, chunk.sizes)]
+        assert found == SavedTensor(torch.float32, shape, expected)
 
 
 def save_and_resume(folder: Path, tp: int = 1) -> None:
