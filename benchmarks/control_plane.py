@@ -30,7 +30,6 @@ from torch import Tensor
 import moba_train.checkpoint.checkpointer as checkpointer_module
 import moba_train.checkpoint.files as files_module
 import moba_train.checkpoint.process_group as process_group_module
-import moba_train.health.node as node_module
 import moba_train.health.watch as watch_module
 import moba_train.parallel.failures as failures_module
 import moba_train.parallel.run_lock as run_lock_module
@@ -77,7 +76,7 @@ class Simulation:
         """Messages of all ranks, by phase; a request to the store is one, its answer none."""
         self.most: Counter[tuple[str, int]] = Counter()
         """Messages that a rank has sent, by phase and rank."""
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
         """Time of the slowest rank in a phase, by phase."""
         self.ended: dict[int, BaseException | None] = {}
         self.hangs: list[int] = []
@@ -170,7 +169,7 @@ class Simulation:
         began = self.now[rank]
         yield
         self._phase[rank] = outer
-        self.seconds[name] = max(self.seconds[name], self.now[rank] - began)
+        self.seconds[name] = max(self.seconds.get(name, 0.0), self.now[rank] - began)
 
     def cut(self) -> None:
         """The lost nodes do not reach the others from now on."""
@@ -291,26 +290,19 @@ class Simulation:
         }
         own |= {name: getattr(self, name) for name in ("gather", "broadcast", "broadcast_object_list")}
         own |= {name: getattr(self, name) for name in ("scatter_object_list", "new_group")}
-        timed = (world_module, failures_module, run_lock_module, process_group_module, watch_module, files_module)
-        timed += (checkpointer_module,)
+        timed = (world_module, failures_module, run_lock_module, process_group_module, checkpointer_module)
         threads = SimpleNamespace(Thread=InlineThread, get_ident=lambda: 0, Event=threading.Event)
-        with (
-            patch.multiple(dist, **own),
-            patch.object(checkpointer_module, "threading", threads),
-            patch.object(watch_module, "threading", threads),
-            patch.object(watch_module, "_stack", lambda _thread: ("", True)),
-            patch.object(watch_module, "_write_flight_record", lambda *_: None),
-            patch.object(run_lock_module, "fcntl", SimpleNamespace(lockf=lambda *_: None, LOCK_EX=0, LOCK_NB=0)),
-            patch.object(node_module, "time", clock),
-        ):
-            before = [module.time for module in timed]
-            for module in timed:
-                module.time = clock  # type: ignore[assignment]
-            try:
-                yield
-            finally:
-                for module, real in zip(timed, before, strict=True):
-                    module.time = real
+        locks = SimpleNamespace(lockf=lambda *_: None, LOCK_EX=0, LOCK_NB=0)
+        with ExitStack() as stack:
+            stack.enter_context(patch.multiple(dist, **own))
+            for module in (*timed, watch_module, files_module):
+                stack.enter_context(patch.object(module, "time", clock))
+            for module in (checkpointer_module, watch_module):
+                stack.enter_context(patch.object(module, "threading", threads))
+            stack.enter_context(patch.object(watch_module, "_stack", lambda _thread: ("", True)))
+            stack.enter_context(patch.object(watch_module, "_write_flight_record", lambda *_: None))
+            stack.enter_context(patch.object(run_lock_module, "fcntl", locks))
+            yield
 
 
 def _children(rank: int, size: int) -> int:
