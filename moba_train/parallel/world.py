@@ -241,8 +241,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Returns the `value`, which is pickled, of every rank, in rank order, on rank 0, and an empty list on the others.
     `group`: of all ranks, like the default one.
 
-    Sends two messages a rank. torch's functions for objects first send the sizes to all ranks by a ring: 64 ranks of a
-    CPU need 269 ms for that, 14 ms for a gather and a broadcast (benchmarks/measured/durability.md).
+    A rank other than 0 sends two messages. torch's functions for objects first send all sizes around a ring of the
+    ranks, which took 269 ms for 64 ranks, a gather and a broadcast 14 ms (benchmarks/measured/durability.md).
     """
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [*map(int, _gather_tensors(torch.tensor(own.numel()), group))]
