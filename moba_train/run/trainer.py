@@ -278,8 +278,6 @@ class Trainer:
             self.learner.update(metrics["lr"], metrics["grad_norm"])
             self.recovery.applied(step, self.tokens)
         self.learner.discard_gradients()
-        if action == "rollback":
-            self._save()  # a run that resumes now must not go on from a checkpoint of the spike
 
         step_s = self.clock.measure()
         if self._is_logged(step):
@@ -289,6 +287,10 @@ class Trainer:
             metrics |= self.monitors.stragglers.metrics(step)
             self.reports.telemetry.log(step, self.tokens, metrics)
             self.progress.count_logged()
+        if action == "rollback":
+            # A run that resumes now must not go on from a checkpoint of the spike. After the log: a run that resumes
+            # from this checkpoint does not log its step again.
+            self._save()
 
     def _measure(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> StepResult:
         """Loss and gradient norms of the step over all ranks; those by attention kind if the step is logged."""

@@ -183,14 +183,14 @@ def verify(
     checkpoint: Checkpoint,
 ) -> None:
     """Check every file of a checkpoint against its manifest."""
-    from moba_train.checkpoint.manifest import unnamed_files, verify_checkpoint
+    from moba_train.checkpoint.manifest import MANIFEST, verify_checkpoint
     from moba_train.checkpoint.publish import find_checkpoint, hold, published
 
     newest = published(checkpoint / "checkpoints")[-1:]  # not the newest that looks valid: the damage is asked for
     found, _held = (newest[0][1], hold(newest[0][1])) if newest else find_checkpoint(checkpoint)
     files = verify_checkpoint(found)
     typer.echo(f"{found}: intact")
-    if others := unnamed_files(found, files):
+    if others := sorted({entry.name for entry in found.iterdir()} - files.keys() - {MANIFEST}):
         typer.echo(f"not in the manifest, never read: {', '.join(map(repr, others))}")
 
 
