@@ -4,6 +4,7 @@ from experiments.figure import Figure
 from experiments.forced_choices import ForcedChoices
 from experiments.granularity import Granularity
 from experiments.hybrid import Hybrid
+from experiments.inference_gap import InferenceGap
 from experiments.mechanisms import Mechanisms
 from experiments.needles import Needles
 from experiments.scaling import Scaling
@@ -33,6 +34,7 @@ FIGURES: dict[str, Figure] = {
         Needles(),
         ForcedChoices(),
         WhyBehind(),
+        InferenceGap(),
     )
 }
 

@@ -18,7 +18,7 @@ from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, moba, recipe
-from experiments.readings import trailing_by_sequence, trailing_loss, validation_by_sequence, validation_loss
+from experiments.readings import keys_text, trailing_by_sequence, trailing_loss, validation_by_sequence, validation_loss
 from moba_train.data.indexed import IndexedDataset, corpus_file
 
 if TYPE_CHECKING:
@@ -101,10 +101,10 @@ class WhyBehind(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Losses of each arm, and their distance from the full attention of its setting."""
-        rows = [["setting", "arm", "validation loss", *ABOVE, "trailing loss", *ABOVE, "seeds"]]
+        rows = [["setting", "arm", "mean keys", "validation loss", *ABOVE, "trailing loss", *ABOVE, "seeds"]]
         for setting, arm in dict.fromkeys(map(_setting_and_arm, results)):
             own = [result for result in results if _setting_and_arm(result) == (setting, arm)]
-            row = [setting, arm]
+            row = [setting, arm, keys_text(own[0])]
             for value, cells in (
                 (validation_loss, _losses(results, setting)),
                 (_trailing, _trailing_losses(results, setting)),
