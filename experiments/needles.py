@@ -10,7 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 
 from benchmarks.needle_signal import by_gate, draw_signal, retrieving, summary
-from benchmarks.plotting import INK, name
+from benchmarks.plotting import INK
+from benchmarks.plotting import name as write_name
 from experiments.comparison import Estimate, Verdict, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
@@ -73,7 +74,7 @@ class Needles(Figure):
         misses = canvas.axes[-1]
         blind = {size: chance for (size, _), chance in sorted(chances(results).items())}
         misses.plot(list(blind), list(blind.values()), ":", color=INK)
-        name(misses, "chance", min(blind.items()), INK, (1, -6))
+        write_name(misses, "chance", min(blind.items()), INK, (1, -6))
 
 
 def signal_rows(result: Result) -> list[dict[str, Any]]:

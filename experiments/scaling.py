@@ -76,7 +76,7 @@ class ScalingFigure(Figure):
     def _gaps(self, results: Sequence[Result], laws: Mapping[str, Fits]) -> Iterator[tuple[str, str, str]]:
         """Gaps between the fits at equal tokens, real FLOPs and time, each with its interval and the compute: the
         middle of what both attentions have models of."""
-        middles = {axis: _middle(results, axis) for axis in laws}
+        middles = {axis: middle(results, axis) for axis in laws}
         rate = moba_over_full(self.seq_len)
         for what, axis, tokens in (("tokens", "6ND", 1.0), ("real FLOPs", "real", 1.0), ("time", "6ND", rate)):
             if axis in laws and tokens is not None:
@@ -109,7 +109,7 @@ class ScalingFigure(Figure):
         left.legend()
 
 
-def _middle(results: Sequence[Result], axis: str) -> float:
+def middle(results: Sequence[Result], axis: str) -> float:
     """Geometric middle of the computes that both attentions have models of."""
     by_attention: dict[str, list[float]] = {}
     for result in results:
