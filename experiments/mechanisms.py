@@ -21,6 +21,7 @@ from experiments.readings import (
     needle_in_history,
     own_trailing_by_sequence,
     trailing_by_sequence,
+    trailing_documents,
     trailing_loss,
     validation_loss,
 )
@@ -296,6 +297,7 @@ def _cells(results: Sequence[Result]) -> list[Cell]:
             _block(result),
             trailing_loss(result),
             trailing_by_sequence(result),
+            trailing_documents(result),
         )
         for result in results
     ]

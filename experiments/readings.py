@@ -53,6 +53,12 @@ def own_trailing_by_sequence(data: Mapping[str, Any]) -> Losses:
     return found
 
 
+def trailing_documents(result: Result) -> Sequence[int]:
+    """Number of the document that each sequence of `trailing_by_sequence` is a part of; empty in older results."""
+    found: Sequence[int] = position_wise(result).get("documents", ())
+    return found
+
+
 def position_wise(result: Result) -> Mapping[str, Any]:
     """Everything that the evaluation by position measured: `bucket`, `curves` by attention, `attention`."""
     data: Mapping[str, Any] = last_stage(result)["position_wise"]["position_wise"]

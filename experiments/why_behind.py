@@ -18,7 +18,14 @@ from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, moba, recipe
-from experiments.readings import keys_text, trailing_by_sequence, trailing_loss, validation_by_sequence, validation_loss
+from experiments.readings import (
+    keys_text,
+    trailing_by_sequence,
+    trailing_documents,
+    trailing_loss,
+    validation_by_sequence,
+    validation_loss,
+)
 from moba_train.data.indexed import IndexedDataset, corpus_file
 
 if TYPE_CHECKING:
@@ -190,7 +197,16 @@ def _losses(results: Sequence[Result], setting: str) -> list[Cell]:
 
 def _trailing_losses(results: Sequence[Result], setting: str) -> list[Cell]:
     own = [result for result in results if _setting_and_arm(result)[0] == setting and math.isfinite(_trailing(result))]
-    return [Cell(_setting_and_arm(one)[1], _block(one), trailing_loss(one), trailing_by_sequence(one)) for one in own]
+    return [
+        Cell(
+            _setting_and_arm(one)[1],
+            _block(one),
+            trailing_loss(one),
+            trailing_by_sequence(one),
+            trailing_documents(one),
+        )
+        for one in own
+    ]
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
