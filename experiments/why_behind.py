@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from benchmarks.plotting import COLOURS, INK, MOBA
+from benchmarks.plotting import GREEN, INK, MOBA
 from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
@@ -122,17 +122,21 @@ class WhyBehind(Figure):
         return Finding(_verdicts(results), rows)
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
-        """The validation loss above full attention's in the same setting, a point for each seed."""
+        """The validation loss above full attention's in the same setting: means, and bands over seeds."""
         axes = canvas.subplots()
         full = {(_setting_and_arm(one)[0], one["seed"]): validation_loss(one) for one in results if _is_full(one)}
-        names = list(dict.fromkeys(result["name"] for result in results if not _is_full(result)))[::-1]
+        gaps: dict[str, list[float]] = {}
         for result in results:
-            setting, arm = _setting_and_arm(result)
+            setting, _ = _setting_and_arm(result)
             base = full.get((setting, result["seed"]))
             if not _is_full(result) and base is not None:
-                colour = COLOURS.get("window", INK) if arm.startswith("window") else MOBA
-                axes.plot(validation_loss(result) - base, names.index(result["name"]), "o", color=colour)
-        axes.set_yticks(range(len(names)), names)
+                gaps.setdefault(result["name"], []).append(validation_loss(result) - base)
+        for place, (name, values) in enumerate(gaps.items()):
+            colour = GREEN if "window" in name else MOBA
+            axes.plot([min(values), max(values)], [place] * 2, color=colour, alpha=0.2, lw=8, solid_capstyle="butt")
+            axes.plot(statistics.mean(values), place, "o", color=colour)
+        axes.set_yticks(range(len(gaps)), list(gaps))
+        axes.invert_yaxis()
         axes.axvline(0, color=INK, lw=0.8)
         axes.set_xlabel("validation loss above full attention in the same setting, nats")
 
