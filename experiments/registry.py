@@ -1,5 +1,6 @@
 """The figures there are. A new one is its own file and one line here."""
 
+from experiments.equal_time import EqualTime, EqualTimeRates
 from experiments.figure import Figure
 from experiments.forced_choices import ForcedChoices
 from experiments.granularity import Granularity
@@ -33,6 +34,8 @@ FIGURES: dict[str, Figure] = {
         Mechanisms(),
         Needles(),
         ForcedChoices(),
+        EqualTimeRates(),
+        EqualTime(),
         WhyBehind(),
         InferenceGap(),
     )

@@ -4,7 +4,7 @@ question and answer with full attention over all keys.
 Shape suffixes: L rows given to a layer (padding included), n tokens among them, H query heads, d head width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import AttentionKind, KindCosts, LayerInput, TwoSublayers
 from moba_train.attention.shard import padded
 from moba_train.config.model import ModelConfig
+from moba_train.errors import UserError
 from moba_train.evals.evaluation import EvaluationContext, EvaluationSetting
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
@@ -52,6 +53,8 @@ def full_from(model: Transformer, first: int) -> Iterator[None]:
     """Inside, tokens from `first` on attend to all keys. Compiled blocks run uncompiled there: they would be compiled
     again for each question."""
     own = model.attention_kinds()
+    if unable := _unable(own):
+        raise UserError(f"answer: full attention cannot answer for layers of {unable}; allowed: own")
     model.set_attention([kind if isinstance(kind, FullKind) else FullFrom(kind, first) for kind in own])
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -62,10 +65,10 @@ def full_from(model: Transformer, first: int) -> Iterator[None]:
 
 def answer_modes(context: EvaluationContext, answer: str) -> Iterator[tuple[str, bool]]:
     """Each attention of the context by name, and True if answers are to be given with full attention. With `answer`
-    full the own attention comes once more, if it is not full itself."""
+    full, each one but full attention comes once more."""
     for name in context.each_attention():
         yield name, False
-        if answer == "full" and name == context.own != "full":
+        if answer == "full" and name != "full":
             yield f"{name}, answers with full", True
 
 
@@ -73,14 +76,15 @@ def answer_problems(answer: str, setting: EvaluationSetting, key: str) -> Iterat
     """Layers whose own attention full attention cannot replace for some tokens. `key` is that of the section."""
     if answer == "full":
         kinds = build_attention(setting.stage.attention, setting.model.head_width)
-        unable = sorted({kind.name for kind in kinds if not _is_full_where_all_is_selected(kind)})
-        if unable:
-            yield (
-                f"{key}.answer: given 'full', but full attention cannot answer for layers of {', '.join(unable)}; "
-                "allowed: own"
-            )
+        if unable := _unable(kinds):
+            yield f"{key}.answer: given 'full', but full attention cannot answer for layers of {unable}; allowed: own"
 
 
-def _is_full_where_all_is_selected(kind: AttentionKind) -> bool:
-    one = len(kind.attentions) == 1 and not isinstance(kind, TwoSublayers)
-    return one and kind.attentions[0].facts.decodes_full
+def _unable(kinds: Sequence[AttentionKind]) -> str:
+    """Names of kinds that are not full attention as soon as they select everything."""
+    unable = set()
+    for kind in kinds:
+        one = len(kind.attentions) == 1 and not isinstance(kind, TwoSublayers)
+        if not (one and kind.attentions[0].facts.decodes_full):
+            unable.add(kind.name)
+    return ", ".join(sorted(unable))
