@@ -22,6 +22,8 @@ def test_errors_of_evaluation_count_documents() -> None:
     apart = [cell._replace(documents=()) for cell in both]
     naive = compare(apart).difference("moba", "full").evaluation
     assert naive == pytest.approx(mean_of(alike.tolist()).half)
+    assert naive is not None
+    assert found is not None
     assert naive < 0.5 * found
 
 

@@ -128,7 +128,7 @@ def test_documents_are_the_same_text_in_other_tokens(tmp_path: Path) -> None:
     written = load_text_tokenizer(tmp_path / "tokenizer.model")
     with IndexedDatasetWriter(tmp_path / "train", np.uint16) as writer:
         for part in (text, text[:700]):
-            writer.add_document([*written.encode(part), written.eos_id])
+            writer.add_document(np.array([*written.encode(part), written.eos_id], dtype=np.uint16))
     (tmp_path / "model").mkdir()
     write_byte_tokenizer(tmp_path / "model" / "tokenizer.json")
     for name in ("train", "valid"):

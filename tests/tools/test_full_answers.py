@@ -1,7 +1,7 @@
 """Answers with full attention after a text that was read with the layers' own: which rows attend to what."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import packed_layout
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
+from moba_train.model.block import Block
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.model.transformer import Transformer
@@ -53,13 +54,15 @@ def by_definition(config: RunConfig, model: Transformer) -> Tensor:
     cos, sin = rope_cos_sin(torch.arange(LENGTH), config.model.rope, config.model.head_width)
     x = model.embedding(tokens)
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    for block in model.blocks:
-        attention, normed = block.attention, block.attention_norm(x)
+    for block in (cast(Block, block) for block in model.blocks):
+        attention = block.attention
+        normed = block.attention_norm(x)
         q, k, v = (
             projection(normed).unflatten(-1, (-1, config.model.head_width))
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         q, k = (apply_rope(each, cos, sin) for each in (q, k))
+        assert attention.kind is not None
         (own,) = attention.kind.attentions
         out, _ = LOCAL_ENGINE(q, k, v, own, layout)
         keys, values = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
