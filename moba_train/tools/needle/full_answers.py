@@ -4,8 +4,8 @@ question and answer with full attention over all keys.
 Shape suffixes: L rows given to a layer (padding included), n tokens among them, H query heads, d head width.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -20,26 +20,29 @@ from moba_train.evals.evaluation import EvaluationContext, EvaluationSetting
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 
+Answered = Callable[[Tensor], Tensor]
+"""Bool [n] of tokens of the packed sequence, int64 [n]: True for those of question and answer."""
 
-class FullFrom(AttentionKind):
-    """A kind for the tokens before `first`, full attention for those from `first` on, in a sequence that begins with
-    the text. Both are computed for all tokens."""
 
-    def __init__(self, own: AttentionKind, first: int) -> None:
+class FullForSome(AttentionKind):
+    """Full attention for the tokens that `answered` says, a kind of one's own for the others. Both are computed for all
+    tokens."""
+
+    def __init__(self, own: AttentionKind, answered: Answered) -> None:
         super().__init__(own.options, own.head_dim)
         self.name = own.name  # type: ignore[misc]  # by which the layer finds the parameters of `own`
         self.facts = own.facts
         self.attentions = own.attentions
         self._own = own
         self._full = FullAttention(FullAttention.Options(), own.head_dim)
-        self._first = first
+        self._answered = answered
 
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """[L, H, d], and the auxiliary loss of `own`."""
         own_LHd, auxiliary_L = self._own.mix(layer, parameters)
         q_LHd, k_LKd = layer.rotate(layer.q_THd), layer.rotate(layer.k_TKd)
         full_LHd, _ = layer.engine(q_LHd, k_LKd, layer.v_TKd, self._full, layer.layout)
-        answered_n = layer.engine.shard(layer.layout).layout.q_tokens >= self._first
+        answered_n = self._answered(layer.engine.shard(layer.layout).layout.q_tokens)
         answered_L11 = padded(answered_n, len(own_LHd))[:, None, None]
         return torch.where(answered_L11, full_LHd, own_LHd), auxiliary_L
 
@@ -49,13 +52,13 @@ class FullFrom(AttentionKind):
 
 
 @contextmanager
-def full_from(model: Transformer, first: int) -> Iterator[None]:
-    """Inside, tokens from `first` on attend to all keys. Compiled blocks run uncompiled there: they would be compiled
-    again for each question."""
+def full_for(model: Transformer, answered: Answered) -> Iterator[None]:
+    """Inside, the tokens that `answered` says attend to all keys. Compiled blocks run uncompiled there: they would be
+    compiled again for each question. Raises UserError for layers that cannot do so."""
     own = model.attention_kinds()
     if unable := _unable(own):
         raise UserError(f"answer: full attention cannot answer for layers of {unable}; allowed: own")
-    model.set_attention([kind if isinstance(kind, FullKind) else FullFrom(kind, first) for kind in own])
+    model.set_attention([kind if isinstance(kind, FullKind) else FullForSome(kind, answered) for kind in own])
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -63,13 +66,21 @@ def full_from(model: Transformer, first: int) -> Iterator[None]:
         model.set_attention(own)
 
 
+def full_from(model: Transformer, first: int) -> AbstractContextManager[None]:
+    """`full_for` the tokens from `first` on, in a sequence that begins with the text."""
+    return full_for(model, lambda tokens_n: tokens_n >= first)
+
+
 def answer_modes(context: EvaluationContext, answer: str) -> Iterator[tuple[str, bool]]:
     """Each attention of the context by name, and True if answers are to be given with full attention. With `answer`
     full, each one but full attention comes once more."""
     for name in context.each_attention():
-        yield name, False
-        if answer == "full" and name != "full":
-            yield f"{name}, answers with full", True
+        yield from modes_of(name, answer)
+
+
+def modes_of(name: str, answer: str) -> list[tuple[str, bool]]:
+    """The modes of one attention."""
+    return [(name, False), *([(f"{name}, answers with full", True)] if answer == "full" and name != "full" else [])]
 
 
 def answer_problems(answer: str, setting: EvaluationSetting, key: str) -> Iterator[str]:
