@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,7 +94,9 @@ class PositionWise(Evaluation[PositionWiseConfig]):
             )
             for name in context.each_attention()
         }
-        return summarize(curves, context.own)
+        found = summarize(curves, context.own)
+        # Samples of one document are alike: a comparison of runs counts documents.
+        return replace(found, data={**found.data, "documents": self._samples.documents})
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from moba_train.tools.inference.corpus_marks import CorpusMarks, corpus_marks, e
 from moba_train.tools.lm_eval.language_model import NativeLM
 from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
+from moba_train.tools.needle.full_answers import modes_of
 from moba_train.tools.saved_recipe import SavedRun
 from moba_train.tools.text_tokenizer import HuggingFaceTokenizer
 
@@ -117,7 +118,8 @@ def evaluate_with_lm_eval(
     model = load_on_this_machine(saved)
     found: dict[str, Metrics] = {}
     details: dict[str, Any] = {}
-    for name, layers in attentions.items():
+    modes = [(mode, layers) for name, layers in attentions.items() for mode in modes_of(name, options.answer)]
+    for (name, in_full), layers in modes:
         model.set_attention(build_attention(layers, saved.config.model.head_width))
         lm = NativeLM(
             model,
@@ -126,6 +128,7 @@ def evaluate_with_lm_eval(
             batch_size=options.batch_size,
             batch_tokens=options.batch_tokens,
             decode=options.decode,
+            in_full=in_full,
             template=template,
             stop_tokens=stop_tokens,
         )
