@@ -1,14 +1,14 @@
 """The kind `oracle`: attention to the blocks that full attention itself would give the most probability.
 
 No selector can know them, as they are found by computing all scores. They say what a budget of keys costs when the
-selection is ideal: what a gate loses beyond that is the gate's own error (tools/oracle/). With `block_size: 1` the
+selection is ideal: what a gate loses beyond that is the gate's own error (tools/oracle.py). With `block_size: 1` the
 budget is one of tokens.
 
 Scores exist for a chunk of queries and the blocks before them, so memory does not grow with the sequence's square.
 
-Shape suffixes: L rows given to the layer, n queries of this rank, t a chunk of them, T tokens of the sequence, N blocks,
-b blocks of a chunk, B tokens of a block, s = b * B keys of a chunk, K key/value heads, G query heads of a group, D head
-width.
+Shape suffixes: L rows given to the layer, n queries of this rank, t a chunk of them, T tokens of the sequence, N
+blocks, b blocks of a chunk, B tokens of a block, s = b * B keys of a chunk, K key/value heads, G query heads of a group,
+D head width.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,5 @@
-"""The ideal selection against an oracle in float64 that makes every distribution whole, head by head and query by
-query: outputs and gradients; ranks that share a sequence; documents; decoding; full attention where nothing is left out.
-"""
+"""The ideal selection against an oracle in float64 that sorts the blocks of every query and head: outputs and gradients;
+ranks that share a sequence; documents; decoding; full attention where nothing is left out."""
 
 import math
 from itertools import pairwise
