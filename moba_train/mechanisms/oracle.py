@@ -7,8 +7,8 @@ budget is one of tokens.
 Scores exist for a chunk of queries and the blocks before them, so memory does not grow with the sequence's square.
 
 Shape suffixes: L rows given to the layer, n queries of this rank, t a chunk of them, T tokens of the sequence, N
-blocks, b blocks of a chunk, B tokens of a block, s = b * B keys of a chunk, K key/value heads, G query heads of a group,
-D head width.
+blocks, b blocks of a chunk, B tokens of a block, s = b * B keys of a chunk, K key/value heads, G query heads of a
+group, D head width.
 """
 
 from collections.abc import Iterator, Sequence

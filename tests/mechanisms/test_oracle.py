@@ -1,4 +1,4 @@
-"""The ideal selection against an oracle in float64 that sorts the blocks of every query and head: outputs and gradients;
+"""The ideal selection against an oracle in float64 that sorts the blocks of every query and head: outputs, gradients;
 ranks that share a sequence; documents; decoding; full attention where nothing is left out."""
 
 import math
