@@ -1,4 +1,4 @@
-"""What sparse attention costs on given weights, split into three errors, each by the attention it is measured with.
+"""Cost of sparse attention on given weights, split into three errors by the attentions they are measured with.
 
 - budget: with the ideal selection (mechanisms/oracle.py), less with full attention: what no selector could avoid;
 - selector: with MoBA's gate, less with the ideal selection of the same number of blocks: where the gate errs;
@@ -168,7 +168,7 @@ class Oracle(Evaluation[OracleConfig]):
 
     @property
     def _shape(self) -> dict[str, int]:
-        """What two results must have in common to be compared."""
+        """Facts that two results must have in common to be compared."""
         return {"seq_len": self._samples.seq_len, "bucket": self._options.bucket, "sequences": len(self._samples)}
 
     def _attentions(self, context: EvaluationContext) -> dict[str, Layers]:
@@ -254,7 +254,7 @@ class Difference:
 
     @classmethod
     def of(cls, values: npt.NDArray[np.float64]) -> "Difference":
-        """Of one value for each sequence; a single one has the error NaN."""
+        """Mean and error of one value for each sequence; NaN for the error of a single one."""
         count = len(values)
         return cls(float(values.mean()), float(values.std(ddof=1)) / count**0.5 if count > 1 else math.nan)
 
