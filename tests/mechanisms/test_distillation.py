@@ -78,7 +78,7 @@ def one_step(case: dict[str, int], prefix: str, world: World) -> dict[str, Tenso
 
 
 def all_steps(prefix: str, output: str) -> None:
-    """What a rank does."""
+    """Work of one rank: all cases."""
     with joined_world(timedelta(seconds=60)) as world:
         found = [one_step(case, prefix, world) for case in CASES]
         if world.is_main:
