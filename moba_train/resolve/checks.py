@@ -69,6 +69,7 @@ def part_problems(
         *_model_problems(model),
         *_rope_problems(model.rope, model.layers, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
+        *_objective_problems(config.stages, parallel.pp),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
         *_precision_problems(config.precision, parallel, config.compile, here, device),
         *_norm_problems(config.norm_implementation, parallel.tp, here),
@@ -352,6 +353,13 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
     for index, stage in enumerate(stages):
         if stage.name in NAMED_NUMBERS:
             yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
+
+
+def _objective_problems(stages: Sequence[StageConfig], pp: int) -> Iterator[str]:
+    for index, names in enumerate([*stage.objectives] for stage in stages):
+        if len(names) > 1 or (names and pp > 1):
+            given = f"stages[{index}].{' and '.join(names)}: given with parallel.pp {pp}"
+            yield f"{given}; allowed: one objective, with pp 1"
 
 
 def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:

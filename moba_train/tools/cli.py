@@ -96,8 +96,9 @@ def plan(
     are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent.
     With --nodes the parallel layout is chosen: the best five by predicted time."""
     from moba_train.errors import PlanError
-    from moba_train.memory.devices import local_gpu, named_gpu
+    from moba_train.memory.devices import local_gpu
     from moba_train.tools.plan.command import make_machine, plan_nodes, plan_recipe
+    from moba_train.tools.plan.named_gpus import named_gpu
 
     asked = named_gpu(gpu) if gpu is not None else None
     if nodes is None:
