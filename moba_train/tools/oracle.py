@@ -21,7 +21,6 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length, format_count
-from moba_train.config.evaluation import HiddenNeedles, NeedleConfig
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError, ForeignFileError
 from moba_train.evals.evaluation import (
@@ -38,6 +37,7 @@ from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, posit
 from moba_train.foreign_files import read_foreign_json, working_roots
 from moba_train.mechanisms.oracle import IdealAttention
 from moba_train.tools.needle.needle import Needle
+from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
 from moba_train.tools.ruler.ruler import Ruler, RulerConfig
 
 Budget = IdealAttention.Options
