@@ -7,7 +7,7 @@ arXiv:2502.16982, section 2.2).
 
 Why not torch.optim.Muon: on DTensors each of its matrix products gathers or reduces once more, every rank computes all
 matrices, and it computes in bf16 everywhere. Here a matrix is gathered once, by the rank that computes it
-(`optim.exchange`), in bf16 on a GPU and in its own dtype on a CPU, where a run then does not depend on the ranks.
+(`MatrixExchange`), in bf16 on a GPU and in its own dtype on a CPU, where a run then does not depend on the ranks.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from moba_train.config.optim import MuonScale, OptimConfig
 from moba_train.optim.adamw import adamw_groups, build_torch_adamw
-from moba_train.optim.exchange import MatrixExchange
+from moba_train.mechanisms.muon.exchange import MatrixExchange
 from moba_train.optim.gradients import local_part
 from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices
 from moba_train.torch_private import foreach_lerp, foreach_lerp_
