@@ -54,6 +54,10 @@ scaled_mm = _aten._scaled_mm.default
 """FP8's matrix product. Tried with torch 2.11. Without it: activations of FP8 layers cannot be kept one by one
 (parallel/activations.py)."""
 
+grouped_mm = _aten._grouped_mm.default
+"""A product for each group of rows. Tried with torch 2.13. Without it: products of experts cannot be kept
+(parallel/activations.py)."""
+
 reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 """Tried with torch 2.11 and 2.13. Without it: the sums of tensor parallelism cannot be kept for the backward pass
 (parallel/activations.py)."""

@@ -1,10 +1,13 @@
 """The shape of the Transformer."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from moba_train.config.base import Length, Section
+from moba_train.config.attention import full_layer_ids
+from moba_train.config.base import Length, OpenSection, Section
+from moba_train.registry import FEED_FORWARDS
 
 MOST_LAYERS = 10_000
 MOST_HEADS = 1 << 16
@@ -41,8 +44,11 @@ class RopeConfig(Section):
         return self.beta_fast if self.beta_fast is not None else {"llama3": 4.0}.get(self.kind, 32.0)
 
 
-class ModelConfig(Section):
-    """A Llama-style decoder. With `qkv_bias` it is Qwen2's, with `qk_norm` Qwen3's shape."""
+class ModelConfig(OpenSection):
+    """A Llama-style decoder. With `qkv_bias` it is Qwen2's, with `qk_norm` Qwen3's shape. The section of a registered
+    feed-forward, such as `moe`, gives it to the layers that its `layers` names."""
+
+    members = FEED_FORWARDS
 
     vocab_size: int = Field(ge=2, le=LARGEST_WIDTH, description="rows of the embedding; at least the tokenizer's size")
     hidden_size: int = Field(ge=2, le=LARGEST_WIDTH, description="width of the residual stream")
@@ -64,3 +70,31 @@ class ModelConfig(Section):
     def head_width(self) -> int:
         """Width of one attention head, given or derived."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.heads
+
+    @property
+    def given_feed_forwards(self) -> dict[str, Section]:
+        """Sections of registered feed-forwards, by name."""
+        return {name: options for name, options in (self.__pydantic_extra__ or {}).items() if options is not None}
+
+    def feed_forward(self, layer: int) -> tuple[str, Section] | None:
+        """Name and section of the layer's registered feed-forward; None: it has the model's own."""
+        for name, options in self.given_feed_forwards.items():
+            if layer in full_layer_ids(options.layers, self.layers):  # type: ignore[attr-defined]  # every Options has
+                return name, options
+        return None
+
+    @model_validator(mode="after")
+    def _one_feed_forward_for_each_layer(self) -> Self:
+        taken: dict[int, str] = {}
+        for name, options in self.given_feed_forwards.items():
+            try:
+                layers = full_layer_ids(options.layers, self.layers)  # type: ignore[attr-defined]  # every Options has
+                if both := [layer for layer in layers if layer in taken]:
+                    raise ValueError(f"layer {both[0]} also has {taken[both[0]]!r}; allowed: one feed-forward a layer")
+            except ValueError as error:
+                found = InitErrorDetails(
+                    type=PydanticCustomError("value_error", str(error)), loc=(name, "layers"), input=None
+                )
+                raise ValidationError.from_exception_data(type(self).__name__, [found]) from None
+            taken |= dict.fromkeys(layers, name)
+        return self

@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kind import AttentionKind, LayerInput, SublayerInput, TwoSublayers
 from moba_train.attention.layout import Layout
 from moba_train.config.model import ModelConfig
+from moba_train.model.feed_forward import RegisteredFeedForward, build_feed_forward
 from moba_train.model.rope import apply_rope, rope_cos_sin
 
 
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream; a kind may have a sublayer between."""
 
-    def __init__(self, config: ModelConfig, kind_parameters: Mapping[str, nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kind_parameters: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, kind_parameters)
         self.feed_forward_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = build_feed_forward(config, layer)
         self.feed_forward_rows: int | None = None
         """Rows that the feed-forward takes at once; None: all."""
 
@@ -40,6 +40,10 @@ class Block(nn.Module):
         x_TD = x_TD + update_TD
         if isinstance(kind, TwoSublayers):
             x_TD = x_TD + self.attention.second_sublayer(x_TD, cos, sin, layout)
+        if isinstance(self.feed_forward, RegisteredFeedForward):
+            update_TD, own_T = self.feed_forward(self.feed_forward_norm(x_TD))
+            found = [loss_T for loss_T in (auxiliary_T, own_T) if loss_T is not None]
+            return x_TD + update_TD, sum(found[1:], start=found[0]) if found else None
         rows = self.feed_forward_rows or len(x_TD)
         if len(x_TD) <= rows:
             return self._with_feed_forward(x_TD), auxiliary_T
@@ -89,16 +93,3 @@ class Attention(nn.Module):
 
     def _rotate_at(self, x_nHd: Tensor, positions_n: Tensor) -> Tensor:
         return apply_rope(x_nHd, *rope_cos_sin(positions_n, self.rope, x_nHd.shape[-1]))
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))

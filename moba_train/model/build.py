@@ -41,7 +41,7 @@ def _kind(layer: LayerAttention, head_dim: int) -> AttentionKind:
 
 @torch.no_grad()
 def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] = ("",)) -> None:
-    """Fill every parameter in place: norms 1, biases 0, matrices normal with the config's `init_std`.
+    """Fill every parameter in place: norms 1, biases and buffers 0, matrices normal with the config's `init_std`.
 
     prefixes: only the parameters whose names begin with one of them.
 
@@ -50,6 +50,9 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
     own generator, seeded by its name, and is drawn in full before it is cut into shards: the same seed gives the same
     weights on any number of ranks. Parameters may be plain tensors or DTensors, never on "meta".
     """
+    for name, buffer in model.named_buffers():
+        if name.startswith(tuple(prefixes)):
+            buffer.zero_()
     for name, parameter in model.named_parameters():
         if not name.startswith(tuple(prefixes)):
             continue

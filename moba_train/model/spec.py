@@ -12,6 +12,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+from moba_train.model.feed_forward import feed_forward_costs
 
 Shapes = Mapping[str, torch.Size]
 """Shapes of parameters by name."""
@@ -29,6 +30,13 @@ class ParameterCounts:
     """Output projection; 0 when it is tied to the embedding."""
     attention_kinds: int = 0
     """Parameters that attention kinds add to the layers."""
+    idle: int = 0
+    """Those of `feed_forward` that a token does not pass through: of experts that it does not choose."""
+
+    @property
+    def active(self) -> int:
+        """All parameters that a token passes through."""
+        return self.total - self.idle
 
     @property
     def total(self) -> int:
@@ -47,6 +55,8 @@ class BlockCounts(NamedTuple):
     parameters: int
     matrices: int
     """Parameters in the weights of linear layers (`optim.spec.block_matrices`)."""
+    separate: int = 0
+    """Parameters that expert parallelism divides."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +95,16 @@ def model_spec(config: ModelConfig, stages: Iterable[Sequence[LayerAttention]]) 
     added = [nn.ModuleList(of_layer.values()) for of_layer in modules]
     counts = count_parameters(config, sum(_elements(of_layer) for of_layer in added))
     own = count_parameters(config)
-    parameters = (own.attention + own.feed_forward + own.norms - config.hidden_size) // config.layers  # no last norm
-    matrices = attention_matrices(config) + feed_forward_matrices(config)
+    parameters = (own.attention + own.norms - config.hidden_size) // config.layers  # no last norm
+    matrices = attention_matrices(config)
+    fed = [feed_forward_costs(config, layer) for layer in range(config.layers)]
     blocks = tuple(
-        BlockCounts(parameters + _elements(of_layer), matrices + _linear_elements(of_layer)) for of_layer in added
+        BlockCounts(
+            parameters + costs.parameters + _elements(of_layer),
+            matrices + costs.matrices + _linear_elements(of_layer),
+            costs.separate,
+        )
+        for of_layer, costs in zip(added, fed, strict=True)
     )
     return ModelSpec(config, kinds, shapes, counts, blocks)
 
@@ -121,24 +137,21 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
     vocabulary = model.vocab_size * model.hidden_size
     biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
     head_norms = 2 * model.head_width if model.qk_norm else 0
+    fed = [feed_forward_costs(model, layer) for layer in range(model.layers)]
     return ParameterCounts(
         embedding=vocabulary,
         attention=model.layers * (attention_matrices(model) + biases),
-        feed_forward=model.layers * feed_forward_matrices(model),
+        feed_forward=sum(costs.parameters for costs in fed),
         norms=model.layers * (2 * model.hidden_size + head_norms) + model.hidden_size,
         output=0 if model.tie_embeddings else vocabulary,
         attention_kinds=attention_kinds,
+        idle=sum(costs.parameters - costs.active for costs in fed),
     )
 
 
 def attention_matrices(model: ModelConfig) -> int:
     """Weights of one layer's query, key, value and output projections, without biases."""
     return 2 * model.hidden_size * (model.heads + model.kv_heads) * model.head_width
-
-
-def feed_forward_matrices(model: ModelConfig) -> int:
-    """Weights of one layer's SwiGLU: gate, up and down projection."""
-    return 3 * model.hidden_size * model.intermediate_size
 
 
 def kind_prefix(layer: int, kind: str) -> str:

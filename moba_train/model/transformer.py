@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList()
         for layer in range(config.layers):
-            self.blocks.append(Block(config, kind_parameters[layer] if kind_parameters else {}))
+            self.blocks.append(Block(config, layer, kind_parameters[layer] if kind_parameters else {}))
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         tied = config.tie_embeddings
         self.output = None if tied else OutputProjection(config.hidden_size, config.vocab_size, bias=False)

@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from moba_train.model.feed_forward import registered_modules
+from moba_train.model.part import own_layers
 from moba_train.model.transformer import Transformer
 from moba_train.torch_private import pipeline_transfers_with_products, symmetric_memory
 
@@ -49,8 +51,9 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     if model.config.qk_norm:
         heads = SequenceParallel(sequence_dim=1, use_local_output=True)
         attention |= {"attention.q_norm": heads, "attention.k_norm": heads}
+    norm: dict[str, ParallelStyle] = {"feed_forward_norm": SequenceParallel(sequence_dim=0)}
     feed_forward: dict[str, ParallelStyle] = {
-        "feed_forward_norm": SequenceParallel(sequence_dim=0),
+        **norm,
         "feed_forward": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
         "feed_forward.gate_proj": ColwiseParallel(),
         "feed_forward.up_proj": ColwiseParallel(),
@@ -63,7 +66,12 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
         ends["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
     if model.output is not None:
         ends["output"] = _ShardedRows()
-    in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
+    in_blocks: dict[str, ParallelStyle] = {}
+    registered = registered_modules(model)
+    for layer in own_layers(model):
+        own = registered.get(layer)
+        fed = feed_forward if own is None else {**norm, "feed_forward": own.tensor_parallel_style()}
+        in_blocks |= {f"blocks.{layer}.{name}": style for name, style in {**attention, **fed}.items()}
     # None: nothing is sent from rank 0, as the model is on the meta device.
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
     model.gather_output_weight = _gather_weight

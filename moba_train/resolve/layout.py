@@ -97,7 +97,8 @@ def tensor_problems(
     if parallel.tp_overlap and (tp == 1 or not compiled):
         missing = "parallel.tp is 1" if tp == 1 else "compile is false"
         yield f"parallel.tp_overlap: given true, but {missing}; it needs parallel.tp above 1 and compile: true"
-    sizes = {key: getattr(model, key) for key in _DIVIDED}
+    dense = not all(map(model.feed_forward, range(model.layers)))
+    sizes = {key: getattr(model, key) for key in _DIVIDED if dense or key != "intermediate_size"}
     uneven = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]
     if uneven:
         allowed = allowed_divisors(gcd(*sizes.values()))

@@ -8,6 +8,7 @@ from moba_train.attention.engine import LOCAL_ENGINE, OperatorEngine
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch
 from moba_train.model.build import build_attention
+from moba_train.model.feed_forward import each_kind
 from moba_train.optim.gradients import Gradients
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.spec import set_trainable
@@ -35,10 +36,11 @@ class Learner:
         self._device = world.device
         self._compiled = run.setup.computation.compiled
         self._clip_norm = run.optim.clip_norm
-        dims = ParallelDims(run.layouts[0].mesh, world)
+        dims = ParallelDims(run.layouts[0].mesh, world, run.parallel.ep)
         self.model = sharded_model(run.setup, run.parallel, dims, run.seed)
         self.optimizer = build_optimizer(self.model, run.optim, world.device, dims.layers_group)
         self._engines = ContextEngines(dims)
+        self._dims = dims
         self._gradients: Gradients | None = None
 
     @property
@@ -56,6 +58,8 @@ class Learner:
         set_trainable(self.model, stage.trainable)
         self.data_shard = self._engines.data_shard(layout.mesh, layout.strategy)
         self.model.set_engines([self.engine] * shape.layers)
+        for kind, options, modules in each_kind(self.model):
+            kind.enter(modules, options, self._dims.for_stage(layout.mesh))
         set_activations(self.model, layout.activations.layers, self._device)
 
     def accumulate(self, batches: Sequence[Batch], loss_weight: float) -> StepLosses:
@@ -64,6 +68,8 @@ class Learner:
         loss_weight: sum of the token weights of all micro-batches and ranks
         """
         losses = StepLosses(self._device)
+        for kind, _, modules in each_kind(self.model):
+            kind.begin_step(modules)
         for part in accumulate_gradients(self.model, batches, loss_weight):
             losses.add(part)
         return losses
@@ -78,8 +84,10 @@ class Learner:
         # Listed once for norms and clipping, before the host waits for the norm: the GPU then waits 0.6 ms for the host
         # in the 8B's step, 4.6 before (benchmarks/LOG.md, "8K tokens").
         self._gradients = Gradients(self.model)
-        by_kind = self._gradients.norms_by_kind(kinds) if kinds else {}
-        return StepResult.read(losses, own_loss_sum, self._gradients.norm(), by_kind)
+        further = self._gradients.norms_by_kind(kinds) if kinds else {}
+        for kind, options, modules in each_kind(self.model):
+            further |= kind.measure(modules, options, self.model.config.layers, self._device)
+        return StepResult.read(losses, own_loss_sum, self._gradients.norm(), further)
 
     def update(self, lr: float, grad_norm: float) -> None:
         """Clip the gradients, whose norm is `grad_norm`, and take the optimizer's step."""
@@ -87,6 +95,8 @@ class Learner:
         gradients.clip(self._clip_norm, grad_norm)
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
+        for kind, options, modules in each_kind(self.model):
+            kind.update(modules, options)
 
     def release_gradients(self) -> None:
         """Hold the gradients in the model alone, so that their memory is free when the model drops them: a rollback

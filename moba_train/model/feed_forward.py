@@ -1,0 +1,171 @@
+"""The feed-forward of a layer: SwiGLU, or a registered one, such as experts (`mechanisms/experts`).
+
+A registered feed-forward is one subclass of `RegisteredFeedForward` and one entry point of the group
+`moba_train.feed_forwards`. Its section of the recipe is `model.NAME`, whose `layers` says which layers have it.
+
+Shape suffixes: T packed tokens of this rank, D hidden size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moba_train import registry
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+
+
+class FeedForwardCosts(NamedTuple):
+    """Numbers of a layer's feed-forward that memory and operations follow from."""
+
+    parameters: int
+    matrices: int
+    """Parameters that a matrix optimizer such as Muon trains."""
+    active: int
+    """Weights that a token is multiplied with."""
+    width: int
+    """Columns of a token's gate projections, over all that it passes through."""
+    widths: frozenset[int]
+    """Columns of each gate projection."""
+    copies: int = 0
+    """Copies of a token's hidden state that are made on the way, each as an input and as a result."""
+    separate: int = 0
+    """Parameters of the layer that expert parallelism divides."""
+    parts: int = 0
+    """Experts, equal numbers of which it gives each rank; 0: none."""
+
+
+class MatrixStack(nn.Module):
+    """Weights [n, columns out, columns in] of n linear layers, each a matrix of its own to an optimizer."""
+
+    def __init__(self, number: int, columns_in: int, columns_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(number, columns_out, columns_in))
+
+
+class RegisteredFeedForward(nn.Module, ABC):
+    """A feed-forward that is found by name, in one layer."""
+
+    Options: ClassVar[type[Section]]
+    """Its section of the recipe; `layers` in it is a pattern as `attention.full_layers`."""
+
+    def __init__(self, options: Section, model: ModelConfig) -> None:
+        super().__init__()
+
+    @classmethod
+    @abstractmethod
+    def costs(cls, options: Section, model: ModelConfig) -> FeedForwardCosts:
+        """Costs of a layer."""
+
+    @classmethod
+    @abstractmethod
+    def problems(cls, options: Section, recipe: Any, ranks: int | None) -> Iterator[str]:
+        """Reasons why a recipe (`RunConfig`) cannot have it, each beginning with the option, or with another key of the
+        recipe after a dot: `.parallel.ep: given ...`. ranks: on which the weights are sharded; None: not known."""
+
+    @abstractmethod
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The update of the residual stream [T, D], and the auxiliary loss of each token, float32 [T], or None; it is
+        weighted and normalised as that of an attention kind (`AttentionKind.mix`)."""
+
+    @abstractmethod
+    def count_rows(self, rows_n: Tensor | None) -> None:
+        """Set the rows of this rank that carry loss, int64 [n], in the next forward pass, which trains; None: it does
+        not, and nothing is counted."""
+
+    @abstractmethod
+    def tensor_parallel_style(self) -> Any:
+        """torch's `ParallelStyle` of the module."""
+
+    @abstractmethod
+    def shard(self, dims: Any, shard: Callable[..., None]) -> None:
+        """Make the units of FSDP that differ from the block's, on `ParallelDims`: `shard(modules, mesh, dtype)`."""
+
+    @classmethod
+    @abstractmethod
+    def enter(cls, modules: "Modules", options: Section, dims: Any) -> None:
+        """Begin a stage in which this rank has these coordinates and groups (`StageDims`)."""
+
+    @classmethod
+    @abstractmethod
+    def begin_step(cls, modules: "Modules") -> None:
+        """Forget what was counted in the step before."""
+
+    @classmethod
+    @abstractmethod
+    def measure(cls, modules: "Modules", options: Section, layers: int, device: torch.device) -> dict[str, Tensor]:
+        """Metrics of the step, scalars that are equal on all ranks. Called on all ranks together after the backward
+        pass; `layers`: of the whole model."""
+
+    @classmethod
+    @abstractmethod
+    def update(cls, modules: "Modules", options: Section) -> None:
+        """Change what the gradients do not, after the optimizer's step."""
+
+    @classmethod
+    @abstractmethod
+    def details(cls, modules: "Modules") -> dict[str, Any]:
+        """What a spike dump says of the step, as JSON values, by layer."""
+
+
+Modules = Mapping[int, RegisteredFeedForward]
+"""The feed-forwards of one kind that a rank has, by layer of the whole model."""
+
+FEED_FORWARDS = cast(registry.Registry[type[RegisteredFeedForward]], registry.FEED_FORWARDS)
+"""Registered feed-forwards by name."""
+
+
+def build_feed_forward(model: ModelConfig, layer: int) -> nn.Module:
+    """The feed-forward of a layer, on torch's current device."""
+    if found := model.feed_forward(layer):
+        name, options = found
+        return FEED_FORWARDS[name](options, model)
+    return FeedForward(model.hidden_size, model.intermediate_size)
+
+
+def feed_forward_costs(model: ModelConfig, layer: int) -> FeedForwardCosts:
+    """Costs of the feed-forward of a layer."""
+    if found := model.feed_forward(layer):
+        name, options = found
+        return FEED_FORWARDS[name].costs(options, model)
+    matrices = 3 * model.hidden_size * model.intermediate_size
+    width = model.intermediate_size
+    return FeedForwardCosts(matrices, matrices, matrices, width, frozenset({width}))
+
+
+def registered_modules(model: nn.Module) -> dict[int, RegisteredFeedForward]:
+    """The registered feed-forwards of the blocks here, by layer of the whole model."""
+    found = {int(name): block.feed_forward for name, block in cast(nn.ModuleList, model.blocks).named_children()}
+    return {layer: module for layer, module in found.items() if isinstance(module, RegisteredFeedForward)}
+
+
+def each_kind(model: nn.Module) -> Iterator[tuple[type[RegisteredFeedForward], Section, Modules]]:
+    """The registered feed-forwards of a `Transformer`'s recipe, their sections, and the modules of each here, if any:
+    the same on all ranks of a pipeline, which call them together."""
+    found = registered_modules(model)
+    for name, options in cast(ModelConfig, model.config).given_feed_forwards.items():
+        kind = FEED_FORWARDS[name]
+        yield kind, options, {layer: module for layer, module in found.items() if type(module) is kind}
+
+
+def count_rows(model: nn.Module, rows_n: Tensor | None) -> None:
+    """Set the rows that count in the next forward pass of a `Transformer` (`RegisteredFeedForward.count_rows`)."""
+    for module in registered_modules(model).values():
+        module.count_rows(rows_n)
