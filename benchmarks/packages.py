@@ -26,7 +26,6 @@ from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
 from moba_train.attention.kernels import varlen
 from moba_train.attention.layout import packed_layout
-from moba_train.config.model import ModelConfig
 from moba_train.config.precision import PrecisionConfig
 from moba_train.model.block import FeedForward
 from moba_train.model.transformer import Transformer

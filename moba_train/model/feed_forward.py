@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moba_train import registry
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+from moba_train.model.loss import LossTokens
 
 
 class FeedForward(nn.Module):
@@ -86,9 +87,9 @@ class RegisteredFeedForward(nn.Module, ABC):
         weighted and normalised as that of an attention kind (`AttentionKind.mix`)."""
 
     @abstractmethod
-    def count_rows(self, rows_n: Tensor | None) -> None:
-        """Set the rows of this rank that carry loss, int64 [n], in the next forward pass, which trains; None: it does
-        not, and nothing is counted."""
+    def count_tokens(self, loss_tokens: LossTokens | None) -> None:
+        """Set this rank's rows with loss in the next forward pass, which trains; None: it does not, and nothing is
+        counted."""
 
     @abstractmethod
     def tensor_parallel_style(self) -> Any:
@@ -96,7 +97,8 @@ class RegisteredFeedForward(nn.Module, ABC):
 
     @abstractmethod
     def shard(self, dims: Any, shard: Callable[..., None]) -> None:
-        """Make the units of FSDP that differ from the block's, on `ParallelDims`: `shard(modules, mesh, dtype)`."""
+        """Make the units of FSDP that differ from the block's, on `ParallelDims`: `shard(modules, mesh)`. Such a block
+        is not compiled, as FSDP's hooks in it cannot be traced."""
 
     @classmethod
     @abstractmethod
@@ -165,7 +167,7 @@ def each_kind(model: nn.Module) -> Iterator[tuple[type[RegisteredFeedForward], S
         yield kind, options, {layer: module for layer, module in found.items() if type(module) is kind}
 
 
-def count_rows(model: nn.Module, rows_n: Tensor | None) -> None:
-    """Set the rows that count in the next forward pass of a `Transformer` (`RegisteredFeedForward.count_rows`)."""
+def count_tokens(model: nn.Module, loss_tokens: LossTokens | None) -> None:
+    """Set what counts in the next forward pass of a `Transformer` (`RegisteredFeedForward.count_tokens`)."""
     for module in registered_modules(model).values():
-        module.count_rows(rows_n)
+        module.count_tokens(loss_tokens)

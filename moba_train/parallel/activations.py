@@ -22,7 +22,7 @@ from moba_train.attention.layout import Layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.model import ModelConfig
 from moba_train.model.block import Block
-from moba_train.model.feed_forward import feed_forward_costs
+from moba_train.model.feed_forward import RegisteredFeedForward, feed_forward_costs
 from moba_train.model.part import of_own_layers
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.offload import HostMemory
@@ -118,8 +118,9 @@ class BlockForward:
         return self.host_memory.holding_rows(len(x_TD), (*self._block.parameters(), *shared))
 
 
-def wrap_blocks(model: Transformer, compiled: bool) -> None:
-    """Let `set_activations` decide what the blocks of `model` keep; with `compiled`, compile them as well."""
+def wrap_blocks(model: Transformer, compiled: bool, ep: int = 1) -> None:
+    """Let `set_activations` decide what the blocks of `model` keep; with `compiled`, compile them as well, but for
+    those with experts that `ep` ranks divide: each call of these waits for numbers of tokens."""
     contexts = {kept: partial(_contexts, kept, model.config) for kept in Kept}
 
     def recomputed(block: Block, kept: Kept, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> BlockResult:
@@ -129,12 +130,12 @@ def wrap_blocks(model: Transformer, compiled: bool) -> None:
         found = checkpoint(Block.forward, *inputs, use_reentrant=False, context_fn=contexts[kept])
         return cast(BlockResult, found)
 
-    plain: Callable[..., BlockResult] = Block.forward
+    forms: dict[bool, tuple[Callable[..., BlockResult], ...]] = {False: (Block.forward, recomputed)}
     if compiled:
-        plain = torch.compile(plain)
-        recomputed = torch.compile(recomputed)
+        forms[True] = (torch.compile(Block.forward), torch.compile(recomputed))
     for block in _blocks(model):
-        block.forward = BlockForward(block, plain, recomputed)  # type: ignore[method-assign]  # as torch's wrappers do
+        is_compiled = compiled and (ep == 1 or not isinstance(block.feed_forward, RegisteredFeedForward))
+        block.forward = BlockForward(block, *forms[is_compiled])  # type: ignore[method-assign]  # as torch's wrappers do
 
 
 def set_activations(model: Transformer, layers: Sequence[LayerActivations], device: torch.device) -> None:

@@ -167,7 +167,7 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
             compile_for_float8(computation.precision)
     if computation.norms == "apex":
         use_apex_norms(model)
-    wrap_blocks(model, compiled)
+    wrap_blocks(model, compiled, dims.ep)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)
         if parallel.tp_overlap:
@@ -185,10 +185,7 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
     dtype = computation.dtype
     on_gpu = dims.world.device.type == "cuda"
     # Reduced in float32: sums over many ranks in bf16 lose what small gradients add.
-    policies = {
-        other: MixedPrecisionPolicy(param_dtype=other, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for other in (dtype, torch.float32)
-    }
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     units = _units(model, dims.sizes)
     gather: CopyEngineGather | None = None
     reduce_scatter: ExchangedGradients | None = None
@@ -200,18 +197,15 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
             compiled = computation.compiled and on_gpu
             reduce_scatter = AllToAllReduceScatter(dims.mesh.get_group(SHARD), gradients, compiled)
 
-    def shard(modules: list[nn.Module], mesh: DeviceMesh, own_dtype: torch.dtype | None = None) -> None:
-        whole = mesh == dims.weight_mesh
-        if own_dtype == dtype and whole:
-            return  # no unit of its own: the block's gathers in this dtype
-        fully_shard(modules, mesh=mesh, mp_policy=policies[own_dtype or dtype])
+    def shard(modules: list[nn.Module], mesh: DeviceMesh) -> None:
+        fully_shard(modules, mesh=mesh, mp_policy=policy)
         unit: Any = modules[0]
         # By a profile of 16 layers at 8K on one H200 that pass took 8.6 of 491 ms
         # (benchmarks/results/training-profile-8b-16-layers-h200.json).
         if mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo can only sum
-        if reduce_scatter is not None and whole and own_dtype is None:
+        if reduce_scatter is not None and mesh == dims.weight_mesh:
             unit.set_custom_reduce_scatter(reduce_scatter)
         if gather is not None and isinstance(modules[0], Block):  # the ends would need far larger buffers
             unit.set_custom_all_gather(gather)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moba_train.attention.handles import Handled
 from moba_train.mechanisms.experts.options import MoeOptions
+from moba_train.model.loss import LossTokens
 
 
 class Balance(Handled):
@@ -36,8 +37,8 @@ class Balance(Handled):
         self._groups = groups
         self._tp = tp
         self._tp_rank = tp_rank
-        self.rows_n: Tensor | None = None
-        """Rows, of this rank's part, that carry loss in the micro-batch; None: nothing is counted."""
+        self.loss_tokens: LossTokens | None = None
+        """Tokens with loss in the micro-batch, by row of this rank's part; None: nothing is counted."""
         self._counts: dict[int, Tensor] = {}
 
     def note(self, layer: int, probabilities_TE: Tensor, order_n: Tensor, ends_E: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ class Balance(Handled):
 
         order: the choices, numbered token by token, sorted by expert; ends: where those of each expert end
         """
-        if self.rows_n is None:
+        if self.loss_tokens is None:
             return torch.zeros_like(ends_E, dtype=torch.float32)
         counted_T = self._counted(len(probabilities_TE))
         # Sums along the sorted choices, not additions to the experts': their order is fixed, and no size is read.
@@ -65,13 +66,14 @@ class Balance(Handled):
 
     def _counted(self, rows: int) -> Tensor:
         """1 for each of the rows that counts, else 0, int64 [rows]."""
-        assert self.rows_n is not None
-        counted_T = torch.zeros(rows, dtype=torch.int64, device=self.rows_n.device)
+        assert self.loss_tokens is not None
+        _, rows_n, weights_n = self.loss_tokens
+        counted_T = torch.zeros(rows, dtype=torch.int64, device=rows_n.device)
         own = counted_T.chunk(self._tp)[self._tp_rank]
         if self.options.router.counted == "all":
             own.fill_(1)
         else:
-            own[self.rows_n] = 1
+            own[rows_n] = (weights_n != 0).long()  # one row without loss stands for none
         return counted_T
 
     def forget(self) -> None:

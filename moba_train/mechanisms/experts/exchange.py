@@ -63,8 +63,8 @@ def at_their_experts(
     works: list[Any] = []
     arrived_mD = _AllToAll.apply(x_nD, sent, received, group, works)
     here = len(counts_E) // ranks
-    expert_m = torch.arange(here, device=x_nD.device).repeat(ranks).repeat_interleave(
-        arriving_E, output_size=sum(received)
+    expert_m = (
+        torch.arange(here, device=x_nD.device).repeat(ranks).repeat_interleave(arriving_E, output_size=sum(received))
     )
     order_m = expert_m.sort(stable=True).indices
     places_m = torch.empty_like(order_m)

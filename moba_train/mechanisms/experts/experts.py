@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from moba_train.config.base import Section
@@ -18,9 +19,10 @@ from moba_train.mechanisms.experts import parallel, step
 from moba_train.mechanisms.experts.balance import Balance
 from moba_train.mechanisms.experts.exchange import at_their_experts
 from moba_train.mechanisms.experts.options import MoeOptions
-from moba_train.mechanisms.experts.products import Experts, combine, gather_rows
+from moba_train.mechanisms.experts.products import Experts, combine, gather_rows, local_weight
 from moba_train.mechanisms.experts.router import Router, auxiliary_loss, choose, scores, token_weights
 from moba_train.model.feed_forward import FeedForward, FeedForwardCosts, RegisteredFeedForward
+from moba_train.model.loss import LossTokens
 
 Modules = Mapping[int, RegisteredFeedForward]
 
@@ -76,7 +78,10 @@ class MixtureOfExperts(RegisteredFeedForward):
         return update_TD if found is None else update_TD + found, auxiliary_T
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
-        return None if self.shared is None else self.shared(x_TD)
+        if self.shared is None or self.tp == 1:
+            return None if self.shared is None else self.shared(x_TD)
+        gate, up, down = (local_weight(part.weight) for part in self.shared.children())
+        return F.linear(F.silu(F.linear(x_TD, gate)) * F.linear(x_TD, up), down)  # summands, as of the other experts
 
     @classmethod
     def costs(cls, options: Section, model: ModelConfig) -> FeedForwardCosts:
@@ -90,7 +95,9 @@ class MixtureOfExperts(RegisteredFeedForward):
             matrices=(options.experts + options.shared) * expert,
             active=always * expert + router,
             width=always * options.intermediate_size,
-            widths=frozenset({width for width in (options.intermediate_size, options.shared * options.intermediate_size) if width}),
+            widths=frozenset(
+                {width for width in (options.intermediate_size, options.shared * options.intermediate_size) if width}
+            ),
             copies=options.active,
             separate=options.experts * expert,
             parts=options.experts,
@@ -102,16 +109,16 @@ class MixtureOfExperts(RegisteredFeedForward):
         assert isinstance(options, MoeOptions)
         return parallel.problems(options, recipe, ranks)
 
-    def count_rows(self, rows_n: Tensor | None) -> None:
-        """Set the rows that carry loss in the next forward pass, which trains; None: it does not."""
-        self.balance.rows_n = rows_n
+    def count_tokens(self, loss_tokens: LossTokens | None) -> None:
+        """Set this rank's rows with loss in the next forward pass, which trains; None: it does not."""
+        self.balance.loss_tokens = loss_tokens
 
     def tensor_parallel_style(self) -> parallel.ExpertsParallel:
         """Style by which torch divides the layer's columns."""
         return parallel.ExpertsParallel()
 
     def shard(self, dims: Any, shard: Callable[..., None]) -> None:
-        """Make the units of FSDP of the router and of experts that ranks divide."""
+        """Divide the experts over ranks, and make a unit of FSDP of them."""
         parallel.shard_experts(self, dims, shard)
 
     @classmethod

@@ -8,17 +8,17 @@ others have come to them. All other weights are sharded and summed over dp_shard
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from moba_train.config.mesh import allowed_divisors
 from moba_train.config.schema import RunConfig
 from moba_train.mechanisms.experts.options import MoeOptions
 from moba_train.parallel.dims import ParallelDims, StageDims
+from moba_train.torch_private import call_hooks_outside_of_modes
 
 if TYPE_CHECKING:
     from moba_train.mechanisms.experts.experts import MixtureOfExperts
@@ -37,9 +37,8 @@ class ExpertsParallel(ParallelStyle):
         assert isinstance(module.router, nn.Module)
         _distribute(module.router, device_mesh, {"weight": [Replicate()]})
         if isinstance(module.shared, nn.Module):
-            local = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel()}
-            down = RowwiseParallel(output_layouts=Partial(), use_local_output=True)
-            parallelize_module(module.shared, device_mesh, {**local, "down_proj": down}, src_data_rank=None)
+            for name, dimension in {"gate_proj": 0, "up_proj": 0, "down_proj": 1}.items():
+                _distribute(module.shared.get_submodule(name), device_mesh, {"weight": [Shard(dimension)]})
 
         def all_rows(_module: nn.Module, inputs: tuple[DTensor]) -> tuple[Tensor]:
             (x_TD,) = inputs
@@ -64,9 +63,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, list[
 
 
 def shard_experts(module: "MixtureOfExperts", dims: ParallelDims, shard: Callable[..., None]) -> None:
-    """Divide the experts over the ranks of an ep group and the columns over those of a tp group, and make the units of
-    FSDP that differ from the block's: the router, which is gathered in float32, and divided experts."""
-    shard([module.router], dims.weight_mesh, torch.float32)
+    """Divide the experts over the ranks of an ep group and the columns over those of a tp group, and make a unit of
+    FSDP of divided experts."""
     names = [name for name, size in (("ep", dims.ep), ("tp", dims.sizes.tp)) if size > 1]
     if not names:
         return
@@ -77,7 +75,8 @@ def shard_experts(module: "MixtureOfExperts", dims: ParallelDims, shard: Callabl
         _distribute(module.experts.get_submodule(name), mesh, {"weight": placed})
     if dims.ep > 1:
         module.ep_group = dims.expert_mesh.get_group("ep")
-        shard([module.experts], dims.expert_weight_mesh, None)
+        shard([module.experts], dims.expert_weight_mesh)
+        call_hooks_outside_of_modes(module.experts)  # activation checkpointing would count what FSDP does in them
 
 
 def counting_groups(options: MoeOptions, dims: StageDims) -> list[dist.ProcessGroup]:

@@ -6,7 +6,6 @@ float32 and in the order of its choices, forward and backward, so that they repe
 Shape suffixes: T tokens, D hidden size, E experts, k experts of a token, n = T k choices, I width of an expert.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ def local_weight(weight: Tensor) -> Tensor:
 
 def grouped_product(x_nA: Tensor, weight_EBA: Tensor, ends_E: Tensor) -> Tensor:
     """x @ weight[e].T for the rows of each expert e, [n, B]."""
-    if has_grouped_products(x_nA.device.type, x_nA.dtype):
+    if (x_nA.device.type, x_nA.dtype) in GROUPED:
         return F.grouped_mm(x_nA, weight_EBA.mT, offs=ends_E)
     return looped_product(x_nA, weight_EBA, ends_E)
 
@@ -52,18 +51,20 @@ def looped_product(x_nA: Tensor, weight_EBA: Tensor, ends_E: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-@functools.cache
-def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
-    """True if torch has grouped products, forward and backward, on this type of device in this dtype: in 2.13 on a CPU
-    in float32 and 16 bits."""
+def _on_cpu(dtype: torch.dtype) -> bool:
+    """True if torch has grouped products on a CPU in this dtype: those of the forward and of the backward pass."""
+    x, weight = torch.ones(16, 16, device="cpu", dtype=dtype), torch.ones(2, 16, 16, device="cpu", dtype=dtype)
+    ends = torch.tensor([0, 16], device="cpu", dtype=torch.int32)
     try:
-        x = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
-        weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
-        ends = torch.tensor([0, 16], device=device, dtype=torch.int32)
-        (F.grouped_mm(x, weight.mT, offs=ends) * x).sum().backward()
-    except (RuntimeError, NotImplementedError, AttributeError):
+        with torch.no_grad():
+            return all(F.grouped_mm(*both, offs=ends).isfinite().all() for both in ((x, weight.mT), (x.mT, x)))
+    except (RuntimeError, NotImplementedError):
         return False
-    return True
+
+
+GROUPED = {("cpu", dtype) for dtype in (torch.float32, torch.bfloat16) if _on_cpu(dtype)} | {("cuda", torch.bfloat16)}
+"""Types of device, and dtypes, in which torch has grouped products; elsewhere a loop takes one expert at a time. Found
+here once: inside a layer, what a trial computes would be seen by what traces or recomputes it."""
 
 
 class _Gather(torch.autograd.Function):

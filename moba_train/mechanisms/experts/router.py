@@ -17,7 +17,8 @@ from moba_train.parallel.activations import ALWAYS_SAVED
 
 
 class Router(nn.Module):
-    """Logits of the experts, in float32. No `nn.Linear`: it stays out of FP8, and Muon leaves it to AdamW."""
+    """Logits of the experts, in float32, of weights as FSDP gathers them with the block's. No `nn.Linear`: it stays out
+    of FP8, and Muon leaves it to AdamW."""
 
     def __init__(self, hidden_size: int, experts: int) -> None:
         super().__init__()

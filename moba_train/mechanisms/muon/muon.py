@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from moba_train.config.optim import MuonScale, OptimConfig
-from moba_train.optim.adamw import adamw_groups, build_torch_adamw
 from moba_train.mechanisms.muon.exchange import MatrixExchange
+from moba_train.optim.adamw import adamw_groups, build_torch_adamw
 from moba_train.optim.gradients import local_part
 from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices
 from moba_train.torch_private import foreach_lerp, foreach_lerp_

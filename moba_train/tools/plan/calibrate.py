@@ -34,8 +34,8 @@ from moba_train.config.precision import PrecisionConfig
 from moba_train.memory.devices import H200, local_gpu, local_host_memory
 from moba_train.memory.layer_memory import block_bytes
 from moba_train.model.build import build_attention, initialize_weights
-from moba_train.model.loss import CompiledChunkLoss, chunk_loss, weighted_loss_sum
 from moba_train.model.feed_forward import feed_forward_costs
+from moba_train.model.loss import CompiledChunkLoss, chunk_loss, weighted_loss_sum
 from moba_train.model.spec import attention_matrices
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS, build_optimizer, set_learning_rate
