@@ -77,9 +77,10 @@ class RegisteredFeedForward(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def problems(cls, options: Section, recipe: Any, ranks: int | None) -> Iterator[str]:
+    def problems(cls, options: Section, recipe: Any, ranks: int | None, device: str | None) -> Iterator[str]:
         """Reasons why a recipe (`RunConfig`) cannot have it, each beginning with the option, or with another key of the
-        recipe after a dot: `.parallel.ep: given ...`. ranks: on which the weights are sharded; None: not known."""
+        recipe after a dot: `.parallel.ep: given ...`. ranks: over which weights are sharded; device: "cuda" or "cpu";
+        None: not known."""
 
     @abstractmethod
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Load of the experts: counted in each micro-batch, over all ranks, and what the auxiliary loss and the bias take of it.
+"""Load of the experts: counted in each micro-batch, for the auxiliary loss, the biases and the metrics.
 
 One object serves all layers of a model that have experts, so that torch.compile compiles a block once for all of them:
 the operator that chooses experts (`router.choose`) finds it by its handle. A layer is known by its bias, whose memory

@@ -104,10 +104,10 @@ class MixtureOfExperts(RegisteredFeedForward):
         )
 
     @classmethod
-    def problems(cls, options: Section, recipe: Any, ranks: int | None) -> Iterator[str]:
+    def problems(cls, options: Section, recipe: Any, ranks: int | None, device: str | None) -> Iterator[str]:
         """Reasons why a recipe cannot have experts."""
         assert isinstance(options, MoeOptions)
-        return parallel.problems(options, recipe, ranks)
+        return parallel.problems(options, recipe, ranks, device)
 
     def count_tokens(self, loss_tokens: LossTokens | None) -> None:
         """Set this rank's rows with loss in the next forward pass, which trains; None: it does not."""

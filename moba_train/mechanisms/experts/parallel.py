@@ -1,7 +1,7 @@
 """Experts on ranks: tensor parallelism divides the columns of each expert, expert parallelism the experts.
 
-Expert parallelism (`parallel.ep`) is over ranks of dp_shard x cp, whose tokens differ anyway. FSDP shards the experts of
-a rank over the ranks that have the same ones, and sums their gradients over those alone, because the tokens of all
+Expert parallelism (`parallel.ep`) is over ranks of dp_shard x cp, whose tokens differ anyway. FSDP shards the experts
+of a rank over the ranks that have the same ones, and sums their gradients over those alone, because the tokens of all
 others have come to them. All other weights are sharded and summed over dp_shard x cp as without experts.
 """
 
@@ -87,8 +87,14 @@ def counting_groups(options: MoeOptions, dims: StageDims) -> list[dist.ProcessGr
     return [group for group in groups if group is not None]
 
 
-def problems(options: MoeOptions, recipe: RunConfig, ranks: int | None) -> Iterator[str]:
-    """Reasons why a recipe cannot have experts. ranks: of dp_shard x cp; None: not known."""
+def problems(options: MoeOptions, recipe: RunConfig, ranks: int | None, device: str | None) -> Iterator[str]:
+    """Reasons why a recipe cannot have experts. ranks: of dp_shard x cp; device: "cuda" or "cpu"; None: not known."""
+    compute = recipe.precision.compute
+    if recipe.compile and (compute == "fp32" or (compute == "auto" and device == "cpu")):
+        yield (
+            ".compile: given true with experts in float32, whose grouped products torch.compile cannot trace; set "
+            "false, or precision.compute: bf16"
+        )
     parallel = recipe.parallel
     ep = parallel.ep
     if options.experts % ep:

@@ -1,7 +1,7 @@
 """Products of the experts: tokens sorted by expert once, one grouped product each for gate, up and down.
 
-There is no capacity and no padding: an expert gets the rows that chose it, also none. Sums over a token's experts are in
-float32 and in the order of its choices, forward and backward, so that they repeat bit by bit.
+There is no capacity and no padding: an expert gets the rows that chose it, also none. Sums over a token's experts are
+in float32 and in the order of its choices, forward and backward, so that they repeat bit by bit.
 
 Shape suffixes: T tokens, D hidden size, E experts, k experts of a token, n = T k choices, I width of an expert.
 """

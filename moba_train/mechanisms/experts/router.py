@@ -1,7 +1,7 @@
 """The router: scores of each token for each expert, and the operator that chooses.
 
-The choice is one operator, which activation checkpointing keeps (`ALWAYS_SAVED`): a recomputed forward pass could choose
-otherwise at near-ties, would count twice, and would repeat the sum over ranks.
+The choice is one operator, which activation checkpointing keeps (`ALWAYS_SAVED`): a recomputed forward pass could
+choose otherwise at near-ties, would count twice, and would repeat the sum over ranks.
 
 Shape suffixes: T tokens, D hidden size, E experts, k experts of a token, n = T k choices.
 """

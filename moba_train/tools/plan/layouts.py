@@ -1,7 +1,8 @@
 """The best parallel layouts of a recipe on a number of nodes, by the predicted time of all its stages.
 
 Every layout is tried that divides the GPUs, the model and the batches: pp, tp and dp_replicate are the same in all
-stages, and so is ep, cp is each stage's own, dp_shard is the rest. Layouts that do not fit the GPU's memory are left out.
+stages, and so is ep, cp is each stage's own, dp_shard is the rest. Layouts that do not fit the GPU's memory are left
+out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
