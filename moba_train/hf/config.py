@@ -1,6 +1,6 @@
 """`config.json` of a Hugging Face model and our `model` section, rotary embeddings included.
 
-Llama (also SmolLM2), Qwen2 and Qwen3.
+Llama (also SmolLM2), Qwen2 and Qwen3, and those of registered feed-forwards (Qwen3-MoE and Mixtral).
 """
 
 from pathlib import Path
@@ -12,6 +12,7 @@ from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, read_foreign_json
+from moba_train.model.feed_forward import FEED_FORWARDS
 from moba_train.model.rope import attention_factor
 
 _SECTIONS = ("rope_scaling", "rope_parameters")
@@ -131,6 +132,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {"llama": _LLAMA, "qwen2": _QWEN2, "qwen3"
 """Values that transformers gives to keys which a config.json leaves out, by model_type; None: no value."""
 
 
+def registered_forms() -> dict[str, tuple[str, Any]]:
+    """Name and Hugging Face form of the registered feed-forward of each further model_type."""
+    kinds = FEED_FORWARDS.usable()
+    return {model_type: (name, kind.hf) for name, kind in kinds.items() if kind.hf for model_type in kind.hf.LIKE}
+
+
+def hf_type(model: ModelConfig) -> tuple[str, str]:
+    """Name in Hugging Face of the model's type and of its architecture. Raises CheckpointError for a shape that none
+    has."""
+    if model.qk_norm and model.qkv_bias:
+        raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
+    model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    if not model.given_feed_forwards:
+        return model_type, ARCHITECTURES[model_type]
+    for other, (name, form) in registered_forms().items():
+        if form.LIKE[other] == model_type and [*model.given_feed_forwards] == [name]:
+            return other, form.ARCHITECTURES[other]
+    sections = ", ".join(f"model.{name}" for name in model.given_feed_forwards)
+    raise CheckpointError(f"{sections}: given in a model like {model_type}; Hugging Face has no such architecture")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Contents of config.json in `folder`, with `DEFAULTS` for keys that it leaves out. Null counts as left out, except
     for numbers, where transformers also refuses it.
@@ -147,9 +169,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: is not a Hugging Face model's config ({error})") from error
     model_type = config["model_type"]
-    if model_type not in ARCHITECTURES:
-        raise CheckpointError(f"{path}: model_type is {given(model_type)}, allowed: {', '.join(ARCHITECTURES)}")
-    defaults = DEFAULTS[model_type]
+    forms = registered_forms()
+    if model_type in forms:
+        _, form = forms[model_type]
+        defaults = DEFAULTS[form.LIKE[model_type]] | form.DEFAULTS[model_type]
+    elif model_type in ARCHITECTURES:
+        defaults = DEFAULTS[model_type]
+    else:
+        allowed = ", ".join([*ARCHITECTURES, *forms])
+        raise CheckpointError(f"{path}: model_type is {given(model_type)}, allowed: {allowed}")
     numbers = {key for key, value in defaults.items() if type(value) in (int, float)}
     config = defaults | {key: value for key, value in config.items() if value is not None or key in numbers}
     if config.get("num_key_value_heads") is None:
@@ -165,6 +193,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG
     config = read_config(folder)
     model_type = config["model_type"]
+    name, form = registered_forms().get(model_type, ("", None))
+    model_type = form.LIKE[model_type] if form else model_type
     for key in _FIXED:
         if config.get(key) != (allowed := DEFAULTS[model_type].get(key)):
             raise CheckpointError(f"{path}: {key} is {given(config[key])}, allowed: {allowed!r}")
@@ -178,6 +208,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         "qk_norm": model_type == "qwen3",
     }
     try:
+        if form:
+            values[name] = form.section(config)
         return ModelConfig.model_validate(values | {"rope": read_rope(config)})
     except ValidationError as error:
         raise CheckpointError(f"{path}: {'; '.join(explain(error, ModelConfig, SAME_VALUES))}") from None

@@ -7,9 +7,9 @@ bytes asked for.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,8 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
-from moba_train.model.part import is_whole
+from moba_train.hf.config import hf_type
+from moba_train.model.feed_forward import FEED_FORWARDS
 from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.torch_private import local_shape_and_offset
@@ -40,8 +41,18 @@ _IN_BLOCK = {
 _BLOCK = re.compile(r"blocks\.(\d+)\.(\w+)\.(.+)")
 
 
+def hf_names(name: str, model: ModelConfig) -> list[str]:
+    """Hugging Face names of the tensors that our parameter `name` of the model consists of: one, or for a stack of
+    matrices those of each, in order; none for what belongs to training alone."""
+    match = _BLOCK.fullmatch(name)
+    if match and match[2] == "feed_forward" and (found := model.feed_forward(int(match[1]))):
+        inside = FEED_FORWARDS[found[0]].hf.names(match[3], found[1], hf_type(model)[0])
+        return [f"model.layers.{match[1]}.{one}" for one in inside]
+    return [hf_name(name)]
+
+
 def hf_name(name: str) -> str:
-    """The Hugging Face name of our parameter `name`. Raises KeyError when it has none."""
+    """The Hugging Face name of our parameter `name`, of no registered feed-forward. Raises KeyError if it has none."""
     if match := _BLOCK.fullmatch(name):
         layer, part, rest = match.groups()
         return f"model.layers.{layer}.{_IN_BLOCK[part]}.{rest}"
@@ -88,6 +99,13 @@ class SafetensorsFolder:
             return self._slice(name)[tuple(part) or ...]
         except (SafetensorError, OSError) as error:
             raise self._unreadable(self._file_of[name], error) from error
+
+    def read_all(self, names: Sequence[str], part: Sequence[slice] = ()) -> Tensor:
+        """The tensor of one name, or the stack of those of several, or the `part` of it."""
+        if len(names) == 1:
+            return self.read(names[0], part)
+        chosen = names[part[0]] if part else names
+        return torch.stack([self.read(name, part[1:]) for name in chosen])
 
     def _slice(self, name: str) -> Any:
         file = self._file_of[name]
@@ -158,30 +176,33 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     superfluous or of another shape.
     """
     state: dict[str, Any] = get_model_state_dict(model)
-    parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
+    config = cast(Transformer, model).config
     files = SafetensorsFolder(folder)
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
-    if isinstance(model, Transformer) and not is_whole(model):
-        shapes = parameter_shapes(model.config)
-    check_hf_weights(shapes, files)
-    for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(hf_name(item[0]))):
+    check_hf_weights(config, files)
+    names = {name: hf_names(name, config) for name in state if not kind_of_parameter(name)}
+    by_file = sorted((name for name in names if names[name]), key=lambda name: files.file_of(names[name][0]))
+    for name in by_file:
+        parameter = state[name]
         if isinstance(parameter, DTensor):
             shape, offset = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)
             part = [slice(first, first + size) for first, size in zip(offset, shape, strict=True)]
             if parameter.to_local().numel():
-                parameter.to_local().copy_(files.read(hf_name(name), part))
+                parameter.to_local().copy_(files.read_all(names[name], part))
         else:
-            parameter.copy_(files.read(hf_name(name)))
+            parameter.copy_(files.read_all(names[name]))
 
 
-def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:
-    """Compare names and shapes of all parameters (ours) with the headers of `files`, and the embedding of a tied model
-    with its copy, if `files` has one. Raises CheckpointError when they differ."""
-    wanted = {hf_name(name): shape for name, shape in shapes.items()}
+def check_hf_weights(model: ModelConfig, files: SafetensorsFolder) -> None:
+    """Compare names and shapes of all parameters of the model with the headers of `files`, and the embedding of a tied
+    model with its copy, if `files` has one. Raises CheckpointError when they differ."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(model).items():
+        names = hf_names(name, model)
+        wanted |= dict.fromkeys(names, shape if len(names) == 1 else shape[1:])
     problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
     known = {*wanted}
-    if "output.weight" not in shapes and _OUTPUT in files.names:  # tied, with a copy of its embedding
+    if model.tie_embeddings and _OUTPUT in files.names:  # tied, with a copy of its embedding
         known.add(_OUTPUT)
         # Software differs in which of two different ones it takes: transformers 5 the file's, 4 the embedding.
         if _EMBEDDING in files.names and not _equal(files, _OUTPUT, _EMBEDDING):

@@ -66,6 +66,8 @@ class RegisteredFeedForward(nn.Module, ABC):
 
     Options: ClassVar[type[Section]]
     """Its section of the recipe; `layers` in it is a pattern as `attention.full_layers`."""
+    hf: ClassVar[Any] = None
+    """Its form in Hugging Face models, an object as the module `mechanisms/experts/hf.py`; None: it has none."""
 
     def __init__(self, options: Section, model: ModelConfig) -> None:
         super().__init__()
@@ -74,6 +76,11 @@ class RegisteredFeedForward(nn.Module, ABC):
     @abstractmethod
     def costs(cls, options: Section, model: ModelConfig) -> FeedForwardCosts:
         """Costs of a layer."""
+
+    @classmethod
+    @abstractmethod
+    def function(cls, options: Section) -> object:
+        """What the options say of the function that the layer is and of its parameters, without what only trains it."""
 
     @classmethod
     @abstractmethod

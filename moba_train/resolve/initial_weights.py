@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
@@ -17,6 +15,7 @@ from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
 from moba_train.errors import CheckpointError
 from moba_train.hf.config import CONFIG, read_model_config
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, load_hf_weights
+from moba_train.model.feed_forward import FEED_FORWARDS
 from moba_train.model.spec import (
     ModelSpec,
     Shapes,
@@ -148,10 +147,7 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
         if spec is not None and not differences:
             yield from _kind_differences(spec, folder)
         if is_hf_folder(folder) and not differences:
-            with torch.device("meta"):
-                transformer = Transformer(model)
-            shapes = {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
-            check_hf_weights(shapes, SafetensorsFolder(folder))
+            check_hf_weights(model, SafetensorsFolder(folder))
     except CheckpointError as error:
         other = "" if is_hf_folder(folder) else f"; nor is there a {CONFIG}, which a Hugging Face model has"
         yield f"init_from: {error}{other}"
@@ -160,10 +156,11 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
     """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
     ours, theirs = _comparable(model), _comparable(source_model(folder))
-    for key, value in theirs.items():
-        if ours[key] != value:
+    for key in ours | theirs:
+        value = theirs.get(key)
+        if ours.get(key) != value:
             hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
-            yield f"model.{key}: given {given(ours[key])}, but init_from ({folder}) has {given(value)}{hint}"
+            yield f"model.{key}: given {given(ours.get(key))}, but init_from ({folder}) has {given(value)}{hint}"
 
 
 def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
@@ -181,6 +178,10 @@ def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
 
 def _comparable(model: ModelConfig) -> dict[str, object]:
     values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
+    for name, options in model.given_feed_forwards.items():
+        values[name] = FEED_FORWARDS[name].function(options)
+    if all(map(model.feed_forward, range(model.layers))):
+        del values["intermediate_size"]
     rope = model.rope.model_dump(exclude_defaults=True)
     if model.rope.kind in ("none", "abf"):
         rope = {"theta": model.rope.theta}  # two names for the same frequencies

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.experts import parallel, step
+from moba_train.mechanisms.experts import hf, parallel, step
 from moba_train.mechanisms.experts.balance import Balance
 from moba_train.mechanisms.experts.exchange import at_their_experts
 from moba_train.mechanisms.experts.options import MoeOptions
@@ -31,6 +31,7 @@ class MixtureOfExperts(RegisteredFeedForward):
     """Experts that a router chooses from for each token, and shared ones that every token passes through."""
 
     Options = MoeOptions
+    hf = hf
     bias: Tensor
     """Bias of the choice of each expert, float32 [E]. It also names the layer to its `Balance`, by its address."""
 
@@ -102,6 +103,12 @@ class MixtureOfExperts(RegisteredFeedForward):
             separate=options.experts * expert,
             parts=options.experts,
         )
+
+    @classmethod
+    def function(cls, options: Section) -> object:
+        """The options without those of the balance."""
+        training = {"balance", "aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"}
+        return options.model_dump(exclude={"router": training})
 
     @classmethod
     def problems(cls, options: Section, recipe: Any, ranks: int | None, device: str | None) -> Iterator[str]:

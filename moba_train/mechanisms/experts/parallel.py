@@ -119,7 +119,8 @@ def problems(options: MoeOptions, recipe: RunConfig, ranks: int | None, device: 
             "matrices; set adamw, or tp to 1"
         )
     columns = options.intermediate_size // parallel.tp
-    if recipe.precision.compute != "fp32" and (columns % 8 or recipe.model.hidden_size % 8):
+    is_16_bit = compute == "bf16" or (compute == "auto" and device == "cuda")
+    if is_16_bit and (columns % 8 or recipe.model.hidden_size % 8):
         yield (
             f"intermediate_size: given {options.intermediate_size} (by parallel.tp {parallel.tp}) with model."
             f"hidden_size {recipe.model.hidden_size}; allowed: multiples of 8, which grouped products in 16 bits need"

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from moba_train.data.tokenizer import TOKENIZERS
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.hf.config import CONFIG, read_config, read_model_config
-from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, parameter_shapes
+from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_names, parameter_shapes
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec
 from moba_train.output_files import write_new
@@ -133,9 +133,8 @@ def import_from_hf(folder: Path, output: Path) -> None:
     is not empty or cannot be written; DataError when the tokenizer cannot be loaded.
     """
     model = read_model_config(folder)
-    shapes = parameter_shapes(model)
     files = SafetensorsFolder(folder)
-    check_hf_weights(shapes, files)
+    check_hf_weights(model, files)
     length = _length(folder)
     layers = read_layers(folder)
     values = _recipe_values(folder, output, model, layers, length)
@@ -146,21 +145,20 @@ def import_from_hf(folder: Path, output: Path) -> None:
         checkpoints = output / "checkpoints"
         checkpoints.mkdir()
         _save_weights(
-            publish.make_temporary_folder(checkpoints, 0), shapes, files, dump_config(RunConfig.model_validate(values))
+            publish.make_temporary_folder(checkpoints, 0), model, files, dump_config(RunConfig.model_validate(values))
         )
         text = yaml.safe_dump(values, sort_keys=False)
         write_new(output / RECIPE, f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
 
 
-def _save_weights(
-    temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, recipe: str
-) -> None:
+def _save_weights(temporary: Path, model: ModelConfig, files: SafetensorsFolder, recipe: str) -> None:
     """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it."""
+    shapes = parameter_shapes(model)
     parts = (Part(f"model.{name}", torch.float32, shape, (0,) * len(shape), shape) for name, shape in shapes.items())
     written = write_checkpoint(
         temporary,
         [ShardFile.from_parts("rank_0_0.safetensors", parts)],
-        lambda part: files.read(hf_name(part.name.removeprefix("model."))).float(),
+        lambda part: files.read_all(hf_names(part.name.removeprefix("model."), model)).float(),
         {"progress": {"step": 0, "stage": 0}, "config": recipe},
     )
     publish.publish(temporary, 0, written)
@@ -272,6 +270,9 @@ def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
             problems.append(f"{name} is not in its index")
         elif (saved.shape, saved.dtype) != (shape, torch.float32):
             problems.append(f"{name} is {list(saved.shape)} {saved.dtype}, must be {list(shape)} float32")
+    for name in reader.tensors:  # of buffers, which no architecture has
+        if name.startswith("model.blocks.") and name.endswith(".feed_forward.bias") and reader.read(name).any():
+            problems.append(f"{name} is not zero, and no Hugging Face architecture of the model has it")
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems[:20])}; use another checkpoint")
     return reader
@@ -289,4 +290,5 @@ def _tensors(reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -
                 f"--dtype {str(dtype).removeprefix('torch.')}: {name} has values up to {value.abs().max():g}; allowed: "
                 f"at most {most:g}; take bfloat16 or float32"
             )
-        yield hf_name(name), found
+        names = hf_names(name, model)
+        yield from zip(names, found[None] if len(names) == 1 else found, strict=True)

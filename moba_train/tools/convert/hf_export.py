@@ -18,9 +18,10 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import ARCHITECTURES, CONFIG, ROPE_KEYS, SAME_VALUES, read_config, read_model_config
+from moba_train.hf.config import CONFIG, ROPE_KEYS, SAME_VALUES, hf_type, read_config, read_model_config
 from moba_train.hf.weights import INDEX, SINGLE
 from moba_train.model.build import build_attention
+from moba_train.model.feed_forward import FEED_FORWARDS
 from moba_train.output_files import write_new
 
 
@@ -51,16 +52,18 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
 
     Raises CheckpointError for a shape that no Hugging Face architecture has.
     """
-    if model.qk_norm and model.qkv_bias:
-        raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
-    model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    model_type, architecture = hf_type(model)
+    further: dict[str, Any] = {}
+    for name, options in model.given_feed_forwards.items():
+        layers = {layer for layer in range(model.layers) if model.feed_forward(layer)}
+        further = FEED_FORWARDS[name].hf.config(options, model_type, layers, model.layers)
     if model_type == "llama" and model.hidden_size % model.heads:
         raise CheckpointError(
-            f"model.heads: given {model.heads}; allowed in an export as {ARCHITECTURES[model_type]}: a divisor of "
+            f"model.heads: given {model.heads}; allowed in an export as {architecture}: a divisor of "
             f"model.hidden_size ({model.hidden_size}), because transformers refuses other models of this architecture"
         )
     return {
-        "architectures": [ARCHITECTURES[model_type]],
+        "architectures": [architecture],
         "model_type": model_type,
         **{theirs: getattr(model, ours) for ours, theirs in SAME_VALUES.items()},
         "head_dim": model.head_width,
@@ -68,6 +71,7 @@ def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str)
         "attention_bias": False,
         "max_position_embeddings": hf_length(rope, max_length),
         **hf_rope(rope),
+        **further,
         # Newer releases of transformers read the first, older ones the second.
         "dtype": dtype,
         "torch_dtype": dtype,
