@@ -64,7 +64,7 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
         elif parameter.dim() == 1:
             nn.init.ones_(parameter)
         else:
-            _copy_full(parameter, _draw_normal(parameter, _initial_std(model, name), name, seed))
+            _copy_full(parameter, drawn_normal(parameter, _initial_std(model, name), name, seed))
 
 
 def _initial_std(model: Transformer, name: str) -> float:
@@ -84,7 +84,8 @@ def _kind_values(like: Tensor, name: str, seed: int) -> Tensor | None:
     return None
 
 
-def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
+def drawn_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
+    """First values of the parameter of this name, normal, shaped as `like`."""
     generator = _generator(like, name, seed)
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).normal_(0.0, std, generator=generator)
 

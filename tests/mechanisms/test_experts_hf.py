@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from moba_train.checkpoint.publish import latest_checkpoint
+from moba_train.checkpoint.state import load_model
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.hf.config import read_model_config
+from moba_train.model.build import build_attention, build_model
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.saved_recipe import open_checkpoint
@@ -114,3 +116,21 @@ def test_a_sliding_window_is_refused(folder: tuple[Path, Any], tmp_path: Path) -
         (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
         with pytest.raises(CheckpointError, match="sliding_window is 64, allowed: null"):
             read_model_config(tmp_path)
+
+
+def test_an_upcycled_model_computes_what_the_dense_one_does(tmp_path: Path) -> None:
+    make_hf_model("qwen3", tmp_path / "hf")
+    import_from_hf(tmp_path / "hf", tmp_path / "ours", experts=4, active=3)
+    checkpoint = latest_checkpoint(tmp_path / "ours" / "checkpoints")
+    assert checkpoint is not None
+    saved = open_checkpoint(checkpoint)
+    model = build_model(saved.spec)
+    load_model(model, checkpoint)
+    model.set_attention(build_attention(saved.stage.attention, saved.config.model.head_width))
+    stack = model.state_dict()["blocks.1.feed_forward.experts.up_proj.weight"]
+    assert all(torch.equal(expert, stack[0]) for expert in stack)
+    assert model.state_dict()["blocks.1.feed_forward.router.weight"].std() == pytest.approx(0.02, rel=0.2)
+    tokens = random_tokens(100)
+    torch.testing.assert_close(logits(model, tokens), logits(our_model(tmp_path / "hf"), tokens), rtol=1e-5, atol=1e-5)
+    with pytest.raises(CheckpointError, match="--experts, --active: moe: active: given 5"):
+        import_from_hf(tmp_path / "hf", tmp_path / "other", experts=4, active=5)

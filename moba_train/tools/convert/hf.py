@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.hf.config import CONFIG, read_config, read_model_config
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_names, parameter_shapes
+from moba_train.mechanisms.experts.upcycle import upcycled, upcycled_weight
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec
 from moba_train.output_files import write_new
@@ -125,9 +126,10 @@ LONGEST = 1 << 40
 """Longest sequence that a config.json may give, in tokens."""
 
 
-def import_from_hf(folder: Path, output: Path) -> None:
+def import_from_hf(folder: Path, output: Path, experts: int | None = None, active: int = 2) -> None:
     """Write `output`: a checkpoint (float32, without optimizer state) of the model in `folder`, its tokenizer, and
-    recipe.yaml, to be extended by a run.
+    recipe.yaml, to be extended by a run. With `experts`, each layer gets this number of copies of its feed-forward, of
+    which `active` are active for a token (`mechanisms/experts/upcycle.py`).
 
     Holds one tensor at a time. Raises CheckpointError when our Transformer does not implement the model, or `output`
     is not empty or cannot be written; DataError when the tokenizer cannot be loaded.
@@ -135,6 +137,15 @@ def import_from_hf(folder: Path, output: Path) -> None:
     model = read_model_config(folder)
     files = SafetensorsFolder(folder)
     check_hf_weights(model, files)
+    dense = model
+    if experts is not None:
+        model = upcycled(dense, experts, active)
+
+    def value(name: str, shape: tuple[int, ...]) -> Tensor:
+        if experts is not None:
+            return upcycled_weight(name, shape, model, lambda of: files.read_all(hf_names(of, dense)))
+        return files.read_all(hf_names(name, dense)).float()
+
     length = _length(folder)
     layers = read_layers(folder)
     values = _recipe_values(folder, output, model, layers, length)
@@ -144,21 +155,22 @@ def import_from_hf(folder: Path, output: Path) -> None:
         copy_tokenizer(folder, output, folder_roots(folder))
         checkpoints = output / "checkpoints"
         checkpoints.mkdir()
-        _save_weights(
-            publish.make_temporary_folder(checkpoints, 0), model, files, dump_config(RunConfig.model_validate(values))
-        )
+        temporary = publish.make_temporary_folder(checkpoints, 0)
+        _save_weights(temporary, parameter_shapes(model), value, dump_config(RunConfig.model_validate(values)))
         text = yaml.safe_dump(values, sort_keys=False)
         write_new(output / RECIPE, f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
 
 
-def _save_weights(temporary: Path, model: ModelConfig, files: SafetensorsFolder, recipe: str) -> None:
-    """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it."""
-    shapes = parameter_shapes(model)
+def _save_weights(
+    temporary: Path, shapes: Mapping[str, tuple[int, ...]], value: Callable[[str, tuple[int, ...]], Tensor], recipe: str
+) -> None:
+    """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it. value: of a parameter,
+    by name and shape."""
     parts = (Part(f"model.{name}", torch.float32, shape, (0,) * len(shape), shape) for name, shape in shapes.items())
     written = write_checkpoint(
         temporary,
         [ShardFile.from_parts("rank_0_0.safetensors", parts)],
-        lambda part: files.read_all(hf_names(part.name.removeprefix("model."), model)).float(),
+        lambda part: value(part.name.removeprefix("model."), part.shape),
         {"progress": {"step": 0, "stage": 0}, "config": recipe},
     )
     publish.publish(temporary, 0, written)
