@@ -135,7 +135,7 @@ def _package(entry: EntryPoint) -> str:
 
 ATTENTION_KINDS: Registry[Any] = Registry("moba_train.attention_kinds", "attention kind", ("Options", "mix", "costs"))
 """Subclasses of `attention.kind.AttentionKind`."""
-FEED_FORWARDS: Registry[Any] = Registry("moba_train.feed_forwards", "feed-forward", ("Options", "costs", "measure"))
+FEED_FORWARDS: Registry[Any] = Registry("moba_train.feed_forwards", "feed-forward", ("Options", "costs", "steps"))
 """Subclasses of `model.feed_forward.RegisteredFeedForward`."""
 EVALUATIONS: Registry[Any] = Registry("moba_train.evaluations", "evaluation", ("Options", "numbers", "run"))
 """Subclasses of `evals.evaluation.Evaluation`, in the order in which they run."""

@@ -2,8 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import Field, model_validator
 
 from moba_train.config.attention import full_layer_ids
 from moba_train.config.base import Length, OpenSection, Section
@@ -89,12 +88,9 @@ class ModelConfig(OpenSection):
         for name, options in self.given_feed_forwards.items():
             try:
                 layers = full_layer_ids(options.layers, self.layers)  # type: ignore[attr-defined]  # every Options has
-                if both := [layer for layer in layers if layer in taken]:
-                    raise ValueError(f"layer {both[0]} also has {taken[both[0]]!r}; allowed: one feed-forward a layer")
             except ValueError as error:
-                found = InitErrorDetails(
-                    type=PydanticCustomError("value_error", str(error)), loc=(name, "layers"), input=None
-                )
-                raise ValidationError.from_exception_data(type(self).__name__, [found]) from None
+                raise ValueError(f"{name}.layers: {error}") from None
+            if both := [layer for layer in layers if layer in taken]:
+                raise ValueError(f"{name}.layers: layer {both[0]} has {taken[both[0]]!r} as well; allowed: one of them")
             taken |= dict.fromkeys(layers, name)
         return self

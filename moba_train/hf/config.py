@@ -12,8 +12,8 @@ from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, read_foreign_json
-from moba_train.model.feed_forward import FEED_FORWARDS
 from moba_train.model.rope import attention_factor
+from moba_train.registry import FEED_FORWARDS
 
 _SECTIONS = ("rope_scaling", "rope_parameters")
 """Keys of config.json that hold the embedding. transformers 5 writes the second, and goes by the first if both are
@@ -136,21 +136,6 @@ def registered_forms() -> dict[str, tuple[str, Any]]:
     """Name and Hugging Face form of the registered feed-forward of each further model_type."""
     kinds = FEED_FORWARDS.usable()
     return {model_type: (name, kind.hf) for name, kind in kinds.items() if kind.hf for model_type in kind.hf.LIKE}
-
-
-def hf_type(model: ModelConfig) -> tuple[str, str]:
-    """Name in Hugging Face of the model's type and of its architecture. Raises CheckpointError for a shape that none
-    has."""
-    if model.qk_norm and model.qkv_bias:
-        raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
-    model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
-    if not model.given_feed_forwards:
-        return model_type, ARCHITECTURES[model_type]
-    for other, (name, form) in registered_forms().items():
-        if form.LIKE[other] == model_type and [*model.given_feed_forwards] == [name]:
-            return other, form.ARCHITECTURES[other]
-    sections = ", ".join(f"model.{name}" for name in model.given_feed_forwards)
-    raise CheckpointError(f"{sections}: given in a model like {model_type}; Hugging Face has no such architecture")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

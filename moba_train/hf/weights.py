@@ -21,10 +21,9 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, ForeignFileError
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
-from moba_train.hf.config import hf_type
-from moba_train.model.feed_forward import FEED_FORWARDS
 from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
+from moba_train.registry import FEED_FORWARDS
 from moba_train.torch_private import local_shape_and_offset
 
 _OUTSIDE_BLOCKS = {
@@ -46,7 +45,7 @@ def hf_names(name: str, model: ModelConfig) -> list[str]:
     matrices those of each, in order; none for what belongs to training alone."""
     match = _BLOCK.fullmatch(name)
     if match and match[2] == "feed_forward" and (found := model.feed_forward(int(match[1]))):
-        inside = FEED_FORWARDS[found[0]].hf.names(match[3], found[1], hf_type(model)[0])
+        inside = FEED_FORWARDS[found[0]].hf.names(match[3], found[1], model)
         return [f"model.layers.{match[1]}.{one}" for one in inside]
     return [hf_name(name)]
 

@@ -7,17 +7,17 @@ Shape suffixes: T packed tokens of this rank, D hidden size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moba_train import registry
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
 from moba_train.model.loss import LossTokens
+from moba_train.registry import FEED_FORWARDS
 
 
 class FeedForward(nn.Module):
@@ -62,15 +62,18 @@ class MatrixStack(nn.Module):
 
 
 class RegisteredFeedForward(nn.Module, ABC):
-    """A feed-forward that is found by name, in one layer."""
+    """A feed-forward that is found by name, in one layer; constructed with its section and the model's."""
 
     Options: ClassVar[type[Section]]
     """Its section of the recipe; `layers` in it is a pattern as `attention.full_layers`."""
+    steps: ClassVar[Any]
+    """Its part in training, an object as the module `mechanisms/experts/step.py`, whose functions are called on all
+    ranks together: `enter` a stage, `begin` a step, `measure` it, `update` what gradients do not, `details` of it."""
+    parallel: ClassVar[Any]
+    """Its form on ranks, an object as the module `mechanisms/experts/parallel.py`: `problems` of a recipe, `style` of
+    tensor parallelism, and `shard`, which makes the units of FSDP that differ from the block's."""
     hf: ClassVar[Any] = None
     """Its form in Hugging Face models, an object as the module `mechanisms/experts/hf.py`; None: it has none."""
-
-    def __init__(self, options: Section, model: ModelConfig) -> None:
-        super().__init__()
 
     @classmethod
     @abstractmethod
@@ -80,14 +83,7 @@ class RegisteredFeedForward(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def function(cls, options: Section) -> object:
-        """What the options say of the function that the layer is and of its parameters, without what only trains it."""
-
-    @classmethod
-    @abstractmethod
-    def problems(cls, options: Section, recipe: Any, ranks: int | None, device: str | None) -> Iterator[str]:
-        """Reasons why a recipe (`RunConfig`) cannot have it, each beginning with the option, or with another key of the
-        recipe after a dot: `.parallel.ep: given ...`. ranks: over which weights are sharded; device: "cuda" or "cpu";
-        None: not known."""
+        """The options that shape the layer's function and its parameters, without those that only train it."""
 
     @abstractmethod
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -99,54 +95,13 @@ class RegisteredFeedForward(nn.Module, ABC):
         """Set this rank's rows with loss in the next forward pass, which trains; None: it does not, and nothing is
         counted."""
 
-    @abstractmethod
-    def tensor_parallel_style(self) -> Any:
-        """torch's `ParallelStyle` of the module."""
-
-    @abstractmethod
-    def shard(self, dims: Any, shard: Callable[..., None]) -> None:
-        """Make the units of FSDP that differ from the block's, on `ParallelDims`: `shard(modules, mesh)`. Such a block
-        is not compiled, as FSDP's hooks in it cannot be traced."""
-
-    @classmethod
-    @abstractmethod
-    def enter(cls, modules: "Modules", options: Section, dims: Any) -> None:
-        """Begin a stage in which this rank has these coordinates and groups (`StageDims`)."""
-
-    @classmethod
-    @abstractmethod
-    def begin_step(cls, modules: "Modules") -> None:
-        """Forget what was counted in the step before."""
-
-    @classmethod
-    @abstractmethod
-    def measure(cls, modules: "Modules", options: Section, layers: int, device: torch.device) -> dict[str, Tensor]:
-        """Metrics of the step, scalars that are equal on all ranks. Called on all ranks together after the backward
-        pass; `layers`: of the whole model."""
-
-    @classmethod
-    @abstractmethod
-    def update(cls, modules: "Modules", options: Section) -> None:
-        """Change what the gradients do not, after the optimizer's step."""
-
-    @classmethod
-    @abstractmethod
-    def details(cls, modules: "Modules") -> dict[str, Any]:
-        """What a spike dump says of the step, as JSON values, by layer."""
-
-
-Modules = Mapping[int, RegisteredFeedForward]
-"""The feed-forwards of one kind that a rank has, by layer of the whole model."""
-
-FEED_FORWARDS = cast(registry.Registry[type[RegisteredFeedForward]], registry.FEED_FORWARDS)
-"""Registered feed-forwards by name."""
-
 
 def build_feed_forward(model: ModelConfig, layer: int) -> nn.Module:
     """The feed-forward of a layer, on torch's current device."""
     if found := model.feed_forward(layer):
         name, options = found
-        return FEED_FORWARDS[name](options, model)
+        module: RegisteredFeedForward = FEED_FORWARDS[name](options, model)
+        return module
     return FeedForward(model.hidden_size, model.intermediate_size)
 
 
@@ -154,9 +109,9 @@ def feed_forward_costs(model: ModelConfig, layer: int) -> FeedForwardCosts:
     """Costs of the feed-forward of a layer."""
     if found := model.feed_forward(layer):
         name, options = found
-        return FEED_FORWARDS[name].costs(options, model)
-    matrices = 3 * model.hidden_size * model.intermediate_size
-    width = model.intermediate_size
+        costs: FeedForwardCosts = FEED_FORWARDS[name].costs(options, model)
+        return costs
+    matrices = 3 * model.hidden_size * (width := model.intermediate_size)
     return FeedForwardCosts(matrices, matrices, matrices, width, frozenset({width}))
 
 
@@ -166,13 +121,13 @@ def registered_modules(model: nn.Module) -> dict[int, RegisteredFeedForward]:
     return {layer: module for layer, module in found.items() if isinstance(module, RegisteredFeedForward)}
 
 
-def each_kind(model: nn.Module) -> Iterator[tuple[type[RegisteredFeedForward], Section, Modules]]:
-    """The registered feed-forwards of a `Transformer`'s recipe, their sections, and the modules of each here, if any:
-    the same on all ranks of a pipeline, which call them together."""
+def each_kind(model: nn.Module) -> Iterator[tuple[Any, Section, dict[int, RegisteredFeedForward]]]:
+    """For each registered feed-forward of a `Transformer`'s recipe: its `steps`, its section, and its modules here by
+    layer, if any; the same on all ranks of a pipeline."""
     found = registered_modules(model)
     for name, options in cast(ModelConfig, model.config).given_feed_forwards.items():
         kind = FEED_FORWARDS[name]
-        yield kind, options, {layer: module for layer, module in found.items() if type(module) is kind}
+        yield kind.steps, options, {layer: module for layer, module in found.items() if type(module) is kind}
 
 
 def count_tokens(model: nn.Module, loss_tokens: LossTokens | None) -> None:

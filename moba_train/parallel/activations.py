@@ -119,8 +119,8 @@ class BlockForward:
 
 
 def wrap_blocks(model: Transformer, compiled: bool, ep: int = 1) -> None:
-    """Let `set_activations` decide what the blocks of `model` keep; with `compiled`, compile them as well, but for
-    those with experts that `ep` ranks divide: each call of these waits for numbers of tokens."""
+    """Let `set_activations` decide what the blocks of `model` keep; with `compiled`, compile them as well. Those
+    with experts that `ep` ranks divide are not compiled: each call of them waits for numbers of tokens."""
     contexts = {kept: partial(_contexts, kept, model.config) for kept in Kept}
 
     def recomputed(block: Block, kept: Kept, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> BlockResult:

@@ -52,10 +52,6 @@ class StageDims:
     rank: int
     cp_group: dist.ProcessGroup | None
     """The ranks that share this rank's sequences, in the order of their shards; None: it has whole sequences."""
-    tp_group: dist.ProcessGroup | None
-    """The ranks that share each layer; None without tensor parallelism."""
-    layers_group: dist.ProcessGroup
-    """All ranks that hold shards of this rank's layers."""
 
     @property
     def computes_loss(self) -> bool:
@@ -106,11 +102,6 @@ class ParallelDims:
         return self.mesh if names == weights else self.mesh[weights]
 
     @property
-    def expert_weight_mesh(self) -> DeviceMesh:
-        """`weight_mesh` of weights that expert parallelism divides: the ranks that have the same experts."""
-        return self.expert_mesh[("dp_replicate", "experts_shard") if self.sizes.dp_replicate > 1 else "experts_shard"]
-
-    @property
     def tp_mesh(self) -> DeviceMesh | None:
         """The mesh (tp,) of the ranks that share each layer; None without tensor parallelism."""
         return self.mesh["tp"] if self.sizes.tp > 1 else None
@@ -128,9 +119,7 @@ class ParallelDims:
         if sizes.cp > 1 and sizes.cp not in self._cp_groups:
             # Never the default group, so that transfers of attention do not queue behind those of weights.
             self._cp_groups[sizes.cp] = self._new_group(rank_groups(sizes, "cp"))
-        tp_group = self.mesh.get_group("tp") if sizes.tp > 1 else None
-        cp_group = self._cp_groups[sizes.cp] if sizes.cp > 1 else None
-        return StageDims(sizes, self.world.rank, cp_group, tp_group, self.layers_group)
+        return StageDims(sizes, self.world.rank, self._cp_groups[sizes.cp] if sizes.cp > 1 else None)
 
     def _build_mesh(self, sizes: MeshSizes, named: Mapping[str, Sequence[str]]) -> DeviceMesh:
         """The DeviceMesh of the `named` dimensions, where those of one rank are left out that no weight must be sharded

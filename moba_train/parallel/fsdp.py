@@ -211,7 +211,7 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
             unit.set_custom_all_gather(gather)
 
     for module in registered_modules(model).values():
-        module.shard(dims, shard)
+        module.parallel.shard(module, dims, shard)
     for modules in units:
         shard(modules, dims.weight_mesh)
     # FSDP gathers weights in `forward` only, and these methods use weights of the model itself.

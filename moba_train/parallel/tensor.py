@@ -70,7 +70,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     registered = registered_modules(model)
     for layer in own_layers(model):
         own = registered.get(layer)
-        fed = feed_forward if own is None else {**norm, "feed_forward": own.tensor_parallel_style()}
+        fed = feed_forward if own is None else {**norm, "feed_forward": own.parallel.style()}
         in_blocks |= {f"blocks.{layer}.{name}": style for name, style in {**attention, **fed}.items()}
     # None: nothing is sent from rank 0, as the model is on the meta device.
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)

@@ -20,12 +20,12 @@ from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.config.stages import ALL_PARAMETERS, Stage, merge_rope
 from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model
-from moba_train.model.feed_forward import FEED_FORWARDS
 from moba_train.model.spec import ModelSpec, kind_of_parameter
 from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.fsdp import norm_problem
+from moba_train.registry import FEED_FORWARDS
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -146,7 +146,7 @@ def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | No
     """Registered feed-forwards that cannot be as asked. shards: ranks of dp_shard x cp; None: not known."""
     given = config.model.given_feed_forwards
     for name, options in given.items():
-        for problem in FEED_FORWARDS[name].problems(options, config, shards, here):
+        for problem in FEED_FORWARDS[name].parallel.problems(options, config, shards, here):
             yield problem.removeprefix(".") if problem.startswith(".") else f"model.{name}.{problem}"
     if config.parallel.ep > 1 and not given:
         yield f"parallel.ep: given {config.parallel.ep}, but the model has no experts; set 1, or give model.moe"

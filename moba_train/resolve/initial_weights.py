@@ -15,7 +15,6 @@ from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
 from moba_train.errors import CheckpointError
 from moba_train.hf.config import CONFIG, read_model_config
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, load_hf_weights
-from moba_train.model.feed_forward import FEED_FORWARDS
 from moba_train.model.spec import (
     ModelSpec,
     Shapes,
@@ -27,6 +26,7 @@ from moba_train.model.spec import (
 )
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import broadcast
+from moba_train.registry import FEED_FORWARDS
 from moba_train.resolve.run import resolve_unchecked
 
 

@@ -58,8 +58,8 @@ class Learner:
         set_trainable(self.model, stage.trainable)
         self.data_shard = self._engines.data_shard(layout.mesh, layout.strategy)
         self.model.set_engines([self.engine] * shape.layers)
-        for kind, options, modules in each_kind(self.model):
-            kind.enter(modules, options, self._dims.for_stage(layout.mesh))
+        for steps, options, modules in each_kind(self.model):
+            steps.enter(modules, options, self._dims, layout.mesh)
         set_activations(self.model, layout.activations.layers, self._device)
 
     def accumulate(self, batches: Sequence[Batch], loss_weight: float) -> StepLosses:
@@ -68,8 +68,8 @@ class Learner:
         loss_weight: sum of the token weights of all micro-batches and ranks
         """
         losses = StepLosses(self._device)
-        for kind, _, modules in each_kind(self.model):
-            kind.begin_step(modules)
+        for steps, _, modules in each_kind(self.model):
+            steps.begin(modules)
         for part in accumulate_gradients(self.model, batches, loss_weight):
             losses.add(part)
         return losses
@@ -85,8 +85,8 @@ class Learner:
         # in the 8B's step, 4.6 before (benchmarks/LOG.md, "8K tokens").
         self._gradients = Gradients(self.model)
         further = self._gradients.norms_by_kind(kinds) if kinds else {}
-        for kind, options, modules in each_kind(self.model):
-            further |= kind.measure(modules, options, self.model.config.layers, self._device)
+        for steps, options, modules in each_kind(self.model):
+            further |= steps.measure(modules, options, self.model.config.layers, self._device)
         return StepResult.read(losses, own_loss_sum, self._gradients.norm(), further)
 
     def update(self, lr: float, grad_norm: float) -> None:
@@ -95,8 +95,8 @@ class Learner:
         gradients.clip(self._clip_norm, grad_norm)
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
-        for kind, options, modules in each_kind(self.model):
-            kind.update(modules, options)
+        for steps, options, modules in each_kind(self.model):
+            steps.update(modules, options)
 
     def release_gradients(self) -> None:
         """Hold the gradients in the model alone, so that their memory is free when the model drops them: a rollback

@@ -50,7 +50,7 @@ def token_by_token(layer: MixtureOfExperts, x_TD: Tensor) -> Tensor:
             best = sorted(range(router.groups), key=lambda group: -ranks[group])[: router.active_groups]
             for group in set(range(router.groups)) - set(best):
                 preferred_E[group * size : (group + 1) * size] = -torch.inf
-        chosen = sorted(range(len(preferred_E)), key=lambda expert: -float(preferred_E[expert]))[: layer.options.active]
+        chosen = sorted(range(len(preferred_E)), key=lambda expert: -preferred_E[expert].item())[: layer.options.active]
         whole = sum(scores_E[expert] for expert in chosen) if router.normalize else 1
         update_D = torch.zeros_like(x_D)
         for expert in chosen:

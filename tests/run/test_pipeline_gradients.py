@@ -115,8 +115,8 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     weight = sum(batch.loss_weight_sum for batch in whole)
     for _ in range(repeat):  # a second step has its own batches, and gathers the weights anew
         model.zero_grad()
-        for kind, _, modules in each_kind(model):
-            kind.begin_step(modules)
+        for steps, _, modules in each_kind(model):
+            steps.begin(modules)
         parts = list(accumulate_gradients(model, batches, weight))
     loss = sum(part.loss.detach() for part in parts)
     assert isinstance(loss, Tensor)
@@ -137,8 +137,8 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     if dist.is_initialized():
         for value in found.values():
             dist.all_reduce(value)
-    for kind, options, modules in each_kind(model):
-        found |= kind.measure(modules, options, config.model.layers, torch.device("cpu"))
+    for steps, options, modules in each_kind(model):
+        found |= steps.measure(modules, options, config.model.layers, torch.device("cpu"))
     norms = (
         Gradients(model).norms_by_kind(stage.kinds) | {"norm": Gradients(model).norm()} if dist.is_initialized() else {}
     )
@@ -164,8 +164,8 @@ def worker(cases: list[Case], output: str) -> None:
             sizes = mesh_sizes(stage.parallel, world.size)
             dims = ParallelDims(sizes, world, stage.parallel.ep)
             model = sharded_of(config, dims)
-            for kind, section, modules in each_kind(model):
-                kind.enter(modules, section, dims.for_stage(sizes))
+            for steps, section, modules in each_kind(model):
+                steps.enter(modules, section, dims, sizes)
             set_activations(model, kept_by(options), world.device)
             if options.get("compiled_loss"):
                 model.chunk_loss = CompiledChunkLoss(backend="aot_eager")

@@ -81,6 +81,6 @@ class Balance(Handled):
         self._counts = {}
 
     def counts(self, layer: int) -> Tensor | None:
-        """Of a layer's step on this rank, float64 [E + 2]: choices of each expert, sum of the entropies of the tokens'
-        scores, number of tokens; None where nothing was counted."""
+        """Counts of a layer's step on this rank, float64 [E + 2]: choices of each expert, sum of the entropies of the
+        tokens' scores, number of tokens; None where nothing was counted."""
         return self._counts.get(layer)

@@ -4,8 +4,7 @@ Shape suffixes: T tokens of this rank (with tensor parallelism of its group), D 
 token, n = T k choices.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,19 +23,19 @@ from moba_train.mechanisms.experts.router import Router, auxiliary_loss, choose,
 from moba_train.model.feed_forward import FeedForward, FeedForwardCosts, RegisteredFeedForward
 from moba_train.model.loss import LossTokens
 
-Modules = Mapping[int, RegisteredFeedForward]
-
 
 class MixtureOfExperts(RegisteredFeedForward):
     """Experts that a router chooses from for each token, and shared ones that every token passes through."""
 
     Options = MoeOptions
-    hf = hf
+    steps: ClassVar[Any] = step
+    parallel: ClassVar[Any] = parallel
+    hf: ClassVar[Any] = hf
     bias: Tensor
     """Bias of the choice of each expert, float32 [E]. It also names the layer to its `Balance`, by its address."""
 
     def __init__(self, options: Section, model: ModelConfig) -> None:
-        super().__init__(options, model)
+        super().__init__()
         assert isinstance(options, MoeOptions)
         self.options = options
         self.router = Router(model.hidden_size, options.experts)
@@ -56,7 +55,7 @@ class MixtureOfExperts(RegisteredFeedForward):
         """The update of the residual stream [T, D], and the auxiliary loss of each token, float32 [T], or None; with
         tensor parallelism this rank's summand of the update, and the loss of its own rows."""
         router = self.options.router
-        weight_ED = self.router.weight
+        weight_ED: Tensor = self.router.weight
         if isinstance(weight_ED, DTensor):  # the ranks of a tp group have summands of its gradient
             weight_ED = weight_ED.to_local(grad_placements=[Partial()])
         logits_TE = self.router(x_TD, weight_ED)
@@ -81,7 +80,8 @@ class MixtureOfExperts(RegisteredFeedForward):
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         if self.shared is None or self.tp == 1:
             return None if self.shared is None else self.shared(x_TD)
-        gate, up, down = (local_weight(part.weight) for part in self.shared.children())
+        shared = self.shared
+        gate, up, down = (local_weight(part.weight) for part in (shared.gate_proj, shared.up_proj, shared.down_proj))
         return F.linear(F.silu(F.linear(x_TD, gate)) * F.linear(x_TD, up), down)  # summands, as of the other experts
 
     @classmethod
@@ -110,54 +110,6 @@ class MixtureOfExperts(RegisteredFeedForward):
         training = {"balance", "aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"}
         return options.model_dump(exclude={"router": training})
 
-    @classmethod
-    def problems(cls, options: Section, recipe: Any, ranks: int | None, device: str | None) -> Iterator[str]:
-        """Reasons why a recipe cannot have experts."""
-        assert isinstance(options, MoeOptions)
-        return parallel.problems(options, recipe, ranks, device)
-
     def count_tokens(self, loss_tokens: LossTokens | None) -> None:
         """Set this rank's rows with loss in the next forward pass, which trains; None: it does not."""
         self.balance.loss_tokens = loss_tokens
-
-    def tensor_parallel_style(self) -> parallel.ExpertsParallel:
-        """Style by which torch divides the layer's columns."""
-        return parallel.ExpertsParallel()
-
-    def shard(self, dims: Any, shard: Callable[..., None]) -> None:
-        """Divide the experts over ranks, and make a unit of FSDP of them."""
-        parallel.shard_experts(self, dims, shard)
-
-    @classmethod
-    def enter(cls, modules: Modules, options: Section, dims: Any) -> None:
-        """Begin a stage."""
-        assert isinstance(options, MoeOptions)
-        balance = Balance(options, parallel.counting_groups(options, dims), dims.sizes.tp, dims.tp_rank)
-        for module in modules.values():
-            cast(MixtureOfExperts, module).balance = balance
-
-    @classmethod
-    def begin_step(cls, modules: Modules) -> None:
-        """Forget what was counted in the step before."""
-        step.begin(_experts(modules))
-
-    @classmethod
-    def measure(cls, modules: Modules, options: Section, layers: int, device: torch.device) -> dict[str, Tensor]:
-        """Load of the experts, entropy of the scores and biases of the step."""
-        assert isinstance(options, MoeOptions)
-        return step.measure(_experts(modules), options, layers, device)
-
-    @classmethod
-    def update(cls, modules: Modules, options: Section) -> None:
-        """Move the biases of the choice."""
-        assert isinstance(options, MoeOptions)
-        step.update(_experts(modules), options)
-
-    @classmethod
-    def details(cls, modules: Modules) -> dict[str, Any]:
-        """Load and bias of every expert, by layer."""
-        return step.details(_experts(modules))
-
-
-def _experts(modules: Modules) -> Mapping[int, MixtureOfExperts]:
-    return cast(Mapping[int, MixtureOfExperts], modules)

@@ -9,6 +9,7 @@ from typing import Any
 
 from moba_train.config.base import Section
 from moba_train.config.explain import given
+from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.mechanisms.experts.options import MoeOptions
 
@@ -78,7 +79,7 @@ def config(options: Section, model_type: str, layers: set[int], number: int) -> 
     assert isinstance(options, MoeOptions)
     router = options.router
     mixtral = model_type == "mixtral"
-    refused = {
+    refused: dict[str, tuple[object, object]] = {
         "model.moe.shared": (options.shared, 0),
         "model.moe.router.score": (router.score, "softmax"),
         "model.moe.router.scale": (router.scale, 1),
@@ -109,16 +110,17 @@ def config(options: Section, model_type: str, layers: set[int], number: int) -> 
     }
 
 
-def names(parameter: str, options: Section, model_type: str) -> Iterator[str]:
+def names(parameter: str, options: Section, model: ModelConfig) -> Iterator[str]:
     """Names inside the layer of the tensors that a parameter of the feed-forward consists of, in the order of the
     stack; none for the biases of the choice."""
     assert isinstance(options, MoeOptions)
-    part = "block_sparse_moe" if model_type == "mixtral" else "mlp"
+    mixtral = not model.qk_norm
+    part = "block_sparse_moe" if mixtral else "mlp"
     if parameter == "router.weight":
         yield f"{part}.gate.weight"
     elif parameter.startswith("experts."):
         projection = parameter.split(".")[1]
-        theirs = _MIXTRAL_NAMES[projection] if model_type == "mixtral" else projection
+        theirs = _MIXTRAL_NAMES[projection] if mixtral else projection
         yield from (f"{part}.experts.{expert}.{theirs}.weight" for expert in range(options.experts))
     elif parameter != "bias":
-        raise CheckpointError(f"feed_forward.{parameter}: {model_type} has no such tensor")
+        raise CheckpointError(f"feed_forward.{parameter}: no Hugging Face architecture has such a tensor")

@@ -50,9 +50,14 @@ class ExpertsParallel(ParallelStyle):
             summands = DTensor.from_local(update_TD, device_mesh, [Partial()], run_check=False)
             return summands.redistribute(placements=[Shard(0)]).to_local(), auxiliary_T
 
-        module.register_forward_pre_hook(all_rows)  # type: ignore[arg-type]  # of one input
+        module.register_forward_pre_hook(all_rows)
         module.register_forward_hook(own_rows)
         return module
+
+
+def style() -> ExpertsParallel:
+    """Style by which torch divides the layer's columns."""
+    return ExpertsParallel()
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, list[Placement]]) -> None:
@@ -62,9 +67,9 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, list[
         module.register_parameter(name, nn.Parameter(part))
 
 
-def shard_experts(module: "MixtureOfExperts", dims: ParallelDims, shard: Callable[..., None]) -> None:
+def shard(module: "MixtureOfExperts", dims: ParallelDims, unit: Callable[..., None]) -> None:
     """Divide the experts over the ranks of an ep group and the columns over those of a tp group, and make a unit of
-    FSDP of divided experts."""
+    FSDP of divided experts, by `unit`."""
     names = [name for name, size in (("ep", dims.ep), ("tp", dims.sizes.tp)) if size > 1]
     if not names:
         return
@@ -75,16 +80,17 @@ def shard_experts(module: "MixtureOfExperts", dims: ParallelDims, shard: Callabl
         _distribute(module.experts.get_submodule(name), mesh, {"weight": placed})
     if dims.ep > 1:
         module.ep_group = dims.expert_mesh.get_group("ep")
-        shard([module.experts], dims.expert_weight_mesh)
+        copies = ("dp_replicate",) if dims.sizes.dp_replicate > 1 else ()
+        unit([module.experts], dims.expert_mesh[(*copies, "experts_shard")])
         call_hooks_outside_of_modes(module.experts)  # activation checkpointing would count what FSDP does in them
 
 
-def counting_groups(options: MoeOptions, dims: StageDims) -> list[dist.ProcessGroup]:
-    """Groups over which the load of a micro-batch is summed for the auxiliary loss."""
+def counting_groups(options: MoeOptions, dims: ParallelDims, stage: StageDims) -> list[dist.ProcessGroup]:
+    """Groups over which the load of a micro-batch is summed for the auxiliary loss, in a stage."""
     if options.router.aux_loss_over == "batch":
         return [dims.layers_group] if dims.layers_group.size() > 1 else []
-    groups = [dims.cp_group, dims.tp_group]
-    return [group for group in groups if group is not None]
+    tp_group = dims.tp_mesh.get_group() if dims.tp_mesh is not None else None
+    return [group for group in (stage.cp_group, tp_group) if group is not None]
 
 
 def problems(options: MoeOptions, recipe: RunConfig, ranks: int | None, device: str | None) -> Iterator[str]:

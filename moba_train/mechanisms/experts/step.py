@@ -1,4 +1,7 @@
-"""Load of the experts in a step over all ranks, its metrics, and the update of the biases that follows from it."""
+"""Load of the experts in a step over all ranks, its metrics, and the update of the biases that follows from it.
+
+The functions are those of `RegisteredFeedForward.steps`.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,12 +12,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moba_train.config.attention import full_layer_ids
+from moba_train.config.mesh import MeshSizes
+from moba_train.mechanisms.experts.balance import Balance
 from moba_train.mechanisms.experts.options import MoeOptions
+from moba_train.mechanisms.experts.parallel import counting_groups
+from moba_train.parallel.dims import ParallelDims
 
 if TYPE_CHECKING:
     from moba_train.mechanisms.experts.experts import MixtureOfExperts
 
 Modules = Mapping[int, "MixtureOfExperts"]
+
+
+def enter(modules: Modules, options: MoeOptions, dims: ParallelDims, sizes: MeshSizes) -> None:
+    """Begin a stage of these sizes."""
+    stage = dims.for_stage(sizes)
+    balance = Balance(options, counting_groups(options, dims, stage), sizes.tp, stage.tp_rank)
+    for module in modules.values():
+        module.balance = balance
 
 
 def begin(modules: Modules) -> None:

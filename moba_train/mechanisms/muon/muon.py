@@ -13,18 +13,39 @@ matrices, and it computes in bf16 everywhere. Here a matrix is gathered once, by
 import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from moba_train.config.optim import MuonScale, OptimConfig
+from moba_train.config.base import Section
+from moba_train.config.optim import OptimConfig
 from moba_train.mechanisms.muon.exchange import MatrixExchange
 from moba_train.optim.adamw import adamw_groups, build_torch_adamw
 from moba_train.optim.gradients import local_part
 from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices
 from moba_train.torch_private import foreach_lerp, foreach_lerp_
+
+MuonScale = Literal["match_rms_adamw", "original"]
+"""Factor of Muon's update of a matrix; the names are those of torch.optim.Muon."""
+
+
+class MuonConfig(Section):
+    """Muon, for the weights of the blocks' linear layers; all other parameters are trained by AdamW with `betas` and
+    `eps`. See docs/how-to/precision-and-optimizers.md."""
+
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of the running mean of gradients")
+    nesterov: bool = Field(True, description="mix the present gradient into that mean once more")
+    steps: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations that orthogonalize it")
+    scale: MuonScale = Field(
+        "match_rms_adamw",
+        description="factor of the update; match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that `lr` and "
+        "`weight_decay` are those of AdamW (Moonshot AI 2025); original: sqrt(max(1, rows / columns))",
+    )
+
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of the polynomial a s + b s^3 + c s^5 (Jordan et al. 2024, Muon). It takes singular values from (0, 1]
@@ -67,7 +88,9 @@ class Muon(Optimizer):
     ) -> None:
         first = {"params": list(matrices), "weight_decay": config.weight_decay, "lr_factor": 1.0}
         super().__init__([first, *adamw.param_groups], {"lr": config.lr})
-        self._options = config.muon
+        options = config.options_of("muon")
+        assert isinstance(options, MuonConfig)
+        self._options = options
         self._group = group
         self._exchange: MatrixExchange | None = None
         self._adamw = adamw
@@ -189,4 +212,4 @@ def _build(model: nn.Module, config: OptimConfig, device: torch.device, group: d
     return Muon(list(matrices.values()), adamw, config, group)
 
 
-MUON = OptimizerSpec(_build, state=ADAMW_STATE, matrix_state={"momentum_buffer": 4})
+MUON = OptimizerSpec(_build, state=ADAMW_STATE, matrix_state={"momentum_buffer": 4}, Options=MuonConfig)

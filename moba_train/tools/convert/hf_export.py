@@ -18,11 +18,19 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import CONFIG, ROPE_KEYS, SAME_VALUES, hf_type, read_config, read_model_config
+from moba_train.hf.config import (
+    ARCHITECTURES,
+    CONFIG,
+    ROPE_KEYS,
+    SAME_VALUES,
+    read_config,
+    read_model_config,
+    registered_forms,
+)
 from moba_train.hf.weights import INDEX, SINGLE
 from moba_train.model.build import build_attention
-from moba_train.model.feed_forward import FEED_FORWARDS
 from moba_train.output_files import write_new
+from moba_train.registry import FEED_FORWARDS
 
 
 def hf_rope(rope: RopeConfig) -> dict[str, Any]:
@@ -45,6 +53,21 @@ def hf_length(rope: RopeConfig, trained: int) -> int:
     if rope.kind != "yarn" or rope.original_seq_len is None:
         return trained
     return max(trained, round(rope.factor * rope.original_seq_len))
+
+
+def hf_type(model: ModelConfig) -> tuple[str, str]:
+    """Name in Hugging Face of the model's type and of its architecture. Raises CheckpointError for a shape that none
+    has."""
+    if model.qk_norm and model.qkv_bias:
+        raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
+    model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    if not model.given_feed_forwards:
+        return model_type, ARCHITECTURES[model_type]
+    for other, (name, form) in registered_forms().items():
+        if form.LIKE[other] == model_type and [*model.given_feed_forwards] == [name]:
+            return other, form.ARCHITECTURES[other]
+    sections = ", ".join(f"model.{name}" for name in model.given_feed_forwards)
+    raise CheckpointError(f"{sections}: given in a model like {model_type}; Hugging Face has no such architecture")
 
 
 def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str) -> dict[str, Any]:
