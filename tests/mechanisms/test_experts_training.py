@@ -26,9 +26,9 @@ def with_experts(run: Run, parallel: dict[str, Any], **changes: Any) -> Run:
     run.recipe["parallel"] = parallel
     run.recipe["checkpoint"]["every"] = 2
     run.recipe["evaluation"]["every"] = 3  # between two steps: it must not count
+    run.recipe |= changes
     for stage in run.recipe["stages"]:
         stage |= {"tokens": STEPS // 2 * 512, "micro_batch_size": 2}
-    run.recipe |= changes
     return run
 
 
@@ -109,13 +109,11 @@ def test_muon_takes_every_expert_as_a_matrix(
 
 def test_compiled_blocks_count_each_token_once(run: Run, corpora: Path, ranks: Ranks) -> None:
     """With what is kept recomputed: the choice of experts is one operator, which is kept whole."""
-    for one in (run,):  # one stage: tracing takes seconds
-        one.recipe["stages"] = one.recipe["stages"][:1]
-    bf16 = {"compute": "bf16"}
-    plain = with_experts(Run(run.folder / "plain", corpora), {}, precision=bf16)
+    short = {"precision": {"compute": "bf16"}, "stages": run.recipe["stages"][:1]}  # tracing takes seconds
+    plain = with_experts(Run(run.folder / "plain", corpora), {}, **short)
     plain.folder.mkdir()
     assert plain.train_here() == 0
-    with_experts(run, {}, compile=True, activation_checkpointing="full", precision=bf16)
+    with_experts(run, {}, compile=True, activation_checkpointing="full", **short)
     ranks.work(train_traced, [str(run.write_recipe())], 1)
     for key, values in curves(plain).items():
         assert curves(run)[key] == pytest.approx(values, rel=0.05), key
