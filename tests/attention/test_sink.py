@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import LayerInput
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.registry import KINDS
 from moba_train.config.base import Section
@@ -19,6 +20,7 @@ from moba_train.model.block import Sink
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.helpers import labelled
 from tests.attention.kind_checks import (
+    MODEL,
     STRATEGIES,
     Layer,
     assert_documents_are_independent,
@@ -110,3 +112,40 @@ def test_a_sink_far_below_all_scores_changes_nothing_and_one_far_above_leaves_no
     for got, expected in zip((*sinks[-1e4][0], *sinks[-1e4][1]), (*want[0], *want[1]), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     assert [x.abs().max().item() for x in (*sinks[1e4][0], *sinks[1e4][1])] == [0.0] * 5
+
+
+def assert_near_float64(name: str, options: dict[str, Any], reference: dict[str, Any], device: torch.device) -> None:
+    """Output and every gradient of a kind with a sink, in bf16 on `device`, are those of float64 on the CPU."""
+    lengths = [300, 0, 1, 211]
+    model = MODEL.model_copy(update={"head_dim": 64})
+    found = []
+    for chosen, place, dtype in ((options, device, torch.bfloat16), (reference, "cpu", torch.float64)):
+        layer = make_layer(name, chosen, lengths, model=model)
+        for tensor in (*layer.inputs(), *layer.named_parameters().values()):
+            tensor.data = tensor.data.bfloat16().to(place, dtype)
+        layer.layout = packed_layout(lengths, place)
+        found.append(results(layer))
+    for got, want in zip(*found, strict=True):
+        got, want = (list(x.values()) if isinstance(x, dict) else x for x in (got, want))
+        for index, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert (a.cpu().double() - b).norm() <= 2e-2 * b.norm(), index
+
+
+def test_bf16_is_near_float64_in_plain_pytorch() -> None:
+    """The next test's form for the CPU."""
+    for name in CASES:
+        options = CASES[name][1] | {"backend": "reference"}
+        options |= {"block_size": 64, "topk": 9} if name == "moba" else {}
+        assert_near_float64(f"{name} with sink", options, options, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "options", "backend"),
+    [("full", {}, "auto"), ("moba", {"block_size": 64, "topk": 9}, "triton")],
+    ids=["full", "moba"],
+)
+def test_kernels_are_as_exact_with_a_sink(name: str, options: dict[str, Any], backend: str) -> None:
+    """All blocks are selected: near-ties may fall otherwise in bf16."""
+    both = [options | {"backend": chosen} for chosen in (backend, "reference")]
+    assert_near_float64(f"{name} with sink", *both, torch.device("cuda"))
