@@ -28,7 +28,7 @@ from tests.attention.kind_checks import (
     make_layer,
     results,
 )
-from tests.attention.test_kind_checks import rotated
+from tests.attention.test_kind_checks import flat, rotated
 
 LENGTHS = [13, 0, 1, 9]
 CASES: dict[str, tuple[type[FullKind] | type[MobaKind], dict[str, Any]]] = {
@@ -41,7 +41,7 @@ each = pytest.mark.parametrize("name", CASES)
 def with_sink(kind: Any) -> Any:
     """The kind with a sink of its own in each layer."""
 
-    class WithSink(kind):  # type: ignore[misc]
+    class WithSink(kind):
         @classmethod
         def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
             return Sink(model.heads)
@@ -64,7 +64,7 @@ def layer_of(name: str, **changes: Any) -> Layer:
     return make_layer(f"{name} with sink", CASES[name][1] | changes, LENGTHS)
 
 
-def plain(layer: Layer) -> list[Tensor]:
+def oracle(layer: Layer) -> list[Tensor]:
     """Each document by itself: a softmax over its keys and the sink, whose probability meets no value."""
     q, k = rotated(layer, layer.q), rotated(layer, layer.k)
     group = q.shape[1] // k.shape[1]
@@ -82,11 +82,9 @@ def plain(layer: Layer) -> list[Tensor]:
 def test_a_softmax_with_one_column_more(name: str, changes: dict[str, Any]) -> None:
     """MoBA with every block selected is full attention with the sink."""
     layer = layer_of(name, **changes)
-    for got, want in zip(results(layer), results(layer, plain), strict=True):
-        got, want = (x if isinstance(x, list) else list(x.values()) for x in (got, want))
-        assert len(got) == len(want) > 0
-        for index, (a, b) in enumerate(zip(got, want, strict=True)):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=labelled(f"{index}"))
+    found = zip(flat(results(layer)), flat(results(layer, oracle)), strict=True)
+    for index, (got, want) in enumerate(found):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=labelled(f"{index}"))
 
 
 @each
@@ -124,11 +122,9 @@ def assert_near_float64(name: str, options: dict[str, Any], reference: dict[str,
         for tensor in (*layer.inputs(), *layer.named_parameters().values()):
             tensor.data = tensor.data.bfloat16().to(place, dtype)
         layer.layout = packed_layout(lengths, place)
-        found.append(results(layer))
-    for got, want in zip(*found, strict=True):
-        got, want = (list(x.values()) if isinstance(x, dict) else x for x in (got, want))
-        for index, (a, b) in enumerate(zip(got, want, strict=True)):
-            assert (a.cpu().double() - b).norm() <= 2e-2 * b.norm(), index
+        found.append(flat(results(layer)))
+    for index, (got, want) in enumerate(zip(*found, strict=True)):
+        assert (got.cpu().double() - want).norm() <= 2e-2 * want.norm(), index
 
 
 def test_bf16_is_near_float64_in_plain_pytorch() -> None:
@@ -147,5 +143,5 @@ def test_bf16_is_near_float64_in_plain_pytorch() -> None:
 )
 def test_kernels_are_as_exact_with_a_sink(name: str, options: dict[str, Any], backend: str) -> None:
     """All blocks are selected: near-ties may fall otherwise in bf16."""
-    both = [options | {"backend": chosen} for chosen in (backend, "reference")]
-    assert_near_float64(f"{name} with sink", *both, torch.device("cuda"))
+    ours, plain = (options | {"backend": chosen} for chosen in (backend, "reference"))
+    assert_near_float64(f"{name} with sink", ours, plain, torch.device("cuda"))

@@ -89,7 +89,7 @@ def test_the_layer_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
 def qwen3_next(**changes: Any) -> Any:
     from transformers import Qwen3NextConfig
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": MODEL.hidden_size,
         "num_attention_heads": MODEL.heads,
         "num_key_value_heads": MODEL.kv_heads,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from moba_train.tools.inference.cache import Decode
-from tests.attention import kind_checks
+from tests.attention.kind_checks import MODEL, small_model
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 LAYERS: dict[str, Any] = {
@@ -29,6 +29,6 @@ LAYERS: dict[str, Any] = {
 def test_they_decode_as_they_were_trained(
     name: str, options: dict[str, Any], decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = kind_checks.MODEL.model_validate(kind_checks.MODEL.model_dump() | LAYERS)
-    monkeypatch.setattr("tests.tools.decoding_checks.small_model", lambda *kind: kind_checks.small_model(*kind, model))
+    model = MODEL.model_validate(MODEL.model_dump() | LAYERS)
+    monkeypatch.setattr("tests.tools.decoding_checks.small_model", lambda kind, given: small_model(kind, given, model))
     assert_decodes_like_training(name, options, decode=decode)
