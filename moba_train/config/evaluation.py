@@ -1,7 +1,6 @@
 """The section `evaluation`: measurements while a run trains, and their frequency."""
 
-from collections.abc import Callable
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field
 
@@ -72,13 +71,3 @@ class EvaluationConfig(OpenSection):
     def asking(self) -> dict[str, AnswersConfig]:
         """The sections that ask questions about a long text, by name."""
         return {name: section for name, section in self if isinstance(section, AnswersConfig)}
-
-    def with_corpora(self, change: Callable[[str], str | None]) -> Self:
-        """A copy in which `change` has been applied to every corpus that a section names."""
-        named = {name: section for name, section in self.asking().items() if section.corpus is not None}
-        return self.model_copy(
-            update={
-                name: section.model_copy(update={"corpus": change(str(section.corpus))})
-                for name, section in named.items()
-            }
-        )

@@ -85,12 +85,7 @@ class PositionWise(Evaluation[PositionWiseConfig]):
         """`trailing_loss` and, if full attention is also tried, `trailing_gap`, each with its standard error."""
         curves = {
             name: position_wise_loss(
-                context.model,
-                self._samples,
-                self._bucket,
-                context.data_shard,
-                context.device,
-                context.between_batches,
+                context.model, self._samples, self._bucket, context.data_shard, context.device, context.between_batches
             )
             for name in context.each_attention()
         }

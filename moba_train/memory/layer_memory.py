@@ -46,10 +46,11 @@ def input_bytes(computation: Computation) -> int:
 def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_width: int) -> BlockBytes:
     """Activations of a block, `width` bytes an element.
 
-    A block that is not recomputed keeps the inputs of both norms and of the projections behind them (4 D; every rank of
-    a tp group holds the gathered inputs of the projections), rotated queries and keys, values and the attention's
-    output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of the SwiGLU. A compiled block
-    recomputes one of these four: 4.00 GiB less were measured on 16 layers (benchmarks/results/training-1b-h200.json).
+    A block that is not recomputed keeps the inputs of its norms and of the projections behind them (4 D, or 6 D with
+    norms on both sides; every rank of a tp group holds the gathered inputs of the projections), rotated queries and
+    keys, values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
+    the SwiGLU. A compiled block recomputes one of these four: 4.00 GiB less were measured on 16 layers
+    (benchmarks/results/training-1b-h200.json).
     Inputs of projections take `input_width` bytes an element; that of the output projection, which attention keeps for
     itself, as many as the compute dtype has. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured; with a
     scale for each row 11.0 and 10.9 (benchmarks/results/training-8b-h200-x2.json).
@@ -59,8 +60,9 @@ def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_w
     hidden = model.hidden_size
     lse = 4 * model.heads
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
-    attention = width * (hidden + heads) + input_width * tp * hidden + lse
-    feed_forward = width * (hidden + (2 if compiled else 3) * model.intermediate_size)
+    normed = hidden * (2 if model.norms == "both" else 1)
+    attention = width * (normed + heads) + input_width * tp * hidden + lse
+    feed_forward = width * (normed + (2 if compiled else 3) * model.intermediate_size)
     feed_forward += input_width * (tp * hidden + model.intermediate_size)
     added = {
         Kept.INPUT: width * hidden,
@@ -98,6 +100,9 @@ class LayerMemory:
         # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
         others = sizes.cp - 1
         self._own = [cost.activations + others * (cost.gathered or 0) for cost in costs]
+        for layer, gates in enumerate(map(model.gates, range(model.layers))):
+            # The sigmoid, and what the output projection is given instead of the attention's output.
+            self._own[layer] += width * (gates + model.heads * model.head_width) * (gates > 0)
 
     def kept(self, layer: int, kept: Kept) -> int:
         """Bytes that a layer keeps from its forward pass to its backward pass, on the GPU or its host."""

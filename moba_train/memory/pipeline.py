@@ -42,10 +42,11 @@ def _layer_costs(
     model: ModelConfig, stage: Stage, lengths: Sequence[int], layers: Sequence[LayerActivations]
 ) -> list[float]:
     """Operations of each layer for each token of documents of these lengths, forward, backward, and repeated."""
-    matrices = 6 * (attention_matrices(model) + feed_forward_matrices(model))
+    matrices = [6 * (attention_matrices(model, layer) + feed_forward_matrices(model)) for layer in range(len(layers))]
     by_kind = {layer: layer_flops(model, layer, lengths) / sum(lengths) for layer in dict.fromkeys(stage.attention)}
     repeated = [repeated_flops(model, stage, index, layer.kept) for index, layer in enumerate(layers)]
-    return [matrices + by_kind[kind] + more for kind, more in zip(stage.attention, repeated, strict=True)]
+    parts = zip(matrices, stage.attention, repeated, strict=True)
+    return [products + by_kind[kind] + more for products, kind, more in parts]
 
 
 def _output_cost(model: ModelConfig) -> float:

@@ -320,7 +320,7 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe: Path) -> None
         ),
         ("data.train=[]", "data.train: given []; allowed: non-empty list of sections, such as [{path: ...}]"),
         ("attention.full_layers=1.5", "attention.full_layers: given 1.5; allowed: text | list of integer"),
-        ("attention.overrides={a: {}}", "attention.overrides.a: given 'a'; allowed: mapping of integer"),
+        ("attention.overrides={a: {}}", "attention.overrides: given layer a; allowed: layer ids, counted from 0, all"),
         ("run_dir=''", "run_dir: given ''; allowed: non-empty text"),
         ("precision=bf16", "precision: given 'bf16'; allowed: a section with the keys compute"),
         ("model.vocab_size=", "model.vocab_size: given null; allowed: integer >= 2"),

@@ -20,8 +20,6 @@ from lm_eval.evaluator import evaluate
 from moba_train.config.base import format_count
 from moba_train.data.tokenizer import (
     CHAT_TEMPLATES,
-    GENERATION_CONFIG,
-    SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
 )
 from moba_train.errors import DataError, UserError
@@ -39,6 +37,7 @@ from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
 from moba_train.tools.needle.full_answers import modes_of
 from moba_train.tools.saved_recipe import SavedRun
+from moba_train.tools.special_tokens import GENERATION_CONFIG, SPECIAL_TOKENS_MAP
 from moba_train.tools.text_tokenizer import HuggingFaceTokenizer
 
 _CLASS = "PreTrainedTokenizerFast"
