@@ -58,6 +58,7 @@ class Conversion(Figure):
     """A model that retrieves with full attention, converted to MoBA and to a window."""
 
     name = "conversion"
+    corpus: ClassVar[str] = "data/smollm2-long"
     title = "F15. Conversion of a model that retrieves"
     seeds: ClassVar[tuple[int, ...]] = (0, 1, 2)
 
