@@ -1,4 +1,4 @@
-"""Members found by name: attention kinds, evaluations, optimizers, objectives, transports, telemetry sinks.
+"""Members found by name: attention kinds, feed-forwards, evaluations, optimizers, objectives, transports, sinks.
 
 A member is one entry point, in our pyproject.toml or in that of somebody else's package:
 
@@ -135,6 +135,8 @@ def _package(entry: EntryPoint) -> str:
 
 ATTENTION_KINDS: Registry[Any] = Registry("moba_train.attention_kinds", "attention kind", ("Options", "mix", "costs"))
 """Subclasses of `attention.kind.AttentionKind`."""
+FEED_FORWARDS: Registry[Any] = Registry("moba_train.feed_forwards", "feed-forward", ("Options", "costs", "steps"))
+"""Subclasses of `model.feed_forward.RegisteredFeedForward`."""
 EVALUATIONS: Registry[Any] = Registry("moba_train.evaluations", "evaluation", ("Options", "numbers", "run"))
 """Subclasses of `evals.evaluation.Evaluation`, in the order in which they run."""
 MODEL_FAMILIES: Registry[Any] = Registry("moba_train.model_families", "model family", ("defaults", "values", "name"))

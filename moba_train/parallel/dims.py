@@ -4,6 +4,7 @@ No other file computes ranks. They are numbered row by row over the dimensions o
 of a tp group are neighbours, and a cp group spans as few nodes as it can.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,6 +20,10 @@ SHARD = "dp_shard_cp"
 
 _MESH = {"pp": ("pp",), "dp_replicate": ("dp_replicate",), SHARD: ("dp_shard", "cp"), "tp": ("tp",)}
 """The dimensions of the DeviceMesh, outermost first, each with the dimensions of `MeshSizes` that it is made of."""
+_EXPERT_MESH = {"pp": ("pp",), "dp_replicate": ("dp_replicate",), "experts_shard": ("dp_shard",)}
+_EXPERT_MESH |= {"ep": ("cp",), "tp": ("tp",)}
+"""That of experts, of `MeshSizes` with dp_shard x cp divided otherwise."""
+_SHARDED = (SHARD, "experts_shard")
 
 
 def coordinates(sizes: MeshSizes, rank: int) -> MeshSizes:
@@ -73,11 +78,16 @@ class ParallelDims:
     one stage. All groups have the run's timeout and are kept.
     """
 
-    def __init__(self, sizes: MeshSizes, world: World) -> None:
+    def __init__(self, sizes: MeshSizes, world: World, ep: int = 1) -> None:
+        """ep: neighbours among the ranks of dp_shard x cp that expert parallelism divides experts over."""
         assert sizes.ranks == world.size, "config.mesh fits the sizes to the world"
         self.sizes = sizes
         self.world = world
-        self.mesh = self._build_mesh()
+        self.ep = ep
+        self.mesh = self._build_mesh(sizes, _MESH)
+        if ep > 1:
+            self.expert_mesh = self._build_mesh(sizes._replace(dp_shard=sizes.shards // ep, cp=ep), _EXPERT_MESH)
+            """The mesh (pp, dp_replicate, experts_shard, ep, tp): dp_shard_cp in two, only with expert parallelism."""
         parts = rank_groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
         self.layers_group = self._new_group(parts) if len(parts) > 1 else _default_group()
         """All ranks that hold shards of this rank's layers; without pipeline parallelism, all ranks."""
@@ -111,13 +121,13 @@ class ParallelDims:
             self._cp_groups[sizes.cp] = self._new_group(rank_groups(sizes, "cp"))
         return StageDims(sizes, self.world.rank, self._cp_groups[sizes.cp] if sizes.cp > 1 else None)
 
-    def _build_mesh(self) -> DeviceMesh:
-        """The DeviceMesh (pp, dp_replicate, dp_shard_cp, tp), where all but dp_shard_cp are left out when they have one
-        rank: over dp_replicate, FSDP2 would all-reduce the gradients of each layer, with one copy too."""
-        groups = {name: rank_groups(self.sizes, *dimensions) for name, dimensions in _MESH.items()}
+    def _build_mesh(self, sizes: MeshSizes, named: Mapping[str, Sequence[str]]) -> DeviceMesh:
+        """The DeviceMesh of the `named` dimensions, where those of one rank are left out that no weight must be sharded
+        over: over dp_replicate, FSDP2 would all-reduce the gradients of each layer, with one copy too."""
+        groups = {name: rank_groups(sizes, *dimensions) for name, dimensions in named.items()}
         # On a CPU a step of a tiny model takes 0.94 of its time without dp_replicate (benchmarks/LOG.md, "Host time of
         # small models").
-        kept = {name: found for name, found in groups.items() if name == SHARD or len(found[0]) > 1}
+        kept = {name: found for name, found in groups.items() if name in _SHARDED or len(found[0]) > 1}
         ranks = torch.arange(self.world.size).view([len(found[0]) for found in kept.values()])
         # Not init_device_mesh, whose groups would have torch's default timeout.
         own = [self._new_group(found) if len(found) > 1 else _default_group() for found in kept.values()]

@@ -8,6 +8,7 @@ from moba_train.attention.engine import LOCAL_ENGINE, OperatorEngine
 from moba_train.config.stages import Stage
 from moba_train.data.batch import Batch
 from moba_train.model.build import build_attention
+from moba_train.model.feed_forward import each_kind
 from moba_train.optim.gradients import Gradients
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.spec import set_trainable
@@ -36,10 +37,11 @@ class Learner:
         self._device = world.device
         self._compiled = run.setup.computation.compiled
         self._clip_norm = run.optim.clip_norm
-        dims = ParallelDims(run.layouts[0].mesh, world)
+        dims = ParallelDims(run.layouts[0].mesh, world, run.parallel.ep)
         self.model = sharded_model(run.setup, run.parallel, dims, run.seed)
         self.optimizer = build_optimizer(self.model, run.optim, world.device, dims.layers_group)
         self._engines = ContextEngines(dims)
+        self._dims = dims
         self._gradients: Gradients | None = None
 
     @property
@@ -58,6 +60,8 @@ class Learner:
         set_trainable(self.model, stage.trainable)
         self.data_shard = self._engines.data_shard(layout.mesh, layout.strategy)
         self.model.set_engines([self.engine] * shape.layers)
+        for steps, options, modules in each_kind(self.model):
+            steps.enter(modules, options, self._dims, layout.mesh)
         set_activations(self.model, layout.activations.layers, self._device)
 
     def accumulate(self, batches: Sequence[Batch], loss_weight: float, step: int) -> StepLosses:
@@ -68,6 +72,8 @@ class Learner:
         losses = StepLosses(self._device)
         if self.model.objective is not None:
             self.model.objective.begin_step(step)
+        for steps, _, modules in each_kind(self.model):
+            steps.begin(modules)
         for part in accumulate_gradients(self.model, batches, loss_weight):
             losses.add(part)
         return losses
@@ -82,9 +88,12 @@ class Learner:
         # Listed once for norms and clipping, before the host waits for the norm: the GPU then waits 0.6 ms for the host
         # in the 8B's step, 4.6 before (benchmarks/LOG.md, "8K tokens").
         self._gradients = Gradients(self.model)
-        by_kind = self._gradients.norms_by_kind(kinds) if kinds else {}
-        further = self.model.objective.measured() if self.model.objective is not None else {}
-        return StepResult.read(losses, own_loss_sum, self._gradients.norm(), by_kind | further)
+        further = self._gradients.norms_by_kind(kinds) if kinds else {}
+        if self.model.objective is not None:
+            further |= self.model.objective.measured()
+        for steps, options, modules in each_kind(self.model):
+            further |= steps.measure(modules, options, self.model.config.layers, self._device)
+        return StepResult.read(losses, own_loss_sum, self._gradients.norm(), further)
 
     def update(self, lr: float, grad_norm: float) -> None:
         """Clip the gradients, whose norm is `grad_norm`, and take the optimizer's step."""
@@ -92,6 +101,8 @@ class Learner:
         gradients.clip(self._clip_norm, grad_norm)
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
+        for steps, options, modules in each_kind(self.model):
+            steps.update(modules, options)
 
     def release_gradients(self) -> None:
         """Hold the gradients in the model alone, so that their memory is free when the model drops them: a rollback
