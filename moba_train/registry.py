@@ -1,4 +1,4 @@
-"""Members found by name: attention kinds, evaluations, optimizers, transports and telemetry sinks.
+"""Members found by name: attention kinds, evaluations, optimizers, transports, telemetry sinks, families of models.
 
 A member is one entry point, in our pyproject.toml or in that of somebody else's package:
 
