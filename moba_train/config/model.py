@@ -1,11 +1,12 @@
 """The shape of the Transformer."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from moba_train.config.base import Length, Section
+from moba_train.config.base import Length, OpenSection, Section
 from moba_train.config.layers import PATTERNS, LayerPattern, by_layer, layer_ids, plain_keys
+from moba_train.registry import FEED_FORWARDS
 
 MOST_LAYERS = 10_000
 MOST_HEADS = 1 << 16
@@ -70,11 +71,14 @@ class RopeConfig(LayerRope):
         return found
 
 
-class ModelConfig(Section):
+class ModelConfig(OpenSection):
     """A Llama-style decoder. With `qkv_bias` it is Qwen2's, with `qk_norm` Qwen3's shape.
 
-    Weights that a model has in some layers alone are named by patterns, as `attention.full_layers` is.
+    Weights that a model has in some layers alone are named by patterns, as `attention.full_layers` is. The section of a
+    registered feed-forward, such as `moe`, gives it to the layers that its `layers` names.
     """
+
+    members = FEED_FORWARDS
 
     vocab_size: int = Field(ge=2, le=LARGEST_WIDTH, description="rows of the embedding; at least the tokenizer's size")
     hidden_size: int = Field(ge=2, le=LARGEST_WIDTH, description="width of the residual stream")
@@ -125,3 +129,28 @@ class ModelConfig(Section):
         """Gates of a layer's attention; 0 without."""
         width = 1 if self.output_gate == "head" else self.head_width
         return self.heads * width if layer in layer_ids(self.gate_layers, self.layers) else 0
+
+    @property
+    def given_feed_forwards(self) -> dict[str, Section]:
+        """Sections of registered feed-forwards, by name."""
+        return {name: options for name, options in (self.__pydantic_extra__ or {}).items() if options is not None}
+
+    def feed_forward(self, layer: int) -> tuple[str, Section] | None:
+        """Name and section of the layer's registered feed-forward; None: it has the model's own."""
+        for name, options in self.given_feed_forwards.items():
+            if layer in layer_ids(options.layers, self.layers):  # type: ignore[attr-defined]  # every Options has
+                return name, options
+        return None
+
+    @model_validator(mode="after")
+    def _one_feed_forward_for_each_layer(self) -> Self:
+        taken: dict[int, str] = {}
+        for name, options in self.given_feed_forwards.items():
+            try:
+                layers = layer_ids(options.layers, self.layers)  # type: ignore[attr-defined]  # every Options has
+            except ValueError as error:
+                raise ValueError(f"{name}.layers: {error}") from None
+            if both := [layer for layer in layers if layer in taken]:
+                raise ValueError(f"{name}.layers: layer {both[0]} has {taken[both[0]]!r} as well; allowed: one of them")
+            taken |= dict.fromkeys(layers, name)
+        return self

@@ -14,6 +14,7 @@ from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kind import AttentionKind, LayerInput, SublayerInput, TwoSublayers
 from moba_train.attention.layout import Layout
 from moba_train.config.model import LayerRope, ModelConfig
+from moba_train.model.feed_forward import RegisteredFeedForward, build_feed_forward
 from moba_train.model.rope import apply_rope, rope_cos_sin
 
 
@@ -44,7 +45,7 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, kind_parameters)
         self.attention_post_norm = norm("post")
         self.feed_forward_norm = norm("pre")
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = build_feed_forward(config, layer)
         self.feed_forward_post_norm = norm("post")
         self.residual_scale = config.residual_scale
         self.feed_forward_rows: int | None = None
@@ -61,6 +62,10 @@ class Block(nn.Module):
         x_TD = self._sum(x_TD, self.attention_post_norm(update_TD))
         if isinstance(kind, TwoSublayers):
             x_TD = x_TD + self.attention.second_sublayer(x_TD, cos, sin, layout)
+        if isinstance(self.feed_forward, RegisteredFeedForward):
+            update_TD, own_T = self.feed_forward(self.feed_forward_norm(x_TD))
+            found = [loss_T for loss_T in (auxiliary_T, own_T) if loss_T is not None]
+            return self._sum(x_TD, self.feed_forward_post_norm(update_TD)), sum(found[1:], found[0]) if found else None
         rows = self.feed_forward_rows or len(x_TD)
         if len(x_TD) <= rows:
             return self._with_feed_forward(x_TD), auxiliary_T
@@ -146,17 +151,3 @@ class Sink(nn.Module):
     def forward(self) -> Tensor:
         """The logits [H]."""
         return self.weight
-
-
-class FeedForward(nn.Module):
-    """Gated linear unit, SwiGLU or GeGLU (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self._activate = F.silu if config.activation == "silu" else partial(F.gelu, approximate="tanh")
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(self._activate(self.gate_proj(x_TD)) * self.up_proj(x_TD))

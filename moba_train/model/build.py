@@ -41,8 +41,8 @@ def _kind(layer: LayerAttention, head_dim: int) -> AttentionKind:
 
 @torch.no_grad()
 def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] = ("",)) -> None:
-    """Fill every parameter in place: norms 1 (centred ones 0), biases and sinks 0, matrices normal with the config's
-    `init_std`.
+    """Fill every parameter in place: norms 1 (centred ones 0), biases, buffers and sinks 0, matrices normal with the
+    config's `init_std`.
 
     prefixes: only the parameters whose names begin with one of them.
 
@@ -51,6 +51,9 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
     own generator, seeded by its name, and is drawn in full before it is cut into shards: the same seed gives the same
     weights on any number of ranks. Parameters may be plain tensors or DTensors, never on "meta".
     """
+    for name, buffer in model.named_buffers():
+        if name.startswith(tuple(prefixes)):
+            buffer.zero_()
     for name, parameter in model.named_parameters():
         if not name.startswith(tuple(prefixes)):
             continue
@@ -60,7 +63,7 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
         elif parameter.dim() == 1:
             nn.init.constant_(parameter, _initial_vector(model, name))
         else:
-            _copy_full(parameter, _draw_normal(parameter, _initial_std(model, name), name, seed))
+            _copy_full(parameter, drawn_normal(parameter, _initial_std(model, name), name, seed))
 
 
 def _initial_vector(model: Transformer, name: str) -> float:
@@ -85,7 +88,8 @@ def _kind_values(like: Tensor, name: str, seed: int) -> Tensor | None:
     return None
 
 
-def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
+def drawn_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
+    """First values of the parameter of this name, normal, shaped as `like`."""
     generator = _generator(like, name, seed)
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).normal_(0.0, std, generator=generator)
 

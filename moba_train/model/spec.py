@@ -12,6 +12,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+from moba_train.model.feed_forward import feed_forward_costs
 
 Shapes = Mapping[str, torch.Size]
 """Shapes of parameters by name."""
@@ -29,6 +30,13 @@ class ParameterCounts:
     """Output projection; 0 when it is tied to the embedding."""
     attention_kinds: int = 0
     """Parameters that attention kinds add to the layers."""
+    idle: int = 0
+    """Those of `feed_forward` that a token does not pass through: of experts that it does not choose."""
+
+    @property
+    def active(self) -> int:
+        """All parameters that a token passes through."""
+        return self.total - self.idle
 
     @property
     def total(self) -> int:
@@ -47,6 +55,8 @@ class BlockCounts(NamedTuple):
     parameters: int
     matrices: int
     """Parameters in the weights of linear layers (`optim.spec.block_matrices`)."""
+    separate: int = 0
+    """Parameters that expert parallelism divides."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,11 @@ def model_spec(config: ModelConfig, stages: Iterable[Sequence[LayerAttention]]) 
     blocks = tuple(
         BlockCounts(
             sum(_block_parameters(config, layer)) + _elements(of_layer),
-            attention_matrices(config, layer) + feed_forward_matrices(config) + _linear_elements(of_layer),
+            attention_matrices(config, layer) + costs.matrices + _linear_elements(of_layer),
+            costs.separate,
         )
         for layer, of_layer in enumerate(added)
+        for costs in [feed_forward_costs(config, layer)]
     )
     return ModelSpec(config, kinds, shapes, counts, blocks)
 
@@ -123,6 +135,7 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
     attention, feed_forward, norms = (
         sum(part) for part in zip(*(_block_parameters(model, layer) for layer in range(model.layers)), strict=True)
     )
+    fed = [feed_forward_costs(model, layer) for layer in range(model.layers)]
     return ParameterCounts(
         embedding=vocabulary,
         attention=attention,
@@ -130,6 +143,7 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
         norms=norms + model.hidden_size,
         output=0 if model.tie_embeddings else vocabulary,
         attention_kinds=attention_kinds,
+        idle=sum(costs.parameters - costs.active for costs in fed),
     )
 
 
@@ -139,7 +153,7 @@ def _block_parameters(model: ModelConfig, layer: int) -> tuple[int, int, int]:
     normed_heads = {False: 0, True: 2, "all_heads": model.heads + model.kv_heads}[model.qk_norm]
     return (
         attention_matrices(model, layer) + biases + model.heads * model.has_sink(layer),
-        feed_forward_matrices(model),
+        feed_forward_costs(model, layer).parameters,
         (4 if model.norms == "both" else 2) * model.hidden_size + normed_heads * model.head_width,
     )
 
@@ -150,11 +164,6 @@ def attention_matrices(model: ModelConfig, layer: int | None = None) -> int:
     layers = range(model.layers) if layer is None else (layer,)
     gates = sum(map(model.gates, layers)) // len(layers)
     return model.hidden_size * (2 * (model.heads + model.kv_heads) * model.head_width + gates)
-
-
-def feed_forward_matrices(model: ModelConfig) -> int:
-    """Weights of one layer's SwiGLU: gate, up and down projection."""
-    return 3 * model.hidden_size * model.intermediate_size
 
 
 def kind_prefix(layer: int, kind: str) -> str:

@@ -24,6 +24,7 @@ from moba_train.model.loss import (
     token_losses,
     weighted_loss_sum,
 )
+from moba_train.model.objective import Objective
 from moba_train.model.rope import rope_cos_sin
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class Transformer(nn.Module):
         self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
         """Makes the output projection's whole weight of this rank's part of it (parallel/tensor.py)."""
         self.chunk_loss: ChunkLoss = chunk_loss
+        self.objective: Objective | None = None
+        """Minimised instead of the cross entropy; set from outside, may change between steps."""
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, rows_n: Tensor | None = None) -> Tensor:
         """Logits [n, V] of the rows `rows_n` (all when None), in the compute dtype. tokens, positions int64 [T]."""
@@ -60,8 +63,10 @@ class Transformer(nn.Module):
 
     def loss(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> LossSums:
         """Weighted sums of the losses of the rows in `loss_tokens`, with gradient."""
+        objective = self.objective
+        prepared = () if objective is None else objective.prepare(self, loss_tokens[1], tokens_T, positions_T, layout)
         hidden_TD, auxiliary = self.hidden(tokens_T, positions_T, layout)
-        loss = self.loss_sum(hidden_TD, loss_tokens)
+        loss = self.loss_sum(hidden_TD, loss_tokens, prepared)
         return LossSums(loss, auxiliary_sums(auxiliary, loss_tokens))
 
     def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:
@@ -108,10 +113,12 @@ class Transformer(nn.Module):
         hidden_nD = hidden_TD if rows_n is None else hidden_TD[rows_n]
         return self._with_output_weight(partial(F.linear, hidden_nD))
 
-    def loss_sum(self, hidden_TD: Tensor, loss_tokens: LossTokens) -> Tensor:
-        """Weighted sum of the losses of the rows in `loss_tokens`, from the normalised residual stream."""
+    def loss_sum(self, hidden_TD: Tensor, loss_tokens: LossTokens, prepared: tuple[Tensor, ...] = ()) -> Tensor:
+        """Weighted sum of the losses of the rows in `loss_tokens`, from the normalised residual stream; that of the
+        objective for what it has `prepared`."""
+        of_chunk = self.objective.of_chunk if self.objective is not None and prepared else self.chunk_loss
         return self._with_output_weight(
-            lambda weight_VD: weighted_loss_sum(hidden_TD, weight_VD, *loss_tokens, of_chunk=self.chunk_loss)
+            lambda weight_VD: weighted_loss_sum(hidden_TD, weight_VD, *loss_tokens, of_chunk, prepared)
         )
 
     def losses(self, hidden_TD: Tensor, loss_tokens: LossTokens) -> Tensor:

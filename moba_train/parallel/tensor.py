@@ -26,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from moba_train.model.block import Sink
+from moba_train.model.feed_forward import registered_modules
+from moba_train.model.part import own_layers
 from moba_train.model.transformer import Transformer
 from moba_train.torch_private import pipeline_transfers_with_products, symmetric_memory
 
@@ -49,12 +51,15 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
         attention |= {"attention.q_norm": heads, "attention.k_norm": heads}
     # Norms work on a rank's rows, not on all of them: activations between the layers shrink by tp, and an
     # all-gather and a reduce-scatter send as much as the all-reduce that they replace.
+    norms: dict[str, ParallelStyle] = {}
     if model.config.norms != "post":
-        attention |= {name: SequenceParallel(sequence_dim=0) for name in ("attention_norm", "feed_forward_norm")}
+        attention["attention_norm"] = SequenceParallel(sequence_dim=0)
+        norms["feed_forward_norm"] = SequenceParallel(sequence_dim=0)
     if model.config.norms != "pre":
         rows = SequenceParallel(sequence_dim=0, use_local_output=True)
-        attention |= {"attention_post_norm": rows, "feed_forward_post_norm": rows}
+        attention["attention_post_norm"] = norms["feed_forward_post_norm"] = rows
     feed_forward: dict[str, ParallelStyle] = {
+        **norms,
         "feed_forward": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
         "feed_forward.gate_proj": ColwiseParallel(),
         "feed_forward.up_proj": ColwiseParallel(),
@@ -67,7 +72,12 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
         ends["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
     if model.output is not None:
         ends["output"] = _ShardedRows()
-    in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
+    in_blocks: dict[str, ParallelStyle] = {}
+    registered = registered_modules(model)
+    for layer in own_layers(model):
+        own = registered.get(layer)
+        fed = feed_forward if own is None else {**norms, "feed_forward": own.parallel.style()}
+        in_blocks |= {f"blocks.{layer}.{name}": style for name, style in {**attention, **fed}.items()}
     for name, module in model.named_modules():
         if name.endswith(".attention.output_gate"):
             in_blocks[name] = ColwiseParallel()

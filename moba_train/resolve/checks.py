@@ -26,6 +26,7 @@ from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.fsdp import norm_problem
+from moba_train.registry import FEED_FORWARDS
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -69,6 +70,7 @@ def part_problems(
         *_model_problems(model),
         *_rope_problems(model.rope, model.layers, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
+        *_objective_problems(config.stages, parallel.pp),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
         *_precision_problems(config.precision, parallel, config.compile, here, device),
         *_norm_problems(config.norm_implementation, parallel.tp, here),
@@ -138,10 +140,21 @@ def layout_problems(
     ranks_per_node = world.ranks_per_node if world is not None else None
     here = _type_here(device)
     problems += gather_problems(model, config.parallel, config.precision, meshes[0], ranks_per_node, here)
+    problems += _feed_forward_problems(config, meshes[0].shards if meshes[0] is not None else None, here)
     if training and not problems:
         for resolved, mesh in zip(stages, meshes, strict=False):  # no stages: there are other problems
             problems += micro_batch_problems(resolved, mesh) if mesh is not None else ()
     return problems
+
+
+def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | None) -> Iterator[str]:
+    """Registered feed-forwards that cannot be as asked. shards: ranks of dp_shard x cp; None: not known."""
+    given = config.model.given_feed_forwards
+    for name, options in given.items():
+        for problem in FEED_FORWARDS[name].parallel.problems(options, config, shards, here):
+            yield problem.removeprefix(".") if problem.startswith(".") else f"model.{name}.{problem}"
+    if config.parallel.ep > 1 and not given:
+        yield f"parallel.ep: given {config.parallel.ep}, but the model has no experts; set 1, or give model.moe"
 
 
 def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool) -> list[str]:
@@ -352,6 +365,13 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
     for index, stage in enumerate(stages):
         if stage.name in NAMED_NUMBERS:
             yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
+
+
+def _objective_problems(stages: Sequence[StageConfig], pp: int) -> Iterator[str]:
+    for index, names in enumerate([*stage.objectives] for stage in stages):
+        if len(names) > 1 or (names and pp > 1):
+            given = f"stages[{index}].{' and '.join(names)}: given with parallel.pp {pp}"
+            yield f"{given}; allowed: one objective, with pp 1"
 
 
 def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:

@@ -28,7 +28,7 @@ from moba_train.model.spec import (
 )
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import broadcast
-from moba_train.registry import WEIGHT_SOURCES
+from moba_train.registry import FEED_FORWARDS, WEIGHT_SOURCES
 from moba_train.resolve.run import resolve_unchecked
 
 
@@ -184,10 +184,11 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
     """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
     ours, theirs = comparable(model), comparable(source_model(folder))
-    for key, value in theirs.items():
-        if ours[key] != value:
+    for key in ours | theirs:
+        value = theirs.get(key)
+        if ours.get(key) != value:
             hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
-            yield f"model.{key}: given {given(ours[key])}, but init_from ({folder}) has {given(value)}{hint}"
+            yield f"model.{key}: given {given(ours.get(key))}, but init_from ({folder}) has {given(value)}{hint}"
 
 
 def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
@@ -206,6 +207,10 @@ def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
 def comparable(model: ModelConfig) -> dict[str, object]:
     """Values of a `model` section that are equal where two models compute the same."""
     values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
+    for name, options in model.given_feed_forwards.items():
+        values[name] = FEED_FORWARDS[name].function(options)
+    if all(map(model.feed_forward, range(model.layers))):
+        del values["intermediate_size"]
     values["attention_scale"] = model.attention_scale or model.head_width**-0.5
     for key in ("sink_layers", "gate_layers"):
         values[key] = sorted(layer_ids(values[key], model.layers))

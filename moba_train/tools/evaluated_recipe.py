@@ -32,6 +32,7 @@ from moba_train.tools.saved_recipe import (
     check_paths,
     evaluation_corpora,
     read_checkpoint,
+    with_corpora,
     with_overrides,
 )
 
@@ -214,7 +215,7 @@ def _without(config: RunConfig, named: set[str]) -> RunConfig:
         "validation": [source for source in data.validation if source.path not in named],
         "tokenizer": None if data.tokenizer in named else data.tokenizer,
     }
-    evaluation = config.evaluation.with_corpora(lambda path: None if path in named else path)
+    evaluation = with_corpora(config.evaluation, lambda path: None if path in named else path)
     return config.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
 
 

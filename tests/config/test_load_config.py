@@ -243,12 +243,8 @@ def test_overrides_reach_list_items_and_layers_by_number(load: Load) -> None:
 
 def test_an_item_of_a_list_that_the_recipe_leaves_out_is_set_among_its_defaults(load: Load) -> None:
     assert load("optim.betas.1=0.99").optim.betas == (0.9, 0.99)
-    config = load("optim.betas[0]=0.8", "evaluation.needle.depths.0=5", "attention.moba.always.0=first")
+    config = load("optim.betas[0]=0.8", "attention.moba.always.0=first")
     assert config.optim.betas == (0.8, 0.95)
-    found, needle = config.evaluation.needle, load("evaluation.needle={}").evaluation.needle
-    assert found is not None
-    assert needle is not None
-    assert found.depths == [5, *needle.depths[1:]]
     assert config.attention.options_of("moba").model_dump()["always"] == ("first",)
 
 
@@ -349,7 +345,7 @@ def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe: Path
         "batch_tokens",
         "data.train.0.weight",
         "evaluation.sequences",
-        "evaluation.needle.samples",
+        "evaluation.position_wise.sequences",
         "attention.moba.topk",
         "attention.moba.block_size",
     ],
