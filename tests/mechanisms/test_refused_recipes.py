@@ -117,7 +117,7 @@ MOE = "model.moe={experts: 8, active: 2, intermediate_size: 24}"
         (
             [MOE, "model.moe.intermediate_size=20", "precision.compute=bf16"],
             1,
-            "model.moe.intermediate_size: given 20 (by parallel.tp 1) with model.hidden_size 128; allowed: multiples of 8",
+            "model.moe.intermediate_size: given 20 (by parallel.tp 1) with model.hidden_size 128; allowed: multiples",
         ),
     ],
 )
@@ -128,8 +128,8 @@ def test_experts_that_cannot_be_are_refused_with_their_key(
 
 
 def test_the_plan_counts_the_experts_that_a_token_passes_through(load: Load) -> None:
-    """8 of 32 active experts of the dense width's eighth: as many operations as the dense model and those of the router;
-    four times its weights, of which expert parallelism gathers a part."""
+    """8 of 32 active experts of the dense width's eighth: the operations of the dense model and of the router, and four
+    times its weights, of which expert parallelism gathers a part."""
     dense = load()
     model = "model.moe={experts: 32, active: 8, intermediate_size: 48}"
     experts = load(model)
