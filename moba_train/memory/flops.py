@@ -75,8 +75,8 @@ def stage_documents(data: DataSpec, stage: Stage) -> Documents:
 def matmul_flops(model: ModelConfig) -> float:
     """FLOPs per token of all matrix products with weights that it passes through, 6 per weight. Includes the output
     projection (6 V D) and excludes the embedding lookup."""
-    fed = sum(feed_forward_costs(model, layer).active for layer in range(model.layers))
-    weights = model.layers * attention_matrices(model) + fed
+    layers = range(model.layers)
+    weights = sum(attention_matrices(model, layer) + feed_forward_costs(model, layer).active for layer in layers)
     return 6.0 * (weights + model.vocab_size * model.hidden_size)
 
 
@@ -86,7 +86,7 @@ def kept_flops(model: ModelConfig, stage: Stage, layer: int, kept: Kept) -> floa
     attention = layer_flops(model, stage.attention[layer], [stage.seq_len]) / stage.seq_len / 3
     found = {
         Kept.ATTENTION: attention,
-        Kept.PROJECTIONS: 2.0 * attention_matrices(model),
+        Kept.PROJECTIONS: 2.0 * attention_matrices(model, layer),
         Kept.PRODUCTS: 2.0 * feed_forward_costs(model, layer).active * 2 / 3,
     }
     return sum(flops for level, flops in found.items() if level <= kept)

@@ -50,10 +50,11 @@ def block_bytes(
     """Activations of a block with the feed-forward of `layer`, `width` bytes an element. Experts in addition keep the
     copies of a token's hidden state that go into them and come out, which every rank of a tp group has.
 
-    A block that is not recomputed keeps the inputs of both norms and of the projections behind them (4 D; every rank of
-    a tp group holds the gathered inputs of the projections), rotated queries and keys, values and the attention's
-    output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of the SwiGLU. A compiled block
-    recomputes one of these four: 4.00 GiB less were measured on 16 layers (benchmarks/results/training-1b-h200.json).
+    A block that is not recomputed keeps the inputs of its norms and of the projections behind them (4 D, or 6 D with
+    norms on both sides; every rank of a tp group holds the gathered inputs of the projections), rotated queries and
+    keys, values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
+    the SwiGLU. A compiled block recomputes one of these four: 4.00 GiB less were measured on 16 layers
+    (benchmarks/results/training-1b-h200.json).
     Inputs of projections take `input_width` bytes an element; that of the output projection, which attention keeps for
     itself, as many as the compute dtype has. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured; with a
     scale for each row 11.0 and 10.9 (benchmarks/results/training-8b-h200-x2.json).
@@ -63,9 +64,10 @@ def block_bytes(
     hidden = model.hidden_size
     lse = 4 * model.heads
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
-    attention = width * (hidden + heads) + input_width * tp * hidden + lse
+    normed = hidden * (2 if model.norms == "both" else 1)
+    attention = width * (normed + heads) + input_width * tp * hidden + lse
     fed = feed_forward_costs(model, layer)
-    feed_forward = width * (hidden + (2 if compiled else 3) * fed.width + 2 * tp * fed.copies * hidden)
+    feed_forward = width * (normed + (2 if compiled else 3) * fed.width + 2 * tp * fed.copies * hidden)
     feed_forward += input_width * (tp * hidden + fed.width)
     added = {
         Kept.INPUT: width * hidden,
@@ -105,6 +107,9 @@ class LayerMemory:
         # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
         others = sizes.cp - 1
         self._own = [cost.activations + others * (cost.gathered or 0) for cost in costs]
+        for layer, gates in enumerate(map(model.gates, range(model.layers))):
+            # The sigmoid, and what the output projection is given instead of the attention's output.
+            self._own[layer] += width * (gates + model.heads * model.head_width) * (gates > 0)
 
     def kept(self, layer: int, kept: Kept) -> int:
         """Bytes that a layer keeps from its forward pass to its backward pass, on the GPU or its host."""

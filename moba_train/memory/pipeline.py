@@ -43,11 +43,11 @@ def _layer_costs(
     model: ModelConfig, stage: Stage, lengths: Sequence[int], layers: Sequence[LayerActivations]
 ) -> list[float]:
     """Operations of each layer for each token of documents of these lengths, forward, backward, and repeated."""
-    matrices = [6 * (attention_matrices(model) + feed_forward_costs(model, n).active) for n in range(model.layers)]
+    matrices = [6 * (attention_matrices(model, n) + feed_forward_costs(model, n).active) for n in range(model.layers)]
     by_kind = {layer: layer_flops(model, layer, lengths) / sum(lengths) for layer in dict.fromkeys(stage.attention)}
     repeated = [repeated_flops(model, stage, index, layer.kept) for index, layer in enumerate(layers)]
-    by_layer = zip(matrices, stage.attention, repeated, strict=True)
-    return [products + by_kind[kind] + more for products, kind, more in by_layer]
+    parts = zip(matrices, stage.attention, repeated, strict=True)
+    return [products + by_kind[kind] + more for products, kind, more in parts]
 
 
 def _output_cost(model: ModelConfig) -> float:

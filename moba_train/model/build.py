@@ -41,7 +41,8 @@ def _kind(layer: LayerAttention, head_dim: int) -> AttentionKind:
 
 @torch.no_grad()
 def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] = ("",)) -> None:
-    """Fill every parameter in place: norms 1, biases and buffers 0, matrices normal with the config's `init_std`.
+    """Fill every parameter in place: norms 1 (centred ones 0), biases, buffers and sinks 0, matrices normal with the
+    config's `init_std`.
 
     prefixes: only the parameters whose names begin with one of them.
 
@@ -59,12 +60,15 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
         own = _kind_values(parameter, name, seed)
         if own is not None:
             _copy_full(parameter, own)
-        elif name.endswith(".bias"):
-            nn.init.zeros_(parameter)
         elif parameter.dim() == 1:
-            nn.init.ones_(parameter)
+            nn.init.constant_(parameter, _initial_vector(model, name))
         else:
             _copy_full(parameter, drawn_normal(parameter, _initial_std(model, name), name, seed))
+
+
+def _initial_vector(model: Transformer, name: str) -> float:
+    centered = model.config.centered_norms and "norm." in name and not kind_of_parameter(name)
+    return 0.0 if centered or name.endswith((".bias", "attention.sink.weight")) else 1.0
 
 
 def _initial_std(model: Transformer, name: str) -> float:

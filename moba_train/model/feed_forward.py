@@ -8,6 +8,7 @@ Shape suffixes: T packed tokens of this rank, D hidden size.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -21,16 +22,17 @@ from moba_train.registry import FEED_FORWARDS
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+    """Gated linear unit, SwiGLU or GeGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str = "silu") -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self._activate = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        return self.down_proj(self._activate(self.gate_proj(x_TD)) * self.up_proj(x_TD))
 
 
 class FeedForwardCosts(NamedTuple):
@@ -102,7 +104,7 @@ def build_feed_forward(model: ModelConfig, layer: int) -> nn.Module:
         name, options = found
         module: RegisteredFeedForward = FEED_FORWARDS[name](options, model)
         return module
-    return FeedForward(model.hidden_size, model.intermediate_size)
+    return FeedForward(model.hidden_size, model.intermediate_size, model.activation)
 
 
 def feed_forward_costs(model: ModelConfig, layer: int) -> FeedForwardCosts:

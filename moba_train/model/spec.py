@@ -94,17 +94,14 @@ def model_spec(config: ModelConfig, stages: Iterable[Sequence[LayerAttention]]) 
     }
     added = [nn.ModuleList(of_layer.values()) for of_layer in modules]
     counts = count_parameters(config, sum(_elements(of_layer) for of_layer in added))
-    own = count_parameters(config)
-    parameters = (own.attention + own.norms - config.hidden_size) // config.layers  # no last norm
-    matrices = attention_matrices(config)
-    fed = [feed_forward_costs(config, layer) for layer in range(config.layers)]
     blocks = tuple(
         BlockCounts(
-            parameters + costs.parameters + _elements(of_layer),
-            matrices + costs.matrices + _linear_elements(of_layer),
+            sum(_block_parameters(config, layer)) + _elements(of_layer),
+            attention_matrices(config, layer) + costs.matrices + _linear_elements(of_layer),
             costs.separate,
         )
-        for of_layer, costs in zip(added, fed, strict=True)
+        for layer, of_layer in enumerate(added)
+        for costs in [feed_forward_costs(config, layer)]
     )
     return ModelSpec(config, kinds, shapes, counts, blocks)
 
@@ -135,23 +132,38 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
     attention_kinds: parameters that attention kinds add, over all layers.
     """
     vocabulary = model.vocab_size * model.hidden_size
-    biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
-    head_norms = 2 * model.head_width if model.qk_norm else 0
+    attention, feed_forward, norms = (
+        sum(part) for part in zip(*(_block_parameters(model, layer) for layer in range(model.layers)), strict=True)
+    )
     fed = [feed_forward_costs(model, layer) for layer in range(model.layers)]
     return ParameterCounts(
         embedding=vocabulary,
-        attention=model.layers * (attention_matrices(model) + biases),
-        feed_forward=sum(costs.parameters for costs in fed),
-        norms=model.layers * (2 * model.hidden_size + head_norms) + model.hidden_size,
+        attention=attention,
+        feed_forward=feed_forward,
+        norms=norms + model.hidden_size,
         output=0 if model.tie_embeddings else vocabulary,
         attention_kinds=attention_kinds,
         idle=sum(costs.parameters - costs.active for costs in fed),
     )
 
 
-def attention_matrices(model: ModelConfig) -> int:
-    """Weights of one layer's query, key, value and output projections, without biases."""
-    return 2 * model.hidden_size * (model.heads + model.kv_heads) * model.head_width
+def _block_parameters(model: ModelConfig, layer: int) -> tuple[int, int, int]:
+    """Parameters of a layer's attention, feed-forward and norms, without those of attention kinds."""
+    biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
+    normed_heads = {False: 0, True: 2, "all_heads": model.heads + model.kv_heads}[model.qk_norm]
+    return (
+        attention_matrices(model, layer) + biases + model.heads * model.has_sink(layer),
+        feed_forward_costs(model, layer).parameters,
+        (4 if model.norms == "both" else 2) * model.hidden_size + normed_heads * model.head_width,
+    )
+
+
+def attention_matrices(model: ModelConfig, layer: int | None = None) -> int:
+    """Weights of a layer's query, key, value and output projections and of its output gate, without biases; None: mean
+    of all layers."""
+    layers = range(model.layers) if layer is None else (layer,)
+    gates = sum(map(model.gates, layers)) // len(layers)
+    return model.hidden_size * (2 * (model.heads + model.kv_heads) * model.head_width + gates)
 
 
 def kind_prefix(layer: int, kind: str) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.parallel.world import World
+from moba_train.parallel.world import World, gather_over_ranks
 
 SHARD = "dp_shard_cp"
 """The mesh dimension that parameters, gradients and optimizer state are sharded over: dp_shard x cp, cp innermost."""
@@ -154,15 +154,9 @@ def hierarchical_groups(
     The group across holds the ranks with this rank's position in every node. `node_size`: consecutive ranks of `group`
     in one node. Collective over the whole world, also when it holds several context-parallel groups.
     """
-    all_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_ranks, dist.get_process_group_ranks(group))
-    own: dict[str, dist.ProcessGroup] = {}
-    # Every rank creates every group, in one order: `new_group` is a collective of the whole world.
-    for ranks in sorted(set(map(tuple, all_ranks))):
-        nodes = [ranks[first : first + node_size] for first in range(0, len(ranks), node_size)]
-        across = [ranks[position::node_size] for position in range(node_size)]
-        for kind, members in (*(("node", node) for node in nodes), *(("across", other) for other in across)):
-            created = dist.new_group(list(members), timeout=timeout)
-            if dist.get_rank() in members:
-                own[kind] = created
-    return own["node"], own["across"]
+    groups = sorted({*map(tuple, gather_over_ranks(dist.get_process_group_ranks(group)))})
+    nodes = [ranks[first : first + node_size] for ranks in groups for first in range(0, len(ranks), node_size)]
+    across = [ranks[position::node_size] for ranks in groups for position in range(node_size)]
+    # Every rank creates every group, in one order: it is a collective of the whole world.
+    own = [dist.new_subgroups_by_enumeration([*map(list, each)], timeout=timeout)[0] for each in (nodes, across)]
+    return own[0], own[1]

@@ -184,13 +184,14 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
     # Inputs are not cast, so that cos and sin stay float32 when the layers compute in bf16.
     dtype = computation.dtype
     on_gpu = dims.world.device.type == "cuda"
-    # Reduced in float32: sums over many ranks in bf16 lose what small gradients add.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Reduced in float32 (float64 for float64): sums over many ranks in bf16 lose what small gradients add.
+    wide = torch.promote_types(dtype, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     units = _units(model, dims.sizes)
     gather: CopyEngineGather | None = None
     reduce_scatter: ExchangedGradients | None = None
     if dims.sizes.shards > 1:
-        gradients = torch.float32 if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
+        gradients = wide if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
         if parallel.fsdp_copy_engines and on_gpu:
             gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients, computation.compiled)
         elif parallel.gradient_transport == "all_to_all":

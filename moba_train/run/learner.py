@@ -18,6 +18,7 @@ from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.forward import accumulate_gradients
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import World
+from moba_train.registry import OBJECTIVES
 from moba_train.resolve.run import ResolvedRun, StageLayout
 from moba_train.run.step import StepLosses, StepResult
 
@@ -54,6 +55,7 @@ class Learner:
         if self._compiled:
             torch.compiler.reset()  # lengths that differ between stages would become variables, in slower code
         self.model.set_attention(build_attention(stage.attention, shape.head_width))
+        self.model.objective = OBJECTIVES[stage.objective[0]](stage.objective[1]) if stage.objective else None
         self.model.set_rope(stage.rope)
         set_trainable(self.model, stage.trainable)
         self.data_shard = self._engines.data_shard(layout.mesh, layout.strategy)
@@ -62,12 +64,14 @@ class Learner:
             steps.enter(modules, options, self._dims, layout.mesh)
         set_activations(self.model, layout.activations.layers, self._device)
 
-    def accumulate(self, batches: Sequence[Batch], loss_weight: float) -> StepLosses:
-        """Add up the gradients of the micro-batches. Returns this rank's part of the step's losses.
+    def accumulate(self, batches: Sequence[Batch], loss_weight: float, step: int) -> StepLosses:
+        """Add up the gradients of the micro-batches of `step`. Returns this rank's part of the step's losses.
 
         loss_weight: sum of the token weights of all micro-batches and ranks
         """
         losses = StepLosses(self._device)
+        if self.model.objective is not None:
+            self.model.objective.begin_step(step)
         for steps, _, modules in each_kind(self.model):
             steps.begin(modules)
         for part in accumulate_gradients(self.model, batches, loss_weight):
@@ -85,6 +89,8 @@ class Learner:
         # in the 8B's step, 4.6 before (benchmarks/LOG.md, "8K tokens").
         self._gradients = Gradients(self.model)
         further = self._gradients.norms_by_kind(kinds) if kinds else {}
+        if self.model.objective is not None:
+            further |= self.model.objective.measured()
         for steps, options, modules in each_kind(self.model):
             further |= steps.measure(modules, options, self.model.config.layers, self._device)
         return StepResult.read(losses, own_loss_sum, self._gradients.norm(), further)

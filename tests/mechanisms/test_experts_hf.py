@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from moba_train.hf.config import read_model_config
 from safetensors.torch import load_file
 
 from moba_train.checkpoint.publish import latest_checkpoint
 from moba_train.checkpoint.state import load_model
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import read_model_config
 from moba_train.model.build import build_attention, build_model
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.convert.hf_export import hf_config

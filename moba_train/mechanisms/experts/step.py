@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moba_train.config.attention import full_layer_ids
+from moba_train.config.layers import layer_ids
 from moba_train.config.mesh import MeshSizes
 from moba_train.mechanisms.experts.balance import Balance
 from moba_train.mechanisms.experts.options import MoeOptions
@@ -54,7 +54,7 @@ def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.de
         dist.all_reduce(biases_L, op=dist.ReduceOp.MAX)
     for layer, module in modules.items():
         module.load_E = counts_LE[layer, : options.experts]
-    used = sorted(full_layer_ids(options.layers, layers))
+    used = sorted(layer_ids(options.layers, layers))
     loads_LE, rest_Ln = counts_LE[used].split([options.experts, 2], dim=1)
     tokens_L = rest_Ln[:, 1].clamp(min=1)
     shares_LE = loads_LE / loads_LE.sum(1, keepdim=True).clamp(min=1)

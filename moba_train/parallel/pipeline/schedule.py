@@ -199,7 +199,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, loss: Tensor) -> Tensor:
         ctx.shape = loss.shape
-        return x_TD.view_as(x_TD)
+        return x_TD.clone()  # no view: the zero-bubble schedule detaches a part's output in place
 
     @staticmethod
     def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor, Tensor]:
