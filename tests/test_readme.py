@@ -2,19 +2,27 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.training_rows import Row, parse_row
 from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import packed_layout
+from moba_train.config.load import load_config
 from tests.guide import ROOT, blocks, commands, run
 
 README = ROOT / "README.md"
+TABLE = "training-8b-h200-x2.json"
+MEASURED = "128K:moba-512-8:budget:cp2:warm1:steps3"
+"""The row of the table's 128K tokens with MoBA."""
 TEXT = " ".join(README.read_text().split())
 
 
@@ -30,7 +38,7 @@ def test_it_is_read_in_ten_minutes() -> None:
 
 
 def test_its_table_is_of_one_file() -> None:
-    measured = results("training-8b-h200-x2.json")
+    measured = results(TABLE)
 
     def rate(row: str) -> str:
         return f"{measured[row]['tokens_per_s_per_device']['median']:,.0f}"
@@ -49,19 +57,21 @@ def test_its_table_is_of_one_file() -> None:
             "128K",
             rate(long.format("torchtitan")),
             rate(long.format("full")),
-            rate("128K:moba-512-8:budget:cp2:warm1:steps3"),
+            rate(MEASURED),
         ),
         ("512K", "not run", "not run", rate(moba)),
     )
     for row in rows:
         assert f"| {' | '.join(row)} |" in TEXT
+    peaks = (f"{measured[row]['memory_gib']:.0f}" for row in (long.format("torchtitan"), long.format("full"), MEASURED))
+    assert "take {}, {} and {} GiB of each GPU".format(*peaks) in TEXT
 
 
 def test_at_8k_both_trainers_are_level() -> None:
     measured = results("training-8b-8k-compiled-sums-h200-x2.json")
     ours, theirs = (measured[f"8K:{name}:warm20:steps20"]["step_s"]["median"] for name in ("full", "torchtitan"))
     assert ours / theirs == pytest.approx(1, abs=0.02)
-    assert "At 8K tokens with full attention, both trainers are level." in TEXT
+    assert "At 8K tokens with full attention, both trainers are level" in TEXT
 
 
 def test_what_moba_costs_is_what_was_measured() -> None:
@@ -98,6 +108,38 @@ def test_its_recipe_needs_what_it_says(tmp_path: Path, monkeypatch: pytest.Monke
     plan = next(words for words in commands(blocks(README, "bash")[-1]) if words[1] == "plan")
     last = run(plan, "--no-data").splitlines()[-1]
     assert f"`plan` ends with `{last}`." in README.read_text()
+
+
+def test_its_recipe_trains_as_the_rows_of_its_table_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key that sets the rate is equal, so that users get it: the model, the data and the steps differ, and the
+    layers that stay full."""
+    (recipe,) = blocks(README, "yaml")
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(recipe)
+    row = parse_row(MEASURED, Row()).recipe("llama3-8b", tmp_path / "corpus", tmp_path / "run", 2, 1)
+    Path("row.yaml").write_text(yaml.safe_dump(row))
+    users, measured = (load_config(f"{name}.yaml") for name in ("recipe", "row"))
+    for key in (
+        "compile", "activation_checkpointing", "activation_offload", "micro_batch_size", "precision", "deterministic",
+        "norm_implementation", "memory", "loss_norm",
+    ):  # fmt: skip
+        assert getattr(users, key) == getattr(measured, key), key
+    assert users.optim.model_copy(update={"lr": measured.optim.lr}) == measured.optim
+    assert getattr(users.attention, "moba") == getattr(measured.attention, "moba")  # noqa: B009  # a section by its kind
+    assert users.stages[0].parallel is not None
+    assert users.stages[0].parallel.cp == measured.parallel.cp
+
+
+@pytest.mark.gpu
+def test_the_rate_of_its_table_is_what_two_gpus_give(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2 or torch.cuda.get_device_name() != "NVIDIA H200":
+        pytest.skip("the table is of two H200")
+    output = tmp_path / "rows.json"
+    command = ["--model", "llama3-8b", "--gpus", "2", "--rows", MEASURED, "--output", str(output)]
+    subprocess.run([sys.executable, "-m", "benchmarks.training", *command], check=True, cwd=ROOT)
+    rates = [json.loads(file.read_text())["results"][MEASURED]["tokens_per_s_per_device"]["median"]
+             for file in (output, ROOT / "benchmarks" / "results" / TABLE)]  # fmt: skip
+    assert rates[0] == pytest.approx(rates[1], rel=0.05)
 
 
 def test_its_attention_kind_is_exact() -> None:

@@ -66,6 +66,49 @@ booleans.
 Editors that read JSON schemas find this one in `config.schema.json`.
 """
 
+_EXAMPLES = {
+    "data": """\
+data:                                    # three tokens of books for one of code; code of at least 8K tokens only
+  tokenizer: tok.model
+  train: [{path: data/books, weight: 3}, {path: data/code, weight: 1, min_length: 8K}]
+  validation: [{path: data/books-valid}]
+""",
+    "optim": """\
+optim:                                   # up in 100M tokens, along a cosine, down to a tenth
+  lr: 3e-4
+  schedule: {kind: cosine, warmup_tokens: 100M, min_lr_ratio: 0.1}
+""",
+    "stages": """\
+stages:                                  # full attention at 8K, then MoBA at 128K until its loss has recovered
+  - {name: short, seq_len: 8K, tokens: 20B, attention: {default: full}}
+  - {name: long, seq_len: 128K, tokens: 2B, rope: {kind: abf, theta: 5e6}, parallel: {cp: 8},
+     until: {trailing_loss_recovered: {tolerance: 0.01}, max_tokens: 8B}}
+""",
+    "parallel": """\
+parallel: {cp: 8, tp: 2}                 # 16 GPUs a sequence; more GPUs are dp_shard, which fills the rest
+""",
+    "precision": """\
+precision: {linear: fp8}                 # linear layers of the blocks; the master weights stay float32
+""",
+    "checkpoint": """\
+checkpoint: {every: 500, keep_last: 3, keep_every: 5000, fallback_dir: /local/spare}
+""",
+    "evaluation": """\
+evaluation:                              # loss by position and needles, with the stage's attention and with full
+  every: 200
+  position_wise: {bucket: 4K}
+  needle: {lengths: [8K, 32K], depths: [0, 50, 100]}
+""",
+    "telemetry": """\
+telemetry: {log_every: 10, wandb: {mode: online, project: long-context}}
+""",
+    "health": """\
+health:                                  # a spike rolls the run back to the last good checkpoint
+  spike: {reaction: rollback}
+""",
+}
+"""An example of each section that people write, by its key in the recipe."""
+
 _EXAMPLE = """\
 attention:
   default: moba
@@ -121,7 +164,9 @@ def _section(section: type[Section], headings: dict[type[Section], str]) -> str:
             value = value.replace("section", f"[section](#{_anchor(headings[inner])})")
             meaning = meaning or cleandoc(inner.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
         lines.append("| " + " | ".join(map(_cell, (f"`{name}`", value, _default(field), meaning))) + " |")
-    return "\n".join([*lines, ""])
+    key = headings[section].strip("`").removesuffix(item_suffix(RunConfig.fields()["stages"]))
+    example = _EXAMPLES.get(key)
+    return "\n".join([*lines, *(["", "```yaml", example + "```"] if example else []), ""])
 
 
 def _cell(text: str) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from moba_train.hf.config import CONFIG
+from moba_train.hf.weights import hf_name
 from torch import Tensor
 
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.hf.config import CONFIG
-from moba_train.hf.weights import hf_name
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.tools.convert.hf_export import hf_config, write_safetensors

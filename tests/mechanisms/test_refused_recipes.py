@@ -34,6 +34,11 @@ def test_the_reach_of_gradients_is_not_measured_in_a_pipeline(load: Load) -> Non
         check(load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]"))
 
 
+def test_an_implementation_of_adamw_is_refused_for_muon(load: Load) -> None:
+    problem = "optim.implementation: given 'deepspeed_cpu', which is for optim.kind: adamw alone, with kind: muon"
+    assert_refused(load("optim.kind=muon", "optim.implementation=deepspeed_cpu"), problem)
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [

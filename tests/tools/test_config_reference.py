@@ -4,11 +4,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moba_train.attention.registry import KINDS
 from moba_train.config.explain import section_of, walk
+from moba_train.config.load import parse_yaml
 from moba_train.config.schema import RunConfig
 from moba_train.tools import reference
 from tests.forked_program import ForkedProgram
@@ -46,6 +48,20 @@ def test_every_key_is_documented_with_a_meaning() -> None:
     for link in re.findall(r"\]\(#([^)]*)\)", text):
         assert re.search(rf"^## `?{re.escape(link)}", re.sub(r"[.\[\]]", "", text), re.MULTILINE), link
     assert all(f"## `attention.{kind}`" in text for kind in KINDS)
+
+
+def test_the_examples_of_the_sections_are_one_recipe_that_works() -> None:
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 2}
+    recipe: dict[str, Any] = {"name": "examples", "run_dir": "runs/examples", "model": shape, "batch_tokens": "2M"}
+    sections = reference.reference().split("\n## ")[1:-1]
+    examples = [(part.partition("`")[2], part.partition("```yaml\n")[2].partition("```")[0]) for part in sections]
+    examples = [(re.split(r"[`\[]", heading)[0], example) for heading, example in examples if example]
+    assert {"data", "optim", "stages", "parallel", "checkpoint", "evaluation"} <= {section for section, _ in examples}
+    for section, example in examples:
+        read = parse_yaml(example, section)
+        assert list(read) == [section]
+        recipe |= read
+    assert RunConfig.model_validate(recipe).stages[1].seq_len == 128 * 1024
 
 
 @pytest.mark.parametrize(("text", "fits"), [("128K", True), ("1.5M", True), ("12Q", False), ("", False)])

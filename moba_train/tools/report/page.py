@@ -34,6 +34,7 @@ from moba_train.tools.report.evaluation_charts import (
 )
 from moba_train.tools.report.facts import environment, events, facts, settings
 from moba_train.tools.report.history import Axes, History, file_results, read_history
+from moba_train.tools.report.oracle_charts import oracle_charts
 from moba_train.tools.report.sink import INSTALL
 from moba_train.tools.report.training_charts import (
     data_mix_chart,
@@ -52,6 +53,7 @@ ChartMaker = Callable[[Sequence[Shown]], list[Chart]]
 _LONG_CONTEXT: tuple[ChartMaker, ...] = (
     position_chart,
     gap_chart,
+    oracle_charts,
     needle_maps,
     ruler_charts,
     lm_eval_charts,
