@@ -88,6 +88,7 @@ class EqualTimeRates(Figure):
     """Tokens a second of the stages of `equal-time`, one after the other on one GPU."""
 
     name = "equal-time-rates"
+    corpus: ClassVar[str] = "data/smollm2-long"
     title = "F13. Rates of the stages"
     seeds: ClassVar[tuple[int, ...]] = (0,)
 
@@ -126,6 +127,7 @@ class EqualTime(Figure):
     """MoBA, full attention, a window and short sequences first, for equal seconds at 32K, 64K and 128K."""
 
     name = "equal-time"
+    corpus: ClassVar[str] = "data/smollm2-long"
     title = "F13. From which length MoBA pays in time"
     seeds: ClassVar[tuple[int, ...]] = SEEDS
     seconds_per_arm: int = 1200

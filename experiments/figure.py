@@ -92,6 +92,8 @@ class Figure(ABC):
     """Seeds of a complete figure, without the arms that it refuses; its smallest form has the first of them."""
     height: ClassVar[float] = 2.8
     """Inches of the picture."""
+    corpus: ClassVar[str] = "data/long"
+    """Folder of the corpus in the commands of README.md."""
     source: ClassVar[str] = ""
     """Name of the figure whose arms and result file this one has; empty: its own."""
 

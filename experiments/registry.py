@@ -1,5 +1,6 @@
 """The figures there are. A new one is its own file and one line here."""
 
+from experiments.conversion import Conversion
 from experiments.equal_time import EqualTime, EqualTimeRates
 from experiments.figure import Figure
 from experiments.forced_choices import ForcedChoices
@@ -36,6 +37,7 @@ FIGURES: dict[str, Figure] = {
         ForcedChoices(),
         EqualTimeRates(),
         EqualTime(),
+        Conversion(),
         WhyBehind(),
         InferenceGap(),
     )
