@@ -73,7 +73,7 @@ def test_a_rank_reads_its_own_shards_without_the_others(either: Path, monkeypatc
 
     def counted(target: torch.Tensor, source: torch.Tensor, *rest: Any) -> torch.Tensor:
         nonlocal read
-        read += source.numel()
+        read += source.numel() * (not target.is_meta)  # names and shapes come from a model on meta
         return copy(target, source, *rest)
 
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
