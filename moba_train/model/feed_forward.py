@@ -74,8 +74,6 @@ class RegisteredFeedForward(nn.Module, ABC):
     parallel: ClassVar[Any]
     """Its form on ranks, an object as the module `mechanisms/experts/parallel.py`: `problems` of a recipe, `style` of
     tensor parallelism, and `shard`, which makes the units of FSDP that differ from the block's."""
-    hf: ClassVar[Any] = None
-    """Its form in Hugging Face models, an object as the module `mechanisms/experts/hf.py`; None: it has none."""
 
     @classmethod
     @abstractmethod

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.experts import hf, parallel, step
+from moba_train.mechanisms.experts import parallel, step
 from moba_train.mechanisms.experts.balance import Balance
 from moba_train.mechanisms.experts.exchange import at_their_experts
 from moba_train.mechanisms.experts.options import MoeOptions
@@ -30,7 +30,6 @@ class MixtureOfExperts(RegisteredFeedForward):
     Options = MoeOptions
     steps: ClassVar[Any] = step
     parallel: ClassVar[Any] = parallel
-    hf: ClassVar[Any] = hf
     bias: Tensor
     """Bias of the choice of each expert, float32 [E]. It also names the layer to its `Balance`, by its address."""
 

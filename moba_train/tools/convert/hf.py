@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import TOKENIZERS
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
+from moba_train.mechanisms.experts.upcycle import upcycled, upcycled_weight
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec
 from moba_train.output_files import write_new
@@ -127,17 +128,28 @@ LONGEST = 1 << 40
 """Longest sequence that a config.json may give, in tokens."""
 
 
-def import_from_hf(folder: Path, output: Path) -> list[str]:
+def import_from_hf(folder: Path, output: Path, experts: int | None = None, active: int = 2) -> list[str]:
     """Write `output`: a checkpoint (float32, without optimizer state) of the model in `folder`, its tokenizer, and
-    recipe.yaml, to be extended by a run. Returns the keys of config.json that nothing has read.
+    recipe.yaml, to be extended by a run. Returns the keys of config.json that nothing has read. With `experts`, each
+    layer gets this number of copies of its feed-forward, `active` of them active (`mechanisms/experts/upcycle.py`).
 
     Holds one tensor at a time. Raises CheckpointError when our Transformer does not implement the model, or `output`
     is not empty or cannot be written; DataError when the tokenizer cannot be loaded.
     """
     model = read_model_config(folder)
-    shapes = parameter_shapes(model)
     files = SafetensorsFolder(folder)
+    shapes = parameter_shapes(model)
     check_hf_weights(shapes, files)
+    place_of = places(read_family(folder)[0], shapes)
+
+    if experts is not None:
+        model = upcycled(model, experts, active)
+
+    def value(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name in place_of:
+            return place_of[name].read(files).float()
+        return upcycled_weight(name, shape, model.init_std, lambda dense: place_of[dense].read(files).float())
+
     length = _length(folder)
     layers = read_layers(folder)
     values = _recipe_values(folder, output, model, layers, length)
@@ -147,9 +159,8 @@ def import_from_hf(folder: Path, output: Path) -> list[str]:
         copy_tokenizer(folder, output, folder_roots(folder))
         checkpoints = output / "checkpoints"
         checkpoints.mkdir()
-        _save_weights(
-            publish.make_temporary_folder(checkpoints, 0), shapes, files, dump_config(RunConfig.model_validate(values))
-        )
+        recipe = dump_config(RunConfig.model_validate(values))
+        _save_weights(publish.make_temporary_folder(checkpoints, 0), parameter_shapes(model), value, recipe)
         text = yaml.safe_dump(values, sort_keys=False)
         write_new(output / RECIPE, f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
     family, contents = read_family(folder)
@@ -157,20 +168,15 @@ def import_from_hf(folder: Path, output: Path) -> list[str]:
 
 
 def _save_weights(
-    temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, recipe: str
+    temporary: Path, shapes: Mapping[str, tuple[int, ...]], value: Callable[[str, tuple[int, ...]], Tensor], recipe: str
 ) -> None:
-    """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it."""
-    place_of = places(read_family(files.folder)[0], shapes)
-
-    def read(part: Part) -> Tensor:
-        place = place_of[part.name.removeprefix("model.")]
-        return files.read(place.name, place.part()).float()
-
+    """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it. value: of a parameter,
+    by name and shape."""
     parts = (Part(f"model.{name}", torch.float32, shape, (0,) * len(shape), shape) for name, shape in shapes.items())
     written = write_checkpoint(
         temporary,
         [ShardFile.from_parts("rank_0_0.safetensors", parts)],
-        read,
+        lambda part: value(part.name.removeprefix("model."), part.shape),
         {"progress": {"step": 0, "stage": 0}, "config": recipe},
     )
     publish.publish(temporary, 0, written)
@@ -283,6 +289,9 @@ def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
             problems.append(f"{name} is not in its index")
         elif (saved.shape, saved.dtype) != (shape, torch.float32):
             problems.append(f"{name} is {list(saved.shape)} {saved.dtype}, must be {list(shape)} float32")
+    for name in reader.tensors:
+        if name.startswith("model.blocks.") and name.endswith(".feed_forward.bias") and reader.read(name).any():
+            problems.append(f"{name}, by which experts are chosen, is not zero; no Hugging Face architecture has it")
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems[:20])}; use another checkpoint")
     return reader
@@ -305,6 +314,13 @@ def _tensors(
             )
         return found
 
-    for theirs, ours in groupby(parameter_shapes(model), family.name):
+    def name(ours: str) -> str | tuple[str, ...]:
+        return family.stack(ours, shapes[ours][0]) or family.name(ours)
+
+    shapes = parameter_shapes(model)
+    for theirs, ours in groupby(shapes, name):
         parts = list(map(read, ours))
-        yield theirs, parts[0] if len(parts) == 1 else torch.cat(parts)
+        if isinstance(theirs, tuple):
+            yield from zip(theirs, parts[0], strict=True)
+        else:
+            yield theirs, parts[0] if len(parts) == 1 else torch.cat(parts)

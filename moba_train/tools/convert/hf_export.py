@@ -84,7 +84,7 @@ def hf_config(
         except (CheckpointError, ValidationError):
             continue
         wanted = comparable(model)
-        differing[model_type] = {key for key in wanted if again[key] != wanted[key]}
+        differing[model_type] = {key for key in wanted | again if again.get(key) != wanted.get(key)}
         if not differing[model_type] and family.heads_divide_width and model.hidden_size % model.heads:
             differing[model_type] = {"heads"}
         if not differing[model_type]:

@@ -143,6 +143,10 @@ class Family:
             found["sliding_window"] = windows[0] if windows else None
         return found
 
+    def stack(self, ours: str, number: int) -> tuple[str, ...]:
+        """Names of the tensors whose stack is our parameter, of this number of matrices; none if it is no such stack."""
+        return ()
+
     def name(self, ours: str) -> str:
         """Name of the tensor that has our parameter. Raises KeyError when there is none."""
         if match := _BLOCK.fullmatch(ours):

@@ -128,16 +128,24 @@ _ROWS = 4096
 
 
 class Place(NamedTuple):
-    """Rows of a tensor of theirs that are a parameter of ours."""
+    """Rows of a tensor of theirs that are a parameter of ours, or several tensors of which ours is the stack."""
 
     name: str
     first_row: int
     rows: int
+    stack: tuple[str, ...] = ()
 
     def part(self, own: Sequence[slice] = ()) -> list[slice]:
         """The slices of their tensor that are these slices of ours; all of it without any."""
         first, *rest = own or [slice(0, self.rows)]
         return [slice(self.first_row + first.start, self.first_row + first.stop), *rest]
+
+    def read(self, files: SafetensorsFolder, own: Sequence[slice] = ()) -> Tensor:
+        """These slices of our parameter, all of it without any."""
+        if not self.stack:
+            return files.read(self.name, self.part(own))
+        first, *rest = own or [slice(None)]
+        return torch.stack([files.read(name, rest) for name in self.stack[first]])
 
 
 def places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
@@ -145,6 +153,9 @@ def places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, P
     found: dict[str, Place] = {}
     used: Counter[str] = Counter()
     for ours, (rows, *_) in shapes.items():
+        if names := family.stack(ours, rows):
+            found[ours] = Place(names[0], 0, rows, names)
+            continue
         theirs = family.name(ours)
         found[ours] = Place(theirs, used[theirs], rows)
         used[theirs] += rows
@@ -161,7 +172,8 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
     superfluous or of another shape.
     """
     state: dict[str, Any] = get_model_state_dict(model)
-    parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
+    further = {name for name, _ in model.named_buffers()}  # of training alone: biases of a router's choice
+    parameters = {name: value for name, value in state.items() if not kind_of_parameter(name) and name not in further}
     files = SafetensorsFolder(folder)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
@@ -175,9 +187,9 @@ def load_hf_weights(model: nn.Module, folder: Path) -> None:
             shape, offset = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)
             part = [slice(first, first + size) for first, size in zip(offset, shape, strict=True)]
             if parameter.to_local().numel():
-                parameter.to_local().copy_(files.read(place.name, place.part(part)))
+                parameter.to_local().copy_(place.read(files, part))
         else:
-            parameter.copy_(files.read(place.name, place.part()))
+            parameter.copy_(place.read(files))
 
 
 class HuggingFace(WeightSource):
@@ -209,7 +221,10 @@ def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFo
     family, _ = read_family(files.folder)
     wanted: dict[str, tuple[int, ...]] = {}
     for ours, place in places(family, shapes).items():
-        wanted[place.name] = (place.first_row + place.rows, *shapes[ours][1:])
+        if place.stack:
+            wanted |= dict.fromkeys(place.stack, shapes[ours][1:])
+        else:
+            wanted[place.name] = (place.first_row + place.rows, *shapes[ours][1:])
     output, embedding = family.name("output.weight"), family.name("embedding.weight")
     problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
     known = {*wanted}
