@@ -48,11 +48,8 @@ class Qwen3Moe(Qwen3):
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With the section `model.moe`."""
-        step, dense, count = (
-            config["decoder_sparse_step"],
-            config.get("mlp_only_layers", []),
-            config["num_hidden_layers"],
-        )
+        step, dense = config["decoder_sparse_step"], config.get("mlp_only_layers") or []
+        count = config["num_hidden_layers"]
         if type(step) is not int or step < 1 or not isinstance(dense, list):
             raise CheckpointError(
                 f"decoder_sparse_step is {given(step)} and mlp_only_layers {given(dense)}; allowed: an integer >= 1, "

@@ -144,7 +144,7 @@ class Family:
         return found
 
     def stack(self, ours: str, number: int) -> tuple[str, ...]:
-        """Names of the tensors whose stack is our parameter, of this number of matrices; none if it is no such stack."""
+        """Names of the tensors of which our parameter, of this number of matrices, is the stack; none if it is no stack."""
         return ()
 
     def name(self, ours: str) -> str:

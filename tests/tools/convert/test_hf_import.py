@@ -80,7 +80,7 @@ def test_a_rank_reads_its_own_shards_without_the_others(folder: Path, monkeypatc
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("model_type", "mixtral", "mixtral"),
+        ("model_type", "mamba", "mamba"),
         ("attention_bias", True, "attention_bias"),
         ("use_sliding_window", True, "use_sliding_window"),
         ("layer_types", ["full_attention", "sliding_attention"], "sliding_attention"),
