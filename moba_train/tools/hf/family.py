@@ -144,7 +144,7 @@ class Family:
         return found
 
     def stack(self, ours: str, number: int) -> tuple[str, ...]:
-        """Names of the tensors of which our parameter, of this number of matrices, is the stack; none if it is no stack."""
+        """Names of the tensors of which our parameter, of this number of matrices, is the stack; none if it is none."""
         return ()
 
     def name(self, ours: str) -> str:
