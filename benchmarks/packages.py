@@ -27,7 +27,7 @@ from benchmarks.timing import milliseconds
 from moba_train.attention.kernels import varlen
 from moba_train.attention.layout import packed_layout
 from moba_train.config.precision import PrecisionConfig
-from moba_train.model.block import FeedForward
+from moba_train.model.feed_forward import FeedForward
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.float8 import convert_linears, float8_problem
 from moba_train.parallel.fsdp import norm_problem, use_apex_norms

@@ -1,4 +1,4 @@
-"""Members found by name: attention kinds, feed-forwards, evaluations, optimizers, objectives, transports, sinks.
+"""Members found by name: attention kinds, feed-forwards, optimizers, objectives, transports, families of models, ...
 
 A member is one entry point, in our pyproject.toml or in that of somebody else's package:
 

@@ -24,12 +24,12 @@ from moba_train.registry import FEED_FORWARDS
 class FeedForward(nn.Module):
     """Gated linear unit, SwiGLU or GeGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str = "silu") -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self._activate = F.silu if config.activation == "silu" else partial(F.gelu, approximate="tanh")
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self._activate = F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(self._activate(self.gate_proj(x_TD)) * self.up_proj(x_TD))
@@ -104,7 +104,7 @@ def build_feed_forward(model: ModelConfig, layer: int) -> nn.Module:
         name, options = found
         module: RegisteredFeedForward = FEED_FORWARDS[name](options, model)
         return module
-    return FeedForward(model)
+    return FeedForward(model.hidden_size, model.intermediate_size, model.activation)
 
 
 def feed_forward_costs(model: ModelConfig, layer: int) -> FeedForwardCosts:

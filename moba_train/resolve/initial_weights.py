@@ -11,6 +11,7 @@ from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
 from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, trained_tokenizer
 from moba_train.checkpoint.state import load_model, parameter_sizes
+from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import given
 from moba_train.config.layers import layer_ids
 from moba_train.config.model import LayerRope, ModelConfig
@@ -50,6 +51,10 @@ class WeightSource(ABC):
     @abstractmethod
     def load(self, model: Transformer, folder: Path) -> str:
         """Fill a model, sharded or not, and say in a phrase from what."""
+
+    def warnings(self, folder: Path, layers: Sequence[LayerAttention]) -> Iterator[str]:
+        """Sentences about a run that begins from `folder` with this attention in its layers."""
+        return iter(())
 
 
 def foreign_source(folder: Path) -> WeightSource | None:

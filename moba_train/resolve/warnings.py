@@ -19,7 +19,7 @@ from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.model.spec import ModelSpec, Shapes
 from moba_train.resolve.data import recorded_tokenizers
 from moba_train.resolve.evaluations import evaluation_settings, evaluation_warnings
-from moba_train.resolve.initial_weights import initial_tokenizers, left_out_kinds, unread_folder
+from moba_train.resolve.initial_weights import foreign_source, initial_tokenizers, left_out_kinds, unread_folder
 from moba_train.resolve.run import ResolvedRun
 
 NamedSources = Sequence[tuple[str, SourceConfig]]
@@ -54,6 +54,7 @@ def recipe_warnings(run: ResolvedRun) -> list[str]:
         *_checkpointing_warnings(spec.config, run.memory.checkpointing),
         *(_initial_weight_warnings(spec, initial) if initial else ()),
         *(_initial_tokenizer_warnings(sources, initial) if initial else ()),
+        *(_foreign_warnings(run.stages[0], initial) if initial else ()),
     ]
 
 
@@ -170,6 +171,13 @@ def _initial_weight_warnings(spec: ModelSpec, folder: Path) -> Iterator[str]:
             f"{named_layers(layers)}, which no stage of this recipe uses there: they "
             "are left out; use the kind in a stage to keep them"
         )
+
+
+def _foreign_warnings(stage: Stage, folder: Path) -> Iterator[str]:
+    """Warnings of the source of the weights in `folder`, `init_from`, if they are not in our own format."""
+    with suppress(UserError):
+        source = foreign_source(folder)
+        yield from source.warnings(folder, stage.attention) if source else ()
 
 
 def _initial_tokenizer_warnings(sources: Iterable[tuple[str, SourceConfig]], folder: Path) -> Iterator[str]:

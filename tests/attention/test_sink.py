@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import LayerInput
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.registry import KINDS
 from moba_train.config.base import Section
@@ -19,6 +20,7 @@ from moba_train.model.block import Sink
 from moba_train.parallel.context.strategy import CPStrategy
 from tests.attention.helpers import labelled
 from tests.attention.kind_checks import (
+    MODEL,
     STRATEGIES,
     Layer,
     assert_documents_are_independent,
@@ -26,7 +28,7 @@ from tests.attention.kind_checks import (
     make_layer,
     results,
 )
-from tests.attention.test_kind_checks import rotated
+from tests.attention.test_kind_checks import flat, rotated
 
 LENGTHS = [13, 0, 1, 9]
 CASES: dict[str, tuple[type[FullKind] | type[MobaKind], dict[str, Any]]] = {
@@ -39,7 +41,7 @@ each = pytest.mark.parametrize("name", CASES)
 def with_sink(kind: Any) -> Any:
     """The kind with a sink of its own in each layer."""
 
-    class WithSink(kind):  # type: ignore[misc]
+    class WithSink(kind):
         @classmethod
         def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
             return Sink(model.heads)
@@ -62,7 +64,7 @@ def layer_of(name: str, **changes: Any) -> Layer:
     return make_layer(f"{name} with sink", CASES[name][1] | changes, LENGTHS)
 
 
-def plain(layer: Layer) -> list[Tensor]:
+def oracle(layer: Layer) -> list[Tensor]:
     """Each document by itself: a softmax over its keys and the sink, whose probability meets no value."""
     q, k = rotated(layer, layer.q), rotated(layer, layer.k)
     group = q.shape[1] // k.shape[1]
@@ -80,11 +82,9 @@ def plain(layer: Layer) -> list[Tensor]:
 def test_a_softmax_with_one_column_more(name: str, changes: dict[str, Any]) -> None:
     """MoBA with every block selected is full attention with the sink."""
     layer = layer_of(name, **changes)
-    for got, want in zip(results(layer), results(layer, plain), strict=True):
-        got, want = (x if isinstance(x, list) else list(x.values()) for x in (got, want))
-        assert len(got) == len(want) > 0
-        for index, (a, b) in enumerate(zip(got, want, strict=True)):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=labelled(f"{index}"))
+    found = zip(flat(results(layer)), flat(results(layer, oracle)), strict=True)
+    for index, (got, want) in enumerate(found):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=labelled(f"{index}"))
 
 
 @each
@@ -110,3 +110,38 @@ def test_a_sink_far_below_all_scores_changes_nothing_and_one_far_above_leaves_no
     for got, expected in zip((*sinks[-1e4][0], *sinks[-1e4][1]), (*want[0], *want[1]), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     assert [x.abs().max().item() for x in (*sinks[1e4][0], *sinks[1e4][1])] == [0.0] * 5
+
+
+def assert_near_float64(name: str, options: dict[str, Any], reference: dict[str, Any], device: torch.device) -> None:
+    """Output and every gradient of a kind with a sink, in bf16 on `device`, are those of float64 on the CPU."""
+    lengths = [300, 0, 1, 211]
+    model = MODEL.model_copy(update={"head_dim": 64})
+    found = []
+    for chosen, place, dtype in ((options, device, torch.bfloat16), (reference, "cpu", torch.float64)):
+        layer = make_layer(name, chosen, lengths, model=model)
+        for tensor in (*layer.inputs(), *layer.named_parameters().values()):
+            tensor.data = tensor.data.bfloat16().to(place, dtype)
+        layer.layout = packed_layout(lengths, place)
+        found.append(flat(results(layer)))
+    for index, (got, want) in enumerate(zip(*found, strict=True)):
+        assert (got.cpu().double() - want).norm() <= 2e-2 * want.norm(), index
+
+
+def test_bf16_is_near_float64_in_plain_pytorch() -> None:
+    """The next test's form for the CPU."""
+    for name in CASES:
+        options = CASES[name][1] | {"backend": "reference"}
+        options |= {"block_size": 64, "topk": 9} if name == "moba" else {}
+        assert_near_float64(f"{name} with sink", options, options, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "options", "backend"),
+    [("full", {}, "auto"), ("moba", {"block_size": 64, "topk": 9}, "triton")],
+    ids=["full", "moba"],
+)
+def test_kernels_are_as_exact_with_a_sink(name: str, options: dict[str, Any], backend: str) -> None:
+    """All blocks are selected: near-ties may fall otherwise in bf16."""
+    ours, plain = (options | {"backend": chosen} for chosen in (backend, "reference"))
+    assert_near_float64(f"{name} with sink", ours, plain, torch.device("cuda"))

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
+from moba_train.optim.muon import COEFFICIENTS, update_scale
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,7 +32,6 @@ from moba_train.data.samples import Sample, StageData
 from moba_train.errors import ConfigError
 from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model, initialize_weights
-from moba_train.optim.muon import COEFFICIENTS, update_scale
 from moba_train.optim.spec import block_matrices, is_trainable, set_trainable
 from moba_train.parallel.world import World, gather_over_ranks
 from moba_train.registry import TRANSPORTS
@@ -277,7 +277,7 @@ def on_ranks(case: Case, world: World) -> Found:
     counts = own_counts.summed_over_ranks()
     # The trainer's weights are float32, and so would be the mean's.
     batches = [dataclasses.replace(batch, loss_weight=batch.loss_weight.double()) for batch in batches]
-    losses = learner.accumulate(batches, counts.loss_weight)
+    losses = learner.accumulate(batches, counts.loss_weight, 1)
     result = learner.measure(losses, counts.loss_weight, stage.kinds)
     found = {name: torch.tensor(value) for name, value in (result.numbers | result.further).items()}
     found |= {f"gradient {n}": whole(p.grad) for n, p in learner.model.named_parameters() if p.grad is not None}

@@ -51,9 +51,9 @@ def documents_read() -> Iterator[list[list[int]]]:
     steps: list[list[int]] = []
     accumulate = Learner.accumulate
 
-    def noted(self: Learner, batches: Sequence[Batch], loss_weight: float) -> StepLosses:
+    def noted(self: Learner, batches: Sequence[Batch], loss_weight: float, step: int) -> StepLosses:
         steps.append([int(batch.tokens[at]) for batch in batches for at in batch.layout.edges[:-1]])
-        return accumulate(self, batches, loss_weight)
+        return accumulate(self, batches, loss_weight, step)
 
     with patch.object(Learner, "accumulate", noted):
         yield steps

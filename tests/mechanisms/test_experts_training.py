@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.run.faults import inject, not_a_number
 from tests.run.tiny_run import Run, assert_same_tensors, checkpoint_tensors
 from tests.run.trainer_ranks import Ranks, train_traced
 
@@ -117,3 +118,16 @@ def test_compiled_blocks_count_each_token_once(run: Run, corpora: Path, ranks: R
     ranks.work(train_traced, [str(run.write_recipe())], 1)
     for key, values in curves(plain).items():
         assert curves(run)[key] == pytest.approx(values, rel=0.05), key
+
+
+def test_the_report_and_a_spike_dump_show_the_load_of_the_experts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject(monkeypatch, {2: not_a_number})
+    with_experts(run, {})
+    run.recipe["telemetry"]["report"] = True
+    run.recipe["health"] = {"spike": {"reaction": "skip_step"}}
+    run.recipe["stages"] = run.recipe["stages"][:1]
+    assert run.train_here() == 0
+    assert '"key":"experts"' in (run.run_dir / "report.html").read_text()
+    (layers,) = run.dump(2)["feed_forwards"]
+    assert sum(layers["1"]["load"]) == 2 * run.records()[1]["loss_tokens"]
+    assert any(layers["1"]["bias"]), "moved by the first step"

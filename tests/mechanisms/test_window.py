@@ -1,6 +1,6 @@
 """Sliding windows against a mask, in several tiles; the LocalAttention contract is in test_local_attention.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from moba_train.attention.kernels.common.reference import masked_attend, masked_
 from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import BackwardState
+from moba_train.attention.registry import KINDS
 from moba_train.mechanisms import window
 from moba_train.mechanisms.window import WindowAttention, WindowKind, bands, sink_bands
 from moba_train.mechanisms.window_edges import edges
@@ -25,6 +26,7 @@ from tests.attention.kind_checks import (
     assert_ranks_equal_one_device,
     make_layer,
 )
+from tests.attention.test_sink import assert_near_float64, with_sink
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 
@@ -265,3 +267,20 @@ def test_a_window_travels_by_its_edges_where_it_can(strategy: CPStrategy, monkey
     assert_ranks_equal_one_device(layer, strategy)
     with pytest.raises(AssertionError, match="all keys travel"):
         assert_ranks_equal_one_device(make_layer("window", {"window": 7, "sinks": 1}, [20, 44]), strategy)
+
+
+@pytest.fixture
+def with_a_learned_sink() -> Iterator[str]:
+    with KINDS.registered("window with sink", with_sink(WindowKind)):
+        yield "window with sink"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_learned_sink_joins_a_window_on_ranks(strategy: CPStrategy, with_a_learned_sink: str) -> None:
+    assert_ranks_equal_one_device(make_layer(with_a_learned_sink, {"window": 7}, [20, 0, 1, 43]), strategy)
+
+
+@pytest.mark.gpu
+def test_kernels_are_as_exact_with_a_learned_sink(with_a_learned_sink: str) -> None:
+    ours, plain = ({"window": 100, "backend": backend} for backend in ("auto", "reference"))
+    assert_near_float64(with_a_learned_sink, ours, plain, torch.device("cuda"))

@@ -67,7 +67,7 @@ class MsaKind(DistilledGate):
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
         assert isinstance(options, MsaKind.Options)
         # As in MiniMax-M3: one index key for all groups, normalised where the model normalises q and k.
-        return IndexBranch(model, options.index_dim or model.head_width, 1, model.qk_norm)
+        return IndexBranch(model, options.index_dim or model.head_width, 1, bool(model.qk_norm))
 
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
         """Index queries [n, K, w] of this rank and index keys of all tokens, side by side: [T, w]."""

@@ -31,10 +31,9 @@ class Phi3(Mistral):
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With the part of each head that turns, which may stand inside of the embedding's section."""
-        inside = [config.get(section) for section in ROPE_SECTIONS]
-        found = [section["partial_rotary_factor"] for section in inside if "partial_rotary_factor" in (section or ())]
-        fraction = [*found, config.get("partial_rotary_factor"), 1.0]
-        turning = next(part for part in fraction if part is not None)
+        sections = [section for key in ROPE_SECTIONS if isinstance(section := config.get(key), dict)]
+        given_parts = [where.get("partial_rotary_factor") for where in (*sections, config)]
+        turning = next((part for part in given_parts if part is not None), 1.0)
         plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
         rope = read_rope(config, turning)
         if rope.kind != "none":

@@ -7,7 +7,7 @@ opens one file at a time and reads the bytes asked for.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
-from moba_train.errors import CheckpointError, ForeignFileError
+from moba_train.errors import CheckpointError, ForeignFileError, named_layers
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
 from moba_train.model.part import is_whole
 from moba_train.model.spec import kind_of_parameter
@@ -196,11 +197,24 @@ class HuggingFace(WeightSource):
         check_hf_weights(parameter_shapes(model), SafetensorsFolder(folder))
 
     def load(self, model: Transformer, folder: Path) -> str:
-        """As `load_hf_weights`; names the keys of config.json that nothing has read."""
+        """As `load_hf_weights`."""
         load_hf_weights(model, folder)
+        return f"the Hugging Face model {folder}"
+
+    def warnings(self, folder: Path, layers: Sequence[LayerAttention]) -> Iterator[str]:
+        """Keys of config.json that nothing reads, and layers that do not have the windows of the model."""
         family, config = read_family(folder)
-        unread = ", ".join(family.unread(config))
-        return f"the Hugging Face model {folder}" + (f" (not read in its {CONFIG}: {unread})" if unread else "")
+        if unread := family.unread(config):
+            yield f"init_from: nothing reads {', '.join(unread)} of {folder / CONFIG}; compare the model's logits"
+        others = []
+        for layer, (own, window) in enumerate(zip(layers, family.attention(config), strict=False)):
+            has = {"kind": own.kind, **own.options.model_dump()}
+            others += [layer] * (has | window != has)
+        if others:
+            yield (
+                f"init_from: {folder} was trained with windows of {config['sliding_window']} tokens in "
+                f"{named_layers(others)}, where the first stage attends otherwise; set kind: window there to keep them"
+            )
 
 
 def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from moba_train.attention.layout import packed_layout
 from moba_train.config.load import load_config
 from moba_train.errors import ConfigError
 from moba_train.memory.flops import matmul_flops
-from moba_train.model.build import build_model
+from moba_train.model.build import build_attention, build_model
+from moba_train.model.rope import rope_cos_sin
 from moba_train.model.spec import attention_matrices
-from tests.resolved import check, plan_of, spec_of
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.activations import Kept
+from tests.resolved import check, estimate_of, plan_of, spec_of
 from tests.run.tiny_run import Run, assert_same_tensors
 from tests.run.trainer_ranks import Ranks
 
@@ -78,6 +82,35 @@ def test_the_plan_counts_parameters_and_operations(tmp_path: Path, corpora: Path
     assert attention_matrices(config.model, 1) - attention_matrices(config.model, 0) == gate
     without = config.model.model_copy(update={"gate_layers": "none"})
     assert matmul_flops(config.model) - matmul_flops(without) == 6 * gate
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_the_plan_counts_what_a_gate_keeps(gate: str, tmp_path: Path, corpora: Path) -> None:
+    """Bytes of a gated layer beyond those of the same layer without: what autograd keeps of each."""
+    run = with_options(tmp_path, corpora)
+    run.recipe["model"] |= {"output_gate": gate}
+    run.recipe["stages"][0]["attention"] = {"default": "full"}
+    config = load_config(run.write_recipe())
+    planned = plan_of(config, 1, 989, 0.4).stages[0]
+    kept = estimate_of(config, planned.stage, planned.mesh).kept_bytes
+    tokens = planned.stage.seq_len * planned.stage.micro_batch_size
+    model = Transformer(config.model).bfloat16()
+    model.set_attention(build_attention(planned.stage.attention, config.model.head_width))
+    sizes = []
+    for block in model.blocks:
+        seen: dict[int, int] = {}
+
+        def note(x: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        x = torch.randn(tokens, config.model.hidden_size, dtype=torch.bfloat16).requires_grad_()
+        cos, sin = rope_cos_sin(torch.arange(tokens), config.model.rope, config.model.head_width)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            block(x, cos, sin, packed_layout([tokens]))
+        parameters = {x.untyped_storage().data_ptr() for x in block.parameters()}
+        sizes.append(sum(size for place, size in seen.items() if place not in parameters))
+    assert kept(1, Kept.ALL) - kept(0, Kept.ALL) == sizes[1] - sizes[0] > 0
 
 
 @pytest.mark.parametrize(
