@@ -315,7 +315,7 @@ def inspect_spike(
 app.command()(generate)
 
 convert = command_group(
-    "Convert between our checkpoints and Hugging Face folders (Llama, Qwen2, Qwen3, SmolLM2), and older checkpoints."
+    "Convert between our checkpoints and Hugging Face folders (families: docs/reference/models.md), and older checkpoints."
 )
 app.add_typer(convert, name="convert")
 
