@@ -1,1 +1,1 @@
-"""Published models: config.json and weights of the families of docs/reference/models.md, and the first weights of a run."""
+"""Published models: config.json and weights of each family, and the first weights of a run."""
