@@ -82,8 +82,9 @@ class RegisteredFeedForward(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def function(cls, options: Section) -> object:
-        """The options that shape the layer's function and its parameters, without those that only train it."""
+    def function(cls, options: Section) -> dict[str, Any]:
+        """The options by path that shape the layer's function and its parameters, without `layers`, and without those
+        that only train it."""
 
     @abstractmethod
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:

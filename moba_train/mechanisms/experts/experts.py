@@ -104,10 +104,13 @@ class MixtureOfExperts(RegisteredFeedForward):
         )
 
     @classmethod
-    def function(cls, options: Section) -> object:
-        """The options without those of the balance."""
+    def function(cls, options: Section) -> dict[str, Any]:
+        """The options by path, without `layers` and those of the balance."""
+        assert isinstance(options, MoeOptions)
         training = {"balance", "aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"}
-        return options.model_dump(exclude={"router": training})
+        router = options.router.model_dump(exclude=training)
+        found = options.model_dump(exclude={"layers", "router"})
+        return found | {f"router.{key}": value for key, value in router.items()}
 
     def count_tokens(self, loss_tokens: LossTokens | None) -> None:
         """Set this rank's rows with loss in the next forward pass, which trains; None: it does not."""

@@ -15,6 +15,8 @@ from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.model.build import drawn_normal
 
+_EXPERTS = ".feed_forward.experts."
+
 
 def upcycled(model: ModelConfig, experts: int, active: int) -> ModelConfig:
     """The shape with experts in every layer. Raises CheckpointError if that cannot be."""
@@ -27,8 +29,10 @@ def upcycled(model: ModelConfig, experts: int, active: int) -> ModelConfig:
         raise CheckpointError(f"--experts, --active: {'; '.join(explain(error, ModelConfig))}") from None
 
 
-def upcycled_weight(name: str, shape: tuple[int, ...], init_std: float, dense: Callable[[str], Tensor]) -> Tensor:
-    """A weight that the dense model lacks, float32; `dense` gives one that it has, by name."""
+def upcycled_weight(name: str, shape: tuple[int, ...], model: ModelConfig, dense: Callable[[str], Tensor]) -> Tensor:
+    """A weight of the upcycled model, float32; `dense` gives one of the dense model by name."""
     if name.endswith(".router.weight"):
-        return drawn_normal(torch.empty(shape), init_std, name, seed=0)
-    return dense(name.replace(".feed_forward.experts.", ".feed_forward.")).expand(shape).contiguous()
+        return drawn_normal(torch.empty(shape), model.init_std, name, seed=0)
+    if _EXPERTS in name:
+        return dense(name.replace(_EXPERTS, ".feed_forward.")).float().expand(shape).contiguous()
+    return dense(name).float()
