@@ -224,7 +224,7 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         documents=rng.choice(get_args(Documents)),
         mask=rng.choice(get_args(Mask)),
         trainable=rng.choice([None, None, None, *PATTERNS]),
-        optimizer=rng.choice(["adamw", "adamw", "adamw", *{"muon"} & {*OPTIMIZERS}]),
+        optimizer=rng.choice([*["adamw"] * 3, *{"muon"} & {*OPTIMIZERS}]),
         clip_norm=rng.choice([None, 0.05]),
         checkpointing=rng.choice(["none", "none", "full", "selective"]),
     )
@@ -368,7 +368,8 @@ def cut(sample: Sample) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def orthogonalized(gradient: Tensor) -> Tensor:
-    """Muon's update of a matrix, or of each of a stack, by singular values (Jordan et al. 2024)."""
+    """Muon's update of a matrix (Jordan et al. 2024), or of each of a stack, by its singular values: five times
+    a s + b s^3 + c s^5."""
     u, values, v = torch.linalg.svd(gradient, full_matrices=False)
     values = values / values.norm(dim=-1, keepdim=True).clamp(min=1e-7)
     a, b, c = 3.4445, -4.7750, 2.0315

@@ -233,10 +233,10 @@ def _tokenizer(folder: Path) -> str | None:
 def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
     """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
-    Holds the tensors of one file of at most `shard_bytes`, and one parameter. RoPE, sequence length and attention are those of the stage
-    that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`; software that ignores
-    the entry sees an ordinary model with full attention. The tokenizer's files are those that
-    transformers expects. Returns a warning for each thing that is left out.
+    Holds the tensors of one file of at most `shard_bytes`, and one parameter. RoPE, sequence length and attention are
+    those of the stage that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`;
+    software that ignores the entry sees an ordinary model with full attention, or with the windows of its family. The
+    tokenizer's files are those that transformers expects. Returns a warning for each thing that is left out.
 
     Raises CheckpointError when `output` is not empty or cannot be written, no Hugging Face architecture has the model's
     shape, an attention kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed
