@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.hf.config import CONFIG, read_config, read_model_config
 from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, parameter_shapes
 from moba_train.model.build import build_attention
-from moba_train.model.spec import ModelSpec
+from moba_train.model.spec import ModelSpec, kind_prefix
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, read_layers, write_safetensors
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
+from moba_train.tools.convert.model_card import CARD, model_card
+from moba_train.tools.convert.with_code import code_config, code_problems, write_code
 from moba_train.tools.inference.corpus_marks import corpus_marks
 from moba_train.tools.saved_recipe import SavedRun
 from moba_train.tools.text_tokenizer import load_text_tokenizer
@@ -57,6 +59,9 @@ _FILES = {
     "merges.txt": "the tokenizer's merges",
     "chat_template.jinja": "the chat template",
     "chat_template.json": "the chat template",
+    "modeling_moba_train.py": "the model's code, for transformers without moba_train",
+    "attention_moba_train.py": "its kinds of attention",
+    "README.md": "model card",
     "recipe.yaml": "recipe to extend with data and stages of your own",
 }
 
@@ -212,29 +217,36 @@ def _tokenizer(folder: Path) -> str | None:
     return next((name for name in TOKENIZERS if (folder / name).is_file()), None)
 
 
-def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
+def export_to_hf(
+    saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int, with_code: bool = False
+) -> list[str]:
     """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
     Holds the tensors of one file of at most `shard_bytes`. RoPE, sequence length and attention are those of the stage
     that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`; software that ignores
-    the entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. The tokenizer's files are those that
-    transformers expects. Returns a warning for each thing that is left out.
+    the entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. With `with_code` the folder also has the
+    parameters of the attention kinds and the code that runs them in transformers. The tokenizer's files are those that
+    transformers expects; README.md is a model card. Returns a warning for each thing that is left out.
 
     Raises CheckpointError when `output` is not empty or cannot be written, no Hugging Face architecture has the model's
-    shape, an attention kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed
-    since it was written.
+    shape, an attention kind would lose something or the code cannot run it, a tensor is missing in the checkpoint, or a
+    byte of it has changed since it was written.
     """
     checkpoint = saved.path
     config = saved.config
     stage = saved.stage
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
     kinds = build_attention(stage.attention, config.model.head_width)
-    if problems := _export_problems(saved.spec, kinds):
+    problems = _export_problems(saved.spec, kinds, with_code)
+    if with_code:
+        problems += code_problems(contents, kinds)
+    if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
-    contents["moba"] = {"layers": [layer_entry(kind) for kind in kinds]}
+    contents |= code_config(kinds) if with_code else {"moba": {"layers": [layer_entry(kind) for kind in kinds]}}
+    shapes = parameter_shapes(config.model) | (_kind_shapes(saved.spec, kinds) if with_code else {})
     check_new_folder(output)
     verify_checkpoint(checkpoint)
-    reader = _reader(checkpoint, config.model)
+    reader = _reader(checkpoint, shapes)
     roots = working_roots()
     marks = corpus_marks(saved, roots)
     tokenizer = export_tokenizer(config.data.tokenizer, marks, contents["model_type"], stage.seq_len, roots)
@@ -242,15 +254,28 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     with new_folder(output):
         for name, content in tokenizer.files.items():
             write_new(output / name, content)
-        write_safetensors(output, _tensors(reader, config.model, dtype), shard_bytes)
+        if with_code:
+            write_code(output)
+        write_new(output / CARD, model_card(saved, kinds, str(dtype).removeprefix("torch."), with_code))
+        write_safetensors(output, _tensors(reader, shapes, dtype), shard_bytes)
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
     return tokenizer.warnings
 
 
-def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> list[str]:
+def _kind_shapes(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of each layer's attention kind, by our names."""
+    return {
+        f"{kind_prefix(layer, kind)}{name}": tuple(shape)
+        for (layer, kind), shapes in spec.kind_shapes.items()
+        if kind == kinds[layer].name
+        for name, shape in shapes.items()
+    }
+
+
+def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind], with_code: bool) -> list[str]:
     """Losses of an export: those of the `kinds` of the stage, and parameters of kinds that only other stages use."""
-    problems = dict.fromkeys(layer_problem(kind, spec.config) for kind in kinds)
+    problems = {} if with_code else dict.fromkeys(layer_problem(kind, spec.config) for kind in kinds)
     active = {kind.name for kind in kinds}
     left: Counter[str] = Counter()
     for (_, name), shapes in spec.kind_shapes.items():
@@ -261,12 +286,12 @@ def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> list[st
     return [problem for problem in problems if problem]
 
 
-def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
-    """Reader of a checkpoint that has every parameter of the model. Raises CheckpointError when one is missing or has
+def _reader(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> CheckpointReader:
+    """Reader of a checkpoint that has parameters of these shapes. Raises CheckpointError when one is missing or has
     another shape."""
     reader = CheckpointReader(checkpoint)
     problems = []
-    for name, shape in parameter_shapes(model).items():
+    for name, shape in shapes.items():
         saved = reader.tensors.get(f"model.{name}")
         if saved is None:
             problems.append(f"{name} is not in its index")
@@ -277,10 +302,10 @@ def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
     return reader
 
 
-def _tensors(reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters with their names in the export. Raises CheckpointError for values beyond the range of
-    `dtype`."""
-    for name in parameter_shapes(model):
+def _tensors(reader: CheckpointReader, names: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of these names of ours with their names in the export. Raises CheckpointError for values
+    beyond the range of `dtype`."""
+    for name in names:
         value = reader.read(f"model.{name}")
         found = value.to(dtype)
         if found.isinf().any() and not value.isinf().any():
