@@ -149,16 +149,16 @@ _ROWS = 4096
 
 
 @torch.no_grad()
-def load_hf_weights(model: nn.Module, folder: Path) -> None:
+def load_hf_weights(model: nn.Module, folder: Path, with_kinds: bool = False) -> None:
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
-    Parameters of attention kinds, which no such model has, keep their values. Each rank reads the bytes of its shards
-    alone, one tensor after the other, without communication. If a tied model comes with a copy of its embedding, each
-    rank first reads both in full, to compare them. Raises CheckpointError with every tensor that is missing,
-    superfluous or of another shape.
+    Parameters of attention kinds keep their values, unless the folder has them (`with_kinds`). Each rank reads the
+    bytes of its shards alone, one tensor after the other, without communication. If a tied model comes with a copy of
+    its embedding, each rank first reads both in full, to compare them. Raises CheckpointError with every tensor that is
+    missing, superfluous or of another shape.
     """
     state: dict[str, Any] = get_model_state_dict(model)
-    parameters = {name: value for name, value in state.items() if not kind_of_parameter(name)}
+    parameters = {name: value for name, value in state.items() if with_kinds or not kind_of_parameter(name)}
     files = SafetensorsFolder(folder)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.

@@ -15,7 +15,7 @@ from moba_train.checkpoint.retention import Evaluated
 from moba_train.errors import UserError
 from moba_train.foreign_files import folder_roots, read_foreign_json
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.convert.with_code import code_entry
+from moba_train.tools.convert.hf_export import full_entry
 from moba_train.tools.saved_recipe import SavedRun, saved_training
 
 CARD = "README.md"
@@ -74,7 +74,7 @@ def _training(saved: SavedRun) -> Iterator[str]:
 def _attention(kinds: Sequence[AttentionKind]) -> Iterator[str]:
     yield "| layers | kind | options |"
     yield "|---|---|---|"
-    for entry, group in groupby(range(len(kinds)), lambda layer: code_entry(kinds[layer])):
+    for entry, group in groupby(range(len(kinds)), lambda layer: full_entry(kinds[layer])):
         layers = [*group]
         name = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
         options = ", ".join(f"{key}: {json.dumps(value)}" for key, value in entry.items() if key != "kind")

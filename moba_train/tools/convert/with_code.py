@@ -10,6 +10,7 @@ from typing import Any
 
 from moba_train.attention.kind import AttentionKind
 from moba_train.output_files import write_new
+from moba_train.tools.convert.hf_export import full_entry
 
 CODE = Path(__file__).parent / "remote_code"
 FILES = ("modeling_moba_train.py", "attention_moba_train.py")
@@ -38,11 +39,6 @@ _ROPES = {
 }
 
 
-def code_entry(kind: AttentionKind) -> dict[str, Any]:
-    """A layer's entry in the config.json of an export with code, as JSON values."""
-    return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude={"backend"})}
-
-
 def code_problems(contents: Mapping[str, Any], kinds: Sequence[AttentionKind]) -> Iterator[str]:
     """Reasons why the code cannot run a model with this config.json, before tokens and layers are in it, and with these
     attention kinds."""
@@ -63,7 +59,7 @@ def code_problems(contents: Mapping[str, Any], kinds: Sequence[AttentionKind]) -
         if kind.name not in LAYERS:
             yield f"kind {kind.name!r} is not one of {', '.join(LAYERS)}, which the code of --with-code can run"
         else:
-            for option in sorted(code_entry(kind).keys() - {"kind"} - LAYERS[kind.name]):
+            for option in sorted(full_entry(kind).keys() - {"kind"} - LAYERS[kind.name]):
                 yield f"option {option!r} of kind {kind.name!r} is unknown to the code of --with-code"
 
 
@@ -76,7 +72,7 @@ def write_code(output: Path) -> None:
 def code_config(kinds: Sequence[AttentionKind]) -> dict[str, Any]:
     """Entries of config.json for the code: the attention of each layer and of new tokens, and where the code is."""
     return {
-        "moba": {"layers": [code_entry(kind) for kind in kinds]},
+        "moba": {"layers": [full_entry(kind) for kind in kinds]},
         "moba_decode": "full",
         "auto_map": {"AutoModelForCausalLM": CLASS},
     }

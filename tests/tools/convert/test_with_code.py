@@ -27,6 +27,8 @@ from moba_train.run.progress import Progress
 from moba_train.tools.convert.hf import export_to_hf
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.convert.with_code import FILES, LAYERS, code_problems
+from moba_train.tools.evaluate import load_on_this_machine
+from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 from moba_train.tools.inference.generate import Sampling, generate_batch
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.tools.convert import without_package
@@ -147,6 +149,13 @@ def test_speculative_decoding_and_beams_cut_and_reorder_the_cache(exported: Expo
     answers = exported.answers
     assert answers["looked up"].tolist() == answers["generated own"][0].tolist()
     torch.testing.assert_close(torch.stack(answers["beams"]), answers["beam scores"].double(), rtol=0, atol=1e-4)
+
+
+def test_eval_and_generate_read_the_folder(exported: Exported) -> None:
+    """So does lm-eval: all of them load it so. The parameters of attention kinds are not those of chance."""
+    saved = open_for_evaluation(exported.folder, EvaluationOptions(tasks=()))
+    expected = logits(exported.model, PROMPTS[0]).float()
+    torch.testing.assert_close(logits(load_on_this_machine(saved), PROMPTS[0]), expected, rtol=0, atol=1e-4)
 
 
 def test_what_the_code_cannot_do_is_refused_by_name(exported: Exported) -> None:
