@@ -26,9 +26,8 @@ from benchmarks.record import markdown, save, spread
 from benchmarks.timing import milliseconds
 from moba_train.attention.kernels import varlen
 from moba_train.attention.layout import packed_layout
-from moba_train.config.model import ModelConfig
 from moba_train.config.precision import PrecisionConfig
-from moba_train.model.block import FeedForward
+from moba_train.model.feed_forward import FeedForward
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.float8 import convert_linears, float8_problem
 from moba_train.parallel.fsdp import norm_problem, use_apex_norms
@@ -103,9 +102,6 @@ def norms(tokens: int, device: str) -> Iterator[tuple[str, Call]]:
 def feed_forward(tokens: int, device: str) -> Iterator[tuple[str, Call]]:
     """A SwiGLU layer, on a GPU of Llama-3-8B's shape: three linear layers, weights in bf16."""
     width, inner = (4096, 14336) if device == "cuda" else (64, 128)
-    shape = ModelConfig(
-        vocab_size=64, hidden_size=width, intermediate_size=inner, layers=1, heads=width // 32, kv_heads=width // 32
-    )
     x, gradient = random_tensors(device, (tokens, width), (tokens, width))
     arms: dict[str, PrecisionConfig | None] = {"bf16": None, "bf16, compiled": None}
     arms |= dict.fromkeys(("torchao", "torchao, compiled"), PrecisionConfig(linear="fp8"))
@@ -117,7 +113,7 @@ def feed_forward(tokens: int, device: str) -> Iterator[tuple[str, Call]]:
             continue
         torch.manual_seed(0)
         model = nn.Module()
-        model.blocks = nn.ModuleList([FeedForward(shape)])  # whose names are those of a Transformer's layers
+        model.blocks = nn.ModuleList([FeedForward(width, inner)])  # whose names are those of a Transformer's layers
         model.to(device, torch.bfloat16)
         if precision:
             convert_linears(cast(Transformer, model), precision)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from data_tools.corpus_writer import IndexedDatasetWriter, dtype_for
 from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.hf.config import CONFIG
 from moba_train.tools.convert.hf_export import hf_config, write_safetensors
+from moba_train.tools.hf.config import CONFIG
 
 _PARTS = {
     "attn_norm": "input_layernorm",

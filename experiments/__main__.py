@@ -43,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in given.names if name not in FIGURES]:
         parser.error(f"NAME: given {', '.join(unknown)}; allowed: {', '.join(FIGURES)}")
     figures = [FIGURES[name] for name in dict.fromkeys(given.names)]
+    if given.seconds_per_arm is not None:
+        try:
+            figures = [figure.with_seconds_per_arm(given.seconds_per_arm) for figure in figures]
+        except UserError as error:
+            parser.error(str(error))
     if given.list:
         lists = [_listed(figure) for figure in figures] or [list(map(_headline, FIGURES.values()))]
         print("\n\n".join("\n".join(lines) for lines in lists))
@@ -84,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="default: all of this machine")
     parser.add_argument("--arms-per-gpu", type=int, default=1, help="arms that share a GPU; times then say little; 1")
     parser.add_argument("--seconds", type=float, default=540, help="no arm begins that would not end by then; 540")
+    parser.add_argument(
+        "--seconds-per-arm", type=int, help="training seconds of each arm of a figure of equal times; default: 1200"
+    )
     parser.add_argument("--corpus", type=Path, default=Path("data/long"), help="folder of the tokenised corpora")
     parser.add_argument("--runs", type=Path, default=Path("runs/experiments"), help="folder of the trainer's runs")
     parser.add_argument("--output", type=Path, help="result file; default: experiments/results/NAME.json, or in --runs")

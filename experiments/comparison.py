@@ -32,6 +32,8 @@ class Cell(NamedTuple):
     by_sequence: Sequence[float | None] = ()
     """The loss of each sequence that `value` is a mean of, the same sequences in all cells of a block; None for one
     without loss, and empty where they were not kept."""
+    documents: Sequence[int] = ()
+    """Number of the document that each sequence is a part of; empty: not known, and each counts as its own."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,9 @@ class Comparison:
         if len({cell.block for _, cell in parts}) != 1 or len(sequences) != 1:
             return None
         summed = sum(share * np.array(cell.by_sequence, dtype=np.float64) for share, cell in parts)
-        found = np.asarray(summed)[np.isfinite(summed)]
-        return mean_of(found.tolist()).half if len(found) > 1 else None
+        kept = np.isfinite(summed)
+        documents = np.array(parts[0][1].documents or range(len(kept)))[kept]
+        return clustered_half(np.asarray(summed)[kept], documents)
 
     def _row(self, weights: Mapping[str, float]) -> npt.NDArray[np.float64]:
         """The weights of arms and blocks."""
@@ -196,6 +199,16 @@ def mean_of(values: Sequence[float]) -> Estimate:
     error = float(np.std(values, ddof=1) / len(values) ** 0.5)
     half = error * t_quantile((1 + CONFIDENCE) / 2, freedom)
     return Estimate(value, value - half, value + half, half + error * t_quantile(POWER, freedom))
+
+
+def clustered_half(values: npt.NDArray[np.float64], clusters: npt.NDArray[np.int64]) -> float | None:
+    """Half the interval of the mean of `values`, which are independent only if they are of different `clusters`; None
+    for fewer than two clusters. Where each value is its own cluster it is the half of `mean_of`."""
+    sums = [float((values - values.mean())[clusters == cluster].sum()) for cluster in np.unique(clusters)]
+    if len(sums) < 2:
+        return None
+    error = (len(sums) / (len(sums) - 1) * sum(one**2 for one in sums)) ** 0.5 / len(values)
+    return float(error * t_quantile((1 + CONFIDENCE) / 2, len(sums) - 1))
 
 
 @functools.cache

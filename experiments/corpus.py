@@ -65,8 +65,8 @@ def open_corpus(folder: Path) -> Corpus:
         sizes.add(int(info["vocab_size"]))
     if len(sizes) > 1:
         raise DataError(f"{folder}: train and valid have different vocabularies: {', '.join(map(str, sorted(sizes)))}")
-    tokenizer = folder / "tokenizer.model"
-    return Corpus(folder, sizes.pop(), tokenizer if tokenizer.is_file() else None)
+    tokenizers = (folder / name for name in ("tokenizer.model", "tokenizer.json"))
+    return Corpus(folder, sizes.pop(), next((file for file in tokenizers if file.is_file()), None))
 
 
 def quick_corpus(folder: Path) -> Corpus:

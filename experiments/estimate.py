@@ -65,6 +65,7 @@ def _config(recipe: str, vocab_size: int) -> RunConfig:
     for stage in content["stages"]:
         stage.pop("train", None)
     content.pop("evaluation", None)
+    content.pop("init_from", None)
     return RunConfig.model_validate(content)
 
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure as Canvas
 
 from experiments.comparison import Verdict
 from experiments.corpus import Corpus
+from moba_train.errors import UserError
 
 Result = dict[str, Any]
 """What is known of a finished arm: see `run_arm.arm_result`."""
@@ -35,7 +36,7 @@ class Arm:
     recipe: Mapping[str, Any]
     """Keys of a recipe: `model`, `stages`, `batch_tokens` at least. `run_arm.complete_recipe` adds vocabulary and data,
     unless they are given, folders and how to run. Paths of corpora are names in the corpus' folder, or of what
-    `Figure.prepare` made."""
+    `Figure.prepare` made; `init_from` is a folder in it."""
     evaluations: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Evaluations of the last checkpoint, by name: the arguments of `moba-train eval` behind the checkpoint, where
     `--data` is followed by the name of a corpus. Those in the recipe's section `evaluation` run in any case, at the end
@@ -91,8 +92,19 @@ class Figure(ABC):
     """Seeds of a complete figure, without the arms that it refuses; its smallest form has the first of them."""
     height: ClassVar[float] = 2.8
     """Inches of the picture."""
+    corpus: ClassVar[str] = "data/long"
+    """Folder of the corpus in the commands of README.md."""
     source: ClassVar[str] = ""
     """Name of the figure whose arms and result file this one has; empty: its own."""
+
+    def with_seconds_per_arm(self, seconds: int) -> "Figure":
+        """The figure with arms of this many training seconds. Raises UserError for a figure whose arms have a number of
+        tokens of their own."""
+        raise UserError(f"--seconds-per-arm: the arms of {self.name} have a fixed number of tokens; leave it out")
+
+    def settings(self, quick: bool) -> dict[str, Any]:
+        """What else the results depend on; a file holds results of one setting alone."""
+        return {}
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """The arms of one seed, in the order in which they are worth running; `quick`: the smallest form that trains

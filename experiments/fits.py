@@ -45,6 +45,16 @@ class Fits:
         moba, full = (self.by_attention[name] for name in ("moba", "full"))
         return _bootstrapped(float(moba.law.b - full.law.b), moba.samples.b - full.samples.b)
 
+    def gap(self, compute: float, tokens: float = 1.0) -> Estimate:
+        """How far MoBA's law is above full attention's, in per cent, at this compute of full attention and `tokens`
+        times as much of MoBA."""
+        moba, full = (self.by_attention[name] for name in ("moba", "full"))
+        value, samples = (
+            100 * (ours(tokens * compute) / theirs(compute) - 1)
+            for ours, theirs in ((moba.law, full.law), (moba.samples, full.samples))
+        )
+        return _bootstrapped(float(value), samples)
+
     def to_json(self) -> dict[str, Any]:
         """Parameters with their intervals."""
         return {

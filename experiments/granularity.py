@@ -12,7 +12,7 @@ from experiments import published
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
-from experiments.readings import validation_by_sequence, validation_loss
+from experiments.readings import keys_text, validation_by_sequence, validation_loss
 
 SIZE = "6m"
 BLOCKS = (8, 16, 32, 64, 128)
@@ -52,11 +52,12 @@ class Granularity(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Means of the arms, and the differences that were published."""
-        rows = [["arm", "validation loss", *ABOVE, "seeds"]]
+        rows = [["arm", "mean keys", "validation loss", *ABOVE, "seeds"]]
         at_32k = _cells(results, ("blocks-", "full-32k"))
         for name, values in _values(results).items():
             gap = above(at_32k, name, "full-32k")
-            rows.append([name, f"{statistics.mean(values):.4f}", *gap, str(len(values))])
+            (some, *_) = (result for result in results if result["name"] == name)
+            rows.append([name, keys_text(some), f"{statistics.mean(values):.4f}", *gap, str(len(values))])
         return Finding([*_sparsity_verdicts(results), *_key_verdicts(results)], rows)
 
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:

@@ -14,10 +14,14 @@ from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, learning_rate, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
+from experiments.rates import TIMED
 from experiments.readings import (
+    keys_text,
     needle,
+    needle_in_history,
     own_trailing_by_sequence,
     trailing_by_sequence,
+    trailing_documents,
     trailing_loss,
     validation_loss,
 )
@@ -29,8 +33,6 @@ QUICK_LENGTHS = {"1k": 1024}
 KEYS = 1536
 """Keys of a query, about, in all kinds that select: 3 blocks of 512."""
 READ_WITH_INFLLM = "infllm"
-TIMED = "time-"
-"""Begins the names of arms that are trained for their tokens per second alone."""
 TIMED_STEPS = 60
 _GATE_TRAINING = {"warmup": 0.05, "sparse": 0.15}
 """Shares of the tokens of kinds whose gate learns from full attention: the gate alone, then the model with it."""
@@ -98,7 +100,8 @@ class Mechanisms(Figure):
         speeds = {result["name"]: result["tokens_per_s"] for result in results if _is_timed(result)}
         results = [result for result in results if not _is_timed(result)]
         losses = ["validation loss", "trailing loss", *ABOVE]
-        rows = [["", *losses, "needle", "tokens/s", "parameters of its own", "seeds"]]
+        heads = ["mean keys", *losses, "needle", "in history", "tokens/s", "parameters of its own", "seeds"]
+        rows = [["", *heads]]
         for name in dict.fromkeys(result["name"] for result in results):
             own = [result for result in results if result["name"] == name]
             losses = [f"{_mean(own, validation_loss):.4f}", f"{_mean(own, trailing_loss):.4f}"]
@@ -108,7 +111,8 @@ class Mechanisms(Figure):
             speed = f"{speeds[TIMED + name]:,.0f}" if TIMED + name in speeds else "–"
             added = _added_parameters(own[0], results)
             extra = "–" if added is None else f"{added:,}"
-            rows.append([name, *losses, f"{_mean(own, needle):.2f}", speed, extra, str(len(own))])
+            found = [f"{_mean(own, needle):.2f}", f"{_mean(own, needle_in_history):.2f}"]
+            rows.append([name, keys_text(own[0]), *losses, *found, speed, extra, str(len(own))])
             rows += _infllm_rows(own)
         return Finding(_verdicts(results), rows)
 
@@ -128,9 +132,11 @@ class Mechanisms(Figure):
                 style: dict[str, Any] = {"fmt": "o", "color": colour, "elinewidth": 1}
                 left.errorbar(trailing_loss(result) - base, place, xerr=_evaluation_error(result, own), **style)
                 label = length if name == names[-1] and not result["seed"] else None
-                right.errorbar(needle(result), place, label=label, **style)
+                right.errorbar(needle_in_history(result), place, label=label, **style)
+        left.set_xscale("symlog", linthresh=0.1)  # one arm does not train, and would squeeze the others
+        left.xaxis.set_major_formatter("{x:g}")
         left.set_xlabel("trailing loss above full, nats")
-        right.set_xlabel("share of needles found")
+        right.set_xlabel("share of needles in history found")
         left.set_yticks(range(len(names)), names)
         left.axvline(0, color=INK, lw=0.8)
         canvas.legend(loc="outside upper left", ncols=2)
@@ -259,7 +265,7 @@ def _infllm_rows(full: Sequence[Result]) -> list[list[str]]:
     ]
     losses = [f"{means['eval_loss']:.4f}", f"{means['trailing_loss']:.4f}"]
     losses += above([*_cells(full), *cells], READ_WITH_INFLLM, "full")
-    return [[name, *losses, f"{means['needle']:.2f}", "–", "0", str(len(read))]]
+    return [[name, "–", *losses, f"{means['needle']:.2f}", "–", "–", "0", str(len(read))]]
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:
@@ -291,6 +297,7 @@ def _cells(results: Sequence[Result]) -> list[Cell]:
             _block(result),
             trailing_loss(result),
             trailing_by_sequence(result),
+            trailing_documents(result),
         )
         for result in results
     ]

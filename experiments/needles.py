@@ -10,13 +10,15 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 
 from benchmarks.needle_signal import by_gate, draw_signal, retrieving, summary
+from benchmarks.plotting import INK
+from benchmarks.plotting import name as write_name
 from experiments.comparison import Estimate, Verdict, mean_of
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.mechanisms import SIZE, TOKENS, shape
 from experiments.models import FULL, moba, recipe
 from experiments.needle_documents import SHARE, needle_corpus, write_needles
-from experiments.readings import needle
+from experiments.readings import needle, needle_in_history
 
 SEQ_LEN = 8192
 QUICK_SEQ_LEN = 1024
@@ -47,26 +49,32 @@ class Needles(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """For each arm and gate, misses as observed and as predicted; for each arm what its gates select."""
-        rows = [
-            ["arm, gate", "heads", "missed", "paper", "spread", "cluster", "scores", "needle", "mass recall, margin"]
-        ]
+        heads = ["heads", "chance", "missed", "paper", "spread", "cluster", "scores", "needle", "in history"]
+        rows = [["arm, gate", *heads, "mass recall, margin"]]
         numbers = {}
         for name in dict.fromkeys(result["name"] for result in results):
             own = [result for result in results if result["name"] == name]
             lines = summary([row for result in own for row in signal_rows(result)])
             numbers[name] = lines
-            found, probe = f"{statistics.mean(map(needle, own)):.2f}", _probe_text(own)
+            found = [f"{statistics.mean(map(share, own)):.2f}" for share in (needle, needle_in_history)]
+            chance = chances(own)
             for line in lines:
                 gate = f"{name}, {line['block_size']}/{line['topk']}, {line['which']}"
                 predicted = [f"{line[f'missed_{model}']:.3f}" for model in ("paper", "spread", "cluster", "scores")]
-                rows.append([gate, str(line["heads"]), f"{line['missed']:.3f}", *predicted, found, probe])
+                blind = f"{chance[line['block_size'], line['topk']]:.3f}"
+                missed = f"{line['missed']:.3f}"
+                rows.append([gate, str(line["heads"]), blind, missed, *predicted, *found, _probe_text(own)])
         return Finding(_verdicts(results), rows, {"summary": numbers})
 
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
         """Heads of the full model under the formula and under `scores`; misses over block sizes."""
-        name = "full" if any(result["name"] == "full" for result in results) else next(iter(results))["name"]
-        rows = [row for result in results if result["name"] == name for row in signal_rows(result)]
+        arm = "full" if any(result["name"] == "full" for result in results) else next(iter(results))["name"]
+        rows = [row for result in results if result["name"] == arm for row in signal_rows(result)]
         draw_signal(canvas, rows, summary(rows))
+        misses = canvas.axes[-1]
+        blind = {size: chance for (size, _), chance in sorted(chances(results).items())}
+        misses.plot(list(blind), list(blind.values()), ":", color=INK)
+        write_name(misses, "chance", min(blind.items()), INK, (1, -6))
 
 
 def signal_rows(result: Result) -> list[dict[str, Any]]:
@@ -74,6 +82,15 @@ def signal_rows(result: Result) -> list[dict[str, Any]]:
     found = result["evaluations"][SIGNAL]["needle_signal"]
     (rows,) = found["rows"][found["attention"]].values()
     return list(rows)
+
+
+def chances(results: Sequence[Result]) -> dict[tuple[int, int], float]:
+    """Share of the needles that a gate would miss which selects blocks blindly, by block size and topk."""
+    gates = by_gate([row for result in results for row in signal_rows(result)])
+    return {
+        (size, topk): 1 - statistics.mean((topk - 1) / (row["other_blocks"] + 1) for row in rows)
+        for (size, topk), rows in gates.items()
+    }
 
 
 def _arm(name: str, section: dict[str, Any], seed: int, quick: bool) -> Arm:

@@ -26,7 +26,7 @@ def plot_file(figure: Figure) -> Path:
 
 def command(figure: Figure) -> str:
     """What runs its arms."""
-    return f"python -m experiments {trained(figure).name} --corpus data/long --gpus 2"
+    return f"python -m experiments {trained(figure).name} --corpus {figure.corpus} --gpus 2"
 
 
 def marker(figure: Figure) -> str:

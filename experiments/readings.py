@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from experiments.figure import Result
+from experiments.estimate import config_of
+from experiments.figure import Arm, Result
+from moba_train.model.build import build_attention
+from moba_train.resolve.run import resolve_unchecked
 
 Losses = Sequence[float | None]
 """A loss for each sequence of an evaluation; None for a sequence without loss tokens."""
@@ -50,6 +53,12 @@ def own_trailing_by_sequence(data: Mapping[str, Any]) -> Losses:
     return found
 
 
+def trailing_documents(result: Result) -> Sequence[int]:
+    """Number of the document that each sequence of `trailing_by_sequence` is a part of; empty in older results."""
+    found: Sequence[int] = position_wise(result).get("documents", ())
+    return found
+
+
 def position_wise(result: Result) -> Mapping[str, Any]:
     """Everything that the evaluation by position measured: `bucket`, `curves` by attention, `attention`."""
     data: Mapping[str, Any] = last_stage(result)["position_wise"]["position_wise"]
@@ -71,3 +80,26 @@ def bucket_middles(result: Result) -> npt.NDArray[np.float64]:
 def needle(result: Result) -> float:
     """Share of needles that are found."""
     return float(last_stage(result)["needle"]["needle"])
+
+
+def needle_in_history(result: Result) -> float:
+    """Share of needles that are found, without those at the end of the text, which lie in the query's own block."""
+    data = last_stage(result)["needle"]["needle_map"]
+    inside = [place for place, depth in enumerate(data["depths"]) if depth < 100]
+    passed = np.array(data["maps"][data["attention"]]["passed"])
+    return float(passed[:, inside].mean())
+
+
+def mean_keys(result: Result) -> float:
+    """Keys that a query of the last stage attends to on average over its sequence and over the layers, its own
+    included, where the sequence is one document."""
+    run = resolve_unchecked(config_of(Arm(result["name"], result["seed"], result["recipe"])))
+    stage, model = run.stages[-1], run.setup.spec.config
+    pairs = [kind.costs(model).pairs([stage.seq_len]) for kind in build_attention(stage.attention, model.head_width)]
+    return sum(pairs) / len(pairs) / stage.seq_len + 0.5
+
+
+def keys_text(result: Result) -> str:
+    """`mean_keys` as a cell of a table: `all` where a query sees all tokens before it."""
+    keys, seq_len = mean_keys(result), result["recipe"]["stages"][-1]["seq_len"]
+    return "all" if keys >= seq_len / 2 else f"{keys:,.0f}"

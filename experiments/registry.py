@@ -1,9 +1,12 @@
 """The figures there are. A new one is its own file and one line here."""
 
+from experiments.conversion import Conversion
+from experiments.equal_time import EqualTime, EqualTimeRates
 from experiments.figure import Figure
 from experiments.forced_choices import ForcedChoices
 from experiments.granularity import Granularity
 from experiments.hybrid import Hybrid
+from experiments.inference_gap import InferenceGap
 from experiments.mechanisms import Mechanisms
 from experiments.needles import Needles
 from experiments.scaling import Scaling
@@ -32,7 +35,11 @@ FIGURES: dict[str, Figure] = {
         Mechanisms(),
         Needles(),
         ForcedChoices(),
+        EqualTimeRates(),
+        EqualTime(),
+        Conversion(),
         WhyBehind(),
+        InferenceGap(),
     )
 }
 

@@ -61,6 +61,8 @@ def complete_recipe(arm: Arm, corpus: Corpus, runs: Path, ranks: int, saved: boo
         "model": {"vocab_size": corpus.vocab_size} | recipe["model"],
         "data": data,
     }
+    if "init_from" in recipe:
+        recipe["init_from"] = str(corpus.folder / recipe["init_from"])
     if arm.parent is not None:
         recipe["init_from"] = str(runs / f"{arm.parent}-seed{arm.seed}")
     how = {

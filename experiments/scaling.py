@@ -2,7 +2,7 @@
 
 import statistics
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,8 +13,9 @@ from benchmarks.plotting import COLOURS, GREEN, MOBA, NAMES, zero_line
 from experiments import published
 from experiments.comparison import ABOVE, Verdict, above, compare
 from experiments.figure import Arm, Figure, Finding, Result
-from experiments.fits import AXES, attention_and_size, fit, paired
+from experiments.fits import AXES, Fits, attention_and_size, fit, paired
 from experiments.models import FULL, TOKENS_PER_PARAMETER, batch_tokens, moba, parameters, recipe
+from experiments.rates import moba_over_full
 from experiments.readings import Losses, validation_by_sequence, validation_loss
 
 QUICK_SIZES = ("tiny", "small", "large")
@@ -64,14 +65,24 @@ class ScalingFigure(Figure):
             own = [result for result in results if attention_and_size(result["name"])[1] == size]
             gap = above(paired(own, self.loss, self.by_sequence), "moba", "full")
             rows.append([f"{self.loss_name}, {size}", *cells, *gap])
-        numbers = {}
-        for axis in AXES:
-            if (fits := fit(results, self.loss, axis)) is not None:
-                rows += [[name, a, b, "", ""] for name, a, b in fits.rows()]
-                numbers[axis] = fits.to_json()
-        if numbers:
-            rows.insert(len(rows) - 2 * len(numbers), ["**L = a C^b**, PFLOP/s-days", "**a**", "**b**", "", ""])
-        return Finding(self.verdicts(results), rows, numbers)
+        laws = {axis: found for axis in AXES if (found := fit(results, self.loss, axis)) is not None}
+        if laws:
+            rows.append(["**L = a C^b**, PFLOP/s-days", "**a**", "**b**", "", ""])
+            rows += [[name, a, b, "", ""] for fits in laws.values() for name, a, b in fits.rows()]
+            rows.append(["**MoBA above full, by these fits**", "**%**", "**at, PFLOP/s-days**", "", ""])
+            rows += [[f"at equal {what}", gap, at, "", ""] for what, gap, at in self._gaps(results, laws)]
+        return Finding(self.verdicts(results), rows, {axis: fits.to_json() for axis, fits in laws.items()})
+
+    def _gaps(self, results: Sequence[Result], laws: Mapping[str, Fits]) -> Iterator[tuple[str, str, str]]:
+        """Gaps between the fits at equal tokens, real FLOPs and time, each with its interval and the compute: the
+        middle of what both attentions have models of."""
+        middles = {axis: middle(results, axis) for axis in laws}
+        rate = moba_over_full(self.seq_len)
+        for what, axis, tokens in (("tokens", "6ND", 1.0), ("real FLOPs", "real", 1.0), ("time", "6ND", rate)):
+            if axis in laws and tokens is not None:
+                gap = laws[axis].gap(middles[axis], tokens)
+                label = f"{what}, {tokens:.2f} times the tokens" if what == "time" else what
+                yield label, f"{gap.value:+.1f} [{gap.low:+.1f}, {gap.high:+.1f}]", f"{middles[axis]:.1e}, {AXES[axis]}"
 
     @abstractmethod
     def loss(self, result: Result) -> float:
@@ -96,6 +107,15 @@ class ScalingFigure(Figure):
         right.set_ylabel("MoBA above full, %")
         right.set_xlabel("PFLOP/s-days, 6ND")
         left.legend()
+
+
+def middle(results: Sequence[Result], axis: str) -> float:
+    """Geometric middle of the computes that both attentions have models of."""
+    by_attention: dict[str, list[float]] = {}
+    for result in results:
+        by_attention.setdefault(attention_and_size(result["name"])[0], []).append(result["compute"][axis])
+    low, high = max(map(min, by_attention.values())), min(map(max, by_attention.values()))
+    return float((low * high) ** 0.5)
 
 
 def _mean_text(results: Sequence[Result], name: str, loss: Callable[[Result], float]) -> str:

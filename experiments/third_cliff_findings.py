@@ -20,6 +20,8 @@ BAR = 0.1
 ln 2, so that no more than a seventh of them can be wrong."""
 AS_MOBA = "as-moba"
 """Name of the evaluation of the same weights with MoBA in all layers, and with full attention in all layers."""
+LARGE = 0.05
+"""Nats from which on a distance from full attention is worth dividing."""
 SAME = 1e-3
 """Nats by which two losses of the same weights may differ."""
 _COLOURS = {"none": MOBA, "last1": PURPLE, "last3": GREEN, "half": BLUE, "all": FULL}
@@ -120,6 +122,7 @@ def fine_tuned_rows(tuned: Sequence[Result]) -> list[list[str]]:
             "after",
             "as MoBA",
             "as full",
+            "of the gap, as full",
             "gradient reach, first and last layer",
         ]
     ]
@@ -138,10 +141,40 @@ def fine_tuned_rows(tuned: Sequence[Result]) -> list[list[str]]:
                 _WORDS[_layers(runs[0])],
                 f"{_share(runs[0])} %",
                 *losses,
+                _recovered(tuned, runs),
                 ", ".join(f"{100 * one:.0f} %" for one in reach),
             ]
         )
     return rows
+
+
+def _recovered(tuned: Sequence[Result], runs: Sequence[Result]) -> str:
+    """Part of a variant's distance from fine-tuning with full attention that its weights make up for when they run with
+    full attention, as a cell of a table; a dash where they run so anyway, or the distance is nothing."""
+    share = _share(runs[0])
+    full = {one["seed"]: validation_loss(one) for one in tuned if (_layers(one), _share(one)) == ("all", share)}
+    both = [
+        (validation_loss(run) - full[run["seed"]], validation_loss(run) - as_attention(run, "full"))
+        for run in runs
+        if run["seed"] in full
+    ]
+    gap, gained = (sum(part) for part in zip(*both, strict=True)) if both else (0.0, 0.0)
+    return f"{100 * gained / gap:.0f} %" if gap > LARGE * len(both) else "–"
+
+
+def fine_tuned_alike(results: Sequence[Result]) -> list[tuple[float, float, float, float]]:
+    """Losses of variants with full attention and with MoBA in all layers, for each seed and mask that has both: full
+    attention, MoBA, MoBA's weights run with full attention, full attention's run with MoBA."""
+    own = {(_layers(one), _share(one), one["seed"]): one for one in results if "-" in one["name"]}
+    pairs = [
+        (own["all", share, seed], one)
+        for (layers, share, seed), one in own.items()
+        if layers == "none" and ("all", share, seed) in own
+    ]
+    return [
+        (validation_loss(full), validation_loss(moba), as_attention(moba, "full"), as_attention(full, "moba"))
+        for full, moba in pairs
+    ]
 
 
 def base_rows(bases: Sequence[Result]) -> list[list[str]]:
@@ -154,6 +187,7 @@ def base_rows(bases: Sequence[Result]) -> list[list[str]]:
             "–",
             f"{recall_loss(base):.4f}",
             f"{recall_loss(base, 'full'):.4f}",
+            "–",
             "–",
         ]
         for base in bases

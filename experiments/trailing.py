@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 
 from benchmarks.plotting import BLUE, COLOURS, MOBA, NAMES, band, name
 from experiments import published
-from experiments.comparison import Cell, Verdict, above, compare
+from experiments.comparison import Cell, Verdict, above, compare, mean_of
 from experiments.figure import Figure, Finding, Result
 from experiments.fits import attention_and_size, paired, trend
 from experiments.models import parameters
@@ -56,6 +57,22 @@ class Trailing(ScalingFigure):
         both = ["evaluation.position_wise.attention=both", "--tasks", "validation_loss,position_wise"]
         recall = {RECALL: ["--data", "recall-valid", "--tasks", "position_wise"]}
         return {BOTH: [*kind, *both], **({} if quick else recall)}
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """As for every scaling figure; and MoBA's last tokens beside full attention's when it has read a tenth."""
+        found = super().find(results)
+        pairs = [
+            (loss_by_position(pair["full"])[1], trailing_loss(pair["moba"]))
+            for pair in pairs_of(results)
+            if len(loss_by_position(pair["full"])) > 1
+        ]
+        if len(pairs) < 2:
+            return found
+        early, late = np.array(pairs).T
+        gap = mean_of((late - early).tolist())
+        above = f"{int((late > early).sum())} of {len(pairs)} pairs"
+        row = ["full's second bucket, MoBA's last", f"{early.mean():.4f}", f"{late.mean():.4f}", str(gap), above]
+        return replace(found, rows=[*found.rows, row])
 
     def verdicts(self, results: Sequence[Result]) -> list[Verdict]:
         """The gap's sign and its trend; the sign on synthetic recall, too."""
@@ -135,17 +152,24 @@ class Position(Figure):
             name(right, "published", (middles[-1], theirs[-1]), BLUE)
 
 
-def largest_pairs(results: Sequence[Result]) -> list[dict[str, Result]]:
-    """MoBA and full attention of the largest size that has both, a pair for each seed."""
-    by_size: dict[str, dict[int, dict[str, Result]]] = {}
+def pairs_of(results: Sequence[Result]) -> list[dict[str, Result]]:
+    """MoBA and full attention by name, for each size and seed that have both."""
+    by_block: dict[tuple[str, int], dict[str, Result]] = {}
     for result in results:
         attention, size = attention_and_size(result["name"])
-        by_size.setdefault(size, {}).setdefault(result["seed"], {})[attention] = result
-    for size in sorted(by_size, key=parameters, reverse=True):
-        pairs = [pair for pair in by_size[size].values() if {"full", "moba"} <= pair.keys()]
-        if pairs:
-            return pairs
-    return []
+        by_block.setdefault((size, result["seed"]), {})[attention] = result
+    return [pair for pair in by_block.values() if {"full", "moba"} <= pair.keys()]
+
+
+def largest_pairs(results: Sequence[Result]) -> list[dict[str, Result]]:
+    """MoBA and full attention of the largest size that has both, a pair for each seed."""
+
+    def size_of(pair: dict[str, Result]) -> int:
+        return parameters(attention_and_size(pair["full"]["name"])[1])
+
+    pairs = pairs_of(results)
+    largest = max(map(size_of, pairs), default=0)
+    return [pair for pair in pairs if size_of(pair) == largest]
 
 
 def _trailing_error(pairs: Sequence[dict[str, Result]]) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
 
-from benchmarks.plotting import COLOURS
+from benchmarks.plotting import COLOURS, NAMES, band, zero_line
 from experiments.comparison import Verdict, compare, shared
 from experiments.figure import Figure, Finding, Result
 from experiments.fits import attention_and_size, paired
-from experiments.trailing import BOTH
+from experiments.trailing import BOTH, pairs_of
 
 TRAINED = {"full": "trained with full", "moba": "trained with MoBA"}
 LOSSES = {"validation": "validation loss", "trailing": "trailing loss"}
@@ -41,21 +41,28 @@ class TrainedWith(Figure):
         return Finding(verdicts, rows)
 
     def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
-        """What running with MoBA costs, and what training with it costs when run with full attention."""
+        """Losses above those of full attention throughout, of the same size and seed; bands over seeds."""
         panels = canvas.subplots(1, 2, sharey=True)
-        ascending = sorted(results, key=lambda result: result["compute"]["6ND"])
-        sizes = list(dict.fromkeys(attention_and_size(result["name"])[1] for result in ascending))
+        pairs: dict[str, list[dict[str, Result]]] = {}
+        for pair in sorted(pairs_of(results), key=lambda pair: pair["full"]["compute"]["6ND"]):
+            pairs.setdefault(attention_and_size(pair["full"]["name"])[1], []).append(pair)
+        seeds = min(map(len, pairs.values()), default=0)
         for axes, (loss, label) in zip(panels, LOSSES.items(), strict=True):
-            for trained, name in TRAINED.items():
-                own = [result for result in results if attention_and_size(result["name"])[0] == trained]
-                for run, style in (("full", "o"), ("moba", "^")):
-                    x = [sizes.index(attention_and_size(result["name"])[1]) for result in own]
-                    y = [evaluated(result, loss, run) for result in own]
-                    axes.plot(x, y, style, ms=6, color=COLOURS[trained], alpha=0.8, label=f"{name}, run with {run}")
-            axes.set_xticks(range(len(sizes)), sizes)
-            axes.set_ylabel(f"{label}, nats")
+            for trained, run, style in (("full", "moba", "--"), ("moba", "full", "--"), ("moba", "moba", "-")):
+                curves = [
+                    [
+                        evaluated(own[seed][trained], loss, run) - evaluated(own[seed]["full"], loss, "full")
+                        for own in pairs.values()
+                    ]
+                    for seed in range(seeds)
+                ]
+                if curves:
+                    name = f"{TRAINED[trained]}, run with {NAMES[run]}"
+                    band(axes, range(len(pairs)), curves, COLOURS[trained], name, ls=style, marker="o")
+            zero_line(axes)
+            axes.set_xticks(range(len(pairs)), list(pairs))
+            axes.set_ylabel(f"{label} above full, nats")
             axes.set_xlabel("parameters")
-            axes.margins(x=0.15)
         canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
 
 

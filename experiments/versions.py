@@ -180,6 +180,19 @@ def insertion_costs(results: Sequence[Result]) -> dict[str, tuple[float, float, 
     }
 
 
+def best_pairs(results: Sequence[Result], kind: str) -> list[tuple[Result, Result]]:
+    """Full attention and a version, each at its best rate, for each size and seed that have both."""
+    groups = _by_kind_and_size(_trained_arms(results))
+    found = []
+    for size in _sizes(results):
+        full, own = (
+            {one["seed"]: one for one in _at_best_rate(groups[name, size])} if (name, size) in groups else {}
+            for name in ("full", kind)
+        )
+        found += [(full[seed], own[seed]) for seed in full if seed in own]
+    return found
+
+
 def _above_full(best: Sequence[Result], full: Sequence[Result]) -> list[str]:
     """How far a version at its best rate is above full attention at its own, of the same size."""
     cells = [

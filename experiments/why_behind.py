@@ -12,13 +12,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from benchmarks.plotting import COLOURS, INK, MOBA
+from benchmarks.plotting import GREEN, INK, MOBA
 from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, moba, recipe
-from experiments.readings import trailing_by_sequence, trailing_loss, validation_by_sequence, validation_loss
+from experiments.readings import (
+    keys_text,
+    trailing_by_sequence,
+    trailing_documents,
+    trailing_loss,
+    validation_by_sequence,
+    validation_loss,
+)
 from moba_train.data.indexed import IndexedDataset, corpus_file
 
 if TYPE_CHECKING:
@@ -101,10 +108,10 @@ class WhyBehind(Figure):
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Losses of each arm, and their distance from the full attention of its setting."""
-        rows = [["setting", "arm", "validation loss", *ABOVE, "trailing loss", *ABOVE, "seeds"]]
+        rows = [["setting", "arm", "mean keys", "validation loss", *ABOVE, "trailing loss", *ABOVE, "seeds"]]
         for setting, arm in dict.fromkeys(map(_setting_and_arm, results)):
             own = [result for result in results if _setting_and_arm(result) == (setting, arm)]
-            row = [setting, arm]
+            row = [setting, arm, keys_text(own[0])]
             for value, cells in (
                 (validation_loss, _losses(results, setting)),
                 (_trailing, _trailing_losses(results, setting)),
@@ -115,17 +122,21 @@ class WhyBehind(Figure):
         return Finding(_verdicts(results), rows)
 
     def draw(self, results: Sequence[Result], canvas: "Canvas") -> None:
-        """The validation loss above full attention's in the same setting, a point for each seed."""
+        """The validation loss above full attention's in the same setting: means, and bands over seeds."""
         axes = canvas.subplots()
         full = {(_setting_and_arm(one)[0], one["seed"]): validation_loss(one) for one in results if _is_full(one)}
-        names = list(dict.fromkeys(result["name"] for result in results if not _is_full(result)))[::-1]
+        gaps: dict[str, list[float]] = {}
         for result in results:
-            setting, arm = _setting_and_arm(result)
+            setting, _ = _setting_and_arm(result)
             base = full.get((setting, result["seed"]))
             if not _is_full(result) and base is not None:
-                colour = COLOURS.get("window", INK) if arm.startswith("window") else MOBA
-                axes.plot(validation_loss(result) - base, names.index(result["name"]), "o", color=colour)
-        axes.set_yticks(range(len(names)), names)
+                gaps.setdefault(result["name"], []).append(validation_loss(result) - base)
+        for place, (name, values) in enumerate(gaps.items()):
+            colour = GREEN if "window" in name else MOBA
+            axes.plot([min(values), max(values)], [place] * 2, color=colour, alpha=0.2, lw=8, solid_capstyle="butt")
+            axes.plot(statistics.mean(values), place, "o", color=colour)
+        axes.set_yticks(range(len(gaps)), list(gaps))
+        axes.invert_yaxis()
         axes.axvline(0, color=INK, lw=0.8)
         axes.set_xlabel("validation loss above full attention in the same setting, nats")
 
@@ -190,7 +201,16 @@ def _losses(results: Sequence[Result], setting: str) -> list[Cell]:
 
 def _trailing_losses(results: Sequence[Result], setting: str) -> list[Cell]:
     own = [result for result in results if _setting_and_arm(result)[0] == setting and math.isfinite(_trailing(result))]
-    return [Cell(_setting_and_arm(one)[1], _block(one), trailing_loss(one), trailing_by_sequence(one)) for one in own]
+    return [
+        Cell(
+            _setting_and_arm(one)[1],
+            _block(one),
+            trailing_loss(one),
+            trailing_by_sequence(one),
+            trailing_documents(one),
+        )
+        for one in own
+    ]
 
 
 def _verdicts(results: Sequence[Result]) -> list[Verdict]:

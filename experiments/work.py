@@ -109,7 +109,7 @@ class Work:
 
 
 def _settings(figure: Figure, corpus: Corpus, quick: bool) -> dict[str, Any]:
-    return {"figure": figure.name, "quick": quick, "corpus": corpus.identity()}
+    return {"figure": figure.name, "quick": quick, "corpus": corpus.identity(), **figure.settings(quick)}
 
 
 def arms_of(figure: Figure, seeds: Sequence[int], quick: bool) -> list[Arm]:

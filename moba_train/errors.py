@@ -16,7 +16,6 @@ ranks end at once. Imports nothing heavy.
 """
 
 import json
-import logging
 import os
 import sys
 import time
@@ -137,8 +136,6 @@ OWN_CODES = frozenset({UserError.exit_code, ReproducibleFaultError.exit_code, Br
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """torchrun's environment variable: file from which it reads why a rank failed."""
 
-TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
-
 
 def print_error(error: UserError) -> None:
     """Print the message on stderr, unless another rank says the same.
@@ -180,15 +177,3 @@ def leave_if_refused() -> None:
     """End this process at once, silently, if a start before it was refused."""
     with suppress(OSError, KeyError, ValueError):
         sys.exit(int(Path(os.environ[REFUSED_FILE]).read_text()))
-
-
-def quiet_torchrun() -> None:
-    """Leave out torchrun's lines about ranks that it ends, and about a rank that has told what is wrong."""
-    logging.getLogger(TORCHRUN_LOGGER).addFilter(_says_more)
-
-
-def _says_more(record: logging.LogRecord) -> bool:
-    """True if the line of torchrun's log tells something that the ranks have not printed."""
-    text = record.getMessage()
-    told = any(text.startswith(f"failed (exitcode: {code})") for code in OWN_CODES)
-    return not told and " closing signal " not in text

@@ -1,4 +1,4 @@
-"""Members found by name: attention kinds, evaluations, optimizers, transports and telemetry sinks.
+"""Members found by name: attention kinds, feed-forwards, optimizers, objectives, transports, families of models, ...
 
 A member is one entry point, in our pyproject.toml or in that of somebody else's package:
 
@@ -135,10 +135,18 @@ def _package(entry: EntryPoint) -> str:
 
 ATTENTION_KINDS: Registry[Any] = Registry("moba_train.attention_kinds", "attention kind", ("Options", "mix", "costs"))
 """Subclasses of `attention.kind.AttentionKind`."""
+FEED_FORWARDS: Registry[Any] = Registry("moba_train.feed_forwards", "feed-forward", ("Options", "costs", "steps"))
+"""Subclasses of `model.feed_forward.RegisteredFeedForward`."""
 EVALUATIONS: Registry[Any] = Registry("moba_train.evaluations", "evaluation", ("Options", "numbers", "run"))
 """Subclasses of `evals.evaluation.Evaluation`, in the order in which they run."""
+MODEL_FAMILIES: Registry[Any] = Registry("moba_train.model_families", "model family", ("defaults", "values", "name"))
+"""Subclasses of `hf.family.Family`, by the `model_type` of their config.json."""
+WEIGHT_SOURCES: Registry[Any] = Registry("moba_train.weight_sources", "source of weights", ("matches", "model", "load"))
+"""Subclasses of `resolve.initial_weights.WeightSource`."""
 OPTIMIZERS: Registry[Any] = Registry("moba_train.optimizers", "optimizer", ("Options", "build", "state_bytes"))
 """Objects `optim.spec.OptimizerSpec`."""
+OBJECTIVES: Registry[Any] = Registry("moba_train.objectives", "objective", ("Options", "prepare", "of_chunk"))
+"""Subclasses of `model.objective.Objective`."""
 TRANSPORTS: Registry[Any] = Registry("moba_train.transports", "transport", ("make", "cost", "check_sizes"))
 """Objects `parallel.context.transport.base.TransportSpec`."""
 TELEMETRY_SINKS: Registry[Any] = Registry("moba_train.telemetry_sinks", "telemetry sink", ("open", "write", "close"))

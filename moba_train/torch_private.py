@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 __all__ = ["TorchDispatchMode"]
 """Tried with torch 2.11 and 2.13. Without it: launches cannot be recorded and repeated (kernels/common/launch.py)."""
@@ -52,6 +52,10 @@ cudnn_attention_backward = _aten._scaled_dot_product_cudnn_attention_backward
 
 scaled_mm = _aten._scaled_mm.default
 """FP8's matrix product. Tried with torch 2.11. Without it: activations of FP8 layers cannot be kept one by one
+(parallel/activations.py)."""
+
+grouped_mm = _aten._grouped_mm.default
+"""A product for each group of rows. Tried with torch 2.13. Without it: products of experts cannot be kept
 (parallel/activations.py)."""
 
 reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -97,6 +101,22 @@ def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tupl
 
     local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(local), tuple(offset)
+
+
+def call_hooks_outside_of_modes(module: nn.Module) -> None:
+    """Have torch's modes, such as activation checkpointing that keeps results, not see what the present hooks around a
+    module's forward pass do. Tried with torch 2.13. Without it: no expert parallelism with recomputed activations."""
+
+    def outside(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            with _disable_current_modes():
+                return hook(*arguments, **options)
+
+        return call
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = outside(hook)
 
 
 def symmetric_memory() -> ModuleType:

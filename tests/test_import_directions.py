@@ -17,7 +17,6 @@ ORDER = (
     "resolve",
     "evals",
     "health",
-    "hf",
     "checkpoint",
     "memory",
     "parallel",

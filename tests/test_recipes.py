@@ -16,7 +16,6 @@ import yaml
 
 from moba_train.config.load import load_config
 from moba_train.config.schema import SourceConfig
-from moba_train.hf.config import read_model_config
 from moba_train.model.spec import count_parameters
 from moba_train.resolve.initial_weights import model_differences
 from tests.guide import ROOT, blocks, check_usage, commands, run
@@ -275,6 +274,7 @@ def test_the_conversations_carry_loss_on_their_answers_alone(printed: dict[str, 
 
 def test_the_export_runs_in_transformers_with_moba(printed: dict[str, str]) -> None:
     transformers = pytest.importorskip("transformers")
+    from moba_train.tools.hf.config import read_model_config
     from moba_train.tools.transformers_attention import register
 
     last, folder = load_config("runs/mini/sft-1m/config.yaml"), "runs/mini/llama-32k"

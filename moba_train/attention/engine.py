@@ -22,9 +22,9 @@ class Engine(ABC):
 
     @abstractmethod
     def __call__(
-        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, *sink: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(out [L, H, D], lse [H, L]) of q [L, H, D] over k and v [L, K, D]; `layout`: of the whole packed sequence."""
+        """(out [L, H, D], lse [H, L]) of q over k, v [L, K, D]; `layout`: of the whole sequence; `sink` [H] or none."""
 
     @abstractmethod
     def shard(self, layout: Layout) -> Shard:
@@ -35,17 +35,18 @@ class OperatorEngine(Engine, Handled):
     """Runs a LocalAttention by the operators, on one device. One that is `AcrossRanks` too runs it on many."""
 
     def __call__(
-        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
+        self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout, *sink: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention of the given queries, differentiable in q, k and v, of one floating dtype; K divides H.
+        """Attention of the given queries, differentiable in q, k, v, of one floating dtype, and the sink; K divides H.
 
         `lse` is the natural logarithm, without gradient; both results are contiguous. No gradient flows through
         `summarize` and `select`; second derivatives are a NotImplementedError.
         """
         assert layout.is_whole, "the layout of the whole packed sequence is needed, not that of a part"
         where = layout.cu_seqlens, layout.cu_seqlens_cpu, layout.max_seqlen, layout.total, None
+        handles = attention.handle, self.handle
         # Continues in `operators._attend`.
-        out_LHD, lse_HL, *_ = attention_operator()(q_LHD, k_LKD, v_LKD, None, *where, attention.handle, self.handle)
+        out_LHD, lse_HL, *_ = attention_operator()(q_LHD, k_LKD, v_LKD, None, *(sink or [None]), *where, *handles)
         show(self, out_LHD, lse_HL, q_LHD, k_LKD, v_LKD, attention, layout)
         return out_LHD, lse_HL
 

@@ -40,6 +40,8 @@ class LayerInput(NamedTuple):
     """Runs local attentions, on one device or over all ranks of context parallelism."""
     rotate_at: Callable[[Tensor, Tensor], Tensor]
     """Applies the rotary embedding of given positions, int64 [n], to [n, heads, any even width]."""
+    sink: tuple[Tensor, ...] = ()
+    """Logits [H] of the layer's learned sink, if it has one, for kinds that take it (`KindFacts.takes_sink`)."""
 
 
 class SublayerInput(NamedTuple):
@@ -132,6 +134,8 @@ class KindFacts(NamedTuple):
     """True if the kind's own parameters, if it has any, get gradients."""
     prefill_unit: int = 1
     """Tokens of a unit that no two parts of a long prompt share: each part but the last is a multiple of it."""
+    takes_sink: bool = False
+    """True if the kind's output is one engine call, which a layer's learned sink joins."""
     own_decode_problem: str = ""
     """Reason why new tokens cannot attend as the kind does (`decode: own`); empty if they can."""
 
@@ -187,10 +191,8 @@ class AttentionKind(ABC):
         that carry loss, over their sum. The default is one engine call on rotated queries and keys.
         """
         (attention,) = self.attentions
-        q_THd = layer.rotate(layer.q_THd)
-        k_TKd = layer.rotate(layer.k_TKd)
-        out_THd, _ = layer.engine(q_THd, k_TKd, layer.v_TKd, attention, layer.layout)
-        return out_THd, None
+        rotated = layer.rotate(layer.q_THd), layer.rotate(layer.k_TKd)
+        return layer.engine(*rotated, layer.v_TKd, attention, layer.layout, *layer.sink)[0], None
 
     @abstractmethod
     def costs(self, model: ModelConfig) -> KindCosts:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.handles import by_handle
+from moba_train.attention.kernels.common.merge import sink_gradient, with_sink
 from moba_train.attention.layout import Layout, argument_layout, paired, whole_layout
 from moba_train.attention.observer import observed
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
@@ -56,7 +57,7 @@ class AcrossRanks(ABC):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, *call: Any
+    q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, sink: Tensor | None, *call: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(out, lse, selection)."""
     *layout, q_ranges, attention_handle, engine_handle = call
@@ -68,7 +69,7 @@ def _attend(
         if q_ranges is None and isinstance(engine, AcrossRanks):
             # Continues in parallel/context/engine.py.
             out, lse, selection = engine.forward(q, k, v, local, whole)
-            return out.contiguous(), lse.contiguous(), list(selection)
+            return *with_sink(out.contiguous(), lse.contiguous(), sink), list(selection)
         part = whole if q_ranges is None else argument_layout(*call[:5])
         if selected is None:
             selection = local.select(q, local.summarize(k, whole), part)
@@ -76,12 +77,12 @@ def _attend(
             selection = local.given_selection(selected.clone(), q, k, part)  # a result must be no argument
         # Continues in the attention: attention/block_sparse.py, attention/full/full_kind.py.
         out, lse = local.attend(q, k, v, part, selection)
-        return out.contiguous(), lse.contiguous(), list(selection)
+        return *with_sink(out.contiguous(), lse.contiguous(), sink), list(selection)
 
 
 def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: list[Tensor], *call: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(dq, dk, dv)."""
     *layout, q_ranges, attention_handle, engine_handle = call
     engine = by_handle(engine_handle)
@@ -94,8 +95,7 @@ def _attend_backward(
             gradients = engine.backward(state, tuple(selection), local, part)
         else:
             gradients = local.attend_backward(state, part, tuple(selection))
-        dq, dk, dv = (x.contiguous() for x in gradients)
-        return dq, dk, dv
+        return tuple(x.contiguous() for x in gradients)
 
 
 def on_the_device_of(x: Tensor) -> AbstractContextManager[object]:
@@ -121,7 +121,7 @@ _operator = torch.library.custom_op(
     "moba_train::attention",
     _attend,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? selected, {_CALL}) -> (Tensor, Tensor, Tensor[])",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? selected, Tensor? sink, {_CALL}) -> (Tensor, Tensor, Tensor[])",
 )
 _backward_operator = torch.library.custom_op(
     "moba_train::attention_backward",
@@ -133,11 +133,10 @@ _backward_operator = torch.library.custom_op(
 
 
 @_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, *call: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges, attention_handle, engine_handle = call
+def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    _selected, _sink, cu_seqlens, cu_seqlens_cpu, max_seqlen, total, q_ranges, *handles = call
     layout = Layout(cu_seqlens, max_seqlen, total, cu_seqlens_cpu=cu_seqlens_cpu)
-    local: LocalAttention = by_handle(attention_handle)
-    engine = by_handle(engine_handle)
+    local, engine = map(by_handle, handles)
     # Shapes alone, for torch.compile's tracing.
     if q_ranges is None and isinstance(engine, AcrossRanks):
         selection = engine.empty_selection(q, k, local, layout)
@@ -154,24 +153,25 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, _selected, cu_seqlens, cu_seqlens_cpu, *ctx.rest = inputs
+    q, k, v, _selected, sink, cu_seqlens, cu_seqlens_cpu, *ctx.rest = inputs
     out, lse, selection = output
     # Kept alive until the backward pass, which finds them by handle; the model may have been given others by then.
     ctx.kept_alive = [by_handle(handle) for handle in ctx.rest[-2:]]
     ctx.mark_non_differentiable(lse, *selection)
     ctx.set_materialize_grads(False)  # zeros as large as the selection and its lists
     kept = out if ctx.kept_alive[0].facts.merges else None  # results that do not merge are computed again
-    ctx.save_for_backward(q, k, v, kept, lse, cu_seqlens, cu_seqlens_cpu, *selection)
+    ctx.save_for_backward(q, k, v, kept, lse, sink, cu_seqlens, cu_seqlens_cpu, *selection)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, *_others: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
+    q, k, v, out, lse, sink, cu_seqlens, cu_seqlens_cpu, *selection = ctx.saved_tensors
     call = (cu_seqlens, cu_seqlens_cpu, *ctx.rest)
     # A rank without a gradient also goes on, as the other ranks of its sequence may have one.
     dout = torch.zeros_like(q) if dout is None else dout.contiguous()
     out = dout if out is None else out  # which is then ignored: `AttentionFacts.merges`
     run = _backward_operator if _is_watched(dout, q, k, v) else _attend_backward
-    return (*run(dout, q, k, v, out, lse, selection, *call), None, *[None] * len(call))
+    others = None, sink_gradient(dout, out, lse, sink), *[None] * len(call)
+    return *run(dout, q, k, v, out, lse, selection, *call), *others
 
 
 def no_second_derivative(ctx: Any, *_grads: Any) -> None:
@@ -207,8 +207,8 @@ class _Attention(torch.autograd.Function):
 
 
 def attention_operator() -> Callable[..., Any]:
-    """The function to call: (q, k, v, selected, *call) -> (out [T, H, D], lse [H, T], ...), with `_CALL`'s arguments.
-    `lse` alone is not differentiable. `selected`: int32 [H, T, C] if the attention takes a selection, else None."""
+    """The function to call: (q, k, v, selected, sink, *call) -> (out [T, H, D], lse [H, T], ...), with `_CALL`'s rest.
+    `lse` alone is not differentiable. `selected`: int32 [H, T, C] if the attention takes it, `sink` [H], or None."""
     return _operator if torch.compiler.is_compiling() else cast(Callable[..., Any], _Attention.apply)
 
 

@@ -10,7 +10,7 @@ Shape suffixes: T queries, S keys, H query heads, K key/value heads, D head widt
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -66,6 +66,8 @@ class AttentionFacts(NamedTuple):
     merges: bool = True
     """True if results over disjoint keys merge by online softmax into the result over all. Otherwise `attend` must be
     given all keys at once, and `attend_backward` ignores the state's `out` and `lse`."""
+    exchange: Any = None
+    """Makes, of (Communicator, ShardedCall, device), an exchange of few keys; None: the transport exchanges all."""
     decodes_full: bool = True
     """True if `decode: full` may replace this attention by full attention for new tokens: it is full attention once it
     selects everything."""

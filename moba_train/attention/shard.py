@@ -86,9 +86,9 @@ class Shard:
         """
         if not len(q_nHD):  # a rank without tokens; its gradients must reach the others all the same
             return q_nHD + (k_TKD[:0].sum() + v_TKD[:0].sum()), q_nHD.new_empty((q_nHD.shape[1], 0))
-        handles = attention.handle, self._engine.handle
+        call = *layout_arguments(self.layout), attention.handle, self._engine.handle
         # Continues in `operators._attend`.
-        out, lse, *_ = attention_operator()(q_nHD, k_TKD, v_TKD, selected_HnC, *layout_arguments(self.layout), *handles)
+        out, lse, *_ = attention_operator()(q_nHD, k_TKD, v_TKD, selected_HnC, None, *call)
         show(self._engine, out, lse, q_nHD, k_TKD, v_TKD, attention, self.layout, selected_HnC, True)
         return out, lse
 

@@ -27,22 +27,19 @@ def joined(parts: Iterable[Statistics]) -> Statistics:
     found = Statistics()
     for part in parts:
         for name, value in part.values.items():
-            if name not in found.values:
-                found.values[name] = value
-                found.weights[name] = part.weights[name]
-                continue
-            weights = found.weights[name], part.weights[name]
-            found.values[name] = _joined(name, (found.values[name], value), weights)
-            found.weights[name] = sum(weights)
+            weight = part.weights[name]
+            if name in found.values:
+                value = _joined(name, (found.values[name], value), (found.weights[name], weight))
+                weight += found.weights[name]
+            found.values[name] = value
+            found.weights[name] = weight
     return found
 
 
 def _joined(name: str, values: tuple[float, float], weights: tuple[float, float]) -> float:
     if any(map(math.isnan, values)):
         return math.nan
-    if name.startswith("max_"):
-        return max(values)
-    if name.startswith("min_"):
-        return min(values)
+    if extreme := {"max_": max, "min_": min}.get(name[:4]):
+        return extreme(values)
     total = sum(weights)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else values[0]

@@ -191,23 +191,26 @@ class Checkpointer:
         """Runs in the background thread."""
         began = time.perf_counter()
         copies: dict[str, Tensor] = {}
+        check_s = 0.0
 
-        def stage() -> tuple[list[str], float]:
+        def stage() -> list[str]:
+            nonlocal check_s
             own, not_finite, check_s = self._stager.stage(tensors, ready)
             copies.update(own)
-            return not_finite[:MOST_NAMED], check_s
+            return not_finite[:MOST_NAMED]
+
+        def union(names: list[list[str]]) -> list[str]:
+            return list(dict.fromkeys(name for of_rank in names for name in of_rank))
 
         def write(folder: Path) -> dict[str, FileEntry]:
             return self._writer.write(folder, copies) | (write_meta(folder, meta) if self._group.rank == 0 else {})
 
         try:
-            checks = self._group.all_gather(stage)
-            not_finite = list(dict.fromkeys(name for names, _ in checks for name in names))
+            not_finite = self._group.agree(stage, union)
             if not_finite:
                 meta |= {"good": False, "not_finite": not_finite[:MOST_NAMED]}
             self._writer.plan(tensors, copies)
             folder, problem = self._publisher.publish(step, write, protect)
-            check_s = checks[self._group.rank][1]
             self.last_error = None
             self.failed_saves = 0
             self.saves.append(Saved(step, time.perf_counter() - began, folder, problem, not_finite, check_s))
@@ -225,14 +228,9 @@ class Checkpointer:
                 f"{self.failed_saves} saves in a row have failed, as many as checkpoint.max_failures allows. The last "
                 f"one: {self.last_error}; remove the cause and run the same command again"
             )
-        if self.fatal is None:
-            self._log_failure(step, error)
-
-    def _log_failure(self, step: int, error: Exception) -> None:
-        """Logs the errors of all ranks on rank 0, and on the others their own: the log would grow with the square of
-        the number of ranks."""
+        # Those of all ranks on rank 0, on the others their own: else the log would grow with the square of the ranks.
         own = error.own if isinstance(error, SaveFailedError) and self._group.rank != 0 else str(error)
-        if own is not None:
+        if self.fatal is None and own is not None:
             logger.error("%s; the run goes on with the checkpoints it has", _not_saved(step, own))
 
 

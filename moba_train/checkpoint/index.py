@@ -17,6 +17,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -94,6 +95,31 @@ class Part(NamedTuple):
             return self.name
         box = ", ".join(f"{begin}:{begin + size}" for begin, size in zip(self.offsets, self.sizes, strict=True))
         return f"{self.name}[{box}]"
+
+
+class PackedTensor(NamedTuple):
+    """A tensor of a checkpoint as rank 0 sends it to the others: its chunks are numbers, searched without a loop."""
+
+    dtype: torch.dtype
+    shape: Sizes
+    chunks: np.ndarray[Any, np.dtype[np.int64]]
+    """[chunks, 2 + 2 x dimensions]: number of the file, first byte, offsets, sizes."""
+
+    @classmethod
+    def pack(cls, saved: SavedTensor, files: Mapping[str, int]) -> "PackedTensor":
+        """`saved`, in `files` with these numbers."""
+        rows = [(files[chunk.file], chunk.begin, *chunk.offsets, *chunk.sizes) for chunk in saved.chunks]
+        return cls(saved.dtype, saved.shape, np.array(rows, np.int64).reshape(len(rows), 2 + 2 * len(saved.shape)))
+
+    def overlapping(self, part: Part, files: Sequence[str]) -> SavedTensor:
+        """The tensor with those chunks alone that have a number of `part`. `files`: their names, by number."""
+        at = 2 + len(self.shape)
+        begins_CD = self.chunks[:, 2:at]
+        ends_CD = begins_CD + self.chunks[:, at:]
+        wanted_C = ((begins_CD < np.add(part.offsets, part.sizes)) & (ends_CD > part.offsets)).all(axis=1)
+        rows = self.chunks[wanted_C].tolist()
+        chunks = [Chunk(files[row[0]], row[1], tuple(row[2:at]), tuple(row[at:])) for row in rows]
+        return SavedTensor(self.dtype, self.shape, chunks)
 
 
 def own_parts(tensors: Mapping[str, Tensor]) -> list[tuple[Part, Tensor]]:

@@ -18,11 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moba_train.checkpoint.files import UnreadableError, evenly, in_threads, open_regular, retried
-from moba_train.checkpoint.index import Chunk, Part, SavedTensor, Sizes, byte_view, own_parts, read_index
+from moba_train.checkpoint.index import (
+    Chunk,
+    PackedTensor,
+    Part,
+    SavedTensor,
+    Sizes,
+    byte_view,
+    own_parts,
+    read_index,
+)
 from moba_train.checkpoint.manifest import check_sizes, read_meta, verify_checkpoint
 from moba_train.checkpoint.publish import Accept, newest_first, set_aside
 from moba_train.errors import CheckpointError
-from moba_train.parallel.world import broadcast
+from moba_train.parallel.world import broadcast, gather
 
 T = TypeVar("T")
 
@@ -47,11 +56,15 @@ def load_checkpoint(
 
     Called on every rank when there is a default process group. A problem on one rank raises CheckpointError, which
     names the tensor or file, on all ranks. Each looks at a part of the files, and if a rank could not read its shards,
-    all together look for the damage.
+    all together look for the damage. Rank 0 alone reads the index, which is long where a checkpoint has many shards,
+    and sends it to the others.
     """
-    index = _on_every_rank(path, lambda: _check(path, tensors, optional, reshapable, elsewhere, verify))
+    files, index = _index(path, verify)
+    _on_every_rank(path, lambda: _check(path, tensors, index, optional, reshapable, elsewhere))
+    present = {name: tensor for name, tensor in tensors.items() if name in index and _fits(index[name], tensor)}
+    own = {part.name: index[part.name].overlapping(part, files) for part, _ in own_parts(present)}
     try:
-        _on_every_rank(path, lambda: _read(path, tensors, index))
+        _on_every_rank(path, lambda: _read(path, present, own))
     except CheckpointError:
         _on_every_rank(path, lambda: verify_checkpoint(path, *_own_part()))  # a file may have changed meanwhile
         raise
@@ -129,16 +142,28 @@ def _own_part() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def _index(path: Path, verify: bool) -> tuple[list[str], dict[str, PackedTensor]]:
+    """The names of the checkpoint's files, by number, and its tensors, by name."""
+
+    def read() -> tuple[list[str], dict[str, PackedTensor]]:
+        files = (verify_checkpoint if verify else check_sizes)(path, *_own_part())
+        if _own_part()[0] != 0:
+            return [], {}
+        numbers = {name: number for number, name in enumerate(files)}
+        return list(files), {name: PackedTensor.pack(saved, numbers) for name, saved in read_index(path, files).items()}
+
+    found = _on_every_rank(path, read)
+    return broadcast(found) if dist.is_initialized() else found
+
+
 def _check(
     path: Path,
     tensors: dict[str, Tensor],
+    saved: Mapping[str, PackedTensor],
     optional: Collection[str],
     reshapable: Collection[str],
     elsewhere: Collection[str],
-    verify: bool,
-) -> dict[str, SavedTensor]:
-    files = (verify_checkpoint if verify else check_sizes)(path, *_own_part())
-    saved = read_index(path, files)
+) -> None:
     problems = [
         f"{name}: "
         + ("in the checkpoint, but not in the model or optimizer" if name in saved else "not in the checkpoint")
@@ -156,10 +181,9 @@ def _check(
             f"checkpoint {path} does not fit; use the recipe it was saved with:\n"
             + "\n".join(f"  - {p}" for p in shown)
         )
-    return saved
 
 
-def _fits(saved: SavedTensor, tensor: Tensor) -> bool:
+def _fits(saved: PackedTensor, tensor: Tensor) -> bool:
     return (saved.shape, saved.dtype) == (tuple(tensor.shape), tensor.dtype)
 
 
@@ -208,7 +232,6 @@ def _read(path: Path, tensors: dict[str, Tensor], saved: Mapping[str, SavedTenso
     Raises UnreadableError when the file system refuses, else a CheckpointError that holds if all hashes are right: the
     caller verifies them.
     """
-    present = {name: tensor for name, tensor in tensors.items() if name in saved and _fits(saved[name], tensor)}
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def read_some(overlaps: list[_Overlap]) -> None:
@@ -226,7 +249,7 @@ def _read(path: Path, tensors: dict[str, Tensor], saved: Mapping[str, SavedTenso
 
     def read() -> None:
         found: list[_Overlap] = []
-        for part, values in own_parts(present):
+        for part, values in own_parts(tensors):
             found += _overlaps(part, values, saved[part.name].chunks)
         # In the order of the files, so that each thread reads forward.
         parts = evenly(sorted(found, key=lambda overlap: overlap.chunk[:2]), lambda overlap: overlap.nbytes)
@@ -267,12 +290,11 @@ def _on_every_rank(path: Path, action: Callable[[], T]) -> T:
         error = raised
     except OSError as raised:
         error = UnreadableError.from_problem(path, raised)
-    errors = [error]
     if dist.is_initialized():
-        errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-    if found := sorted(filter(None, errors), key=lambda error: isinstance(error, UnreadableError)):
-        raise found[0]
+        found = sorted(filter(None, gather(error)), key=lambda error: isinstance(error, UnreadableError))
+        error = broadcast(found[0] if found else None)
+    if error is not None:
+        raise error
     return result
 
 

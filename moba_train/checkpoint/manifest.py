@@ -167,11 +167,6 @@ def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1, version: int = 
     return files
 
 
-def unnamed_files(path: Path, files: Mapping[str, FileEntry]) -> list[str]:
-    """Names in the folder of a checkpoint that are neither its manifest nor `files`, which the manifest names."""
-    return sorted({entry.name for entry in path.iterdir()} - files.keys() - {MANIFEST})
-
-
 def size_problems(path: Path, files: Mapping[str, FileEntry]) -> dict[str, str]:
     """Files that are missing, have another size, are not regular files or could not be looked at: the problem by file
     name."""

@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from moba_train.errors import LaunchError, named_ranks
-from moba_train.parallel.world import gather_over_ranks
+from moba_train.parallel import world
 
 T = TypeVar("T")
+U = TypeVar("U")
+Outcome = tuple[T | None, str | LaunchError | None]
+"""Result of an action, or its error."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class SaveGroup:
         Called by the thread that uses the default process group, while no other method runs. It is this group that
         tells all ranks about the failure of one, so a rank that never comes ends the run as in any step of training.
         """
-        ranks = gather_over_ranks((self._is_lost, self._own_s))
+        ranks = world.gather_over_ranks((self._is_lost, self._own_s))
         if not any(is_lost for is_lost, _ in ranks):
             return
         dist.destroy_process_group(self._group)
@@ -67,52 +70,62 @@ class SaveGroup:
     def run(self, action: Callable[[], T]) -> T:
         """Runs `action` and returns this rank's result, which is not sent and so may be large."""
         own: list[T] = []
-        self.all_gather(lambda: own.append(action()))
+        self.agree(lambda: own.append(action()), lambda _: None)
         return own[0]
 
-    def all_gather(self, action: Callable[[], T]) -> list[T]:
-        """Runs `action` and returns the results of all ranks, by rank."""
-        outcome: tuple[T | None, str | LaunchError | None]
-        began = time.monotonic()
-        try:
-            outcome = action(), None
-        except LaunchError as error:
-            outcome = None, error
-        except Exception as error:
-            outcome = None, repr(error)
-        self._own_s = time.monotonic() - began
-        outcomes: list[Any] = [None] * self._size
+    def agree(self, action: Callable[[], T], decide: Callable[[list[T]], U]) -> U:
+        """Runs `action` and, on rank 0 alone, `decide` with the results of all ranks, by rank. Returns its result on
+        every rank: the messages of a rank other than 0 do not grow with the number of ranks."""
+        own = self._outcome(action)
         # Errors travel with the results: a rank that raised here would leave the others waiting.
-        with self._collective():
-            dist.all_gather_object(outcomes, outcome, group=self._group)
-        errors = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
-        for launch_error in (error for error in errors.values() if isinstance(error, LaunchError)):
-            raise launch_error
-        if errors:
-            own = f"rank {self.rank}: {errors[self.rank]}" if self.rank in errors else None
-            raise SaveFailedError(_by_text(errors), own)
-        return [result for result, _ in outcomes]
+        outcomes = self.gather(own)
+        return self._conclude(self._decide(outcomes, decide) if outcomes else None, own[1])
 
     def broadcast(self, action: Callable[[], T]) -> T:
         """Runs `action` on rank 0 alone and returns its result on every rank."""
-        results: list[Any] = self.all_gather(lambda: action() if self.rank == 0 else None)
-        return results[0]
+        return self._conclude(self._decide([], lambda _: action()) if self.rank == 0 else None, None)
 
     def gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, by rank, on rank 0, and an empty list on the others."""
-        values: list[Any] = [None] * self._size if self.rank == 0 else []
         with self._collective():
-            dist.gather_object(value, values or None, dst=dist.get_global_rank(self._group, 0), group=self._group)
-        return values
+            return world.gather(value, self._group)
 
     def scatter(self, values: list[T]) -> T:
         """Returns this rank's entry of rank 0's `values`, which has one for each rank; ignored on other ranks."""
         own: list[Any] = [None]
         with self._collective():
-            dist.scatter_object_list(
-                own, values if self.rank == 0 else None, src=dist.get_global_rank(self._group, 0), group=self._group
-            )
+            dist.scatter_object_list(own, values if self.rank == 0 else None, group=self._group)
         return own[0]
+
+    def _outcome(self, action: Callable[[], T]) -> Outcome[T]:
+        began = time.monotonic()
+        try:
+            return action(), None
+        except LaunchError as error:
+            return None, error
+        except Exception as error:
+            return None, repr(error)
+        finally:
+            self._own_s = time.monotonic() - began
+
+    def _decide(self, outcomes: list[Outcome[T]], decide: Callable[[list[Any]], U]) -> Outcome[U]:
+        errors = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
+        if not errors:
+            decision, problem = self._outcome(lambda: decide([result for result, _ in outcomes]))
+            if problem is None:
+                return decision, None
+            errors[self.rank] = problem
+        return None, next((each for each in errors.values() if isinstance(each, LaunchError)), None) or _by_text(errors)
+
+    def _conclude(self, outcome: Outcome[U] | None, own: str | LaunchError | None) -> U:
+        """The result of rank 0's `outcome`, on every rank; raises its error. `own`: this rank's error."""
+        with self._collective():
+            result, error = world.broadcast(outcome, self._group)  # type: ignore[misc]  # rank 0's is never None
+        if isinstance(error, LaunchError):
+            raise error
+        if error is not None:
+            raise SaveFailedError(error, error if self.rank == 0 else f"rank {self.rank}: {own}" if own else None)
+        return result  # type: ignore[return-value]  # without an error
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -123,9 +136,9 @@ class SaveGroup:
             raise
 
 
-def _by_text(errors: dict[int, str]) -> str:
+def _by_text(errors: dict[int, str | LaunchError]) -> str:
     """The errors of ranks, each text once: `ranks 3-9: OSError(...)`."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, text in errors.items():
-        ranks[text].append(rank)
+        ranks[str(text)].append(rank)
     return "; ".join(f"{named_ranks(numbers)}: {text}" for text, numbers in ranks.items())

@@ -155,11 +155,6 @@ def remove(path: Path) -> None:
         logger.warning("%s could not be removed and is left behind: %s", path, error)
 
 
-def hide(path: Path) -> Path:
-    """Hides a published checkpoint by one rename, as a leftover that `clean_up` removes. Returns the new path."""
-    return path.rename(path.with_name(_TEMPORARY + path.name))
-
-
 def retire(path: Path) -> None:
     """Removes a published checkpoint, unless a process reads it (`hold`): then a later call may."""
     with ExitStack() as stack:
@@ -170,7 +165,7 @@ def retire(path: Path) -> None:
                 fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return
-        hidden = hide(path)
+        hidden = path.rename(path.with_name(_TEMPORARY + path.name))  # a leftover, which `clean_up` removes
     remove(hidden)
 
 

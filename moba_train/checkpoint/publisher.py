@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from moba_train.checkpoint import publish
 from moba_train.checkpoint.manifest import FileEntry
@@ -30,15 +29,6 @@ class Place:
     """Key of the recipe that chooses the folder."""
 
 
-class Published(NamedTuple):
-    """A checkpoint that was published."""
-
-    folder: Path
-    """The one of the places that it is in."""
-    problem: str | None
-    """Reason that it is not in the first place; None if it is."""
-
-
 class Publisher:
     """Publishes checkpoints in the first of `places` that takes them. Made, and each method called, on every rank.
 
@@ -56,18 +46,21 @@ class Publisher:
         for place in places:
             self._prepare(place)
 
-    def publish(self, step: int, write: Callable[[Path], dict[str, FileEntry]], protect: Accept) -> Published:
+    def publish(
+        self, step: int, write: Callable[[Path], dict[str, FileEntry]], protect: Accept
+    ) -> tuple[Path, str | None]:
         """Publishes the checkpoint of `step` and removes old ones, except the newest whose meta `protect` accepts.
 
-        `write` writes this rank's files into a folder and returns their entries for the manifest. Raises
-        SaveFailedError when no place takes the checkpoint.
+        `write` writes this rank's files into a folder and returns their entries for the manifest. Returns the folder
+        that the checkpoint is in, and the reason that it is not the first place, or None. Raises SaveFailedError when
+        no place takes the checkpoint.
         """
         problems: list[str] = []
         own: list[str] = []
         for place in self._places:
             try:
                 self._publish_in(place, step, write, protect)
-                return Published(place.folder, "; ".join(problems) or None)
+                return place.folder, "; ".join(problems) or None
             except SaveFailedError as error:
                 problems.append(f"{place.folder}: {error}")
                 own += [f"{place.folder}: {error.own}"] if error.own is not None else []
@@ -112,18 +105,17 @@ class Publisher:
             _check_visible(temporary, place)
             return write(temporary)
 
-        def publish_here(temporary: Path) -> None:
+        def publish_here(entries: list[dict[str, FileEntry]]) -> None:
             nonlocal published
             # Once more: writing has taken seconds to minutes, in which another run may have taken the folder over.
             self._check_owner(place)
-            publish.publish(temporary, step, {name: entry for own in entries for name, entry in own.items()})
+            publish.publish(folder, step, {name: entry for own in entries for name, entry in own.items()})
             self._remove_old(place, step, protect)
             published = True
 
         try:
             temporary = folder = self._group.broadcast(begin)
-            entries = self._group.all_gather(lambda: write_own(folder))
-            self._group.broadcast(lambda: publish_here(folder))
+            self._group.agree(lambda: write_own(folder), publish_here)
         except Exception as error:
             if published:  # on rank 0 the save is good from then on, also where the others do not know
                 text = "the checkpoint of step %d is complete, but the ranks lost contact before all of them knew: %s"

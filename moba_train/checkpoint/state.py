@@ -25,6 +25,7 @@ from moba_train.model.part import copied_parameters, is_whole
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import local_part
 from moba_train.parallel.float8 import plain
+from moba_train.parallel.world import gather_over_ranks
 
 
 class TrainingTensors:
@@ -62,9 +63,7 @@ def parameter_sizes(model: Transformer) -> dict[str, int]:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     if is_whole(model):
         return sizes
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sizes)
-    return {name: size for of_rank in everyone for name, size in of_rank.items()}
+    return {name: size for of_rank in gather_over_ranks(sizes) for name, size in of_rank.items()}
 
 
 def reset_parameters(model: Transformer, optimizer: Optimizer, prefixes: Collection[str], seed: int) -> None:
@@ -119,9 +118,7 @@ def _elsewhere(model: nn.Module, tensors: Collection[str]) -> set[str]:
     """Names of the tensors that only other ranks of a pipeline have. Called on all ranks together."""
     if not isinstance(model, Transformer) or is_whole(model):
         return set()
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, list(tensors))
-    return {name for of_rank in names for name in of_rank if name not in tensors}
+    return {name for of_rank in gather_over_ranks([*tensors]) for name in of_rank if name not in tensors}
 
 
 def _state_names(parameters: Collection[str]) -> list[str]:

@@ -160,7 +160,7 @@ class ShardWriter:
             name: (tensor.shape, copies[name].shape, tensor.dtype, getattr(tensor, "placements", None))
             for name, tensor in tensors.items()
         }
-        if all(self._group.all_gather(lambda: shapes == self._shapes)):
+        if self._group.agree(lambda: shapes == self._shapes, all):
             return
         self._shapes = None  # a failure below leaves no save plan
         held = self._group.gather(self._group.run(lambda: [part for part, _ in own_parts(tensors)]))

@@ -4,12 +4,11 @@
       default: moba                 # any registered kind
       full_layers: "last:3"         # all | none | last:N | first:N | every:N | [ids]
       moba: {block_size: 4096, topk: 12}
-      overrides: {5: {block_size: 1024}, 7: {kind: full}}
+      overrides: {5: {block_size: 1024}, 7: {kind: full}, "every:4": {topk: 4}}
 
 Configuration knows no kind by itself: a registered kind (registry.py) brings its section of options.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,9 @@ from pydantic import Field, ValidationError, field_validator
 
 from moba_train.config.base import OpenSection, Section
 from moba_train.config.explain import did_you_mean, explain
+from moba_train.config.layers import PATTERNS, LayerPattern, by_layer, layer_ids, plain_keys
 from moba_train.errors import ConfigError
 from moba_train.registry import ATTENTION_KINDS
-
-_PATTERN = re.compile(r"^(last|first|every):([1-9][0-9]*)$")
 
 
 class AttentionConfig(OpenSection):
@@ -32,29 +30,15 @@ class AttentionConfig(OpenSection):
     called_here = {"kind": "default"}
 
     default: str = Field("moba", description="kind of every layer not named below, any that has a section here")
-    full_layers: str | list[int] = Field(
-        "none", description="layers with full attention: all | none | last:N | first:N | every:N | list of layer ids"
-    )
-    overrides: dict[int, dict[str, Any] | None] = Field(
+    full_layers: LayerPattern = Field("none", description=f"layers with full attention: {PATTERNS}")
+    overrides: dict[int | str, dict[str, Any] | None] = Field(
         {},
-        description="layer id -> `kind` and/or options of the layer's kind; wins over everything above; null, for a "
-        "layer or an option that its kind lacks, takes back what an extended recipe gives",
+        description="layer id or pattern, such as every:4 -> `kind` and/or options of the layer's kind; ids win over "
+        "patterns, later patterns over earlier ones, all over everything above; null, for a layer or an option that "
+        "its kind lacks, takes back what an extended recipe gives",
     )
 
-    @field_validator("overrides", mode="before")
-    @classmethod
-    def _one_override_for_each_layer(cls, overrides: Any) -> Any:
-        """Refuse layers that are no numbers, and those given twice, as 1 and '1'."""
-        if not isinstance(overrides, dict):
-            return overrides
-        names: dict[str, Any] = {}
-        for layer in overrides:
-            if isinstance(layer, bool):
-                raise ValueError(f"given layer {str(layer).lower()}; allowed: layer ids, counted from 0")
-            if str(layer) in names:
-                raise ValueError(f"layer {layer} is given twice, as {names[str(layer)]!r} and {layer!r}; name it once")
-            names[str(layer)] = layer
-        return overrides
+    _plain_keys = field_validator("overrides", mode="before")(plain_keys)
 
     @property
     def used_kinds(self) -> set[str]:
@@ -100,29 +84,6 @@ def merge_attention(base: AttentionConfig, over: AttentionConfig | None) -> Atte
     return AttentionConfig.model_validate(merged)
 
 
-def full_layer_ids(full_layers: str | list[int], layers: int) -> set[int]:
-    """Layer ids (0-based) that `full_layers` names in a model of `layers` layers.
-
-    Raises ValueError when the pattern is unknown or an id is out of range.
-    """
-    if isinstance(full_layers, list):
-        bad = [layer for layer in full_layers if not 0 <= layer < layers]
-        if bad:
-            raise ValueError(f"layer ids {bad} do not exist; the model has layers 0 to {layers - 1}")
-        return set(full_layers)
-    if full_layers in ("all", "none"):
-        return set(range(layers)) if full_layers == "all" else set()
-    match = _PATTERN.match(full_layers)
-    if match is None:
-        raise ValueError(f"{full_layers!r} is not one of all, none, last:N, first:N, every:N or a list of layer ids")
-    count = int(match[2])
-    if count > layers:
-        raise ValueError(f"{full_layers!r} asks for {count} layers; the model has {layers}")
-    if match[1] == "every":
-        return set(range(count - 1, layers, count))
-    return set(range(layers - count, layers)) if match[1] == "last" else set(range(count))
-
-
 def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention, ...]:
     """The attention of every layer of a model with `layers` layers.
 
@@ -133,18 +94,23 @@ def resolve_layers(config: AttentionConfig, layers: int) -> tuple[LayerAttention
     if config.default not in ATTENTION_KINDS:
         problems.append(f"default: {_unknown_kind(config.default)}")
     try:
-        full = full_layer_ids(config.full_layers, layers)
+        full = layer_ids(config.full_layers, layers)
     except ValueError as error:
         problems.append(f"full_layers: {error}")
-    unknown = [layer for layer in config.overrides if not 0 <= layer < layers]
-    if unknown:
-        problems.append(f"overrides: layer ids {unknown} do not exist; the model has layers 0 to {layers - 1}")
+    known: dict[int | str, dict[str, Any] | None] = {}
+    for pattern, override in config.overrides.items():
+        try:
+            by_layer({pattern: {}}, layers)
+            known[pattern] = override
+        except ValueError as error:
+            problems.append(f"overrides: {error}")
+    overrides = by_layer(known, layers)
     for layer, override in config.overrides.items():
         problems += [f"overrides.{layer}.{problem}" for problem in _key_problems(override or {}, config)]
 
     resolved = []
     for layer in range(layers):
-        override = config.overrides.get(layer) or {}
+        override = overrides.get(layer, {})
         kind = override.get("kind", "full" if layer in full else config.default)
         if not isinstance(kind, str) or kind not in ATTENTION_KINDS:
             continue  # reported above

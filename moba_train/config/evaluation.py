@@ -1,7 +1,6 @@
 """The section `evaluation`: measurements while a run trains, and their frequency."""
 
-from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from typing import Literal
 
 from pydantic import Field
 
@@ -55,36 +54,6 @@ class AnswersConfig(Section):
     )
 
 
-class HiddenNeedles(AnswersConfig):
-    """Keys of evaluations that hide sentences with a number each in a long text."""
-
-    depths: list[Annotated[float, Field(ge=0, le=100)]] = Field(
-        [0, 25, 50, 75, 100],
-        min_length=1,
-        description="depth of the needle in % of the haystack; 0: its beginning, 100: its end",
-    )
-    samples: int = Field(4, ge=1, le=MOST_SAMPLES, description="samples of each length and depth")
-    needles: int = Field(
-        1, ge=1, le=32, description="needles that are asked for; the first is at the depth, others are anywhere"
-    )
-    keys: int | None = Field(
-        None,
-        ge=1,
-        le=1000,
-        description="needles in the haystack, including those that are not asked for; null: as many as `needles`",
-    )
-    haystack: Literal["natural", "synthetic"] = Field(
-        "natural", description="natural: text of `corpus`; synthetic: RULER's few sentences, repeated"
-    )
-
-
-class NeedleConfig(HiddenNeedles):
-    """Needle in a haystack: sentences with a number each are hidden in a long text, at each depth, and the model is
-    asked for them. See docs/how-to/evaluate.md."""
-
-    generate: bool = Field(False, description="also answer by greedy generation, which needs parallel.tp and pp 1")
-
-
 class EvaluationConfig(OpenSection):
     """Mean token loss on `data.validation`, always on the same sequences, and other evaluations."""
 
@@ -98,18 +67,7 @@ class EvaluationConfig(OpenSection):
     )
     sequences: int = Field(32, ge=1, le=MOST_SAMPLES, description="validation sequences of the stage's length")
     position_wise: PositionWiseConfig | None = Field(None, description="null: not evaluated")
-    needle: NeedleConfig | None = Field(None, description="null: not evaluated")
 
     def asking(self) -> dict[str, AnswersConfig]:
         """The sections that ask questions about a long text, by name."""
         return {name: section for name, section in self if isinstance(section, AnswersConfig)}
-
-    def with_corpora(self, change: Callable[[str], str | None]) -> Self:
-        """A copy in which `change` has been applied to every corpus that a section names."""
-        named = {name: section for name, section in self.asking().items() if section.corpus is not None}
-        return self.model_copy(
-            update={
-                name: section.model_copy(update={"corpus": change(str(section.corpus))})
-                for name, section in named.items()
-            }
-        )

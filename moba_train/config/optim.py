@@ -11,9 +11,6 @@ from moba_train.registry import OPTIMIZERS
 AdamWImplementation = Literal["torch", "apex", "transformer_engine", "deepspeed_cpu"]
 """Implementations of AdamW's update: torch, or a package's kernel in `optim.adamw`."""
 
-MuonScale = Literal["match_rms_adamw", "original"]
-"""Factor of Muon's update of a matrix; the names are those of torch.optim.Muon."""
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 MOST_RATE = 1_000_000
@@ -33,20 +30,6 @@ class ScheduleConfig(Section):
     warmup_tokens: TokenBudget = Field(0, description="linear warm-up from 0 to `lr`")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate / `lr` (linear, cosine, wsd)")
     decay_tokens: TokenBudget = Field(0, description="wsd: length of the linear decay at the end")
-
-
-class MuonConfig(Section):
-    """Muon, for the weights of the blocks' linear layers; all other parameters are trained by AdamW with `betas` and
-    `eps`. See docs/how-to/precision-and-optimizers.md."""
-
-    momentum: float = Field(0.95, ge=0, lt=1, description="decay of the running mean of gradients")
-    nesterov: bool = Field(True, description="mix the present gradient into that mean once more")
-    steps: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations that orthogonalize it")
-    scale: MuonScale = Field(
-        "match_rms_adamw",
-        description="factor of the update; match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that `lr` and "
-        "`weight_decay` are those of AdamW (Moonshot AI 2025); original: sqrt(max(1, rows / columns))",
-    )
 
 
 class OptimConfig(OpenSection):
@@ -72,7 +55,6 @@ class OptimConfig(OpenSection):
         0.1, ge=0, le=MOST_RATE, description="decoupled decay, times the learning rate, at each step"
     )
     clip_norm: float | None = Field(1.0, gt=0, description="global gradient norm is clipped to this; null: never")
-    muon: MuonConfig = MuonConfig()
     schedule: ScheduleConfig = ScheduleConfig()
 
     @field_validator("kind")

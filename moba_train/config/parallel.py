@@ -72,6 +72,12 @@ class ParallelConfig(ContextParallelConfig):
 
     dp_replicate: int = Field(1, ge=-1, description="replicas of the sharded model; -1 fills the world")
     dp_shard: int = Field(-1, ge=-1, description="with cp, ranks that share one copy of the parameters; -1 fills")
+    ep: int = Field(
+        1,
+        ge=1,
+        description="ranks of dp_shard x cp that the experts of a layer are divided over (expert parallelism): tokens "
+        "travel to their experts; 1: every rank computes with all experts",
+    )
     tp: int = Field(
         1,
         ge=1,

@@ -6,7 +6,7 @@ from annotated_types import MinLen
 from pydantic import Field, model_validator
 
 from moba_train.config.attention import AttentionConfig
-from moba_train.config.base import Length, Section, TokenBudget
+from moba_train.config.base import Length, OpenSection, Section, TokenBudget
 from moba_train.config.checkpoint import CheckpointConfig
 from moba_train.config.data import DataConfig, SourceConfig
 from moba_train.config.evaluation import EvaluationConfig
@@ -16,7 +16,7 @@ from moba_train.config.optim import MOST_RATE, OptimConfig, ScheduleConfig
 from moba_train.config.parallel import ContextParallelConfig, ParallelConfig
 from moba_train.config.precision import MemoryConfig, PrecisionConfig
 from moba_train.config.telemetry import TelemetryConfig
-from moba_train.registry import ATTENTION_KINDS
+from moba_train.registry import ATTENTION_KINDS, OBJECTIVES
 
 
 class TrailingLossRecovered(Section):
@@ -53,9 +53,11 @@ class UntilConfig(Section):
         return ("trailing_loss",)
 
 
-class StageConfig(Section):
+class StageConfig(OpenSection):
     """One stage of training. Keys that a stage leaves out are taken from the recipe; weights, optimizer state and
     the place in the data are carried over from the stage before."""
+
+    members = OBJECTIVES
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="shown in logs; unique in the recipe")
     seq_len: Length = Field(le=2**30, description="tokens of one training sequence")
@@ -79,6 +81,11 @@ class StageConfig(Section):
     evaluate: bool = Field(True, description="whether the recipe's evaluations run in this stage")
     lr: float | None = Field(None, gt=0, le=MOST_RATE, description="peak learning rate of this stage's own schedule")
     schedule: ScheduleConfig | None = Field(None, description="a schedule that spans this stage alone")
+
+    @property
+    def objectives(self) -> dict[str, Section]:
+        """Options of the objectives that are asked for, by name."""
+        return {name: options for name, options in (self.__pydantic_extra__ or {}).items() if options is not None}
 
     def dump_given(self) -> dict[str, Any]:
         """The keys that were given, as plain values: what a stage leaves out comes from the recipe."""

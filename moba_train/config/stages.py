@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moba_train.config.attention import LayerAttention, merge_attention, resolve_layers
+from moba_train.config.base import Section
 from moba_train.config.data import SourceConfig
 from moba_train.config.model import RopeConfig
 from moba_train.config.optim import ScheduleConfig
@@ -56,6 +57,8 @@ class Stage:
     end_token: int
     planned_first_token: int
     """`first_token`, had every stage before ended with its planned steps."""
+    objective: tuple[str, Section] | None = None
+    """Name and options of what is minimised instead of the cross entropy."""
     own_keys: frozenset[str] = frozenset()
     """Keys of the recipe that the stage sets itself; it has the recipe's values of all others."""
 
@@ -97,6 +100,7 @@ class Stage:
         steps = f"{self.planned_steps} to {self.max_steps}" if self.until else str(self.steps)
         kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(self.kinds).items())
         trained = "" if self.trainable == ALL_PARAMETERS else f", trains only {', '.join(self.trainable)}"
+        trained += f", objective {self.objective[0]}" if self.objective else ""
         return (
             f"stage {self.name}: sequences of {self.seq_len} tokens, {self.batch_tokens} tokens per step, "
             f"{steps} steps, attention {kinds}{trained}"
@@ -148,6 +152,7 @@ def resolve_stages(config: RunConfig) -> tuple[Stage, ...]:
                 first_token=0,
                 end_token=0,
                 planned_first_token=planned_token,
+                objective=next(iter(stage.objectives.items()), None),
                 own_keys=frozenset(name for name, value in stage if value is not None),
             )
         )

@@ -36,6 +36,12 @@ class LongDocumentSamples:
     def __len__(self) -> int:
         return len(self._places)
 
+    @property
+    def documents(self) -> list[int]:
+        """Number of the document that each sample lies in, from 0 in the order of the samples."""
+        numbers: dict[tuple[str, int], int] = {}
+        return [numbers.setdefault((corpus, document), len(numbers)) for corpus, document, _ in self._places]
+
     def sample(self, index: int) -> Sample:
         """Sample `index`, a single document part. Raises DataError when a token id is not below the vocabulary size."""
         corpus, document, start = self._places[index]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,16 +85,13 @@ class PositionWise(Evaluation[PositionWiseConfig]):
         """`trailing_loss` and, if full attention is also tried, `trailing_gap`, each with its standard error."""
         curves = {
             name: position_wise_loss(
-                context.model,
-                self._samples,
-                self._bucket,
-                context.data_shard,
-                context.device,
-                context.between_batches,
+                context.model, self._samples, self._bucket, context.data_shard, context.device, context.between_batches
             )
             for name in context.each_attention()
         }
-        return summarize(curves, context.own)
+        found = summarize(curves, context.own)
+        # Samples of one document are alike: a comparison of runs counts documents.
+        return replace(found, data={**found.data, "documents": self._samples.documents})
 
 
 @dataclass(frozen=True)

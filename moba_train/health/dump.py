@@ -4,6 +4,7 @@
     gradient_norms  of the whole step, before clipping: {layers: [{layer, kind, norm}], kinds: {full, moba, ...},
                     embedding, norm, output}
     attention       by layer, the statistics of all ranks together
+    feed_forwards   for experts, load of each in the step over all ranks, and bias, by layer of rank 0's part
     ranks           one entry for each rank, about the tokens that are its own:
       loss            mean over its loss tokens by their weights, as found in the step itself; null without any
       repeated_loss   mean loss in the forward pass that is made for the dump. The batch and the weights are those of
@@ -35,6 +36,7 @@ from moba_train.attention.statistics import Statistics, joined
 from moba_train.data.batch import Batch
 from moba_train.errors import ForeignFileError
 from moba_train.model.build import observed_layers
+from moba_train.model.feed_forward import each_kind
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import Gradients
 from moba_train.output_files import make_folder, write_atomically
@@ -86,6 +88,7 @@ def write_dump(
     ranks, by_rank = zip(*gather_over_ranks(_rank_entry(model, data_shard, batches, loss_sum)), strict=True)
     layers = [joined(layer) for layer in zip(*by_rank, strict=True)]
     whole = {**head, "gradient_norms": norms, "attention": [layer.values for layer in layers], "ranks": ranks}
+    whole |= {"feed_forwards": [steps.details(modules) for steps, _, modules in each_kind(model)]}
     path = dump_folder(run_dir) / f"step_{head['step']:08d}.json"
     written = broadcast(dist.get_rank() == 0 and _write(path, whole))
     found = joined(layers).values

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from moba_train.config.health import NodeConfig
 from moba_train.errors import BrokenNodeError
@@ -34,6 +33,9 @@ CRC_ERRORS = 100
 
 FORGOTTEN_S = 3600.0
 """Seconds after which a problem that has gone counts as a new one when it comes back."""
+
+_REPORTS = "moba_train/node/reports"
+"""Key of the texts of all other ranks for rank 0."""
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +140,8 @@ class NodeWatch:
         if world.rank % world.ranks_per_node == 0:
             self._disks.append(Disk(Path(tempfile.gettempdir()), TEMPORARY_BYTES, "the compiler"))
         # A connection of its own: the training thread may be waiting for an answer on the world's.
-        self._mail = Mail(world.store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
+        self._store: Any = world.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        self._received = 0
         self._report = report
         self._gpu: Gpu | None = None
         self._first: GpuState | None = None
@@ -167,10 +170,12 @@ class NodeWatch:
             if self._is_main:
                 self._report(text)
             else:
-                self._mail.send(text)
-        if self._is_main:
-            for text in self._mail.receive():
+                self._store.append(_REPORTS, f"{text}\0")
+        if self._is_main and self._store.check([_REPORTS]):
+            texts = self._store.get(_REPORTS).decode().split("\0")[:-1]
+            for text in texts[self._received :]:
                 self._report(text)
+            self._received = len(texts)
 
     def _disk_problems(self) -> Iterator[Problem]:
         for disk in self._disks:
@@ -211,30 +216,6 @@ class KnownProblems:
                 news.append(problem)
             self._known[problem.name] = (problem.size if is_news else reported, now)
         return news
-
-
-class Mail:
-    """Texts of all ranks for rank 0, in torchrun's store."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self._received = 0
-
-    def send(self, text: str) -> None:
-        """Leave a text for rank 0."""
-        self._store.set(self._key(self._store.add("moba_train/node/sent", 1)), text)
-
-    def receive(self) -> list[str]:
-        """The texts since the last call, without waiting for any."""
-        texts = []
-        while self._store.check([self._key(self._received + 1)]):
-            self._received += 1
-            texts.append(self._store.get(self._key(self._received)).decode())
-        return texts
-
-    @staticmethod
-    def _key(number: int) -> str:
-        return f"moba_train/node/{number}"
 
 
 def _place(world: World) -> str:

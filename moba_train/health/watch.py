@@ -6,9 +6,9 @@ GPUs and unequal work.
 
 Stalls: a thread of each rank publishes heartbeats with the phase that the training thread is in, and the time in it.
 When the phase takes much longer than it lately did, the thread adds the training thread's stack and writes the rank's
-flight record. The first rank that is alive reads the heartbeats of all ranks and names the rank that the others wait
-for: one whose heartbeat has stopped, otherwise the one that is behind. The timeout of the collectives ends the run, see
-parallel/failures.py.
+flight record. Rank 0, or if it is silent one of the others, reads the heartbeats of all ranks and names the rank that
+the others wait for: one whose heartbeat has stopped, otherwise the one that is behind. The timeout of the collectives
+ends the run, see parallel/failures.py.
 """
 
 import logging
@@ -34,7 +34,7 @@ from moba_train.errors import ForeignFileError
 from moba_train.output_files import make_folder, write_atomically
 from moba_train.parallel.context import comm
 from moba_train.parallel.failures import Heartbeat
-from moba_train.parallel.world import World, flight_records, values_of_ranks
+from moba_train.parallel.world import World, flight_records, gather_over_ranks
 from moba_train.torch_private import dump_flight_record
 
 
@@ -108,7 +108,7 @@ class Stragglers:
         """
         if not self._due(step) or self._timer is None:
             return {}
-        every = values_of_ranks([self._step_s, self._timer.seconds()])
+        every = gather_over_ranks([self._step_s, self._timer.seconds()])
         metrics = {"attention_s": sum(attention_s for _, attention_s in every) / len(every)}
         if len(every) > 1:
             for name, times in zip(("step", "attention"), zip(*every, strict=True), strict=True):
@@ -128,6 +128,8 @@ BEFORE_TIMEOUT = 0.8
 _BETWEEN = "between phases"
 _COMMUNICATION = (str(Path(dist.__file__).parent), comm.__file__)
 """Beginnings of the file names in which a rank that waits in a collective has its innermost frame."""
+_READER = "moba_train/watch/reader"
+"""Key of the rank that reads all heartbeats while rank 0 is silent."""
 _FRAMES = 12
 _MOST_NAMED = 8
 
@@ -254,10 +256,9 @@ class Watch:
             _write_flight_record(self._folder, self._rank, self._cuda)
 
     def _name_who_stalls(self, phase: _Phase, own: Heartbeat) -> None:
-        """Report a stall, if this is the first rank that is alive and its own phase is over its limit."""
-        # Every late rank asks for the ranks before it alone; only one of them reads all heartbeats.
-        if any(not self._silent(rank, phase.limit_s) for rank in range(self._rank)):
-            return  # one of them names it
+        """Report a stall, if this is the rank that reads all heartbeats and its own phase is over its limit."""
+        if not self._is_reader(phase.limit_s):
+            return
         heartbeats = {rank: Heartbeat.latest(self._store, rank) for rank in range(self._size)}
         silent = [rank for rank in range(self._size) if rank != self._rank and self._silent(rank, phase.limit_s)]
         if own.age_s > phase.limit_s and self._reported != phase.entered and (to_blame := _behind(heartbeats, silent)):
@@ -265,6 +266,18 @@ class Watch:
             text = _describe(heartbeats, to_blame, silent, own, self._size, _flight_record_files(self._folder))
             logger.error("%s", text)
             self._report(text)
+
+    def _is_reader(self, limit_s: float) -> bool:
+        """True on the rank that reads the heartbeats of all: 0 or, while that is silent, the first that claims it. A
+        late rank asks for two at most: if each asked for all before it, requests would grow with the square of the
+        ranks, and each rank of a lost node would hold up the report by a quarter of the limit."""
+        if self._rank == 0 or not self._silent(0, limit_s):
+            return self._rank == 0
+        own = str(self._rank)
+        claimed = self._store.compare_set(_READER, "", own).decode()
+        if claimed != own and self._silent(int(claimed), limit_s):
+            claimed = self._store.compare_set(_READER, claimed, own).decode()
+        return claimed == own
 
     def _silent(self, rank: int, limit_s: float) -> bool:
         """True if no heartbeat of `rank` came for a quarter of the limit, since this rank first read it."""

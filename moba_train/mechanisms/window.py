@@ -25,11 +25,12 @@ from moba_train.attention.kernels.common.reference import (
     masked_attend_backward,
 )
 from moba_train.attention.kernels.varlen import PackagedFlash2, Segments, TorchFlash, VarlenKernel
-from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, TokenBytes
+from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, TokenBytes
 from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.window_edges import EdgeExchange
 
 _LEAST_TILE = 128
 """Queries of a masked call at least: it is given as many keys as the window and these queries have."""
@@ -120,12 +121,11 @@ def sink_bands(layout: Layout, window: int, sinks: int, tile: int) -> Iterator[B
 class WindowAttention(LocalAttention):
     """Every query attends to the last `window` tokens of its document, its own included, and to the first `sinks`."""
 
-    facts = AttentionFacts(work_grows=False)
-
     def __init__(self, window: int, head_dim: int, backend: str = "auto", sinks: int = 0) -> None:
         """`backend`: auto, or reference for plain PyTorch on any device."""
         self.window = window
         self.sinks = sinks
+        self.facts = AttentionFacts(work_grows=False, exchange=None if sinks else partial(EdgeExchange, reach=window))
         self.scale = head_dim**-0.5
         self.backend = backend
 
@@ -249,6 +249,7 @@ class WindowKind(AttentionKind):
     """Sliding-window attention with sinks: what each MoBA layer has to be better than."""
 
     name = "window"
+    facts = KindFacts(takes_sink=True)
 
     class Options(Section):
         """Options of `kind: window`."""

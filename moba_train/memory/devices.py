@@ -12,7 +12,6 @@ GB is the SXM one; the PCIe card's memory is 5 % slower. Compute capabilities: N
 Capability".
 """
 
-import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-
-from moba_train.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,9 @@ _GPUS = (
     _gpu("A800", (8, 0), 312.0, 80, 2039),
     _gpu("L40S", (8, 9), 362.0, 48, 864),
 )
-_BY_NAME = {gpu.name.lower().replace(" ", "-"): gpu for gpu in _GPUS}
+GPUS_BY_NAME = {gpu.name.lower().replace(" ", "-"): gpu for gpu in _GPUS}
 
-H200 = _BY_NAME["h200"]
-_DEFAULT_TFLOPS = 989.0
-"""An H100's, where the GPU is absent or unknown."""
+H200 = GPUS_BY_NAME["h200"]
 
 
 def known_gpu(device: str) -> Gpu | None:
@@ -76,20 +71,6 @@ def peak_tflops(device: str) -> float | None:
     """Dense bf16 TFLOP/s of a device by the name that CUDA reports; None if it is not in the table."""
     gpu = known_gpu(device)
     return gpu.tflops if gpu is not None else None
-
-
-def named_gpu(name: str) -> Gpu:
-    """The GPU of the table with this name, such as `h200` or `h100-nvl`. Raises ConfigError for an unknown name."""
-    if gpu := _BY_NAME.get(name.lower().replace(" ", "-")):
-        return gpu
-    close = difflib.get_close_matches(name.lower(), _BY_NAME, n=1)
-    closest = f"closest: {close[0]}; " if close else ""
-    raise ConfigError([f"--gpu: given {name!r}; {closest}allowed: {', '.join(sorted(_BY_NAME))}"])
-
-
-def peak_or_default(gpu: Gpu | None) -> float:
-    """Dense bf16 TFLOP/s of a GPU, or of an H100 if it is absent or unknown."""
-    return gpu.tflops if gpu is not None and gpu.tflops is not None else _DEFAULT_TFLOPS
 
 
 def local_gpu(index: int = 0) -> Gpu | None:

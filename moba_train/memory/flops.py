@@ -18,7 +18,8 @@ from moba_train.config.stages import Stage
 from moba_train.data.indexed import corpus_file
 from moba_train.data.loader import DataSpec, training_data
 from moba_train.model.build import build_attention
-from moba_train.model.spec import attention_matrices, feed_forward_matrices
+from moba_train.model.feed_forward import feed_forward_costs
+from moba_train.model.spec import attention_matrices
 from moba_train.parallel.activations import Kept, LayerActivations
 
 READ_TOKENS = 1 << 26
@@ -72,9 +73,10 @@ def stage_documents(data: DataSpec, stage: Stage) -> Documents:
 
 
 def matmul_flops(model: ModelConfig) -> float:
-    """FLOPs per token of all matrix products with weights, 6 per weight. Includes the output projection (6 V D) and
-    excludes the embedding lookup."""
-    weights = model.layers * (attention_matrices(model) + feed_forward_matrices(model))
+    """FLOPs per token of all matrix products with weights that it passes through, 6 per weight. Includes the output
+    projection (6 V D) and excludes the embedding lookup."""
+    layers = range(model.layers)
+    weights = sum(attention_matrices(model, layer) + feed_forward_costs(model, layer).active for layer in layers)
     return 6.0 * (weights + model.vocab_size * model.hidden_size)
 
 
@@ -84,8 +86,8 @@ def kept_flops(model: ModelConfig, stage: Stage, layer: int, kept: Kept) -> floa
     attention = layer_flops(model, stage.attention[layer], [stage.seq_len]) / stage.seq_len / 3
     found = {
         Kept.ATTENTION: attention,
-        Kept.PROJECTIONS: 2.0 * attention_matrices(model),
-        Kept.PRODUCTS: 2.0 * feed_forward_matrices(model) * 2 / 3,
+        Kept.PROJECTIONS: 2.0 * attention_matrices(model, layer),
+        Kept.PRODUCTS: 2.0 * feed_forward_costs(model, layer).active * 2 / 3,
     }
     return sum(flops for level, flops in found.items() if level <= kept)
 

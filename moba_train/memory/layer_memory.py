@@ -9,6 +9,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
 from moba_train.memory.pipeline import RankWork
 from moba_train.model.build import build_attention
+from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.parallel.activations import FEED_FORWARD_ROWS, Kept, LayerActivations
 from moba_train.parallel.fsdp import Computation
 
@@ -43,13 +44,17 @@ def input_bytes(computation: Computation) -> int:
     return 1 if precision.gathers_fp8 else 0
 
 
-def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_width: int) -> BlockBytes:
-    """Activations of a block, `width` bytes an element.
+def block_bytes(
+    model: ModelConfig, width: int, tp: int, compiled: bool, input_width: int, layer: int = 0
+) -> BlockBytes:
+    """Activations of a block with the feed-forward of `layer`, `width` bytes an element. Experts in addition keep the
+    copies of a token's hidden state that go into them and come out, which every rank of a tp group has.
 
-    A block that is not recomputed keeps the inputs of both norms and of the projections behind them (4 D; every rank of
-    a tp group holds the gathered inputs of the projections), rotated queries and keys, values and the attention's
-    output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of the SwiGLU. A compiled block
-    recomputes one of these four: 4.00 GiB less were measured on 16 layers (benchmarks/results/training-1b-h200.json).
+    A block that is not recomputed keeps the inputs of its norms and of the projections behind them (4 D, or 6 D with
+    norms on both sides; every rank of a tp group holds the gathered inputs of the projections), rotated queries and
+    keys, values and the attention's output (and the queries and keys before qk_norm), the fp32 LSE, and four tensors of
+    the SwiGLU. A compiled block recomputes one of these four: 4.00 GiB less were measured on 16 layers
+    (benchmarks/results/training-1b-h200.json).
     Inputs of projections take `input_width` bytes an element; that of the output projection, which attention keeps for
     itself, as many as the compute dtype has. In FP8 5.5 GiB less are predicted on 32 layers, 5.8 were measured; with a
     scale for each row 11.0 and 10.9 (benchmarks/results/training-8b-h200-x2.json).
@@ -59,14 +64,16 @@ def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_w
     hidden = model.hidden_size
     lse = 4 * model.heads
     heads = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
-    attention = width * (hidden + heads) + input_width * tp * hidden + lse
-    feed_forward = width * (hidden + (2 if compiled else 3) * model.intermediate_size)
-    feed_forward += input_width * (tp * hidden + model.intermediate_size)
+    normed = hidden * (2 if model.norms == "both" else 1)
+    attention = width * (normed + heads) + input_width * tp * hidden + lse
+    fed = feed_forward_costs(model, layer)
+    feed_forward = width * (normed + (2 if compiled else 3) * fed.width + 2 * tp * fed.copies * hidden)
+    feed_forward += input_width * (tp * hidden + fed.width)
     added = {
         Kept.INPUT: width * hidden,
         Kept.ATTENTION: width * queries + lse,
         Kept.PROJECTIONS: width * (queries + 2 * keys + hidden),
-        Kept.PRODUCTS: width * 2 * model.intermediate_size,
+        Kept.PRODUCTS: width * 2 * fed.width,
     }
     kept = {level: sum(added[below] for below in added if below <= level) for level in added}
     return BlockBytes(
@@ -74,7 +81,7 @@ def block_bytes(model: ModelConfig, width: int, tp: int, compiled: bool, input_w
         feed_forward=feed_forward,
         kept=kept | {Kept.ALL: attention + feed_forward},
         attention_gradients=width * 2 * (queries + keys),
-        feed_forward_gradients=width * (1 if compiled else 2) * model.intermediate_size,
+        feed_forward_gradients=width * ((1 if compiled else 2) * fed.width + tp * fed.copies * hidden),
     )
 
 
@@ -89,7 +96,9 @@ class LayerMemory:
         """Tokens of a micro-batch that the rank, or the tp group that it is in, works on."""
         self.hidden = width * model.hidden_size * self.tokens // sizes.tp
         """Bytes of the residual stream of one micro-batch on the rank."""
-        self._block = block_bytes(model, width, sizes.tp, computation.compiled, input_bytes(computation))
+        compiled, inputs = computation.compiled, input_bytes(computation)
+        self._blocks = [block_bytes(model, width, sizes.tp, compiled, inputs, n) for n in range(model.layers)]
+        self._whole = [feed_forward_costs(model, layer).copies > 0 for layer in range(model.layers)]
         kinds = build_attention(stage.attention, model.head_width)
         batch = MicroBatch(width, stage.seq_len, self.tokens, sizes.cp)
         costs = [kind.costs(model).token_bytes(batch) for kind in kinds]
@@ -98,10 +107,13 @@ class LayerMemory:
         # What a kind gathers of other ranks' tokens is kept like its own activations, for each of this rank's tokens.
         others = sizes.cp - 1
         self._own = [cost.activations + others * (cost.gathered or 0) for cost in costs]
+        for layer, gates in enumerate(map(model.gates, range(model.layers))):
+            # The sigmoid, and what the output projection is given instead of the attention's output.
+            self._own[layer] += width * (gates + model.heads * model.head_width) * (gates > 0)
 
     def kept(self, layer: int, kept: Kept) -> int:
         """Bytes that a layer keeps from its forward pass to its backward pass, on the GPU or its host."""
-        found = self._block.kept[kept] + (self._saved[layer] if kept >= Kept.ATTENTION else 0)
+        found = self._blocks[layer].kept[kept] + (self._saved[layer] if kept >= Kept.ATTENTION else 0)
         return self._on_rank(found + (self._own[layer] if kept is Kept.ALL else 0))
 
     def sent(self, layer: int, activations: LayerActivations) -> int:
@@ -116,7 +128,7 @@ class LayerMemory:
         A compiled block recomputes for its feed-forward what that needs; without torch.compile a block is recomputed
         as a whole before its backward pass.
         """
-        block = self._block
+        block = self._blocks[layer]
         kept = layers[layer].kept
         recomputed = max((self._own[one] for one in work.layers if layers[one].kept < Kept.ALL), default=0)
         kinds = self._saved[layer] + (self._own[layer] if kept is Kept.ALL else recomputed)
@@ -124,14 +136,14 @@ class LayerMemory:
         feed_forward = self._on_rank(block.feed_forward)
         if self._compiled and kept < Kept.ALL:
             before = block.kept[min(kept, Kept.PROJECTIONS)] + (self._saved[layer] if kept >= Kept.ATTENTION else 0)
-            return self._on_rank(before) + round(self._fed_at_once(kept) * feed_forward), attention
+            return self._on_rank(before) + round(self._fed_at_once(kept, layer) * feed_forward), attention
         return attention + feed_forward, attention
 
-    def feed_forward_gradients(self, kept: Kept) -> int:
+    def feed_forward_gradients(self, kept: Kept, layer: int) -> int:
         """Gradients inside the feed-forward of a layer that keeps this; in parts, a part's gradient of its input is
         added to those of the parts before."""
-        at_once = self._fed_at_once(kept)
-        inside = round(at_once * self._on_rank(self._block.feed_forward_gradients))
+        at_once = self._fed_at_once(kept, layer)
+        inside = round(at_once * self._on_rank(self._blocks[layer].feed_forward_gradients))
         return inside + (self.hidden if at_once < 1 else 0)
 
     def attention_gradients(self, layer: int, heads_at_once: float) -> int:
@@ -139,13 +151,14 @@ class LayerMemory:
         at once; and a compiled block's upstream gradient, which exists until its backward pass ends."""
         workspace = round(heads_at_once * self._workspace[layer])
         upstream = self.hidden if self._compiled else 0
-        return upstream + self._on_rank(self._block.attention_gradients + workspace)
+        return upstream + self._on_rank(self._blocks[layer].attention_gradients + workspace)
 
     def _on_rank(self, bytes_per_token: int) -> int:
         return bytes_per_token * self.tokens // self._tp
 
-    def _fed_at_once(self, kept: Kept) -> float:
-        """Share of a rank's rows that the feed-forward of a compiled block takes at once (parallel/activations.py)."""
-        if not self._compiled or kept >= Kept.PRODUCTS:
+    def _fed_at_once(self, kept: Kept, layer: int) -> float:
+        """Share of a rank's rows that the feed-forward of a compiled block takes at once (parallel/activations.py);
+        experts take all."""
+        if not self._compiled or self._whole[layer] or kept >= Kept.PRODUCTS:
             return 1.0
         return min(1.0, FEED_FORWARD_ROWS * self._tp / self.tokens)

@@ -239,7 +239,7 @@ class RankMoments:
         yield at(
             f"{name} feed-forward",
             activations=kept + feed_forward,
-            working=self._passing + reduced + self._memory.feed_forward_gradients(layers[layer].kept),
+            working=self._passing + reduced + self._memory.feed_forward_gradients(layers[layer].kept, layer),
         )
         yield at(
             f"{name} attention",

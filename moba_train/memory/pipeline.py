@@ -13,8 +13,9 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import ParallelConfig
 from moba_train.config.stages import Stage
 from moba_train.memory.flops import layer_flops, repeated_flops
+from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.model.part import ModelPart
-from moba_train.model.spec import attention_matrices, feed_forward_matrices
+from moba_train.model.spec import attention_matrices
 from moba_train.parallel.activations import Kept, LayerActivations
 from moba_train.parallel.pipeline.model import balanced_split, model_parts, number_of_parts, rank_part
 
@@ -42,10 +43,11 @@ def _layer_costs(
     model: ModelConfig, stage: Stage, lengths: Sequence[int], layers: Sequence[LayerActivations]
 ) -> list[float]:
     """Operations of each layer for each token of documents of these lengths, forward, backward, and repeated."""
-    matrices = 6 * (attention_matrices(model) + feed_forward_matrices(model))
+    matrices = [6 * (attention_matrices(model, n) + feed_forward_costs(model, n).active) for n in range(model.layers)]
     by_kind = {layer: layer_flops(model, layer, lengths) / sum(lengths) for layer in dict.fromkeys(stage.attention)}
     repeated = [repeated_flops(model, stage, index, layer.kept) for index, layer in enumerate(layers)]
-    return [matrices + by_kind[kind] + more for kind, more in zip(stage.attention, repeated, strict=True)]
+    parts = zip(matrices, stage.attention, repeated, strict=True)
+    return [products + by_kind[kind] + more for products, kind, more in parts]
 
 
 def _output_cost(model: ModelConfig) -> float:

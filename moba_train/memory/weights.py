@@ -79,9 +79,11 @@ def rank_weights(
     counts = spec.counts
     width = computation.width
     inner, ends = _numbers(spec, work)
-    total = -(-(inner + ends) // sizes.tp)
+    # Of experts that other ranks of an ep group have; FSDP's shards are as large without them, of fewer ranks.
+    away = {layer: spec.blocks[layer].separate * (parallel.ep - 1) // parallel.ep for layer in work.layers}
+    total = -(-(inner + ends - sum(away.values())) // sizes.tp)
     ends //= sizes.tp
-    blocks = {layer: spec.blocks[layer].parameters // sizes.tp for layer in work.layers}
+    blocks = {layer: (spec.blocks[layer].parameters - away[layer]) // sizes.tp for layer in work.layers}
     head = width * model.vocab_size * model.hidden_size if work.part.has_output else 0
     one_unit = is_one_unit(counts.total, sizes)
     head_unit = has_head_unit(model.tie_embeddings, sizes) and not one_unit

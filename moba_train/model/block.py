@@ -1,4 +1,4 @@
-"""A block of the model: attention and feed-forward.
+"""A block of the model: attention and feed-forward, with the norms, gates and sinks that its layer has.
 
 Shape suffixes: T packed tokens, D hidden size, H query heads, K key/value heads, d head width.
 """
@@ -13,19 +13,41 @@ from torch import Tensor, nn
 from moba_train.attention.engine import LOCAL_ENGINE, Engine
 from moba_train.attention.kind import AttentionKind, LayerInput, SublayerInput, TwoSublayers
 from moba_train.attention.layout import Layout
-from moba_train.config.model import ModelConfig
+from moba_train.config.model import LayerRope, ModelConfig
+from moba_train.model.feed_forward import RegisteredFeedForward, build_feed_forward
 from moba_train.model.rope import apply_rope, rope_cos_sin
 
 
-class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream; a kind may have a sublayer between."""
+class CenteredRMSNorm(nn.RMSNorm):
+    """RMSNorm whose weight is added to 1, computed in float32 (Gemma)."""
 
-    def __init__(self, config: ModelConfig, kind_parameters: Mapping[str, nn.Module]) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, 1 + self.weight.to(dtype), self.eps).to(x.dtype)
+
+
+def norm_of(config: ModelConfig, width: int) -> nn.RMSNorm:
+    """A norm of the model over vectors of this width."""
+    return (CenteredRMSNorm if config.centered_norms else nn.RMSNorm)(width, config.norm_eps)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised and added to the residual stream; a kind may have a sublayer
+    between."""
+
+    def __init__(self, config: ModelConfig, layer: int, kind_parameters: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, kind_parameters)
-        self.feed_forward_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+
+        def norm(where: str) -> nn.Module:
+            return norm_of(config, config.hidden_size) if config.norms in (where, "both") else nn.Identity()
+
+        self.attention_norm = norm("pre")
+        self.attention = Attention(config, layer, kind_parameters)
+        self.attention_post_norm = norm("post")
+        self.feed_forward_norm = norm("pre")
+        self.feed_forward = build_feed_forward(config, layer)
+        self.feed_forward_post_norm = norm("post")
+        self.residual_scale = config.residual_scale
         self.feed_forward_rows: int | None = None
         """Rows that the feed-forward takes at once; None: all."""
 
@@ -37,9 +59,13 @@ class Block(nn.Module):
         if kind is None or not kind.name:
             raise RuntimeError("no attention kind set: call Transformer.set_attention first")
         update_TD, auxiliary_T = self.attention(self.attention_norm(x_TD), cos, sin, layout)
-        x_TD = x_TD + update_TD
+        x_TD = self._sum(x_TD, self.attention_post_norm(update_TD))
         if isinstance(kind, TwoSublayers):
             x_TD = x_TD + self.attention.second_sublayer(x_TD, cos, sin, layout)
+        if isinstance(self.feed_forward, RegisteredFeedForward):
+            update_TD, own_T = self.feed_forward(self.feed_forward_norm(x_TD))
+            found = [loss_T for loss_T in (auxiliary_T, own_T) if loss_T is not None]
+            return self._sum(x_TD, self.feed_forward_post_norm(update_TD)), sum(found[1:], found[0]) if found else None
         rows = self.feed_forward_rows or len(x_TD)
         if len(x_TD) <= rows:
             return self._with_feed_forward(x_TD), auxiliary_T
@@ -47,13 +73,16 @@ class Block(nn.Module):
         return torch.cat([self._with_feed_forward(part) for part in x_TD.split(rows)]), auxiliary_T
 
     def _with_feed_forward(self, x_TD: Tensor) -> Tensor:
-        return x_TD + self.feed_forward(self.feed_forward_norm(x_TD))
+        return self._sum(x_TD, self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x_TD))))
+
+    def _sum(self, x_TD: Tensor, update_TD: Tensor) -> Tensor:
+        return x_TD + (update_TD if self.residual_scale == 1 else self.residual_scale * update_TD)
 
 
 class Attention(nn.Module):
     """Grouped-query projections around an attention kind; the kind and the engine that runs it are set from outside."""
 
-    def __init__(self, config: ModelConfig, kind_parameters: Mapping[str, nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kind_parameters: Mapping[str, nn.Module]) -> None:
         super().__init__()
         width = config.head_width
         bias = config.qkv_bias
@@ -62,24 +91,44 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.kv_heads * width, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, config.kv_heads * width, bias=bias)
         self.o_proj = nn.Linear(config.heads * width, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
+        self._norms_all_heads = config.qk_norm == "all_heads"
+        together = (config.heads, config.kv_heads) if self._norms_all_heads else (1, 1)
+        norms = [norm_of(config, heads * width) if config.qk_norm else nn.Identity() for heads in together]
+        self.q_norm, self.k_norm = norms
+        self._q_scale = 1.0 if config.attention_scale is None else config.attention_scale * width**0.5
+        """Factor on queries: kernels multiply scores by head_dim ** -0.5."""
+        if gates := config.gates(layer):
+            self.output_gate = nn.Linear(config.hidden_size, gates, bias=False)
+        if config.has_sink(layer):
+            self.sink = Sink(config.heads)
         for name, module in kind_parameters.items():
             self.add_module(name, module)
         self.kind: AttentionKind | None = None
         self.engine: Engine = LOCAL_ENGINE
-        self.rope = config.rope
+        self.rope: LayerRope = config.rope
 
     def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """The layer's output [T, D] and, for kinds that have one, the auxiliary loss of each token, float32 [T]."""
         assert self.kind is not None
-        q_THd = self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
-        k_TKd = self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim)))
+        q_THd = self._normalised(self.q_norm, self.q_proj(x_TD))
+        k_TKd = self._normalised(self.k_norm, self.k_proj(x_TD))
         v_TKd = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+        if self._q_scale != 1:
+            q_THd = self._q_scale * q_THd
         rotate = partial(apply_rope, cos=cos, sin=sin)
-        layer = LayerInput(x_TD, q_THd, k_TKd, v_TKd, rotate, layout, self.engine, self._rotate_at)
-        out_THd, auxiliary_T = self.kind.mix(layer, self._modules.get(self.kind.name))
+        modules = self._modules
+        sink = (self.sink(),) if "sink" in modules else ()
+        layer = LayerInput(x_TD, q_THd, k_TKd, v_TKd, rotate, layout, self.engine, self._rotate_at, sink)
+        out_THd, auxiliary_T = self.kind.mix(layer, modules.get(self.kind.name))
+        if "output_gate" in modules:
+            gates_THg = self.output_gate(x_TD).unflatten(-1, (out_THd.shape[1], -1))
+            out_THd = out_THd * gates_THg.sigmoid()
         return self.o_proj(out_THd.flatten(1)), auxiliary_T
+
+    def _normalised(self, norm: nn.Module, x_TD: Tensor) -> Tensor:
+        if self._norms_all_heads:
+            return norm(x_TD).unflatten(-1, (-1, self.head_dim))
+        return norm(x_TD.unflatten(-1, (-1, self.head_dim)))
 
     def second_sublayer(self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         """The update [T, D] of the residual stream by the second sublayer of a kind that has one."""
@@ -91,14 +140,14 @@ class Attention(nn.Module):
         return apply_rope(x_nHd, *rope_cos_sin(positions_n, self.rope, x_nHd.shape[-1]))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+class Sink(nn.Module):
+    """A logit of each head that joins its softmax without a value: heads may attend to nothing (OpenAI 2025,
+    arXiv:2508.10925, section 2)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.weight = nn.Parameter(torch.zeros(heads))
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+    def forward(self) -> Tensor:
+        """The logits [H]."""
+        return self.weight

@@ -41,7 +41,8 @@ def _kind(layer: LayerAttention, head_dim: int) -> AttentionKind:
 
 @torch.no_grad()
 def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] = ("",)) -> None:
-    """Fill every parameter in place: norms 1, biases 0, matrices normal with the config's `init_std`.
+    """Fill every parameter in place: norms 1 (centred ones 0), biases, buffers and sinks 0, matrices normal with the
+    config's `init_std`.
 
     prefixes: only the parameters whose names begin with one of them.
 
@@ -50,18 +51,24 @@ def initialize_weights(model: Transformer, seed: int, prefixes: Collection[str] 
     own generator, seeded by its name, and is drawn in full before it is cut into shards: the same seed gives the same
     weights on any number of ranks. Parameters may be plain tensors or DTensors, never on "meta".
     """
+    for name, buffer in model.named_buffers():
+        if name.startswith(tuple(prefixes)):
+            buffer.zero_()
     for name, parameter in model.named_parameters():
         if not name.startswith(tuple(prefixes)):
             continue
         own = _kind_values(parameter, name, seed)
         if own is not None:
             _copy_full(parameter, own)
-        elif name.endswith(".bias"):
-            nn.init.zeros_(parameter)
         elif parameter.dim() == 1:
-            nn.init.ones_(parameter)
+            nn.init.constant_(parameter, _initial_vector(model, name))
         else:
-            _copy_full(parameter, _draw_normal(parameter, _initial_std(model, name), name, seed))
+            _copy_full(parameter, drawn_normal(parameter, _initial_std(model, name), name, seed))
+
+
+def _initial_vector(model: Transformer, name: str) -> float:
+    centered = model.config.centered_norms and "norm." in name and not kind_of_parameter(name)
+    return 0.0 if centered or name.endswith((".bias", "attention.sink.weight")) else 1.0
 
 
 def _initial_std(model: Transformer, name: str) -> float:
@@ -81,7 +88,8 @@ def _kind_values(like: Tensor, name: str, seed: int) -> Tensor | None:
     return None
 
 
-def _draw_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
+def drawn_normal(like: Tensor, std: float, name: str, seed: int) -> Tensor:
+    """First values of the parameter of this name, normal, shaped as `like`."""
     generator = _generator(like, name, seed)
     return torch.empty(like.shape, dtype=like.dtype, device=like.device).normal_(0.0, std, generator=generator)
 

@@ -20,8 +20,9 @@ MOST_CHUNK_TOKENS = 1 << 15
 
 LossTokens = tuple[Tensor, Tensor, Tensor]
 """Labels int64 [n], the rows that they belong to int64 [n], and their weights float32 [n]."""
-ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Weighted sum of the losses of hidden states [n, D] by a weight [V, D], labels int64 [n] and weights float32 [n]."""
+ChunkLoss = Callable[..., Tensor]
+"""Weighted sum of the losses of hidden states [n, D] by a weight [V, D], labels int64 [n], weights float32 [n], and
+what else belongs to these rows."""
 
 
 class LossSums(NamedTuple):
@@ -94,19 +95,19 @@ def weighted_loss_sum(
     index_n: Tensor,
     weights_n: Tensor,
     of_chunk: ChunkLoss = chunk_loss,
+    further: tuple[Tensor, ...] = (),
 ) -> Tensor:
     """Sum of the weighted token losses (nats), a float32 scalar. The trainer gives weights that add up to one over all
     ranks: another factor of the sum would round the gradients once more, which are in the dtype of `hidden`.
 
-    hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden` that carry loss; labels int64 [n] and weights
-    float32 [n] belong to those rows. Differentiable in hidden and weight; logits never exist for all tokens.
+    hidden [T, D]; weight [V, D]; index int64 [n]: rows of `hidden` that carry loss; labels int64 [n], weights float32
+    [n] and `further` arguments of `of_chunk`, [n, ...], belong to those rows. Differentiable in hidden and weight;
+    logits never exist for all tokens.
     """
     if torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad):
-        return cast(Tensor, _LossSum.apply(hidden_TD, weight_VD, labels_n, index_n, weights_n, of_chunk))
-    total = hidden_TD.new_zeros((), dtype=torch.float32)
-    for index, *loss_on in _chunks(len(weight_VD), index_n, labels_n, weights_n):
-        total += of_chunk(hidden_TD.index_select(0, index), weight_VD, *loss_on)
-    return total
+        return cast(Tensor, _LossSum.apply(hidden_TD, weight_VD, labels_n, index_n, weights_n, of_chunk, *further))
+    chunks = _chunks(len(weight_VD), index_n, labels_n, weights_n, *further)
+    return torch.stack([of_chunk(hidden_TD.index_select(0, index), weight_VD, *loss) for index, *loss in chunks]).sum()
 
 
 def _chunks(vocab_size: int, *by_row: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -127,12 +128,13 @@ class _LossSum(torch.autograd.Function):
         index_n: Tensor,
         weights_n: Tensor,
         of_chunk: ChunkLoss,
+        *further: Tensor,
     ) -> Tensor:
-        total = hidden_TD.new_zeros((), dtype=torch.float32)
+        total = hidden_TD.new_zeros((), dtype=torch.promote_types(hidden_TD.dtype, torch.float32))
         hidden_needed, weight_needed, *_ = ctx.needs_input_grad
         dhidden_TD = torch.zeros_like(hidden_TD) if hidden_needed else None
         dweight_VD: Tensor | None = None
-        for index, *loss_on in _chunks(len(weight_VD), index_n, labels_n, weights_n):
+        for index, *loss_on in _chunks(len(weight_VD), index_n, labels_n, weights_n, *further):
             hidden_nD = hidden_TD.index_select(0, index).requires_grad_(hidden_needed)
             # A new leaf for each chunk, or the graph would reach back into the model.
             weight = weight_VD.detach().requires_grad_(weight_needed)
@@ -147,6 +149,7 @@ class _LossSum(torch.autograd.Function):
             if weight_needed:
                 dweight_VD = gradients.pop() if dweight_VD is None else dweight_VD.add_(gradients.pop())
         ctx.save_for_backward(dhidden_TD, dweight_VD)
+        ctx.others = [None] * (4 + len(further))
         return total
 
     @staticmethod
@@ -154,7 +157,7 @@ class _LossSum(torch.autograd.Function):
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         # Not in place: a pipeline may take the gradients of activations and of weights apart.
         gradients = (None if gradient is None else gradient * dtotal for gradient in ctx.saved_tensors)
-        return (*gradients, None, None, None, None)
+        return (*gradients, *ctx.others)
 
 
 @torch.no_grad()
@@ -168,4 +171,5 @@ def token_losses(hidden_TD: Tensor, weight_VD: Tensor, labels_n: Tensor, index_n
 
 
 def _cross_entropy(hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden_nD, weight_VD).float(), labels_n, reduction="none")
+    logits_nV = F.linear(hidden_nD, weight_VD).to(torch.promote_types(hidden_nD.dtype, torch.float32))
+    return F.cross_entropy(logits_nV, labels_n, reduction="none")

@@ -8,11 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from moba_train.config.model import RopeConfig
+from moba_train.config.model import LayerRope
 
 
-def rope_frequencies(config: RopeConfig, head_dim: int, device: torch.device | str | None = None) -> Tensor:
-    """Angle per position step, float64 [head_dim / 2]."""
+def rope_frequencies(config: LayerRope, head_dim: int, device: torch.device | str | None = None) -> Tensor:
+    """Angle per position step, float64 [r / 2], of the r dimensions of a head that turn."""
+    if config.fraction < 1:
+        head_dim = int(head_dim * config.fraction)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     frequencies = config.theta**-exponents
     if config.kind == "pi":
@@ -21,10 +23,10 @@ def rope_frequencies(config: RopeConfig, head_dim: int, device: torch.device | s
         return _interpolate(frequencies, config.factor, _yarn_ramp(config, head_dim, device))
     if config.kind == "llama3":
         return _interpolate(frequencies, config.factor, _llama3_ramp(config, frequencies))
-    return frequencies
+    return frequencies * (config.kind != "nope")
 
 
-def attention_factor(config: RopeConfig) -> float:
+def attention_factor(config: LayerRope) -> float:
     """Factor on rotated queries and keys: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (Peng et al. 2023, equation 15), 1 for
     all other embeddings."""
     return 0.1 * math.log(config.factor) + 1 if config.kind == "yarn" else 1.0
@@ -35,7 +37,7 @@ def _interpolate(frequencies: Tensor, factor: float, ramp: Tensor) -> Tensor:
     return frequencies * (1 - ramp) + frequencies / factor * ramp
 
 
-def _llama3_ramp(config: RopeConfig, frequencies: Tensor) -> Tensor:
+def _llama3_ramp(config: LayerRope, frequencies: Tensor) -> Tensor:
     """Ramp of `_interpolate`, float64 [head_dim / 2], by the turns of each frequency in the trained length, as in
     Llama 3.1's code."""
     assert config.original_seq_len is not None
@@ -43,7 +45,7 @@ def _llama3_ramp(config: RopeConfig, frequencies: Tensor) -> Tensor:
     return ((config.fast_turns - turns) / (config.fast_turns - config.beta_slow)).clamp(0, 1)
 
 
-def _yarn_ramp(config: RopeConfig, head_dim: int, device: torch.device | str | None) -> Tensor:
+def _yarn_ramp(config: LayerRope, head_dim: int, device: torch.device | str | None) -> Tensor:
     """Ramp of `_interpolate`, float64 [head_dim / 2]: 0 for fast frequencies, 1 for slow ones.
 
     Follows the authors' code and transformers, which round the ends of the ramp to integer indices and let it grow with
@@ -62,8 +64,8 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, device: torch.device | str | N
     return ((indices - low) / max(high - low, 1e-3)).clamp(0, 1)
 
 
-def rope_cos_sin(positions_T: Tensor, config: RopeConfig, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotation angles times the attention factor, each float32 [T, 1, head_dim / 2].
+def rope_cos_sin(positions_T: Tensor, config: LayerRope, head_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotation angles times the attention factor, each float32 [T, 1, r / 2].
 
     The angle is formed in float64: at position 10**6 a float32 product is off by up to 0.06 radians.
     """
@@ -73,7 +75,11 @@ def rope_cos_sin(positions_T: Tensor, config: RopeConfig, head_dim: int) -> tupl
 
 
 def apply_rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head of `x`; computed in float32 at least, returned in x's dtype."""
+    """Rotate the first 2 c dimensions of each head of `x`, with cos and sin [T, 1, c]; computed in float32 at least,
+    returned in x's dtype."""
+    width = 2 * cos.shape[-1]
+    if width < x_THD.shape[-1]:
+        return torch.cat((apply_rope(x_THD[..., :width], cos, sin), x_THD[..., width:]), dim=-1)
     # cos and sin that are rounded to bf16 would be off by up to a part in 512.
     dtype = torch.promote_types(x_THD.dtype, torch.float32)
     first, second = x_THD.to(dtype).chunk(2, dim=-1)

@@ -12,6 +12,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
+from moba_train.model.feed_forward import feed_forward_costs
 
 Shapes = Mapping[str, torch.Size]
 """Shapes of parameters by name."""
@@ -29,6 +30,13 @@ class ParameterCounts:
     """Output projection; 0 when it is tied to the embedding."""
     attention_kinds: int = 0
     """Parameters that attention kinds add to the layers."""
+    idle: int = 0
+    """Those of `feed_forward` that a token does not pass through: of experts that it does not choose."""
+
+    @property
+    def active(self) -> int:
+        """All parameters that a token passes through."""
+        return self.total - self.idle
 
     @property
     def total(self) -> int:
@@ -47,6 +55,8 @@ class BlockCounts(NamedTuple):
     parameters: int
     matrices: int
     """Parameters in the weights of linear layers (`optim.spec.block_matrices`)."""
+    separate: int = 0
+    """Parameters that expert parallelism divides."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +94,14 @@ def model_spec(config: ModelConfig, stages: Iterable[Sequence[LayerAttention]]) 
     }
     added = [nn.ModuleList(of_layer.values()) for of_layer in modules]
     counts = count_parameters(config, sum(_elements(of_layer) for of_layer in added))
-    own = count_parameters(config)
-    parameters = (own.attention + own.feed_forward + own.norms - config.hidden_size) // config.layers  # no last norm
-    matrices = attention_matrices(config) + feed_forward_matrices(config)
     blocks = tuple(
-        BlockCounts(parameters + _elements(of_layer), matrices + _linear_elements(of_layer)) for of_layer in added
+        BlockCounts(
+            sum(_block_parameters(config, layer)) + _elements(of_layer),
+            attention_matrices(config, layer) + costs.matrices + _linear_elements(of_layer),
+            costs.separate,
+        )
+        for layer, of_layer in enumerate(added)
+        for costs in [feed_forward_costs(config, layer)]
     )
     return ModelSpec(config, kinds, shapes, counts, blocks)
 
@@ -119,26 +132,38 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
     attention_kinds: parameters that attention kinds add, over all layers.
     """
     vocabulary = model.vocab_size * model.hidden_size
-    biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
-    head_norms = 2 * model.head_width if model.qk_norm else 0
+    attention, feed_forward, norms = (
+        sum(part) for part in zip(*(_block_parameters(model, layer) for layer in range(model.layers)), strict=True)
+    )
+    fed = [feed_forward_costs(model, layer) for layer in range(model.layers)]
     return ParameterCounts(
         embedding=vocabulary,
-        attention=model.layers * (attention_matrices(model) + biases),
-        feed_forward=model.layers * feed_forward_matrices(model),
-        norms=model.layers * (2 * model.hidden_size + head_norms) + model.hidden_size,
+        attention=attention,
+        feed_forward=feed_forward,
+        norms=norms + model.hidden_size,
         output=0 if model.tie_embeddings else vocabulary,
         attention_kinds=attention_kinds,
+        idle=sum(costs.parameters - costs.active for costs in fed),
     )
 
 
-def attention_matrices(model: ModelConfig) -> int:
-    """Weights of one layer's query, key, value and output projections, without biases."""
-    return 2 * model.hidden_size * (model.heads + model.kv_heads) * model.head_width
+def _block_parameters(model: ModelConfig, layer: int) -> tuple[int, int, int]:
+    """Parameters of a layer's attention, feed-forward and norms, without those of attention kinds."""
+    biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
+    normed_heads = {False: 0, True: 2, "all_heads": model.heads + model.kv_heads}[model.qk_norm]
+    return (
+        attention_matrices(model, layer) + biases + model.heads * model.has_sink(layer),
+        feed_forward_costs(model, layer).parameters,
+        (4 if model.norms == "both" else 2) * model.hidden_size + normed_heads * model.head_width,
+    )
 
 
-def feed_forward_matrices(model: ModelConfig) -> int:
-    """Weights of one layer's SwiGLU: gate, up and down projection."""
-    return 3 * model.hidden_size * model.intermediate_size
+def attention_matrices(model: ModelConfig, layer: int | None = None) -> int:
+    """Weights of a layer's query, key, value and output projections and of its output gate, without biases; None: mean
+    of all layers."""
+    layers = range(model.layers) if layer is None else (layer,)
+    gates = sum(map(model.gates, layers)) // len(layers)
+    return model.hidden_size * (2 * (model.heads + model.kv_heads) * model.head_width + gates)
 
 
 def kind_prefix(layer: int, kind: str) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from moba_train.attention.engine import Engine
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import Layout
-from moba_train.config.model import ModelConfig, RopeConfig
-from moba_train.model.block import Attention, Block
+from moba_train.config.model import LayerRope, ModelConfig, RopeConfig
+from moba_train.model.block import Attention, Block, norm_of
 from moba_train.model.loss import (
     ChunkLoss,
     LossSums,
@@ -24,6 +24,7 @@ from moba_train.model.loss import (
     token_losses,
     weighted_loss_sum,
 )
+from moba_train.model.objective import Objective
 from moba_train.model.rope import rope_cos_sin
 
 T = TypeVar("T")
@@ -41,17 +42,19 @@ class Transformer(nn.Module):
         """kind_parameters: for each layer, the parameter modules of its attention kinds by the kind's name."""
         super().__init__()
         self.config = config
-        self.rope = config.rope
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList()
         for layer in range(config.layers):
-            self.blocks.append(Block(config, kind_parameters[layer] if kind_parameters else {}))
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+            self.blocks.append(Block(config, layer, kind_parameters[layer] if kind_parameters else {}))
+        self.norm = norm_of(config, config.hidden_size)
+        self.set_rope(config.rope)
         tied = config.tie_embeddings
         self.output = None if tied else OutputProjection(config.hidden_size, config.vocab_size, bias=False)
         self.gather_output_weight: Callable[[Tensor], Tensor] | None = None
         """Makes the output projection's whole weight of this rank's part of it (parallel/tensor.py)."""
         self.chunk_loss: ChunkLoss = chunk_loss
+        self.objective: Objective | None = None
+        """Minimised instead of the cross entropy; set from outside, may change between steps."""
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, rows_n: Tensor | None = None) -> Tensor:
         """Logits [n, V] of the rows `rows_n` (all when None), in the compute dtype. tokens, positions int64 [T]."""
@@ -60,8 +63,10 @@ class Transformer(nn.Module):
 
     def loss(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> LossSums:
         """Weighted sums of the losses of the rows in `loss_tokens`, with gradient."""
+        objective = self.objective
+        prepared = () if objective is None else objective.prepare(self, loss_tokens[1], tokens_T, positions_T, layout)
         hidden_TD, auxiliary = self.hidden(tokens_T, positions_T, layout)
-        loss = self.loss_sum(hidden_TD, loss_tokens)
+        loss = self.loss_sum(hidden_TD, loss_tokens, prepared)
         return LossSums(loss, auxiliary_sums(auxiliary, loss_tokens))
 
     def token_losses(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, loss_tokens: LossTokens) -> Tensor:
@@ -71,18 +76,34 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout) -> tuple[Tensor, list[Tensor | None]]:
         """Normalised residual stream after the last block, [T, D], and the auxiliary losses of each layer, [T]."""
-        x_TD, auxiliary = self.run_blocks(self.blocks, self.embedding(tokens_T), positions_T, layout)
-        return self.norm(x_TD), auxiliary
+        x_TD, auxiliary = self.run_blocks(self.blocks, self.embed(tokens_T), positions_T, layout)
+        return self.normalised(x_TD), auxiliary
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """The residual stream before the first block, [T, D]."""
+        scale = self.config.embedding_scale
+        x_TD: Tensor = self.embedding(tokens_T)
+        return x_TD if scale == 1 else scale * x_TD
+
+    def normalised(self, x_TD: Tensor) -> Tensor:
+        """Normalised residual stream [T, D] after the last block, as logits, scaled, are made of it."""
+        divisor = self.config.logits_divisor
+        x_TD = self.norm(x_TD)
+        return x_TD if divisor == 1 else x_TD / divisor
 
     def run_blocks(
         self, blocks: Iterable[nn.Module], x_TD: Tensor, positions_T: Tensor, layout: Layout
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Residual stream after these blocks, [T, D], given the one before them, and their auxiliary losses, [T]."""
-        # Once for all blocks, from positions instead of a table: a document may be as long as the sequence.
-        cos, sin = rope_cos_sin(positions_T, self.rope, self.config.head_width)
+        # Once for all blocks with one embedding, from positions instead of a table: a document may be as long as the
+        # sequence.
+        angles: dict[LayerRope, tuple[Tensor, Tensor]] = {}
         auxiliary: list[Tensor | None] = []
         for block in blocks:
-            x_TD, auxiliary_T = block(x_TD, cos, sin, layout)
+            rope = cast(Block, block).attention.rope
+            if rope not in angles:
+                angles[rope] = rope_cos_sin(positions_T, rope, self.config.head_width)
+            x_TD, auxiliary_T = block(x_TD, *angles[rope], layout)
             auxiliary.append(auxiliary_T)
         return x_TD, auxiliary
 
@@ -92,10 +113,12 @@ class Transformer(nn.Module):
         hidden_nD = hidden_TD if rows_n is None else hidden_TD[rows_n]
         return self._with_output_weight(partial(F.linear, hidden_nD))
 
-    def loss_sum(self, hidden_TD: Tensor, loss_tokens: LossTokens) -> Tensor:
-        """Weighted sum of the losses of the rows in `loss_tokens`, from the normalised residual stream."""
+    def loss_sum(self, hidden_TD: Tensor, loss_tokens: LossTokens, prepared: tuple[Tensor, ...] = ()) -> Tensor:
+        """Weighted sum of the losses of the rows in `loss_tokens`, from the normalised residual stream; that of the
+        objective for what it has `prepared`."""
+        of_chunk = self.objective.of_chunk if self.objective is not None and prepared else self.chunk_loss
         return self._with_output_weight(
-            lambda weight_VD: weighted_loss_sum(hidden_TD, weight_VD, *loss_tokens, of_chunk=self.chunk_loss)
+            lambda weight_VD: weighted_loss_sum(hidden_TD, weight_VD, *loss_tokens, of_chunk, prepared)
         )
 
     def losses(self, hidden_TD: Tensor, loss_tokens: LossTokens) -> Tensor:
@@ -126,9 +149,8 @@ class Transformer(nn.Module):
 
     def set_rope(self, rope: RopeConfig) -> None:
         """Set the rotary embedding of all blocks; may change between steps."""
-        self.rope = rope
-        for attention, _ in self._attentions([None] * self.config.layers):
-            attention.rope = rope
+        for attention, of_layer in self._attentions(rope.by_layer(self.config.layers)):
+            attention.rope = of_layer
 
     def attention_kinds(self) -> list[AttentionKind]:
         """The attention kind of every block here, first to last."""

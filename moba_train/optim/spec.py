@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from moba_train.config.base import Section
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.stages import Stage
+from moba_train.model.feed_forward import MatrixStack
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -52,11 +53,13 @@ class OptimizerSpec:
 def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of the linear layers in the blocks, by name: matrices that multiply an input.
 
-    Those of attention kinds count too. Embedding, output projection, norms, biases, convolutions, positions and stacks
-    of small matrices are none of them. Each projection is a module of its own, so queries, keys, values, gate and up
-    are separate matrices, each with all heads or columns.
+    Those of attention kinds count too, and stacks of them (`MatrixStack`), [n, rows, columns]. Embedding, output
+    projection, norms, biases, convolutions, positions and other stacks of small matrices are none of them. Each
+    projection is a module of its own, so queries, keys, values, gate and up are separate matrices, each with all heads
+    or columns.
     """
-    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kinds = (nn.Linear, MatrixStack)
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
     return {name: weight for name, weight in model.named_parameters() if name in linears and name.startswith("blocks.")}
 
 

@@ -22,10 +22,11 @@ from moba_train.attention.layout import Layout
 from moba_train.attention.operators import SAVED_OPERATORS
 from moba_train.config.model import ModelConfig
 from moba_train.model.block import Block
+from moba_train.model.feed_forward import RegisteredFeedForward, feed_forward_costs
 from moba_train.model.part import of_own_layers
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.offload import HostMemory
-from moba_train.torch_private import reduce_scatter, scaled_mm
+from moba_train.torch_private import grouped_mm, reduce_scatter, scaled_mm
 
 BlockResult = tuple[Tensor, Tensor | None]
 
@@ -117,8 +118,9 @@ class BlockForward:
         return self.host_memory.holding_rows(len(x_TD), (*self._block.parameters(), *shared))
 
 
-def wrap_blocks(model: Transformer, compiled: bool) -> None:
-    """Let `set_activations` decide what the blocks of `model` keep; with `compiled`, compile them as well."""
+def wrap_blocks(model: Transformer, compiled: bool, ep: int = 1) -> None:
+    """Let `set_activations` decide what the blocks of `model` keep; with `compiled`, compile them as well. Those
+    with experts that `ep` ranks divide are not compiled: each call of them waits for numbers of tokens."""
     contexts = {kept: partial(_contexts, kept, model.config) for kept in Kept}
 
     def recomputed(block: Block, kept: Kept, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> BlockResult:
@@ -128,12 +130,12 @@ def wrap_blocks(model: Transformer, compiled: bool) -> None:
         found = checkpoint(Block.forward, *inputs, use_reentrant=False, context_fn=contexts[kept])
         return cast(BlockResult, found)
 
-    plain: Callable[..., BlockResult] = Block.forward
+    forms: dict[bool, tuple[Callable[..., BlockResult], ...]] = {False: (Block.forward, recomputed)}
     if compiled:
-        plain = torch.compile(plain)
-        recomputed = torch.compile(recomputed)
+        forms[True] = (torch.compile(Block.forward), torch.compile(recomputed))
     for block in _blocks(model):
-        block.forward = BlockForward(block, plain, recomputed)  # type: ignore[method-assign]  # as torch's wrappers do
+        is_compiled = compiled and (ep == 1 or not isinstance(block.feed_forward, RegisteredFeedForward))
+        block.forward = BlockForward(block, *forms[is_compiled])  # type: ignore[method-assign]  # as torch's wrappers do
 
 
 def set_activations(model: Transformer, layers: Sequence[LayerActivations], device: torch.device) -> None:
@@ -161,12 +163,16 @@ def _contexts(kept: Kept, model: ModelConfig) -> Any:
     return create_selective_checkpoint_contexts(_policy(kept, model))
 
 
+ALWAYS_SAVED: set[Any] = set()
+"""Operators whose results are kept whatever a block keeps, because they must not be computed twice."""
+
 _WEIGHT_ARGUMENT = {
     torch.ops.aten.mm.default: 1,
     torch.ops.aten.addmm.default: 2,
     scaled_mm: 1,
+    grouped_mm: 1,
 }
-"""Matrix products with weights, bf16 and FP8, and where in their arguments the transposed weight is."""
+"""Matrix products with weights, bf16, FP8 and grouped, and where in their arguments the transposed weight is."""
 
 
 def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
@@ -180,8 +186,11 @@ def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
     which resolve/warnings.py warns.
     """
     sums: Counter[bool] = Counter()
+    inner = {width for layer in range(model.layers) for width in feed_forward_costs(model, layer).widths}
 
     def is_kept(operator: Any, arguments: Sequence[Any], is_recompute: bool) -> bool:
+        if operator in ALWAYS_SAVED:
+            return True
         if operator in SAVED_OPERATORS:
             return kept >= Kept.ATTENTION
         # Tensor parallelism keeps what a projection returns, the sum over its ranks; the order in which they come tells
@@ -192,10 +201,10 @@ def _policy(kept: Kept, model: ModelConfig) -> Callable[..., CheckpointPolicy]:
         if operator not in _WEIGHT_ARGUMENT:
             return False
         weight = arguments[_WEIGHT_ARGUMENT[operator]]
-        rows, columns = weight.shape
-        if (rows, columns) == (model.hidden_size, model.intermediate_size):
+        rows, columns = weight.shape[-2:]
+        if rows == model.hidden_size and columns in inner:
             return kept >= Kept.PRODUCTS
-        if rows == model.intermediate_size or _rows_are_split(weight):
+        if rows in inner or _rows_are_split(weight):
             return False
         return kept >= Kept.PROJECTIONS
 

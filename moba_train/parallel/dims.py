@@ -4,6 +4,7 @@ No other file computes ranks. They are numbered row by row over the dimensions o
 of a tp group are neighbours, and a cp group spans as few nodes as it can.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,13 +13,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moba_train.config.mesh import MeshSizes
-from moba_train.parallel.world import World
+from moba_train.parallel.world import World, gather_over_ranks
 
 SHARD = "dp_shard_cp"
 """The mesh dimension that parameters, gradients and optimizer state are sharded over: dp_shard x cp, cp innermost."""
 
 _MESH = {"pp": ("pp",), "dp_replicate": ("dp_replicate",), SHARD: ("dp_shard", "cp"), "tp": ("tp",)}
 """The dimensions of the DeviceMesh, outermost first, each with the dimensions of `MeshSizes` that it is made of."""
+_EXPERT_MESH = {"pp": ("pp",), "dp_replicate": ("dp_replicate",), "experts_shard": ("dp_shard",)}
+_EXPERT_MESH |= {"ep": ("cp",), "tp": ("tp",)}
+"""That of experts, of `MeshSizes` with dp_shard x cp divided otherwise."""
+_SHARDED = (SHARD, "experts_shard")
 
 
 def coordinates(sizes: MeshSizes, rank: int) -> MeshSizes:
@@ -73,11 +78,16 @@ class ParallelDims:
     one stage. All groups have the run's timeout and are kept.
     """
 
-    def __init__(self, sizes: MeshSizes, world: World) -> None:
+    def __init__(self, sizes: MeshSizes, world: World, ep: int = 1) -> None:
+        """ep: neighbours among the ranks of dp_shard x cp that expert parallelism divides experts over."""
         assert sizes.ranks == world.size, "config.mesh fits the sizes to the world"
         self.sizes = sizes
         self.world = world
-        self.mesh = self._build_mesh()
+        self.ep = ep
+        self.mesh = self._build_mesh(sizes, _MESH)
+        if ep > 1:
+            self.expert_mesh = self._build_mesh(sizes._replace(dp_shard=sizes.shards // ep, cp=ep), _EXPERT_MESH)
+            """The mesh (pp, dp_replicate, experts_shard, ep, tp): dp_shard_cp in two, only with expert parallelism."""
         parts = rank_groups(sizes, "dp_replicate", "dp_shard", "cp", "tp")
         self.layers_group = self._new_group(parts) if len(parts) > 1 else _default_group()
         """All ranks that hold shards of this rank's layers; without pipeline parallelism, all ranks."""
@@ -111,13 +121,13 @@ class ParallelDims:
             self._cp_groups[sizes.cp] = self._new_group(rank_groups(sizes, "cp"))
         return StageDims(sizes, self.world.rank, self._cp_groups[sizes.cp] if sizes.cp > 1 else None)
 
-    def _build_mesh(self) -> DeviceMesh:
-        """The DeviceMesh (pp, dp_replicate, dp_shard_cp, tp), where all but dp_shard_cp are left out when they have one
-        rank: over dp_replicate, FSDP2 would all-reduce the gradients of each layer, with one copy too."""
-        groups = {name: rank_groups(self.sizes, *dimensions) for name, dimensions in _MESH.items()}
+    def _build_mesh(self, sizes: MeshSizes, named: Mapping[str, Sequence[str]]) -> DeviceMesh:
+        """The DeviceMesh of the `named` dimensions, where those of one rank are left out that no weight must be sharded
+        over: over dp_replicate, FSDP2 would all-reduce the gradients of each layer, with one copy too."""
+        groups = {name: rank_groups(sizes, *dimensions) for name, dimensions in named.items()}
         # On a CPU a step of a tiny model takes 0.94 of its time without dp_replicate (benchmarks/LOG.md, "Host time of
         # small models").
-        kept = {name: found for name, found in groups.items() if name == SHARD or len(found[0]) > 1}
+        kept = {name: found for name, found in groups.items() if name in _SHARDED or len(found[0]) > 1}
         ranks = torch.arange(self.world.size).view([len(found[0]) for found in kept.values()])
         # Not init_device_mesh, whose groups would have torch's default timeout.
         own = [self._new_group(found) if len(found) > 1 else _default_group() for found in kept.values()]
@@ -144,15 +154,9 @@ def hierarchical_groups(
     The group across holds the ranks with this rank's position in every node. `node_size`: consecutive ranks of `group`
     in one node. Collective over the whole world, also when it holds several context-parallel groups.
     """
-    all_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_ranks, dist.get_process_group_ranks(group))
-    own: dict[str, dist.ProcessGroup] = {}
-    # Every rank creates every group, in one order: `new_group` is a collective of the whole world.
-    for ranks in sorted(set(map(tuple, all_ranks))):
-        nodes = [ranks[first : first + node_size] for first in range(0, len(ranks), node_size)]
-        across = [ranks[position::node_size] for position in range(node_size)]
-        for kind, members in (*(("node", node) for node in nodes), *(("across", other) for other in across)):
-            created = dist.new_group(list(members), timeout=timeout)
-            if dist.get_rank() in members:
-                own[kind] = created
-    return own["node"], own["across"]
+    groups = sorted({*map(tuple, gather_over_ranks(dist.get_process_group_ranks(group)))})
+    nodes = [ranks[first : first + node_size] for ranks in groups for first in range(0, len(ranks), node_size)]
+    across = [ranks[position::node_size] for ranks in groups for position in range(node_size)]
+    # Every rank creates every group, in one order: it is a collective of the whole world.
+    own = [dist.new_subgroups_by_enumeration([*map(list, each)], timeout=timeout)[0] for each in (nodes, across)]
+    return own[0], own[1]

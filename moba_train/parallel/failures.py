@@ -120,7 +120,9 @@ class FailureReports:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._code_of_others: int | None = None
+        self.code_of_others: int | None = None
+        """Exit code of a rank that ended with an error of the user's which is its own, if this rank was waiting and has
+        reported; None if there is none."""
 
     def report(self, error: BaseException) -> str:
         """Reports that `error` ends this rank. Returns what is known about the others: ranks that ended with another
@@ -138,7 +140,7 @@ class FailureReports:
             account = self._account() if waited else self._first_own_error(mine)
         except (RuntimeError, OSError) as unreachable:
             return f"rank {self._rank} of {self._size} ended; the other ranks' reports cannot be read: {unreachable}"
-        self._code_of_others = account.code
+        self.code_of_others = account.code
         lines = []
         if operation := _collective(error):
             limit = self._timeout.total_seconds()
@@ -159,11 +161,6 @@ class FailureReports:
             return self._store.add(f"moba_train/said/{digest}", 1) > 1
         except (RuntimeError, OSError):
             return False
-
-    def code_of_others(self) -> int | None:
-        """Exit code of a rank that ended with an error of the user's which is its own, if this rank was waiting and has
-        reported; None if there is none."""
-        return self._code_of_others
 
     def _account(self) -> _Account:
         """The account of the first rank that waited. A rank that it did not wait for, or that waits for it in

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from moba_train.data.batch import Batch
+from moba_train.model.feed_forward import count_tokens
 from moba_train.model.loss import LossSums
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import keeps_weights
@@ -30,7 +31,9 @@ def accumulate_gradients(model: Transformer, batches: Sequence[Batch], loss_weig
         return
     for share in shares:
         with _gathered_until_backward(model):
+            count_tokens(model, share.loss_on)
             sums = _loss(model, share)
+            count_tokens(model, None)
             sums.total.backward()
         yield sums
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from moba_train.config.mesh import MeshSizes
@@ -18,6 +19,7 @@ from moba_train.config.precision import PrecisionConfig
 from moba_train.environment import import_problem
 from moba_train.model.block import Block
 from moba_train.model.build import build_model, initialize_weights
+from moba_train.model.feed_forward import registered_modules
 from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.spec import ModelSpec, kind_parameters
 from moba_train.model.transformer import Transformer
@@ -165,7 +167,7 @@ def sharded_model(setup: ModelSetup, parallel: ParallelConfig, dims: ParallelDim
             compile_for_float8(computation.precision)
     if computation.norms == "apex":
         use_apex_norms(model)
-    wrap_blocks(model, compiled)
+    wrap_blocks(model, compiled, dims.ep)
     if dims.tp_mesh is not None:
         apply_tensor_parallel(model, dims.tp_mesh)
         if parallel.tp_overlap:
@@ -182,30 +184,37 @@ def _shard(model: Transformer, computation: Computation, parallel: ParallelConfi
     # Inputs are not cast, so that cos and sin stay float32 when the layers compute in bf16.
     dtype = computation.dtype
     on_gpu = dims.world.device.type == "cuda"
-    # Reduced in float32: sums over many ranks in bf16 lose what small gradients add.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Reduced in float32 (float64 for float64): sums over many ranks in bf16 lose what small gradients add.
+    wide = torch.promote_types(dtype, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     units = _units(model, dims.sizes)
     gather: CopyEngineGather | None = None
     reduce_scatter: ExchangedGradients | None = None
     if dims.sizes.shards > 1:
-        gradients = torch.float32 if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
+        gradients = wide if dims.sizes.pp > 1 else dtype  # a pipeline adds up those of its micro-batches first
         if parallel.fsdp_copy_engines and on_gpu:
             gather, reduce_scatter = _copy_engine_transfers(model, dims, dtype, gradients, computation.compiled)
         elif parallel.gradient_transport == "all_to_all":
             compiled = computation.compiled and on_gpu
             reduce_scatter = AllToAllReduceScatter(dims.mesh.get_group(SHARD), gradients, compiled)
-    for modules in units:
-        fully_shard(modules, mesh=dims.weight_mesh, mp_policy=policy)
+
+    def shard(modules: list[nn.Module], mesh: DeviceMesh) -> None:
+        fully_shard(modules, mesh=mesh, mp_policy=policy)
         unit: Any = modules[0]
         # By a profile of 16 layers at 8K on one H200 that pass took 8.6 of 491 ms
         # (benchmarks/results/training-profile-8b-16-layers-h200.json).
-        if dims.weight_mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
+        if mesh.size() > 1:  # one rank would divide by 1, a pass over all gradients
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo can only sum
-        if reduce_scatter is not None:
+        if reduce_scatter is not None and mesh == dims.weight_mesh:
             unit.set_custom_reduce_scatter(reduce_scatter)
         if gather is not None and isinstance(modules[0], Block):  # the ends would need far larger buffers
             unit.set_custom_all_gather(gather)
+
+    for module in registered_modules(model).values():
+        module.parallel.shard(module, dims, shard)
+    for modules in units:
+        shard(modules, dims.weight_mesh)
     # FSDP gathers weights in `forward` only, and these methods use weights of the model itself.
     for method in ("loss", "token_losses") + (("run_part",) if isinstance(model, PipelineModel) else ()):
         register_fsdp_forward_method(model, method)

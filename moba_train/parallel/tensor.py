@@ -25,6 +25,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from moba_train.model.block import Sink
+from moba_train.model.feed_forward import registered_modules
+from moba_train.model.part import own_layers
 from moba_train.model.transformer import Transformer
 from moba_train.torch_private import pipeline_transfers_with_products, symmetric_memory
 
@@ -37,9 +40,6 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     ranks. Norm weights are replicated; their gradients are summed over the ranks.
     """
     attention: dict[str, ParallelStyle] = {
-        # Norms work on a rank's rows, not on all of them: activations between the layers shrink by tp, and an
-        # all-gather and a reduce-scatter send as much as the all-reduce that they replace.
-        "attention_norm": SequenceParallel(sequence_dim=0),
         "attention": PrepareModuleInput(
             input_layouts=(Shard(0), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
         ),
@@ -49,8 +49,17 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     if model.config.qk_norm:
         heads = SequenceParallel(sequence_dim=1, use_local_output=True)
         attention |= {"attention.q_norm": heads, "attention.k_norm": heads}
+    # Norms work on a rank's rows, not on all of them: activations between the layers shrink by tp, and an
+    # all-gather and a reduce-scatter send as much as the all-reduce that they replace.
+    norms: dict[str, ParallelStyle] = {}
+    if model.config.norms != "post":
+        attention["attention_norm"] = SequenceParallel(sequence_dim=0)
+        norms["feed_forward_norm"] = SequenceParallel(sequence_dim=0)
+    if model.config.norms != "pre":
+        rows = SequenceParallel(sequence_dim=0, use_local_output=True)
+        attention["attention_post_norm"] = norms["feed_forward_post_norm"] = rows
     feed_forward: dict[str, ParallelStyle] = {
-        "feed_forward_norm": SequenceParallel(sequence_dim=0),
+        **norms,
         "feed_forward": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
         "feed_forward.gate_proj": ColwiseParallel(),
         "feed_forward.up_proj": ColwiseParallel(),
@@ -63,7 +72,17 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
         ends["norm"] = SequenceParallel(sequence_dim=0, use_local_output=True)
     if model.output is not None:
         ends["output"] = _ShardedRows()
-    in_blocks = {f"blocks.*.{name}": style for name, style in {**attention, **feed_forward}.items()}
+    in_blocks: dict[str, ParallelStyle] = {}
+    registered = registered_modules(model)
+    for layer in own_layers(model):
+        own = registered.get(layer)
+        fed = feed_forward if own is None else {**norms, "feed_forward": own.parallel.style()}
+        in_blocks |= {f"blocks.{layer}.{name}": style for name, style in {**attention, **fed}.items()}
+    for name, module in model.named_modules():
+        if name.endswith(".attention.output_gate"):
+            in_blocks[name] = ColwiseParallel()
+        elif isinstance(module, Sink):
+            in_blocks[name] = _LocalRows()
     # None: nothing is sent from rank 0, as the model is on the meta device.
     parallelize_module(model, mesh, ends | in_blocks, src_data_rank=None)
     model.gather_output_weight = _gather_weight
@@ -97,6 +116,16 @@ class _ShardedRows(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._shard)
+
+
+class _LocalRows(_ShardedRows):
+    """Style for a module that returns its vector: a rank gets its own part."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def own_rows(_module: nn.Module, vector: DTensor, _mesh: DeviceMesh) -> Any:
+            return vector.to_local()
+
+        return distribute_module(module, device_mesh, self._shard, None, own_rows)
 
 
 class _VocabularyParallel(_ShardedRows):

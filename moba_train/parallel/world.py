@@ -10,6 +10,7 @@ attempt again. TORCHELASTIC_RESTART_COUNT does not identify the attempt: it may 
 """
 
 import os
+import pickle
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -17,10 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moba_train.errors import EndedElsewhereError, LaunchError, UserError, named_ranks
 from moba_train.parallel.failures import FailureReports, was_waiting
@@ -49,32 +51,26 @@ _POLL_S = 0.05
 def attempt_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
     """A view of `store` whose keys belong to this restart attempt alone; called on every rank.
 
-    Every process publishes a new random name. Rank 0 gives one token to all the names that it finds, and a new token
-    whenever one of them is replaced; the attempt begins once every rank has confirmed the token. Raises LaunchError
-    when that takes longer than `timeout`; rank 0 names the missing ranks.
+    Rank 0 of an attempt publishes a new random name, the attempt's. Every other rank confirms the name that it reads
+    with one of its own, again when it reads another one. When all ranks have confirmed its name, rank 0 answers each
+    name that it finds: a rank of an earlier attempt that has not died yet gets no answer once its successor has
+    confirmed. A rank makes requests in a number that grows with the logarithm of the time for which it waits, however
+    many ranks there are. Raises LaunchError when that is longer than `timeout`; rank 0 names the missing ranks.
     """
     attempt = _lead(store, size, timeout) if rank == 0 else _follow(store, rank, timeout)
     return dist.PrefixStore(f"moba_train/attempt/{attempt}", store)
 
 
 def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
-    others = range(1, size)
-    token = uuid.uuid4().hex
-    names: list[bytes] | None = None
+    attempt = uuid.uuid4().hex
+    store.set(_ATTEMPT, attempt)
+    confirmed = [_confirmed(attempt, rank) for rank in range(1, size)]
     for _ in _until(timeout):
-        if store.check([_name(rank) for rank in others]):
-            found = store.multi_get([_name(rank) for rank in others])
-            # A name has changed: a rank of an earlier attempt was seen, whose successor now gets another token.
-            if found != names:
-                names = found
-                token = uuid.uuid4().hex
-                for name in names:
-                    store.set(_token(name.decode()), token)
-            if store.check([_confirmed(token, rank) for rank in others]):
-                store.set(_go(token), "")
-                return token
-    missing = [rank for rank in others if not store.check([_name(rank)])]
-    missing = missing or [rank for rank in others if not store.check([_confirmed(token, rank)])]
+        if store.check(confirmed):
+            for name in store.multi_get(confirmed):
+                store.set(_go(attempt, name.decode()), "")
+            return attempt
+    missing = [rank for rank, key in enumerate(confirmed, 1) if not store.check([key])]
     raise LaunchError(
         f"{named_ranks(missing)} of {size} did not start within "
         f"{timeout.total_seconds():g} s (parallel.timeout); look at their output"
@@ -83,16 +79,13 @@ def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
 
 def _follow(store: dist.Store, rank: int, timeout: timedelta) -> str:
     name = uuid.uuid4().hex
-    store.set(_name(rank), name)
     confirmed = ""
     for _ in _until(timeout):
-        if store.check([_token(name)]):
-            token = store.get(_token(name)).decode()
-            if token != confirmed:
-                store.set(_confirmed(token, rank), "")
-                confirmed = token
-            if store.check([_go(token)]):
-                return token
+        if store.check([_ATTEMPT]) and (attempt := store.get(_ATTEMPT).decode()) != confirmed:
+            store.set(_confirmed(attempt, rank), name)
+            confirmed = attempt
+        if store.check([_go(confirmed, name)]):
+            return confirmed
     raise LaunchError(
         f"rank {rank}: rank 0 did not find all ranks within {timeout.total_seconds():g} s (parallel.timeout); look at "
         "its output"
@@ -100,26 +93,24 @@ def _follow(store: dist.Store, rank: int, timeout: timedelta) -> str:
 
 
 def _until(timeout: timedelta) -> Iterable[None]:
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
+    """Yields until `timeout`, after pauses of a twentieth of the time that has passed: hundreds of ranks that asked
+    twenty times a second for one that imports torch would keep the store busy."""
+    limit_s = timeout.total_seconds()
+    began = time.monotonic()
+    while (waited_s := time.monotonic() - began) < limit_s:
         yield
-        time.sleep(_POLL_S)
+        time.sleep(min(max(_POLL_S, waited_s / 20), limit_s - waited_s))
 
 
-def _name(rank: int) -> str:
-    return f"moba_train/name/{rank}"
+_ATTEMPT = "moba_train/attempt"
 
 
-def _token(name: str) -> str:
-    return f"moba_train/token/{name}"
+def _confirmed(attempt: str, rank: int) -> str:
+    return f"moba_train/confirmed/{attempt}/{rank}"
 
 
-def _confirmed(token: str, rank: int) -> str:
-    return f"moba_train/confirmed/{token}/{rank}"
-
-
-def _go(token: str) -> str:
-    return f"moba_train/go/{token}"
+def _go(attempt: str, name: str) -> str:
+    return f"moba_train/go/{attempt}/{name}"
 
 
 T = TypeVar("T")
@@ -211,7 +202,7 @@ def _joined(timeout: timedelta) -> Iterator[World]:
         if others := failures.report(error):
             error.add_note(others)
         waited = was_waiting(error)
-        if waited and (code := failures.code_of_others()) is not None:
+        if waited and (code := failures.code_of_others) is not None:
             raise EndedElsewhereError(code) from error
         if isinstance(error, UserError):
             error.said_elsewhere = failures.is_said_elsewhere(error)
@@ -239,34 +230,48 @@ def flight_records(folder: Path) -> Path:
     return folder / "nccl_trace_rank_"
 
 
-def broadcast(value: T) -> T:
-    """Returns rank 0's `value`, which must be picklable, on every rank."""
+def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Returns rank 0's `value`, which must be picklable, on every rank. `group`: of all ranks."""
     values = [value]
-    dist.broadcast_object_list(values)
+    dist.broadcast_object_list(values, group=group)
     return values[0]
 
 
-def values_of_ranks(values: list[float]) -> list[list[float]]:
-    """Returns the `values` of every rank, by rank; all give equally many. On the host: never touches the GPU."""
-    # float64 holds any Python float and counts up to 2**53.
-    own = torch.tensor(values, dtype=torch.float64)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, own)
-    return [numbers.tolist() for numbers in every]
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns the `value`, which is pickled, of every rank, in rank order, on rank 0, and an empty list on the others.
+    `group`: of all ranks, like the default one.
+
+    A rank other than 0 sends two messages. torch's functions for objects first send all sizes around a ring of the
+    ranks, which took 269 ms for 64 ranks, a gather and a broadcast 14 ms (benchmarks/measured/durability.md).
+    """
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [*map(int, _gather_tensors(torch.tensor(own.numel()), group))]
+    longest = torch.tensor(max(sizes, default=0))
+    dist.broadcast(longest, 0, group)
+    padded = torch.cat([own, own.new_zeros(int(longest) - own.numel())])
+    received = zip(_gather_tensors(padded, group), sizes, strict=True)
+    return [pickle.loads(bytes(content[:size].numpy())) for content, size in received]
+
+
+def _gather_tensors(own: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """The tensors of all ranks, of one shape, on rank 0; an empty list on the others."""
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else []
+    dist.gather(own, every or None, group=group)
+    return every
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Returns the element-wise sum of `values` over all ranks. On the host: never touches the GPU."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
+    own = torch.tensor(values, dtype=torch.float64)
+    # By way of rank 0: gloo's all_reduce goes around a ring of all ranks twice.
+    total = torch.stack(_gather_tensors(own) or [own]).sum(0)
+    dist.broadcast(total, 0)
     return total.tolist()
 
 
 def gather_over_ranks(value: T) -> list[T]:
     """Returns `value`, which is pickled, of every rank, in rank order. Called on all ranks together."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    return broadcast(gather(value))
 
 
 def any_rank(value: bool) -> bool:

@@ -8,6 +8,7 @@ import torch
 from moba_train.attention.kind import StageContext
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import AttentionConfig, LayerAttention, merge_attention, resolve_layers
+from moba_train.config.layers import layer_ids
 from moba_train.config.model import ModelConfig
 from moba_train.config.parallel import ParallelConfig
 from moba_train.config.schema import StageConfig
@@ -76,7 +77,8 @@ def _unused_options(given: AttentionConfig, used: Mapping[int, Set[str]], path: 
 
     Those that are null are no problem: so a recipe takes back what it extends."""
     for layer, override in given.overrides.items():
-        kinds = sorted(used.get(layer, ()))
+        layers = layer_ids([layer] if isinstance(layer, int) else layer, 1 + max(used, default=0))
+        kinds = sorted(set().union(*(used.get(number, ()) for number in layers)))
         known = {"kind"}.union(*(KINDS[kind].Options.model_fields for kind in kinds))
         for key, value in (override or {}).items():
             if kinds and key not in known and value is not None:

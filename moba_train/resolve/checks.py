@@ -11,8 +11,9 @@ import torch
 from moba_train.checkpoint.recipe import checkpoint_folders
 from moba_train.config.checkpoint import CheckpointConfig
 from moba_train.config.data import SourceConfig
+from moba_train.config.layers import layer_ids
 from moba_train.config.mesh import WorldSize, allowed_divisors
-from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.config.model import LayerRope, ModelConfig, RopeConfig
 from moba_train.config.optim import OptimConfig, ScheduleConfig
 from moba_train.config.parallel import ParallelConfig
 from moba_train.config.precision import MemoryConfig, PrecisionConfig
@@ -25,6 +26,7 @@ from moba_train.optim.adamw import implementation_problem
 from moba_train.optim.spec import is_trainable
 from moba_train.parallel.float8 import exclude_problems, float8_problem, gpu_problem
 from moba_train.parallel.fsdp import norm_problem
+from moba_train.registry import FEED_FORWARDS
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import corpus_problems, length_problems, tokenizer_problems, vocabulary_problems
 from moba_train.resolve.evaluations import (
@@ -66,8 +68,9 @@ def part_problems(
     )
     problems = [
         *_model_problems(model),
-        *_rope_problems(model.rope, "model.rope", allow_idle),
+        *_rope_problems(model.rope, model.layers, "model.rope", allow_idle),
         *_stage_name_problems(config.stages),
+        *_objective_problems(config.stages, parallel.pp),
         *_schedule_problems(config.optim.schedule, config.stages, config.batch_tokens),
         *_precision_problems(config.precision, parallel, config.compile, here, device),
         *_norm_problems(config.norm_implementation, parallel.tp, here),
@@ -106,6 +109,7 @@ def stage_problems(
         *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
         *evaluation_problems(run.evaluation, settings),
         *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
+        *_sink_problems(config.model, stages),
         *_trainable_problems(spec, stages),
         *(() if allow_idle else exclude_problems(spec, config.precision)),
     ]
@@ -128,16 +132,29 @@ def layout_problems(
     meshes, problems = stage_meshes(config.parallel, config.stages, world)
     for index, stage in enumerate(config.stages):
         if stage.rope is not None:
-            problems += _rope_problems(merge_rope(model.rope, stage.rope), f"stages[{index}].rope", allow_idle)
+            problems += _rope_problems(
+                merge_rope(model.rope, stage.rope), model.layers, f"stages[{index}].rope", allow_idle
+            )
         micro_batch_size = stage.micro_batch_size or config.micro_batch_size
         problems += batch_problems(index, stage, config.batch_tokens, micro_batch_size, meshes[index])
     ranks_per_node = world.ranks_per_node if world is not None else None
     here = _type_here(device)
     problems += gather_problems(model, config.parallel, config.precision, meshes[0], ranks_per_node, here)
+    problems += _feed_forward_problems(config, meshes[0].shards if meshes[0] is not None else None, here)
     if training and not problems:
         for resolved, mesh in zip(stages, meshes, strict=False):  # no stages: there are other problems
             problems += micro_batch_problems(resolved, mesh) if mesh is not None else ()
     return problems
+
+
+def _feed_forward_problems(config: RunConfig, shards: int | None, here: str | None) -> Iterator[str]:
+    """Registered feed-forwards that cannot be as asked. shards: ranks of dp_shard x cp; None: not known."""
+    given = config.model.given_feed_forwards
+    for name, options in given.items():
+        for problem in FEED_FORWARDS[name].parallel.problems(options, config, shards, here):
+            yield problem.removeprefix(".") if problem.startswith(".") else f"model.{name}.{problem}"
+    if config.parallel.ep > 1 and not given:
+        yield f"parallel.ep: given {config.parallel.ep}, but the model has no experts; set 1, or give model.moe"
 
 
 def files_problems(config: RunConfig, run: ResolvedRun | None, *, training: bool) -> list[str]:
@@ -231,6 +248,23 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     elif model.head_width % 2:
         key = "model.head_dim" if model.head_dim is not None else "model.hidden_size / model.heads"
         yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
+    for name, pattern in (("sink_layers", model.sink_layers), ("gate_layers", model.gate_layers)):
+        try:
+            layer_ids(pattern, model.layers)
+        except ValueError as error:
+            yield f"model.{name}: {error}"
+
+
+def _sink_problems(model: ModelConfig, stages: Sequence[Stage]) -> Iterator[str]:
+    """Layers with a learned sink whose attention is more than one softmax."""
+    for stage in stages:
+        for layer, kind in enumerate(build_attention(stage.attention, model.head_width)):
+            one = kind.facts.takes_sink and all(attention.facts.merges for attention in kind.attentions)
+            if not one and model.has_sink(layer):
+                yield (
+                    f"model.sink_layers: gives layer {layer} a sink, which kind {kind.name!r} of stage {stage.name!r} "
+                    "cannot have; allowed: kinds with one softmax, such as full, moba and window"
+                )
 
 
 def _precision_problems(
@@ -292,7 +326,19 @@ def _memory_problems(
         )
 
 
-def _rope_problems(rope: RopeConfig, path: str, allow_idle: bool) -> Iterator[str]:
+def _rope_problems(rope: RopeConfig, layers: int, path: str, allow_idle: bool) -> Iterator[str]:
+    try:
+        ropes = rope.by_layer(layers)
+    except ValueError as error:
+        yield f"{path}.overrides: {error}"
+        return
+    for one in dict.fromkeys(ropes):
+        yield from _layer_rope_problems(one, path, allow_idle)
+
+
+def _layer_rope_problems(rope: LayerRope, path: str, allow_idle: bool) -> Iterator[str]:
+    if rope.kind == "nope":  # in some layers, where the other keys are the others'
+        return
     if rope.factor != 1 and rope.kind not in ("pi", "yarn", "llama3"):
         yield (
             f"{path}.factor: given {rope.factor:g}, which kind {rope.kind!r} does not use; set kind: pi, yarn or "
@@ -319,6 +365,13 @@ def _stage_name_problems(stages: Sequence[StageConfig]) -> Iterator[str]:
     for index, stage in enumerate(stages):
         if stage.name in NAMED_NUMBERS:
             yield f"stages[{index}].name: given {stage.name!r}, which logs write for a number; allowed: another name"
+
+
+def _objective_problems(stages: Sequence[StageConfig], pp: int) -> Iterator[str]:
+    for index, names in enumerate([*stage.objectives] for stage in stages):
+        if len(names) > 1 or (names and pp > 1):
+            given = f"stages[{index}].{' and '.join(names)}: given with parallel.pp {pp}"
+            yield f"{given}; allowed: one objective, with pp 1"
 
 
 def _schedule_problems(run_schedule: ScheduleConfig, stages: Sequence[StageConfig], batch_tokens: int) -> Iterator[str]:

@@ -1,22 +1,22 @@
 """Initial weights of a new run, `init_from`: a Hugging Face folder or a checkpoint."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from moba_train.checkpoint.files import UnreadableError
 from moba_train.checkpoint.load import CheckpointReader
 from moba_train.checkpoint.publish import find_checkpoint, published
 from moba_train.checkpoint.recipe import run_folder, saved_recipe, saved_stage, trained_tokenizer
 from moba_train.checkpoint.state import load_model, parameter_sizes
+from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import given
-from moba_train.config.model import ModelConfig
+from moba_train.config.layers import layer_ids
+from moba_train.config.model import LayerRope, ModelConfig
 from moba_train.data.tokenizer import TOKENIZERS, tokenizer_hash
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import CONFIG, read_model_config
-from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, load_hf_weights
 from moba_train.model.spec import (
     ModelSpec,
     Shapes,
@@ -28,12 +28,39 @@ from moba_train.model.spec import (
 )
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import broadcast
+from moba_train.registry import FEED_FORWARDS, WEIGHT_SOURCES
 from moba_train.resolve.run import resolve_unchecked
 
 
-def is_hf_folder(folder: Path) -> bool:
-    """True if `folder` looks like a Hugging Face model."""
-    return (folder / CONFIG).is_file()
+class WeightSource(ABC):
+    """Weights in a format that is not ours: a class and an entry point of the group `moba_train.weight_sources`."""
+
+    @abstractmethod
+    def matches(self, folder: Path) -> bool:
+        """True if `folder` looks like a model in this format. The methods below raise CheckpointError where it is not
+        one, or one that our Transformer cannot be."""
+
+    @abstractmethod
+    def model(self, folder: Path) -> ModelConfig:
+        """The `model` section that describes the weights."""
+
+    @abstractmethod
+    def check(self, model: ModelConfig, folder: Path) -> None:
+        """Compare the names and shapes in `folder` with those of the model."""
+
+    @abstractmethod
+    def load(self, model: Transformer, folder: Path) -> str:
+        """Fill a model, sharded or not, and say in a phrase from what."""
+
+    def warnings(self, folder: Path, layers: Sequence[LayerAttention]) -> Iterator[str]:
+        """Sentences about a run that begins from `folder` with this attention in its layers."""
+        return iter(())
+
+
+def foreign_source(folder: Path) -> WeightSource | None:
+    """The source of the weights in `folder`, if it looks like a model in a format that is not ours."""
+    sources = (made() for made in WEIGHT_SOURCES.usable().values())
+    return next((source for source in sources if source.matches(folder)), None)
 
 
 def source_model(folder: Path) -> ModelConfig:
@@ -42,8 +69,8 @@ def source_model(folder: Path) -> ModelConfig:
     `folder` is a Hugging Face model, a checkpoint of ours, or a run folder (its newest checkpoint). Raises UserError
     when it is none of these.
     """
-    if is_hf_folder(folder):
-        return read_model_config(folder)
+    if source := foreign_source(folder):
+        return source.model(folder)
     checkpoint, _held = find_checkpoint(folder)
     run = resolve_unchecked(saved_recipe(checkpoint))
     return run.setup.shape.model_copy(update={"rope": saved_stage(checkpoint, run.stages).rope})
@@ -58,16 +85,16 @@ def load_initial_weights(model: Transformer, folder: Path) -> str:
     Raises CheckpointError when the folder's model differs from `model`, or a byte of the checkpoint has changed since
     it was written.
     """
-    if not is_hf_folder(folder):
+    foreign = foreign_source(folder)
+    if foreign is None:
         folder, _held = find_checkpoint(folder)
         folder = broadcast(folder)  # where that run trains, ranks may find different ones
     if problems := list(model_differences(model.config, folder)):
         raise CheckpointError("\n".join(problems))
     parameters = parameter_sizes(model)
     own = {name for name in parameters if kind_of_parameter(name)}
-    if is_hf_folder(folder):
-        load_hf_weights(model, folder)
-        source = f"the Hugging Face model {folder}"
+    if foreign is not None:
+        source = foreign.load(model, folder)
         missing = own
         left_out: set[str] = set()
     else:
@@ -115,7 +142,7 @@ def left_out_kinds(spec: ModelSpec, folder: Path) -> dict[tuple[int, str], Shape
 def initial_tokenizers(folder: Path) -> list[str]:
     """SHA-256 of the tokenizer of the model in `folder`, in each form that is known; none where it is not known. Raises
     UserError when the model cannot be read."""
-    if not is_hf_folder(folder):
+    if foreign_source(folder) is None:
         checkpoint, _held = find_checkpoint(folder)
         if digest := trained_tokenizer(checkpoint):
             return [digest]
@@ -125,7 +152,7 @@ def initial_tokenizers(folder: Path) -> list[str]:
 
 def _source_kinds(folder: Path) -> Mapping[tuple[int, str], Shapes]:
     """Parameters of the attention kinds of the model in `folder`, by layer and kind."""
-    if is_hf_folder(folder):
+    if foreign_source(folder):
         return {}
     checkpoint, _held = find_checkpoint(folder)
     return resolve_unchecked(saved_recipe(checkpoint)).setup.spec.kind_shapes
@@ -147,23 +174,21 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
         yield from differences
         if spec is not None and not differences:
             yield from _kind_differences(spec, folder)
-        if is_hf_folder(folder) and not differences:
-            with torch.device("meta"):
-                transformer = Transformer(model)
-            shapes = {name: tuple(parameter.shape) for name, parameter in transformer.named_parameters()}
-            check_hf_weights(shapes, SafetensorsFolder(folder))
+        if (source := foreign_source(folder)) and not differences:
+            source.check(model, folder)
     except CheckpointError as error:
-        other = "" if is_hf_folder(folder) else f"; nor is there a {CONFIG}, which a Hugging Face model has"
+        other = "" if foreign_source(folder) else "; nor is there a config.json, which a Hugging Face model has"
         yield f"init_from: {error}{other}"
 
 
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
     """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
-    ours, theirs = _comparable(model), _comparable(source_model(folder))
-    for key, value in theirs.items():
-        if ours[key] != value:
+    ours, theirs = comparable(model), comparable(source_model(folder))
+    for key in ours | theirs:
+        value = theirs.get(key)
+        if ours.get(key) != value:
             hint = "; a stage may change it, stages[i].rope" if key == "rope" else ""
-            yield f"model.{key}: given {given(ours[key])}, but init_from ({folder}) has {given(value)}{hint}"
+            yield f"model.{key}: given {given(ours.get(key))}, but init_from ({folder}) has {given(value)}{hint}"
 
 
 def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
@@ -179,11 +204,26 @@ def _kind_differences(spec: ModelSpec, folder: Path) -> Iterator[str]:
             )
 
 
-def _comparable(model: ModelConfig) -> dict[str, object]:
+def comparable(model: ModelConfig) -> dict[str, object]:
+    """Values of a `model` section that are equal where two models compute the same."""
     values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
-    rope = model.rope.model_dump(exclude_defaults=True)
-    if model.rope.kind in ("none", "abf"):
-        rope = {"theta": model.rope.theta}  # two names for the same frequencies
-    elif model.rope.kind != "pi":
-        rope["beta_fast"] = model.rope.fast_turns
-    return values | {"rope": rope}
+    for name, options in model.given_feed_forwards.items():
+        values[name] = FEED_FORWARDS[name].function(options)
+    if all(map(model.feed_forward, range(model.layers))):
+        del values["intermediate_size"]
+    values["attention_scale"] = model.attention_scale or model.head_width**-0.5
+    for key in ("sink_layers", "gate_layers"):
+        values[key] = sorted(layer_ids(values[key], model.layers))
+    base = _angles(model.rope)
+    own = {layer: _angles(rope) for layer, rope in enumerate(model.rope.by_layer(model.layers))}
+    return values | {"rope": base | {layer: angles for layer, angles in own.items() if angles != base}}
+
+
+def _angles(rope: LayerRope) -> dict[Any, object]:
+    """Keys that determine a layer's angles, equal for equal angles."""
+    if rope.kind == "nope":
+        return {"kind": "nope"}
+    found = rope.model_dump(include=set(LayerRope.model_fields), exclude_defaults=True)
+    if rope.kind in ("none", "abf"):  # two names for the same frequencies
+        return {"theta": rope.theta, "fraction": rope.fraction}
+    return found if rope.kind == "pi" else found | {"beta_fast": rope.fast_turns}

@@ -97,7 +97,10 @@ def tensor_problems(
     if parallel.tp_overlap and (tp == 1 or not compiled):
         missing = "parallel.tp is 1" if tp == 1 else "compile is false"
         yield f"parallel.tp_overlap: given true, but {missing}; it needs parallel.tp above 1 and compile: true"
-    sizes = {key: getattr(model, key) for key in _DIVIDED}
+    if tp > 1 and model.qk_norm == "all_heads":
+        yield f"parallel.tp: given {tp}, but model.qk_norm is all_heads, which needs all heads on each rank; set tp: 1"
+    dense = not all(map(model.feed_forward, range(model.layers)))
+    sizes = {key: getattr(model, key) for key in _DIVIDED if dense or key != "intermediate_size"}
     uneven = [f"model.{key} {size}" for key, size in sizes.items() if size % tp]
     if uneven:
         allowed = allowed_divisors(gcd(*sizes.values()))

@@ -138,17 +138,6 @@ class ResolvedRun:
         lists |= {stage.key("train"): [*stage.sources] for stage in self.stages if "train" in stage.own_keys}
         return [(f"{key}[{index}]", source) for key, sources in lists.items() for index, source in enumerate(sources)]
 
-    def files_read(self) -> dict[str, str]:
-        """Files and folders that the run reads, each with the first key of the recipe that names it."""
-        keys: dict[str, str] = {}
-        for key, source in self.named_sources():
-            keys.setdefault(source.path, f"{key}.path")
-        if self.init_from is not None:
-            keys.setdefault(self.init_from, "init_from")
-        if self.data.tokenizer and not self.data.tokenizer.startswith("tiktoken:"):
-            keys.setdefault(self.data.tokenizer, "data.tokenizer")
-        return keys
-
 
 def resolve_unchecked(config: RunConfig) -> ResolvedRun:
     """The run of a recipe whose problems are known or do not matter, such as that of a checkpoint, on no machine.

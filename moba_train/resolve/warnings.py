@@ -15,10 +15,11 @@ from moba_train.data.samples import StageData
 from moba_train.data.sidecar import read_sidecar
 from moba_train.data.tokenizer import tokenizer_file, vocabulary_size
 from moba_train.errors import DataError, UserError, named_layers
+from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.model.spec import ModelSpec, Shapes
 from moba_train.resolve.data import recorded_tokenizers
 from moba_train.resolve.evaluations import evaluation_settings, evaluation_warnings
-from moba_train.resolve.initial_weights import initial_tokenizers, left_out_kinds, unread_folder
+from moba_train.resolve.initial_weights import foreign_source, initial_tokenizers, left_out_kinds, unread_folder
 from moba_train.resolve.run import ResolvedRun
 
 NamedSources = Sequence[tuple[str, SourceConfig]]
@@ -53,6 +54,7 @@ def recipe_warnings(run: ResolvedRun) -> list[str]:
         *_checkpointing_warnings(spec.config, run.memory.checkpointing),
         *(_initial_weight_warnings(spec, initial) if initial else ()),
         *(_initial_tokenizer_warnings(sources, initial) if initial else ()),
+        *(_foreign_warnings(run.stages[0], initial) if initial else ()),
     ]
 
 
@@ -145,14 +147,15 @@ def _checkpointing_warnings(
         "heads x head_dim": model.heads * model.head_width,
         "kv_heads x head_dim": model.kv_heads * model.head_width,
     }
-    same = [name for name, width in widths.items() if width == model.intermediate_size]
-    if same and policy in ("selective", "budget"):
-        yield (
-            f"model.intermediate_size: given {model.intermediate_size}, as large as {' and '.join(same)}: activation "
-            "checkpointing distinguishes matrix products by the sizes of their weights, so that it keeps other results "
-            f"and recomputes more products than planned with activation_checkpointing: {policy}; set it to none or "
-            "full, or choose another intermediate_size; no result of training changes"
-        )
+    inner = {width for layer in range(model.layers) for width in feed_forward_costs(model, layer).widths}
+    for inner_width in sorted(inner if policy in ("selective", "budget") else ()):
+        if same := [name for name, width in widths.items() if width == inner_width]:
+            yield (
+                f"model.intermediate_size: given {inner_width}, as large as {' and '.join(same)}: activation "
+                "checkpointing distinguishes matrix products by the sizes of their weights, so that it keeps other "
+                f"results and recomputes more products than planned with activation_checkpointing: {policy}; set it to "
+                "none or full, or choose another intermediate_size; no result of training changes"
+            )
 
 
 def _initial_weight_warnings(spec: ModelSpec, folder: Path) -> Iterator[str]:
@@ -168,6 +171,13 @@ def _initial_weight_warnings(spec: ModelSpec, folder: Path) -> Iterator[str]:
             f"{named_layers(layers)}, which no stage of this recipe uses there: they "
             "are left out; use the kind in a stage to keep them"
         )
+
+
+def _foreign_warnings(stage: Stage, folder: Path) -> Iterator[str]:
+    """Warnings of the source of the weights in `folder`, `init_from`, if they are not in our own format."""
+    with suppress(UserError):
+        source = foreign_source(folder)
+        yield from source.warnings(folder, stage.attention) if source else ()
 
 
 def _initial_tokenizer_warnings(sources: Iterable[tuple[str, SourceConfig]], folder: Path) -> Iterator[str]:

@@ -216,7 +216,7 @@ class RunCheckpoints:
     def newest(self, accept: Accept) -> Path:
         """The newest intact checkpoint that is not passed over and whose meta `accept` accepts. Raises CheckpointError
         when there is none."""
-        self.wait()
+        self.checkpointer.wait()
         path = newest_intact(self.folder, self.trust.accept(accept), *self._other_folders)
         if path is None:
             raise CheckpointError(f"{self.folder} is empty")
@@ -226,7 +226,7 @@ class RunCheckpoints:
         """Step and folder of the last checkpoint that this start has saved without values that are not finite, else of
         the one from which it resumed; None where there is neither. Waits for the running save. Called on all ranks
         together, which get rank 0's answer."""
-        self.wait()
+        self.checkpointer.wait()
         resumed = (self.begun.step, self.begun.folder) if self.begun.folder is not None else None
         saved = [(save.step, save.folder) for save in self.checkpointer.saves if not save.not_finite]
         return broadcast(saved[-1] if saved else resumed)
@@ -290,13 +290,9 @@ class RunCheckpoints:
         all ranks. What another rank takes for such an error would stop the run without one."""
         return self._is_main and self.checkpointer.fatal is not None
 
-    def wait(self) -> None:
-        """Wait until the newest checkpoint is complete or has failed. Called on every rank."""
-        self.checkpointer.wait()
-
     def wait_for_last(self) -> None:
         """Wait for the last save. Raises LaunchError when the run folder is gone or belongs to another run."""
-        self.wait()
+        self.checkpointer.wait()
         if problem := broadcast(self._lock_problem()):
             raise LaunchError(problem)
 

@@ -272,7 +272,10 @@ def check_resumable(run: ResolvedRun, progress: Progress, where: str) -> None:
     """
     stages = run.after_exit(progress.exited_steps).stages
     now = data_plan(run.setup.shape, run.data, run.seed, stages[: progress.stage + 1])
-    for key, before, after in _differences(progress.data_plan, now, ""):
+    # Keys that the model had not yet, when it was saved, had no effect.
+    defaults = {name: field.default for name, field in ModelConfig.model_fields.items() if name in now["model"]}
+    saved = progress.data_plan | {"model": defaults | progress.data_plan["model"]}
+    for key, before, after in _differences(saved, now, ""):
         if key.endswith(".path"):
             continue  # the contents are compared
         if key == "data.validation" and not (before and after):

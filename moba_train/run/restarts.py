@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -300,9 +299,5 @@ def _newest(find: Callable[[Accept], Path | None], marks: Marks) -> Path | None:
         # Oldest first: whatever is wrong with the marked ones came in later.
         for step in marks.steps:
             with suppress(CheckpointError):
-                return find(partial(_is_of_step, step))
+                return find(lambda meta: saved_step(meta) == step)  # noqa: B023  # called at once
         raise
-
-
-def _is_of_step(step: int, meta: dict[str, Any]) -> bool:
-    return saved_step(meta) == step

@@ -245,7 +245,7 @@ class Trainer:
     def _forward_and_backward(self, batches: list[Batch], counts: StepCounts) -> StepLosses:
         """Accumulate the gradients of the micro-batches. Returns this rank's part of the step's losses."""
         with self.monitors.stragglers.attention(self.progress.step, self.learner.engine):
-            return self.learner.accumulate(batches, counts.loss_weight)
+            return self.learner.accumulate(batches, counts.loss_weight, self.progress.step)
 
     def _update(self, stage: Stage, batches: list[Batch], counts: StepCounts, losses: StepLosses) -> None:
         """Judge the step by its loss and gradient norm, apply it unless they are a spike, and log it."""
@@ -278,8 +278,6 @@ class Trainer:
             self.learner.update(metrics["lr"], metrics["grad_norm"])
             self.recovery.applied(step, self.tokens)
         self.learner.discard_gradients()
-        if action == "rollback":
-            self._save()  # a run that resumes now must not go on from a checkpoint of the spike
 
         step_s = self.clock.measure()
         if self._is_logged(step):
@@ -289,6 +287,10 @@ class Trainer:
             metrics |= self.monitors.stragglers.metrics(step)
             self.reports.telemetry.log(step, self.tokens, metrics)
             self.progress.count_logged()
+        if action == "rollback":
+            # A run that resumes now must not go on from a checkpoint of the spike. After the log: a run that resumes
+            # from this checkpoint does not log its step again.
+            self._save()
 
     def _measure(self, stage: Stage, counts: StepCounts, losses: StepLosses) -> StepResult:
         """Loss and gradient norms of the step over all ranks; those by attention kind if the step is logged."""
@@ -353,11 +355,7 @@ class Monitors:
     """Watches this rank while the run goes on, in threads of its own; made and closed on all ranks together."""
 
     def __init__(
-        self,
-        run: ResolvedRun,
-        world: World,
-        stalled: Callable[[str], None],
-        node_problem: Callable[[str], None],
+        self, run: ResolvedRun, world: World, stalled: Callable[[str], None], node_problem: Callable[[str], None]
     ) -> None:
         """stalled, node_problem: get the text about a stall, or about a GPU or a disk, in the watching thread."""
         health = run.health

@@ -96,8 +96,9 @@ def plan(
     are counted by the documents of the corpora; with --no-data, by one document per sequence where these are absent.
     With --nodes the parallel layout is chosen: the best five by predicted time."""
     from moba_train.errors import PlanError
-    from moba_train.memory.devices import local_gpu, named_gpu
+    from moba_train.memory.devices import local_gpu
     from moba_train.tools.plan.command import make_machine, plan_nodes, plan_recipe
+    from moba_train.tools.plan.named_gpus import named_gpu
 
     asked = named_gpu(gpu) if gpu is not None else None
     if nodes is None:
@@ -183,14 +184,14 @@ def verify(
     checkpoint: Checkpoint,
 ) -> None:
     """Check every file of a checkpoint against its manifest."""
-    from moba_train.checkpoint.manifest import unnamed_files, verify_checkpoint
+    from moba_train.checkpoint.manifest import MANIFEST, verify_checkpoint
     from moba_train.checkpoint.publish import find_checkpoint, hold, published
 
     newest = published(checkpoint / "checkpoints")[-1:]  # not the newest that looks valid: the damage is asked for
     found, _held = (newest[0][1], hold(newest[0][1])) if newest else find_checkpoint(checkpoint)
     files = verify_checkpoint(found)
     typer.echo(f"{found}: intact")
-    if others := unnamed_files(found, files):
+    if others := sorted({entry.name for entry in found.iterdir()} - files.keys() - {MANIFEST}):
         typer.echo(f"not in the manifest, never read: {', '.join(map(repr, others))}")
 
 
@@ -367,7 +368,9 @@ def hf_to_moba(
     For `generate`, `verify` and `lm-eval`. Training does not need it: `init_from` reads Hugging Face folders too."""
     from moba_train.tools.convert.hf import describe_folder, import_from_hf
 
-    import_from_hf(folder, output)
+    unread = import_from_hf(folder, output)
+    if unread:
+        typer.echo(f"warning: config.json has keys that were not read: {', '.join(unread)}", err=True)
     typer.echo(f"{folder} is now a checkpoint in {output}:")
     for line in describe_folder(output):
         typer.echo(line)

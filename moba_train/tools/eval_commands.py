@@ -125,6 +125,10 @@ def lm_eval(
             help="attention of generated tokens: full, or each layer's own; prompts are read as --attention says",
         ),
     ] = DecodeAttention.full,
+    answer: Annotated[
+        DecodeAttention,
+        typer.Option(help="full: score answers once more with full attention behind a text that is read with own"),
+    ] = DecodeAttention.own,
     limit: Annotated[
         float | None, typer.Option(help="samples of each task; below 1: this share; default: all of them")
     ] = None,
@@ -171,6 +175,7 @@ def lm_eval(
         tasks=tuple(name.strip() for name in tasks.split(",")),
         attention=attention.value,
         decode=decode.value,
+        answer=answer.value,
         limit=limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size,

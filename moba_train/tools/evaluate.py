@@ -36,7 +36,6 @@ from moba_train.evals.evaluation import (
     variants,
 )
 from moba_train.evals.registry import EVALUATIONS, asked_evaluations
-from moba_train.hf.weights import load_hf_weights
 from moba_train.memory.devices import local_device, weakest
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
@@ -46,10 +45,11 @@ from moba_train.parallel.data_shard import ContextEngines
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.fsdp import sharded_model
 from moba_train.parallel.world import World, broadcast, gather_over_ranks, joined_world
-from moba_train.resolve.initial_weights import is_hf_folder
 from moba_train.resolve.run import resolve_unchecked, setup_on, stage_layout
 from moba_train.tools.convert.hf import imported_recipe
 from moba_train.tools.evaluated_recipe import EvaluationOptions, evaluated_setting, evaluations_named
+from moba_train.tools.hf.config import is_hf_folder
+from moba_train.tools.hf.weights import load_hf_weights
 from moba_train.tools.report.sink import plotly_is_installed
 from moba_train.tools.saved_recipe import SavedRun, Training, load_trained, overridden_kinds, saved_training
 

@@ -21,10 +21,10 @@ from moba_train.foreign_files import folder_roots
 from moba_train.resolve.attention import attention_problems
 from moba_train.resolve.data import recorded_tokenizers, tokenizer_mismatch
 from moba_train.resolve.evaluations import evaluation_settings
-from moba_train.resolve.initial_weights import is_hf_folder
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.hf import imported_recipe
+from moba_train.tools.hf.config import is_hf_folder
 from moba_train.tools.lm_eval.options import LmEvalOptions
 from moba_train.tools.saved_recipe import (
     SavedPaths,
@@ -33,6 +33,7 @@ from moba_train.tools.saved_recipe import (
     evaluation_corpora,
     open_for_generation,
     read_checkpoint,
+    with_corpora,
     with_overrides,
 )
 
@@ -223,7 +224,7 @@ def _without(config: RunConfig, named: set[str]) -> RunConfig:
         "validation": [source for source in data.validation if source.path not in named],
         "tokenizer": None if data.tokenizer in named else data.tokenizer,
     }
-    evaluation = config.evaluation.with_corpora(lambda path: None if path in named else path)
+    evaluation = with_corpora(config.evaluation, lambda path: None if path in named else path)
     return config.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
 
 

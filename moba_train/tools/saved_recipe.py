@@ -8,7 +8,7 @@ run folder.
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -161,7 +161,7 @@ class SavedPaths:
             "train": [self._source(source) for source in data.train],
             "validation": [self._source(source) for source in data.validation],
         }
-        evaluation = self._config.evaluation.with_corpora(lambda path: self._corpus(path) or path)
+        evaluation = with_corpora(self._config.evaluation, lambda path: self._corpus(path) or path)
         return self._config.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
 
     def check_tokenizer(self) -> None:
@@ -267,8 +267,17 @@ def open_for_generation(
         paths.check_tokenizer()
     config = paths.located()
     unread = config.data.model_copy(update={"validation": []} | ({"tokenizer": None} if tokenizer else {}))
-    check_paths(unread, config.evaluation.with_corpora(lambda path: None), saved.path, paths.roots)
+    check_paths(unread, with_corpora(config.evaluation, lambda path: None), saved.path, paths.roots)
     return saved._replace(config=config), paths.roots
+
+
+def with_corpora(evaluation: EvaluationConfig, change: Callable[[str], str | None]) -> EvaluationConfig:
+    """A copy in which `change` has been applied to every corpus that a section names."""
+    named = {name: section for name, section in evaluation.asking().items() if section.corpus is not None}
+    changed = {
+        name: section.model_copy(update={"corpus": change(str(section.corpus))}) for name, section in named.items()
+    }
+    return evaluation.model_copy(update=changed)
 
 
 def read_checkpoint(path: Path) -> SavedRun:

@@ -19,10 +19,11 @@ import numpy.typing as npt
 import sentencepiece
 
 from moba_train.config.model import LARGEST_WIDTH
-from moba_train.data.tokenizer import TIKTOKEN, read_sentencepiece, special_tokens, tokenizer_file
+from moba_train.data.tokenizer import TIKTOKEN, read_sentencepiece, tokenizer_file
 from moba_train.errors import DataError
 from moba_train.foreign_files import TOKENIZER_BYTES, read_foreign
 from moba_train.tools.confined_process import ConfinedProcess, WorkLimits
+from moba_train.tools.special_tokens import special_tokens
 
 SECONDS = 30
 """Processor time for a request, and as much for every `TEXT_PER_LIMIT` bytes of its text."""

@@ -54,8 +54,8 @@ def attention_forward(
 
     query [B, H, T, D], key and value [B, K, S, D]; the queries are the last T of the S tokens. `attention_mask` [B, S]
     is 0 at padding, None without any. Returns out [B, T, H, D]; rows of padding are 0. Documents packed into one row
-    are not distinguished, and a static cache is not supported. Raises ValueError for dropout, another scaling, a mask
-    of another shape, and a layer whose attention the config does not give.
+    are not distinguished, and a static cache is not supported. Raises ValueError for dropout, a mask of another
+    shape, and a layer whose attention the config does not give.
     """
     if dropout:
         raise ValueError(f"attention_dropout: {dropout} given, allowed: 0 with attn_implementation='moba'")
@@ -64,8 +64,8 @@ def attention_forward(
             f"attention_mask: shape {tuple(attention_mask.shape)} given, [batch, keys] = "
             f"{(key.shape[0], key.shape[2])} needed"
         )
-    if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1) > 1e-6:
-        raise ValueError(f"scaling: {scaling} given, allowed: head_dim ** -0.5")
+    if scaling is not None and abs((factor := scaling * query.shape[-1] ** 0.5) - 1) > 1e-6:
+        query = query * factor  # scores are multiplied by head_dim ** -0.5
     attention = _attention(module)
     out_BTHD = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
     queries = query.shape[2]

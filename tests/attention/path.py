@@ -97,7 +97,7 @@ def _callers(frame: FrameType | None) -> Iterator[CodeType]:
 @torch.no_grad()
 def traced(backend: str, engine: OperatorEngine = LOCAL_ENGINE, layers: int = 1) -> Trace:
     """A forward pass of MoBA's attention with that backend, in the last of the step's first `layers` layers."""
-    attention = Attention(MODEL, {}).bfloat16()
+    attention = Attention(MODEL, 0, {}).bfloat16()
     attention.kind = MobaKind(MobaKind.Options(block_size=512, topk=3, backend=backend), MODEL.head_width)
     attention.engine = engine
     layout = packed_layout([TOKENS])

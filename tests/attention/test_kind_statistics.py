@@ -27,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "moa": {"alpha": [8, 16, 16, 128], "max_length": 64, "sink_tokens": 4},
     "seer": {"topk": 3},
     "msa": {"topk": 3},
+    "qsa": {"topk": 3},
 }
 """Besides lengths, of which those that are not here become a sixteenth of the default, and at most 4."""
 

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from moba_train.attention.moba.moba_kind import MobaKind
 from moba_train.attention.registry import KINDS
-from moba_train.config.attention import AttentionConfig, full_layer_ids, merge_attention, resolve_layers
+from moba_train.config.attention import AttentionConfig, merge_attention, resolve_layers
+from moba_train.config.layers import layer_ids
 from moba_train.errors import UserError
 from moba_train.model.build import build_attention
 
@@ -34,7 +35,7 @@ def kinds(config: dict[str, Any], layers: int = 6) -> list[str]:
     ],
 )
 def test_full_layers_names_the_layers_with_full_attention(full_layers: str | list[int], full: list[int]) -> None:
-    assert full_layer_ids(full_layers, 6) == set(full)
+    assert layer_ids(full_layers, 6) == set(full)
     assert [i for i, kind in enumerate(kinds({"full_layers": full_layers})) if kind == "full"] == full
 
 

@@ -275,24 +275,22 @@ def test_ranks_with_gpus_connect_again_after_a_late_answer(tmp_path: Path) -> No
 def last_answer_lost() -> Iterator[None]:
     """On this rank alone, the collective fails in which the ranks learn that a save is published."""
     write = ShardWriter.write
-    gather = dist.all_gather_object
-    collectives_left = 0
+    broadcast = dist.broadcast_object_list
+    has_written = False
 
     def write_own_files(*arguments: Any) -> Any:
-        nonlocal collectives_left
-        collectives_left = 2
+        nonlocal has_written
+        has_written = True
         return write(*arguments)
 
-    def all_gather_object(*arguments: Any, **options: Any) -> None:
-        nonlocal collectives_left
-        gather(*arguments, **options)
-        collectives_left -= 1
-        if collectives_left == 0:
+    def broadcast_object_list(*arguments: Any, **options: Any) -> None:
+        broadcast(*arguments, **options)
+        if has_written:
             raise RuntimeError("connection closed by peer")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardWriter, "write", write_own_files)
-        patch.setattr(dist, "all_gather_object", all_gather_object)
+        patch.setattr(dist, "broadcast_object_list", broadcast_object_list)
         yield
 
 

@@ -272,8 +272,7 @@ def test_files_that_the_manifest_does_not_name_do_not_count(tmp_path: Path) -> N
     path = publish_step(tmp_path, 100)
     for name in (".DS_Store", ".nfs000000000012", "._meta.json"):
         (path / name).write_text("of another program")
-    files = manifest.verify_checkpoint(path)
-    assert manifest.unnamed_files(path, files) == [".DS_Store", "._meta.json", ".nfs000000000012"]
+    assert not {".DS_Store", "._meta.json", ".nfs000000000012"} & manifest.verify_checkpoint(path).keys()
 
 
 def test_another_format_is_refused_by_version(tmp_path: Path) -> None:

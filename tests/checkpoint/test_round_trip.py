@@ -1,5 +1,7 @@
 """What is saved comes back bit by bit, on the same and on another number of ranks."""
 
+import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.index import Chunk, PackedTensor, Part, SavedTensor, Sizes
 from moba_train.checkpoint.load import load_checkpoint
 from moba_train.checkpoint.manifest import verify_checkpoint
 from moba_train.checkpoint.publish import latest_checkpoint
@@ -26,6 +29,30 @@ from tests.checkpoint.checkpoint_ranks import assert_equal, build, full_values, 
 def one_rank(tmp_path: Path) -> Iterator[None]:
     with process_group(tmp_path / "store"):
         yield
+
+
+def numbers(offsets: Sizes, sizes: Sizes) -> set[Sizes]:
+    """Places in a tensor of the numbers of a box."""
+    return {*itertools.product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True)))}
+
+
+def test_a_rank_takes_the_chunks_that_its_part_overlaps_out_of_those_that_it_is_sent() -> None:
+    dice = random.Random(0)
+    for _ in range(200):
+        shape = tuple(dice.randint(1, 9) for _ in range(dice.randint(0, 3)))
+        cuts = [sorted({0, size, *(dice.randint(0, size) for _ in range(3))}) for size in shape]
+        boxes = itertools.product(*(itertools.pairwise(along) for along in cuts))
+        chunks = [
+            Chunk(dice.choice("ab"), number, tuple(b for b, _ in box), tuple(e - b for b, e in box))
+            for number, box in enumerate(boxes)
+        ]
+        offsets = tuple(dice.randrange(size) for size in shape)
+        sizes = tuple(dice.randint(1, size - offset) for size, offset in zip(shape, offsets, strict=True))
+        packed = PackedTensor.pack(SavedTensor(torch.float32, shape, chunks), {"b": 0, "a": 1})
+        found = packed.overlapping(Part("x", torch.float32, shape, offsets, sizes), "ba")
+        own = numbers(offsets, sizes)
+        expected = [chunk for chunk in chunks if own & numbers(chunk.offsets, chunk.sizes)]
+        assert found == SavedTensor(torch.float32, shape, expected)
 
 
 def save_and_resume(folder: Path, tp: int = 1) -> None:

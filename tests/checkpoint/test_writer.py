@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from moba_train.checkpoint.index import DTYPES, Part, index_json
 from moba_train.checkpoint.load import CheckpointReader
+from moba_train.checkpoint.manifest import FileEntry
 from moba_train.checkpoint.process_group import SaveFailedError, SaveGroup
 from moba_train.checkpoint.publish import publish
 from moba_train.checkpoint.writer import ShardFile, ShardWriter, build_index, write_checkpoint
@@ -39,9 +40,11 @@ def written(group: SaveGroup, writer: ShardWriter, folder: Path, values: dict[st
     copies = {name: local_part(value).clone() for name, value in values.items()}
     writer.plan(values, copies)
     folder.mkdir(exist_ok=True)
-    entries = group.all_gather(lambda: writer.write(folder, copies))
-    if dist.get_rank() == 0:
+
+    def publish_here(entries: list[dict[str, FileEntry]]) -> None:
         publish(folder, 1, {name: entry for own in entries for name, entry in own.items()}).rename(folder)
+
+    group.agree(lambda: writer.write(folder, copies), publish_here)
     dist.barrier()
 
 

@@ -243,12 +243,8 @@ def test_overrides_reach_list_items_and_layers_by_number(load: Load) -> None:
 
 def test_an_item_of_a_list_that_the_recipe_leaves_out_is_set_among_its_defaults(load: Load) -> None:
     assert load("optim.betas.1=0.99").optim.betas == (0.9, 0.99)
-    config = load("optim.betas[0]=0.8", "evaluation.needle.depths.0=5", "attention.moba.always.0=first")
+    config = load("optim.betas[0]=0.8", "attention.moba.always.0=first")
     assert config.optim.betas == (0.8, 0.95)
-    found, needle = config.evaluation.needle, load("evaluation.needle={}").evaluation.needle
-    assert found is not None
-    assert needle is not None
-    assert found.depths == [5, *needle.depths[1:]]
     assert config.attention.options_of("moba").model_dump()["always"] == ("first",)
 
 
@@ -324,7 +320,7 @@ def test_all_problems_of_overrides_and_recipe_come_at_once(recipe: Path) -> None
         ),
         ("data.train=[]", "data.train: given []; allowed: non-empty list of sections, such as [{path: ...}]"),
         ("attention.full_layers=1.5", "attention.full_layers: given 1.5; allowed: text | list of integer"),
-        ("attention.overrides={a: {}}", "attention.overrides.a: given 'a'; allowed: mapping of integer"),
+        ("attention.overrides={a: {}}", "attention.overrides: given layer a; allowed: layer ids, counted from 0, all"),
         ("run_dir=''", "run_dir: given ''; allowed: non-empty text"),
         ("precision=bf16", "precision: given 'bf16'; allowed: a section with the keys compute"),
         ("model.vocab_size=", "model.vocab_size: given null; allowed: integer >= 2"),
@@ -349,7 +345,7 @@ def test_a_mistake_names_its_key_what_was_given_and_what_is_allowed(recipe: Path
         "batch_tokens",
         "data.train.0.weight",
         "evaluation.sequences",
-        "evaluation.needle.samples",
+        "evaluation.position_wise.sequences",
         "attention.moba.topk",
         "attention.moba.block_size",
     ],

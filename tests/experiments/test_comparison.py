@@ -5,7 +5,26 @@ import math
 import numpy as np
 import pytest
 
-from experiments.comparison import Cell, Estimate, Verdict, above, compare, t_quantile
+from experiments.comparison import Cell, Estimate, Verdict, above, compare, mean_of, t_quantile
+
+
+def test_errors_of_evaluation_count_documents() -> None:
+    """Sequences of one document that are all alike say no more than the document."""
+    rng = np.random.default_rng(0)
+    of_documents = rng.normal(0.1, 0.02, 8)
+    alike = np.repeat(of_documents, 5)
+    level = rng.normal(2, 0.5, 40)
+    documents = [int(one) for one in np.repeat(np.arange(8), 5)]
+    both = [Cell("full", "seed 0", 0.0, level.tolist(), documents)]
+    both.append(Cell("moba", "seed 0", 0.1, (level + alike).tolist(), documents))
+    found = compare(both).difference("moba", "full").evaluation
+    assert found == pytest.approx(mean_of(of_documents.tolist()).half)
+    apart = [cell._replace(documents=()) for cell in both]
+    naive = compare(apart).difference("moba", "full").evaluation
+    assert naive == pytest.approx(mean_of(alike.tolist()).half)
+    assert naive is not None
+    assert found is not None
+    assert naive < 0.5 * found
 
 
 @pytest.mark.parametrize(

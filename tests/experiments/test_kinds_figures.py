@@ -110,7 +110,11 @@ def test_the_best_rate_is_that_of_all_seeds() -> None:
 def test_mechanisms_are_judged_within_a_length_that_has_two_seeds() -> None:
     def arm(name: str, seed: int, loss: float) -> Result:
         how = {"arms_per_gpu": 2, "tokens_per_s": 1, "parameters": 1, "evaluations": {}}
-        return finished_arm(name, seed, loss, stage={"needle": {"needle": 0.5}}, **how)
+        needle = {"attention": "own", "depths": [0.0], "maps": {"own": {"passed": [[0.5]]}}}
+        stage = {"needle": {"needle": 0.5, "needle_map": needle}}
+        return finished_arm(name, seed, loss, stage=stage, recipe=recipes[name], **how)
+
+    recipes = {one.name: one.recipe for one in FIGURES["mechanisms"].arms(0, quick=False)}
 
     results = [arm("full-32k", 0, 1.0), arm("moba-32k", 0, 9.0)]
     results += [arm("full-8k", 0, 2.0), arm("moba-8k", 0, 2.101), arm("full-8k", 1, 2.1), arm("moba-8k", 1, 2.199)]
@@ -124,12 +128,12 @@ def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.Mo
     results = quick("mechanisms", monkeypatch, ["full-1k", "seer-1k", "time-full-1k"])
     rows = {row[0]: row for row in FIGURES["mechanisms"].find(results).rows}
     assert list(rows) == ["", "full-1k", "infllm-1k, weights of full", "seer-1k"]
-    assert rows["full-1k"][7] == "0"
+    assert rows["full-1k"][9] == "0"
     timed = next(result for result in results if result["name"] == "time-full-1k")
-    assert rows["full-1k"][6] == f"{timed['tokens_per_s']:,}" != "0"
-    assert rows["seer-1k"][6] == "–", "its own arm has not run"
+    assert rows["full-1k"][8] == f"{timed['tokens_per_s']:,}" != "0"
+    assert rows["seer-1k"][8] == "–", "its own arm has not run"
     # Two layers: a matrix of each of 2 query heads (16 x 16) and of one key head (48 x 16).
-    assert rows["seer-1k"][7] == f"{2 * (2 * 16 * 16 + 3 * 16 * 16):,}"
+    assert rows["seer-1k"][9] == f"{2 * (2 * 16 * 16 + 3 * 16 * 16):,}"
     seer = next(result for result in results if result["name"] == "seer-1k")
     assert list(seer["stages"]) == ["short", "train", "warmup", "sparse"]
     frozen = [seer["stages"][stage]["validation_loss"]["eval_loss"] for stage in ("train", "warmup")]
@@ -141,9 +145,9 @@ def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.Mo
     known = [loss for loss in own if loss is not None]
     assert len(known) == len(own)
     assert statistics.mean(known) == pytest.approx(trailing_loss(full), abs=1e-5)
-    assert rows["seer-1k"][4] == f"±{paired_error(seers, own):.4f}"
+    assert rows["seer-1k"][5] == f"±{paired_error(seers, own):.4f}"
     infllm = read["position_wise"]["curves"]["infllm"]["trailing_by_sequence"]
-    assert rows["infllm-1k, weights of full"][4] == f"±{paired_error(infllm, own):.4f}"
+    assert rows["infllm-1k, weights of full"][5] == f"±{paired_error(infllm, own):.4f}"
     assert read["numbers"]["eval_loss"] != full["stages"]["train"]["validation_loss"]["eval_loss"]
 
 
@@ -154,9 +158,9 @@ def test_needles_measures_every_head_and_gate(monkeypatch: pytest.MonkeyPatch) -
     lines = {row[0]: row for row in finding.rows}
     assert {"full, 16/12, all", "full, 64/3, all", "moba-64, 16/12, all", "moba-64, 64/3, all"} <= lines.keys()
     assert lines["full, 64/3, all"][1] == "4", "two layers of two heads"
-    assert 0 < float(lines["full, 64/3, all"][2]) < 1
-    assert lines["full, 64/3, all"][8] == "–"
-    assert lines["moba-64, 64/3, all"][8] != "–"
+    assert 0 < float(lines["full, 64/3, all"][3]) < 1
+    assert lines["full, 64/3, all"][10] == "–"
+    assert lines["moba-64, 64/3, all"][10] != "–"
 
 
 @pytest.mark.usefixtures("in_this_process")

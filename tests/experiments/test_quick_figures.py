@@ -68,6 +68,26 @@ def test_figures_train_their_smallest_form_and_grow(
     assert "full-tiny-seed0 was run with another recipe, or evaluated otherwise" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "arms"),
+    [
+        ("settings", ["128k-x1"]),
+        ("scaling", ["moba-tiny"]),
+        ("third-cliff-smaller-blocks", ["none-1", "all-1"]),
+        ("why-behind", ["long-moba", "long-window1280", "mixed-full"]),
+        ("equal-time-rates", ["moba-64k"]),
+    ],
+)
+@pytest.mark.usefixtures("in_this_process")
+def test_smallest_forms_that_no_other_test_trains(name: str, arms: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "QUICK_TOKENS", 1 << 16)
+    quick = ["--quick", "--gpus", "0", "--seconds", "1e6", "--arms", *arms]
+    assert main([name, *quick]) == 0
+    results = json.loads(Path(f"runs/experiments/{name}-quick.json").read_text())["results"]["arms"]
+    assert len(results) >= len(arms)
+    assert main([name, "--plot", "--output", f"runs/experiments/{name}-quick.json"]) == 0
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_a_call_ends_with_what_failed_and_what_is_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,7 @@ def test_the_longest_times_are_compared_with_the_mean_of_all_ranks(monkeypatch: 
         return [[2.0, 0.75], [3.0, 0.25], [4.0, 0.5]]
 
     monkeypatch.setattr(stragglers, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(stragglers, "values_of_ranks", ranks)
+    monkeypatch.setattr(stragglers, "gather_over_ranks", ranks)
     compared = Stragglers(3, torch.device("cpu"))
     found = []
     for step in range(1, 7):
@@ -42,7 +42,7 @@ def test_the_longest_times_are_compared_with_the_mean_of_all_ranks(monkeypatch: 
 
 
 def test_a_rank_alone_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stragglers, "values_of_ranks", lambda values: [values])
+    monkeypatch.setattr(stragglers, "gather_over_ranks", lambda values: [values])
     compared = Stragglers(1, torch.device("cpu"))
     with compared.attention(1, LOCAL_ENGINE):
         pass

@@ -21,12 +21,12 @@ TIMEOUT_S = 2.5
 
 
 class Ranks:
-    """Rank 0 of `size`, really watched; the others give the signs of life that they are told to."""
+    """One rank of `size`, really watched; the others give the signs of life that they are told to."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, watched: int = 0) -> None:
         self.store = dist.HashStore()
         self.reports: list[str] = []
-        world = World(0, size, torch.device("cpu"), size, timedelta(seconds=TIMEOUT_S), self.store)
+        world = World(watched, size, torch.device("cpu"), size, timedelta(seconds=TIMEOUT_S), self.store)
         self.watch = Watch(WatchConfig(least=0.6), world, folder, self.reports.append)
 
     def heartbeat(self, rank: int, entered: int, age_s: float = 9.0, limit_s: float = 1.0, waits: bool = True) -> None:
@@ -74,6 +74,18 @@ def test_a_rank_without_signs_of_life_is_named(three: Ranks) -> None:
     (text,) = three.reports
     assert text.startswith("rank 2 of 3 stalls in 'checkpoint' after step 7: no heartbeat")
     assert "rank 1" not in text
+
+
+def test_a_node_of_silent_ranks_is_named_as_soon_as_one_rank(tmp_path: Path) -> None:
+    """By the first of the others that claims it: ranks 0 to 19 are lost, one after the other would take 20 quarters."""
+    others = Ranks(tmp_path, 21, watched=20)
+    for rank in range(20):
+        others.heartbeat(rank, entered=0)  # their last
+    began = time.monotonic()
+    assert reported(others, lambda: None)
+    assert time.monotonic() - began < 2 * BEFORE_TIMEOUT * TIMEOUT_S
+    assert others.reports[0].startswith("rank 0 of 21 stalls")
+    others.watch.close()
 
 
 def test_the_rank_that_is_behind_is_named_with_its_stack(three: Ranks) -> None:

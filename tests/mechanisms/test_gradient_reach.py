@@ -81,7 +81,7 @@ def plain_loss(model: Transformer, x_TD: Tensor, first: int, batch: Batch) -> Te
     """Mean loss of the blocks from `first` on, with attention written out: [T, T] probabilities of each head."""
     lengths = [stop - start for start, stop in pairwise(batch.layout.edges)]
     document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    cos, sin = rope_cos_sin(batch.positions, model.rope, model.config.head_width)
+    cos, sin = rope_cos_sin(batch.positions, model.config.rope, model.config.head_width)
     blocks: list[Any] = list(model.blocks)
     for block in blocks[first:]:
         layer = block.attention
@@ -125,7 +125,7 @@ def test_norms_are_those_of_a_jacobian_of_the_model_written_out(layers: list[str
     got = input_gradient_norms(model, batch, batch.loss_weight_sum)
     assert got.dtype == torch.float64
     x_TD = model.embedding(batch.tokens).detach()
-    cos, sin = rope_cos_sin(batch.positions, model.rope, model.config.head_width)
+    cos, sin = rope_cos_sin(batch.positions, model.config.rope, model.config.head_width)
     for layer, block in enumerate(model.blocks):
 
         def loss_from_here(x_TD: Tensor, first: int = layer) -> Tensor:
@@ -145,7 +145,7 @@ def test_one_moba_layer_reaches_selected_blocks_and_full_attention_reaches_all()
     block: Any = model.blocks[0]
     x_TD = block.attention_norm(model.embedding(batch.tokens))
     layer = block.attention
-    cos, sin = rope_cos_sin(batch.positions, model.rope, model.config.head_width)
+    cos, sin = rope_cos_sin(batch.positions, model.config.rope, model.config.head_width)
     q, k = (
         apply_rope(project(x_TD).unflatten(-1, (-1, layer.head_dim)), cos=cos, sin=sin)
         for project in (layer.q_proj, layer.k_proj)

@@ -1,6 +1,6 @@
 """Parameters of attention kinds that Muon takes for matrices."""
 
-from tests.optim.test_muon import COMMON_MATRICES, matrices_and_others
+from tests.mechanisms.test_muon import COMMON_MATRICES, matrices_and_others
 
 
 def test_of_attention_kinds_linear_layers_alone_are_matrices() -> None:

@@ -2,10 +2,12 @@
 
 import pytest
 
+from moba_train.config.mesh import MeshSizes
 from moba_train.errors import ConfigError
+from moba_train.memory.flops import matmul_flops
 from tests.resolve.refusals import assert_refused, problems
 from tests.resolve.test_recipe_warnings import VALIDATION, recipe_warnings
-from tests.resolved import check
+from tests.resolved import check, spec_of, stages_of, weights_of, work_of
 from tests.small_recipe import Load
 
 
@@ -32,6 +34,11 @@ def test_a_layout_that_dispatch_cannot_use_is_refused_with_its_key(
 def test_the_reach_of_gradients_is_not_measured_in_a_pipeline(load: Load) -> None:
     with pytest.raises(ConfigError, match="gradient_reach"):
         check(load("parallel.pp=2", "evaluation.gradient_reach={}", "data.validation=[{path: v}]"))
+
+
+def test_an_implementation_of_adamw_is_refused_for_muon(load: Load) -> None:
+    problem = "optim.implementation: given 'deepspeed_cpu', which is for optim.kind: adamw alone, with kind: muon"
+    assert_refused(load("optim.kind=muon", "optim.implementation=deepspeed_cpu"), problem)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +87,60 @@ def test_a_checkpoint_of_a_pipeline_is_evaluated_without_one(load: Load) -> None
 def test_nothing_is_said_of_the_loss_masks_of_corpora_that_need_not_exist_yet(load: Load) -> None:
     """`plan --no-data`; `gradient_reach` tells of loss masks that exist."""
     assert recipe_warnings(load(VALIDATION, "evaluation.position_wise.bucket=1K", "evaluation.gradient_reach={}")) == []
+
+
+MOE = "model.moe={experts: 8, active: 2, intermediate_size: 24}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "problem"),
+    [
+        (
+            [MOE, "parallel.ep=3"],
+            6,
+            "parallel.ep: given 3, which does not divide model.moe.experts 8; allowed: 1, 2, 4",
+        ),
+        ([MOE, "parallel.ep=4"], 2, "parallel.ep: given 4, which does not divide the 2 ranks of dp_shard x cp"),
+        (["parallel.ep=2"], 2, "parallel.ep: given 2, but the model has no experts; set 1, or give model.moe"),
+        (
+            [MOE, "parallel={tp: 2}", "model.moe.intermediate_size=15"],
+            2,
+            "parallel.tp: given 2, which does not divide model.moe",
+        ),
+        ([MOE, "parallel={tp: 2}", "optim.kind=muon"], 2, "optim.kind: given 'muon' with experts and parallel.tp: 2"),
+        (
+            [MOE, "parallel={ep: 2, fsdp_copy_engines: true}"],
+            2,
+            "parallel.fsdp_copy_engines: given true with parallel.ep",
+        ),
+        ([MOE, "compile=true", "precision.compute=fp32"], 1, "compile: given true with experts in float32"),
+        (
+            [MOE, "model.moe.intermediate_size=20", "precision.compute=bf16"],
+            1,
+            "model.moe.intermediate_size: given 20 (by parallel.tp 1) with model.hidden_size 128; allowed: multiples",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_are_refused_with_their_key(
+    load: Load, overrides: list[str], ranks: int, problem: str
+) -> None:
+    assert_refused(load(*overrides), problem, ranks)
+
+
+def test_the_plan_counts_the_experts_that_a_token_passes_through(load: Load) -> None:
+    """8 of 32 active experts of the dense width's eighth: the operations of the dense model and of the router, and four
+    times its weights, of which expert parallelism gathers a part."""
+    dense = load()
+    model = "model.moe={experts: 32, active: 8, intermediate_size: 48}"
+    experts = load(model)
+    assert matmul_flops(experts.model) - matmul_flops(dense.model) == 4 * 6 * 128 * 32
+    counts = spec_of(experts).counts
+    assert counts.active == spec_of(dense).counts.total + 4 * 128 * 32
+    assert counts.total == counts.active + 3 * spec_of(dense).counts.feed_forward
+    divided = load(model, "parallel.ep=4")
+    sizes = MeshSizes(dp_shard=4)
+    whole, part = (
+        weights_of(config, sizes, work_of(config, stages_of(config)[0], sizes)) for config in (experts, divided)
+    )
+    assert part.shard == whole.shard
+    assert whole.blocks[0] - part.blocks[0] == 3 * 32 * 3 * 128 * 48 // 4

@@ -1,6 +1,6 @@
 """Sliding windows against a mask, in several tiles; the LocalAttention contract is in test_local_attention.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,9 +10,14 @@ from moba_train.attention.kernels.common.reference import masked_attend, masked_
 from moba_train.attention.kernels.varlen import Segments
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import BackwardState
+from moba_train.attention.registry import KINDS
 from moba_train.mechanisms import window
 from moba_train.mechanisms.window import WindowAttention, WindowKind, bands, sink_bands
-from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.mechanisms.window_edges import edges
+from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.strategy import CPLayout, CPStrategy
+from moba_train.parallel.context.transport.allgather import AllGather
+from moba_train.parallel.context.transport.ring import Ring
 from tests.attention.helpers import make_qkv, triple
 from tests.attention.kind_checks import (
     MODEL,
@@ -21,6 +26,7 @@ from tests.attention.kind_checks import (
     assert_ranks_equal_one_device,
     make_layer,
 )
+from tests.attention.test_sink import assert_near_float64, with_sink
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 
@@ -228,3 +234,53 @@ def test_the_kernel_equals_a_mask(width: int, head_dim: int, sinks: int) -> None
     plain = WindowAttention(width, head_dim, "reference", sinks)
     state = BackwardState(*(x.double() for x in (out, q[rows], k, v, out, lse)))
     torch.testing.assert_close(dq.double(), plain.attend_backward(state, part, ())[0], rtol=0.02, atol=0.03)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("reach", [1, 5, 20, 200])
+def test_a_rank_is_sent_the_keys_that_its_queries_reach_and_no_others(layout: CPLayout, reach: int) -> None:
+    """Where a window is shorter than a part of the sequence, they are window - 1 for each, however long it is."""
+    sequence = SequenceLayout.split(96, 4, layout)
+    found = [edges(sequence, rank, reach, torch.device("cpu")) for rank in range(4)]
+    for rank, edge in enumerate(found):
+        own = {token for part in sequence.ranges[rank] for token in range(*part)}
+        wanted = {key for token in own for key in range(max(0, token - reach + 1), token + 1)}
+        assert wanted == {token for part in edge.keys for token in range(*part)}
+        assert len(edge.order_S) == len(wanted)
+        assert sum(edge.received_rows) == len(wanted - own)
+        assert edge.sent_rows == [other.received_rows[rank] for other in found]
+        if reach <= 12:
+            assert sum(edge.received_rows) <= (reach - 1) * len(sequence.ranges[rank])
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.transport != "ulysses"], ids=str)
+def test_a_window_travels_by_its_edges_where_it_can(strategy: CPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ulysses brings all keys for some heads; a window with first tokens needs keys from everywhere."""
+
+    def never(*_arguments: object) -> None:
+        raise AssertionError("all keys travel")
+
+    for transport in (AllGather, Ring):
+        monkeypatch.setattr(transport, "forward", never)
+        monkeypatch.setattr(transport, "backward", never)
+    layer = make_layer("window", {"window": 7}, [20, 0, 1, 43])
+    assert_ranks_equal_one_device(layer, strategy)
+    with pytest.raises(AssertionError, match="all keys travel"):
+        assert_ranks_equal_one_device(make_layer("window", {"window": 7, "sinks": 1}, [20, 44]), strategy)
+
+
+@pytest.fixture
+def with_a_learned_sink() -> Iterator[str]:
+    with KINDS.registered("window with sink", with_sink(WindowKind)):
+        yield "window with sink"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_learned_sink_joins_a_window_on_ranks(strategy: CPStrategy, with_a_learned_sink: str) -> None:
+    assert_ranks_equal_one_device(make_layer(with_a_learned_sink, {"window": 7}, [20, 0, 1, 43]), strategy)
+
+
+@pytest.mark.gpu
+def test_kernels_are_as_exact_with_a_learned_sink(with_a_learned_sink: str) -> None:
+    ours, plain = ({"window": 100, "backend": backend} for backend in ("auto", "reference"))
+    assert_near_float64(with_a_learned_sink, ours, plain, torch.device("cuda"))

@@ -31,7 +31,8 @@ def test_a_rank_of_a_pipeline_has_the_parameters_of_its_own_layers(load: Load, c
 
 def assert_parameters_of_own_layers(load: Load, attention: str, changes: list[str]) -> None:
     """Each rank of a pipeline of two has what its part of the model has, with this override for the attention."""
-    config = load("parallel.pp=2", "optim.kind=muon", attention, "stages.1.attention=null", *changes)
+    kind = [*OPTIMIZERS][-1]  # muon, which has less state for matrices; the core alone has adamw
+    config = load("parallel.pp=2", f"optim.kind={kind}", attention, "stages.1.attention=null", *changes)
     stage = stages_of(config)[0]
     sizes = mesh_sizes(stage.parallel, 2)
     for rank in range(2):
@@ -46,7 +47,7 @@ def assert_parameters_of_own_layers(load: Load, attention: str, changes: list[st
             for name, block in part.blocks.named_children()
         }
         matrices = sum(matrix.numel() for matrix in block_matrices(part).values())
-        assert found.optimizer == OPTIMIZERS["muon"].state_bytes(matrices, found.total - matrices)
+        assert found.optimizer == OPTIMIZERS[kind].state_bytes(matrices, found.total - matrices)
 
 
 def test_gathered_weights_that_stay_are_those_of_their_own_layers(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,19 @@ SHAPES = [
     pytest.param({"qkv_bias": True}, id="qwen2"),
     pytest.param({"qk_norm": True, "tie_embeddings": True}, id="qwen3"),
     pytest.param({"rope": RopeConfig(kind="pi", factor=2), "norm_eps": 0.1}, id="pi-and-eps"),
+    pytest.param({"norms": "post", "qk_norm": "all_heads"}, id="olmo"),
+    pytest.param(
+        {"norms": "both", "centered_norms": True, "qk_norm": True, "activation": "gelu_tanh", "embedding_scale": 4.0},
+        id="gemma",
+    ),
+    pytest.param(
+        {"attention_scale": 0.1, "residual_scale": 0.7, "logits_divisor": 0.3, "embedding_scale": 3.0}, id="granite"
+    ),
+    pytest.param({"rope": RopeConfig(fraction=0.5, overrides={"every:2": {"kind": "nope"}})}, id="smollm3-and-partial"),
+    pytest.param({"rope": RopeConfig(overrides={0: {"theta": 50.0, "fraction": 0.75}})}, id="two-bases"),
+    pytest.param({"gate_layers": "all"}, id="gates-of-channels"),
+    pytest.param({"gate_layers": "last:1", "output_gate": "head", "sink_layers": "first:1"}, id="gates-of-heads"),
+    pytest.param({"sink_layers": "all", "kv_heads": 1}, id="sinks"),
 ]
 
 
@@ -61,31 +74,54 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     """One document through Llama, from the weights alone, with torch's own attention."""
     config, weights = model.config, dict(model.named_parameters())
-    width, eps, half = config.head_width, config.norm_eps, config.head_width // 2
+    width, eps = config.head_width, config.norm_eps
+    scale = width**-0.5 if config.attention_scale is None else config.attention_scale
     steps = torch.arange(len(tokens), device=tokens.device, dtype=torch.float32) / config.rope.factor
-    angles = torch.outer(steps, config.rope.theta ** (-torch.arange(half, device=tokens.device) / half))
 
-    def rope(x_HTd: torch.Tensor) -> torch.Tensor:
-        a, b = x_HTd[..., :half], x_HTd[..., half:]
-        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = weights.get(f"{name}_norm.weight" if name else "norm.weight")
+        return x if weight is None else rms(x, weight + config.centered_norms, eps)
+
+    def rope(x_HTd: torch.Tensor, layer: int) -> torch.Tensor:
+        own = config.rope.by_layer(config.layers)[layer]
+        half = int(width * own.fraction) // 2
+        angles = torch.outer(steps, own.theta ** (-torch.arange(half, device=tokens.device) / half))
+        if own.kind == "nope":
+            return x_HTd
+        a, b, rest = x_HTd.split([half, half, width - 2 * half], -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos(), rest], -1)
 
     def heads(x: torch.Tensor, layer: str, name: str) -> torch.Tensor:
         y = F.linear(x, weights[f"{layer}.{name}_proj.weight"], weights.get(f"{layer}.{name}_proj.bias"))
+        if config.qk_norm == "all_heads":
+            y = norm(y, f"{layer}.{name}")
         y = y.view(len(tokens), -1, width).transpose(0, 1)
-        return rms(y, weights[f"{layer}.{name}_norm.weight"], eps) if config.qk_norm and name != "v" else y
+        return y if config.qk_norm == "all_heads" else norm(y, f"{layer}.{name}")
 
-    x = weights["embedding.weight"][tokens]
+    x = config.embedding_scale * weights["embedding.weight"][tokens]
     for i in range(config.layers):
         attention, feed_forward = f"blocks.{i}.attention", f"blocks.{i}.feed_forward"
-        y = rms(x, weights[f"{attention}_norm.weight"], eps)
-        q, k, v = rope(heads(y, attention, "q")), rope(heads(y, attention, "k")), heads(y, attention, "v")
-        y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        x = x + y.transpose(0, 1).flatten(1) @ weights[f"{attention}.o_proj.weight"].T
-        y = rms(x, weights[f"{feed_forward}_norm.weight"], eps)
+        y = norm(x, attention)
+        gates = weights.get(f"{attention}.output_gate.weight")
+        gate = None if gates is None else (y @ gates.T).sigmoid()
+        q, k, v = rope(heads(y, attention, "q"), i), rope(heads(y, attention, "k"), i), heads(y, attention, "v")
+        k, v = (side.repeat_interleave(config.heads // config.kv_heads, 0) for side in (k, v))
+        scores = (scale * q @ k.mT).masked_fill(~torch.ones_like(q @ k.mT).tril().bool(), -torch.inf)
+        sink = weights.get(f"{attention}.sink.weight")
+        if sink is not None:
+            scores = torch.cat([scores, sink[:, None, None].expand(-1, len(tokens), 1)], -1)
+        y = (scores.softmax(-1)[..., : len(tokens)] @ v).transpose(0, 1)
+        if gate is not None:
+            y = y * gate.view(len(tokens), config.heads, -1)
+        y = y.flatten(1) @ weights[f"{attention}.o_proj.weight"].T
+        x = x + config.residual_scale * norm(y, f"{attention}_post")
+        y = norm(x, feed_forward)
         gate, up, down = (weights[f"{feed_forward}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        x = x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
+        gate = y @ gate.T
+        gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        x = x + config.residual_scale * norm((gate * (y @ up.T)) @ down.T, f"{feed_forward}_post")
     head = weights["embedding.weight" if config.tie_embeddings else "output.weight"]
-    return rms(x, weights["norm.weight"], eps) @ head.T
+    return norm(x, "") @ head.T / config.logits_divisor
 
 
 @pytest.mark.parametrize("changes", SHAPES)

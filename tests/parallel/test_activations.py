@@ -18,8 +18,8 @@ from moba_train.attention.layout import Layout, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
-from moba_train.model.block import FeedForward
 from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.feed_forward import FeedForward
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.activations import (
     Kept,

@@ -40,7 +40,7 @@ def give_up(store: Any, errors: dict[int, Exception], size: int) -> dict[int, tu
         reports = FailureReports(store, rank, size, timedelta(seconds=60))
         together.wait()
         text = reports.report(errors[rank])
-        return text, reports.code_of_others(), reports.is_said_elsewhere(errors[rank])  # type: ignore[arg-type]
+        return text, reports.code_of_others, reports.is_said_elsewhere(errors[rank])  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(len(errors)) as pool:
         return dict(zip(errors, pool.map(one, errors), strict=True))

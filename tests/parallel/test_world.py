@@ -15,7 +15,6 @@ from moba_train.parallel.world import (
     environment_defaults,
     gather_over_ranks,
     sum_over_ranks,
-    values_of_ranks,
 )
 from tests.forked import run_processes
 
@@ -23,7 +22,6 @@ from tests.forked import run_processes
 def tell_each_other(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 3), rank=rank, world_size=3)
     assert broadcast(f"from {rank}") == "from 0"
-    assert values_of_ranks([rank, 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
     assert sum_over_ranks([rank, 2**40 + 1]) == [3, 3 * (2**40 + 1)]
     assert gather_over_ranks({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     assert [any_rank(rank in who) for who in ((), (1,), (0, 2))] == [False, True, True]

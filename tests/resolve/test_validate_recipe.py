@@ -52,10 +52,6 @@ def test_an_implementation_that_cannot_run_where_the_run_trains_is_refused(load:
         ),
         (["stages.1.batch_tokens=2K"], "stages[1].batch_tokens: given 2048; stage 'long' needs a multiple of seq_len"),
         (
-            ["optim.kind=muon", "optim.implementation=deepspeed_cpu"],
-            "optim.implementation: given 'deepspeed_cpu', which is for optim.kind: adamw alone, with kind: muon",
-        ),
-        (
             ["memory.gpu_gib=80", "activation_checkpointing=full"],
             "memory.gpu_gib: given 80 with activation_checkpointing: full, which it does not change; allowed: null, "
             "or activation_checkpointing or parallel.reshard_after_forward: budget",

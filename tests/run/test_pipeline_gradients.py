@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from moba_train.config.mesh import mesh_sizes
 from moba_train.config.schema import RunConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
 from moba_train.model.build import build_attention, build_model, initialize_weights
+from moba_train.model.feed_forward import each_kind
 from moba_train.model.loss import CompiledChunkLoss
 from moba_train.model.transformer import Transformer
 from moba_train.optim.gradients import Gradients
@@ -34,7 +36,7 @@ SPARSE = {"default": "moba", "full_layers": "last:1", "moba": {"block_size": 8, 
 Found = dict[str, Tensor]
 Model = dict[str, Any]
 """Section `attention` and, where they are not the default: `tied`, `trainable`, `precision`, `kept`: what the layers
-keep, `compiled_loss`."""
+keep, `compiled_loss`, `further` keys of the section `model`."""
 Case = tuple[Model, dict[str, Any]]
 """A model and the section `parallel`."""
 
@@ -69,7 +71,8 @@ def recipe(model: Model, parallel: dict[str, Any]) -> RunConfig:
         {
             "name": "test",
             "run_dir": "unused",
-            "model": {**sizes, "head_dim": 16, "init_std": 0.2, "tie_embeddings": model.get("tied", False)},
+            "model": {**sizes, "head_dim": 16, "init_std": 0.2, "tie_embeddings": model.get("tied", False)}
+            | model.get("further", {}),
             "attention": model["attention"],
             "data": {"train": [{"path": "unused"}]},
             "batch_tokens": SEQ_LEN * MICRO_BATCHES,
@@ -112,6 +115,8 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     weight = sum(batch.loss_weight_sum for batch in whole)
     for _ in range(repeat):  # a second step has its own batches, and gathers the weights anew
         model.zero_grad()
+        for steps, _, modules in each_kind(model):
+            steps.begin(modules)
         parts = list(accumulate_gradients(model, batches, weight))
     loss = sum(part.loss.detach() for part in parts)
     assert isinstance(loss, Tensor)
@@ -126,9 +131,14 @@ def results(model: Transformer, config: RunConfig, shard: DataShard, repeat: int
     for name, values_n in (("token losses", token_losses(model, own)), ("most likely", most_likely_tokens(model, own))):
         found[name] = torch.zeros(SEQ_LEN)
         found[name][places_n[counted_n]] = values_n[counted_n].float()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves the outermost one gathered, and without gradients
     if dist.is_initialized():
         for value in found.values():
             dist.all_reduce(value)
+    for steps, options, modules in each_kind(model):
+        found |= steps.measure(modules, options, config.model.layers, torch.device("cpu"))
     norms = (
         Gradients(model).norms_by_kind(stage.kinds) | {"norm": Gradients(model).norm()} if dist.is_initialized() else {}
     )
@@ -152,8 +162,10 @@ def worker(cases: list[Case], output: str) -> None:
             config = recipe(options, parallel)
             (stage,) = stages_of(config)
             sizes = mesh_sizes(stage.parallel, world.size)
-            dims = ParallelDims(sizes, world)
+            dims = ParallelDims(sizes, world, stage.parallel.ep)
             model = sharded_of(config, dims)
+            for steps, section, modules in each_kind(model):
+                steps.enter(modules, section, dims, sizes)
             set_activations(model, kept_by(options), world.device)
             if options.get("compiled_loss"):
                 model.chunk_loss = CompiledChunkLoss(backend="aot_eager")

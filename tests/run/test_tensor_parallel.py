@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moba_train.attention.engine import OperatorEngine
@@ -26,7 +25,6 @@ from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig, StageConfig
 from moba_train.data.batch import Batch, collate
 from moba_train.data.samples import Sample
-from moba_train.hf.weights import hf_name, load_hf_weights
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Engine, Transformer
 from moba_train.optim.gradients import Gradients
@@ -42,17 +40,25 @@ from tests.resolved import sharded_of
 from tests.run.trainer_ranks import Ranks, free_port
 
 VOCAB, SEQ_LEN = 36, 48
-MODELS: dict[str, dict[str, bool]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied": {"tie_embeddings": True},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+    "norms on both sides, sinks, gates": {
+        "norms": "both",
+        "centered_norms": True,
+        "embedding_scale": 3.0,
+        "sink_layers": "all",
+        "gate_layers": "last:1",
+    },
+    "norms behind, gates of heads": {"norms": "post", "gate_layers": "all", "output_gate": "head"},
     "llama, one layer, compiled": {"compile": True},
 }
 Step = dict[str, Tensor]
 
 
-def recipe(compile: bool = False, **options: bool) -> RunConfig:
+def recipe(compile: bool = False, **options: Any) -> RunConfig:
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 24,
@@ -88,12 +94,12 @@ def step(model: Transformer, data_shard: DataShard, device: torch.device) -> tup
 
     class Recording(OperatorEngine):
         def __call__(
-            self, q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout
+            self, q: Tensor, k: Tensor, v: Tensor, attention: LocalAttention, layout: Layout, *sink: Any
         ) -> tuple[Tensor, Tensor]:
             if isinstance(attention, MobaAttention):
                 summaries = attention.summarize(k.detach(), layout)
                 selected.append(attention.select(q.detach(), summaries, layout)[0].cpu())
-            return super().__call__(q, k, v, attention, layout)
+            return super().__call__(q, k, v, attention, layout, *sink)
 
     engines: list[Engine] = [Recording()] * len(model.blocks)
     width = model.config.head_width
@@ -113,7 +119,7 @@ def step(model: Transformer, data_shard: DataShard, device: torch.device) -> tup
     return {"loss": loss}, selected
 
 
-def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
+def on_one_device(options: dict[str, Any], device: torch.device, dtype: torch.dtype = torch.float32) -> Step:
     """The plain model's step, and the weights it began with."""
     config = recipe(**options)
     model = Transformer(config.model).to(device)
@@ -127,7 +133,7 @@ def on_one_device(options: dict[str, bool], device: torch.device, dtype: torch.d
     return weights | result | {f"selected {number}": ids for number, ids in enumerate(selected)}
 
 
-def worker(options: list[dict[str, bool]], output: str) -> None:
+def worker(options: list[dict[str, Any]], output: str) -> None:
     """All models' steps on the ranks of this world, which are one tp group."""
     torch.compiler.reset()  # runs before in this process have compiled for other lengths
     without_code_generation = partial(torch.compile, backend="aot_eager")  # which takes long on the CPU
@@ -175,29 +181,6 @@ def test_two_ranks_compute_what_one_device_does(name: str, on_two_ranks: dict[st
         exact = key.startswith(("weight", "selected"))
         tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-7}
         torch.testing.assert_close(got[key], value, **tolerance, msg=labelled(key))
-
-
-def load_and_collect(folder: str, output: str) -> None:
-    """The weights that two ranks read from a Hugging Face folder."""
-    with joined_world() as world:
-        model = sharded_of(recipe(qkv_bias=True), ParallelDims(MeshSizes(tp=2), world))
-        load_hf_weights(model, Path(folder))
-        weights = {name: gathered(parameter) for name, parameter in model.named_parameters()}
-        if world.is_main:
-            torch.save(weights, output)
-
-
-def test_each_rank_reads_its_part_of_a_hugging_face_model(ranks: Ranks, tmp_path: Path) -> None:
-    want = {
-        name: torch.randn(parameter.shape)
-        for name, parameter in Transformer(recipe(qkv_bias=True).model).named_parameters()
-    }
-    save_file({hf_name(name): tensor for name, tensor in want.items()}, tmp_path / "model.safetensors")
-    ranks.work(load_and_collect, (str(tmp_path), str(tmp_path / "weights.pt")), 2)
-    got = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), name
 
 
 def gpu_rank(rank: int, port: int, output: str) -> None:

@@ -20,6 +20,7 @@ from moba_train.parallel.data_shard import DataShard
 from moba_train.tools.needle.answers import encode_segments
 from moba_train.tools.needle.haystack import NOISE, WORDS
 from moba_train.tools.needle.needle import Needle, NeedleTexts
+from moba_train.tools.needle.options import NeedleConfig
 from moba_train.tools.text_tokenizer import load_tokenizer
 from tests.evals.setting import stage_setting
 from tests.resolved import stages_of
@@ -79,8 +80,9 @@ def recipe(folder: Path, seq_len: int, evaluation: dict[str, Any], **keys: Any) 
 
 def recipe_texts(config: RunConfig) -> NeedleTexts:
     """Questions of the recipe's section `needle`."""
-    assert config.evaluation.needle is not None
-    return NeedleTexts(config.evaluation.needle, stage_setting(config), Needle.key)
+    options = config.evaluation.options_of("needle")
+    assert isinstance(options, NeedleConfig)
+    return NeedleTexts(options, stage_setting(config), Needle.key)
 
 
 def context(config: RunConfig, model: Transformer) -> EvaluationContext:

@@ -11,6 +11,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.tools.lm_eval.scoring import Continuation, score
+from moba_train.tools.needle.full_answers import full_from
 from tests.noting import noting
 
 MODEL = ModelConfig(vocab_size=40, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2)
@@ -72,6 +73,22 @@ def test_packed_scores_are_those_of_each_text_alone(attention: AttentionConfig, 
         expected = alone(model, one)
         assert result.log_likelihood == pytest.approx(expected[0], rel=1e-6)
         assert result.greedy == expected[1]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 10_000])
+def test_answers_are_scored_with_full_attention_behind_a_text_that_moba_has_read(batch_tokens: int) -> None:
+    model = model_with(AttentionConfig.model_validate({"full_layers": "last:1", "moba": {"block_size": 4, "topk": 2}}))
+    drawn = random.Random(0)
+    texts = [tuple(drawn.randrange(40) for _ in range(length)) for length in (30, 21, 30)]
+    asked = [Continuation(read, read[-length:]) for read in texts for length in (1, 4, 7)]
+    own, found = (score(model, asked, batch_tokens, in_full=in_full) for in_full in (False, True))
+    for one, result in zip(asked, found, strict=True):
+        first = len(one.read) - len(one.predicted)
+        with torch.no_grad(), full_from(model, first):
+            logits = model(torch.tensor(one.read), torch.arange(len(one.read)), packed_layout([len(one.read)]))
+        expected = logits[first:].log_softmax(-1).gather(1, torch.tensor(one.predicted)[:, None]).sum().item()
+        assert result.log_likelihood == pytest.approx(expected, rel=1e-9)
+    assert all(one.log_likelihood != result.log_likelihood for one, result in zip(own, found, strict=True))
 
 
 def test_a_context_that_several_continuations_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

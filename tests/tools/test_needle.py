@@ -14,7 +14,7 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.layout import TokenRange
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.attention.observer import Observer, observing
-from moba_train.config.load import dump_config
+from moba_train.config.load import dump_config, load_config
 from moba_train.errors import ConfigError, DataError
 from moba_train.foreign_files import ROOTS
 from moba_train.model.build import build_attention, initialize_weights
@@ -26,6 +26,7 @@ from moba_train.tools.needle import answers
 from moba_train.tools.needle.answers import Question, SelectedBlocks, answer_batch, encode_segments, predicted_answers
 from moba_train.tools.needle.haystack import noise_tokens
 from moba_train.tools.needle.needle import Needle, NeedleTexts
+from moba_train.tools.needle.options import NeedleConfig
 from moba_train.tools.text_tokenizer import load_tokenizer
 from moba_train.train import main
 from tests.evals.setting import built
@@ -184,6 +185,15 @@ def test_a_generated_answer_ends_before_the_end_of_the_text(texts: Path, alone: 
     with patch.object(answers, "generate", lambda *_, **__: next(written)):
         found = answers.generated_answers(context(config, model), asked, 3, tokenizer, "test")
     assert found == [[7], [7, 8, 9]]
+
+
+def test_a_depth_that_the_recipe_leaves_out_is_set_among_the_defaults(texts: Path, tmp_path: Path) -> None:
+    """A section that is null holds its defaults as soon as one of its keys is set."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_config(recipe(texts, LENGTH, {})))
+    found = load_config(file, ["evaluation.needle.depths.0=5"]).evaluation.options_of("needle")
+    assert isinstance(found, NeedleConfig)
+    assert found.depths == [5, *NeedleConfig().depths[1:]]
 
 
 @pytest.mark.parametrize(("cp", "tp", "padded"), [(1, 1, 101), (1, 2, 102), (3, 1, 102), (3, 2, 108), (4, 1, 104)])

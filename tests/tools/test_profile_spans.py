@@ -60,9 +60,9 @@ def test_an_influence_is_the_derivative_of_the_loss_towards_the_masked_attention
             self.moved: Any = partial(moved, *place)
 
         def __call__(
-            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Any, layout: Layout
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Any, layout: Layout, *sink: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            out, lse = super().__call__(q, k, v, attention, layout)
+            out, lse = super().__call__(q, k, v, attention, layout, *sink)
             return self.moved(q, k, v, attention, out), lse
 
     def moved(

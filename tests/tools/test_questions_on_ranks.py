@@ -39,8 +39,8 @@ LAYOUTS: dict[str, tuple[MeshSizes, dict[str, Any]]] = {
 def evaluated(world: World, folder: Path, sizes: MeshSizes, parallel: dict[str, Any]) -> dict[str, Any]:
     """Predicted tokens, selected blocks and scores in one layout, for an odd number of samples."""
     generate = parallel.get("cp_transport", "allgather") == "allgather" and "tp" not in parallel
-    needle = {"lengths": [LENGTH], "depths": [0, 50, 100], "samples": 1, "generate": generate}
-    ruler = {"tasks": ["niah_single", "vt"], "lengths": [1024], "samples": 1}
+    needle = {"lengths": [LENGTH], "depths": [0, 50, 100], "samples": 1, "generate": generate, "answer": "full"}
+    ruler = {"tasks": ["niah_single", "vt"], "lengths": [1024], "samples": 1, "answer": "full"}
     signal = {"lengths": [LENGTH], "depths": [0, 50, 80], "samples": 1, "gates": [{"block_size": 16, "topk": 3}]}
     by_head = "tp" not in parallel
     probe = {"queries": 77, "sequences": 3, "by_head": by_head}
@@ -54,7 +54,6 @@ def evaluated(world: World, folder: Path, sizes: MeshSizes, parallel: dict[str, 
     if shard.engine is not None:
         model.set_engines([shard.engine] * config.model.layers)
     context = EvaluationContext(model, stage, shard, world.device, with_full(stage.attention))
-    assert config.evaluation.needle is not None
     asked = recipe_texts(config).questions(LENGTH)
     found: dict[str, Any] = {"tokens": {}}
     for name in context.each_attention():

@@ -14,7 +14,7 @@ from moba_train.attention.full.kernels import BACKENDS, Flash, FullBackend
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common.geometry import history_blocks, history_bound
 from moba_train.attention.kernels.table import call_problem, kernel_decodes
-from moba_train.attention.kind import AttentionKind, KindCosts, MicroBatch, StageContext, TokenBytes
+from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts, MicroBatch, StageContext, TokenBytes
 from moba_train.attention.layout import Layout
 from moba_train.attention.protocol import BackwardState, Gradients, LocalAttention, Selection
 from moba_train.config.base import Section
@@ -151,6 +151,7 @@ class FullKind(AttentionKind):
 
     name = "full"
     Options = FullAttention.Options
+    facts = KindFacts(takes_sink=True)
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)

@@ -8,7 +8,7 @@ C selected blocks.
 import torch
 from torch import Tensor
 
-from moba_train.attention.kernels.common.geometry import block_bound, block_ids, first_blocks
+from moba_train.attention.kernels.common.geometry import block_bound, block_ids, query_blocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
 from moba_train.attention.layout import Layout
 
@@ -68,8 +68,7 @@ def select_blocks(
     if history_blocks == 0:
         return selected_HTC
 
-    first_T = first_blocks(layout.cu_seqlens, block_size)[layout.q_documents]
-    diagonal_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
+    diagonal_T, first_T = query_blocks(layout, block_size)
     ids_N = torch.arange(blocks, device=q_THD.device)
     for rows in query_chunks(queries, heads * blocks, q_THD.device):
         diagonal_t1, first_t1 = diagonal_T[rows, None], first_T[rows, None]

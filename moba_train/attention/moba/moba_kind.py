@@ -29,7 +29,8 @@ class MobaKind(AttentionKind):
     name = "moba"
     statistics = SOFTMAX | SELECTION
     Options = MobaAttention.Options
-    facts = KindFacts(not_exported=frozenset({"backend", "key_conv"}))  # a model with `key_conv` is not exported at all
+    # A model with `key_conv` is not exported at all.
+    facts = KindFacts(frozenset({"backend", "key_conv"}), takes_sink=True)
 
     def __init__(self, options: Section, head_dim: int) -> None:
         super().__init__(options, head_dim)
@@ -78,7 +79,7 @@ class MobaKind(AttentionKind):
             assert isinstance(parameters, KeyConvolution)
             k_TKd = parameters(k_TKd, layer.engine.shard(layer.layout))
         rotated = layer.rotate(layer.q_THd), layer.rotate(k_TKd)
-        return layer.engine(*rotated, layer.v_TKd, self.attentions[0], layer.layout)[0], None
+        return layer.engine(*rotated, layer.v_TKd, self.attentions[0], layer.layout, *layer.sink)[0], None
 
     def costs(self, model: ModelConfig) -> "MobaCosts":
         """Costs of attention to the selected blocks, and of the gate."""

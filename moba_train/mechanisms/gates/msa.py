@@ -26,20 +26,20 @@ from moba_train.mechanisms.layout_operators import query_positions
 
 
 class IndexBranch(nn.Module):
-    """Two projections; normalised where the model normalises q and k, as in MiniMax-M3."""
+    """Two projections: an index query for each group, and `key_heads` index keys; normalised if `norms`."""
 
-    def __init__(self, model: ModelConfig, width: int) -> None:
+    def __init__(self, model: ModelConfig, width: int, key_heads: int, norms: bool) -> None:
         super().__init__()
         self.width = width
         self.q_proj = nn.Linear(model.hidden_size, model.kv_heads * width, bias=False)
-        self.k_proj = nn.Linear(model.hidden_size, width, bias=False)
-        self.q_norm = nn.RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(width, model.norm_eps) if model.qk_norm else nn.Identity()
+        self.k_proj = nn.Linear(model.hidden_size, key_heads * width, bias=False)
+        self.q_norm = nn.RMSNorm(width, model.norm_eps) if norms else nn.Identity()
+        self.k_norm = nn.RMSNorm(width, model.norm_eps) if norms else nn.Identity()
 
     def forward(self, x_nD: Tensor) -> tuple[Tensor, Tensor]:
-        """Index queries [n, K, w] and index keys [n, 1, w], not rotated."""
+        """Index queries [n, K, w] and index keys [n, key_heads, w], not rotated."""
         q_nKw = self.q_norm(self.q_proj(x_nD).unflatten(-1, (-1, self.width)))
-        return q_nKw, self.k_norm(self.k_proj(x_nD)).unsqueeze(1)
+        return q_nKw, self.k_norm(self.k_proj(x_nD).unflatten(-1, (-1, self.width)))
 
 
 class MsaKind(DistilledGate):
@@ -66,15 +66,16 @@ class MsaKind(DistilledGate):
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
         assert isinstance(options, MsaKind.Options)
-        return IndexBranch(model, options.index_dim or model.head_width)
+        # As in MiniMax-M3: one index key for all groups, normalised where the model normalises q and k.
+        return IndexBranch(model, options.index_dim or model.head_width, 1, bool(model.qk_norm))
 
     def features(self, layer: LayerInput, parameters: nn.Module) -> Features:
-        """Index queries [n, K, w] of this rank and index keys [T, w] of all tokens."""
+        """Index queries [n, K, w] of this rank and index keys of all tokens, side by side: [T, w]."""
         shard = layer.engine.shard(layer.layout)
         x_nD = own_rows(layer.x_TD, shard).detach()
         positions_n = query_positions(*layout_arguments(shard.layout), len(x_nD))
-        q_nKw, k_n1w = (layer.rotate_at(x, positions_n) for x in parameters(x_nD))
-        return q_nKw, shard.gather("index_k", k_n1w.squeeze(1))
+        q_nKw, k_niw = (layer.rotate_at(x, positions_n) for x in parameters(x_nD))
+        return q_nKw, shard.gather("index_k", k_niw.flatten(1))
 
     def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
         """The blocks with the best tokens, equal for the heads of a group."""
@@ -108,10 +109,13 @@ class MsaKind(DistilledGate):
 class MsaCosts(GateCosts):
     """Costs of a layer with MiniMax Sparse Attention."""
 
+    key_heads = 1
+    """Index keys of a token."""
+
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
         other ranks are kept, from which the gate learns."""
-        found, index = super().token_bytes(batch), self._index_width
+        found, index = super().token_bytes(batch), self.key_heads * self._index_width
         if found.gathered is not None:
             return found._replace(gathered=found.gathered + batch.width * index)
         others = (batch.cp - 1) * batch.width * (self.model.kv_heads * self.model.head_width + index)
@@ -121,16 +125,20 @@ class MsaCosts(GateCosts):
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
         are attended to."""
         options, model, width = self.kind.gate_options, self.model, self._index_width
-        matrices = model.hidden_size * (model.kv_heads + 1) * width
+        matrices = model.hidden_size * (model.kv_heads + self.key_heads) * width
         index = 2.0 * model.kv_heads * width
         # The projections forward, and the gradient of their weights; the layer's input gets none.
         learns = self.kind.facts.learns
-        flops = 2.0 * matrices * sum(lengths) * (2 if learns else 1) + index * full_pairs(lengths)
+        flops = 2.0 * matrices * sum(lengths) * (2 if learns else 1) + index * self.scored(lengths)
         if learns:
             attended = self.pairs(lengths)
             # Probabilities of the heads; gradients of the index pass one token of a block.
             flops += 2.0 * model.heads * model.head_width * attended + 2 * index * attended / options.block_size
         return flops
+
+    def scored(self, lengths: Sequence[int]) -> float:
+        """Pairs of an index query and what it is compared with: every token before."""
+        return full_pairs(lengths)
 
     @property
     def _index_width(self) -> int:

@@ -11,7 +11,7 @@ Shape suffixes: n rows, D hidden size, H query heads, K key/value heads, d head 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -54,24 +54,18 @@ _WIDEST = 256
 """Head width that fla-core's kernels can do."""
 
 
-class KdaParameters(nn.Module):
-    """A layer's convolutions, decays, step sizes, output gate and output norm."""
+class DeltaParameters(nn.Module):
+    """A layer's convolutions, rates of decay, step sizes and output norm, which all kinds with the delta rule have."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        hidden, rank = model.hidden_size, model.head_width
-        width = model.heads * rank
-        self.q_conv = ShortConvolution(width)
-        self.k_conv = ShortConvolution(model.kv_heads * rank)
-        self.v_conv = ShortConvolution(model.kv_heads * rank)
-        self.decay_down = nn.Linear(hidden, rank, bias=False)
-        self.decay_up = nn.Linear(rank, width, bias=False)
+        width = model.head_width
+        self.q_conv = ShortConvolution(model.heads * width)
+        self.k_conv = ShortConvolution(model.kv_heads * width)
+        self.v_conv = ShortConvolution(model.kv_heads * width)
         self.A_log = nn.Parameter(torch.empty(model.heads))
-        self.dt_bias = nn.Parameter(torch.empty(width))
-        self.beta = nn.Linear(hidden, model.heads, bias=False)
-        self.gate_down = nn.Linear(hidden, rank, bias=False)
-        self.gate_up = nn.Linear(rank, width, bias=False)
-        self.norm = nn.RMSNorm(rank, model.norm_eps)
+        self.beta = nn.Linear(model.hidden_size, model.heads, bias=False)
+        self.norm = nn.RMSNorm(width, model.norm_eps)
 
     @property
     def convolutions(self) -> tuple[ShortConvolution, ShortConvolution, ShortConvolution]:
@@ -80,12 +74,34 @@ class KdaParameters(nn.Module):
 
     def delta_inputs(self, x_nD: Tensor, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor) -> DeltaInputs:
         """Inputs of the delta rule, from the layer's input and its convolved queries, keys and values."""
-        decay_nHd = self.decay_up(self.decay_down(x_nD)).view_as(q_nHd)
-        return DeltaInputs(q_nHd, k_nKd, v_nKd, decay_nHd, self.beta(x_nD), self.A_log, self.dt_bias)
+        raise NotImplementedError
 
-    def forward(self, run: Callable[["KdaParameters"], T]) -> T:
+    def gated(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
+        """The layer's output, normed for each head and gated."""
+        raise NotImplementedError
+
+    def forward(self, run: Callable[["DeltaParameters"], T]) -> T:
         """`run` of these parameters, or of those that `torch.func.functional_call` puts in their place."""
         return run(self)
+
+
+class KdaParameters(DeltaParameters):
+    """A layer's convolutions, decays, step sizes, output gate and output norm."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__(model)
+        hidden, rank = model.hidden_size, model.head_width
+        width = model.heads * rank
+        self.decay_down = nn.Linear(hidden, rank, bias=False)
+        self.decay_up = nn.Linear(rank, width, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(width))
+        self.gate_down = nn.Linear(hidden, rank, bias=False)
+        self.gate_up = nn.Linear(rank, width, bias=False)
+
+    def delta_inputs(self, x_nD: Tensor, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor) -> DeltaInputs:
+        """Inputs of the delta rule, with a decay for each channel."""
+        decay_nHd = self.decay_up(self.decay_down(x_nD)).view_as(q_nHd)
+        return DeltaInputs(q_nHd, k_nKd, v_nKd, decay_nHd, self.beta(x_nD), self.A_log, self.dt_bias)
 
     def gated(self, out_nHd: Tensor, x_nD: Tensor) -> Tensor:
         """The layer's output, normed for each head and gated."""
@@ -96,13 +112,14 @@ class KdaKind(AttentionKind):
     """Each head keeps a state, which forgets each channel at its own rate and replaces what a key held before."""
 
     name = "kda"
+    Parameters: ClassVar[type[DeltaParameters]] = KdaParameters
     statistics = STATES | {
         "decay": "factor that a channel keeps from one token to the next",
         "step": "share of what a key holds that a token replaces",
     }
 
     class Options(Section):
-        """Options of `kind: kda`."""
+        """Options of kinds with the delta rule, `kda` and `gdn`."""
 
         backend: Literal["auto", "fla", "torch"] = Field(
             "auto",
@@ -133,7 +150,7 @@ class KdaKind(AttentionKind):
     @classmethod
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
         """Convolutions, decays, step sizes, output gate and output norm."""
-        return KdaParameters(model)
+        return cls.Parameters(model)
 
     @classmethod
     def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:
@@ -153,7 +170,7 @@ class KdaKind(AttentionKind):
     @torch.compiler.disable  # fla's kernels break the graph; the plain recurrence would be unrolled
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """The delta rule without rotary embedding, whose output is normed for each head and gated."""
-        assert isinstance(parameters, KdaParameters)
+        assert isinstance(parameters, DeltaParameters)
         shard = layer.engine.shard(layer.layout)
         rows = tuple(own_rows(x, shard) for x in (layer.x_TD, layer.q_THd, layer.k_TKd, layer.v_TKd))
         # The whole layer in parts, from the convolutions to the gate, where no other rank and no later call needs its
@@ -184,7 +201,7 @@ class KdaKind(AttentionKind):
 
     def _part(
         self,
-        parameters: KdaParameters,
+        parameters: DeltaParameters,
         weights: dict[str, Tensor],
         rows: Rows,
         before: Rows | None,
@@ -197,7 +214,7 @@ class KdaKind(AttentionKind):
         weights: those that take the place of `parameters`', by name, rounded to their dtype.
         """
 
-        def run(parameters: KdaParameters) -> tuple[Tensor, Tensor | None]:
+        def run(parameters: DeltaParameters) -> tuple[Tensor, Tensor | None]:
             x_nD, *qkv = rows
             places = part_places(tuple(edges[1].tolist()), x_nD.device)
             earlier = [None] * 3 if before is None else before[1:]
@@ -265,8 +282,8 @@ class KdaKind(AttentionKind):
             return False
         if refused := fla_refuses(x):
             raise ValueError(
-                f"attention.kda.backend: {self._backend!r} cannot run: {refused}; set torch, which takes one token "
-                "after the other"
+                f"attention.{self.name}.backend: {self._backend!r} cannot run: {refused}; set torch, which takes one "
+                "token after the other"
             )
         return True
 

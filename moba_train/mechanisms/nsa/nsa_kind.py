@@ -278,7 +278,7 @@ class NsaCosts(KindCosts):
         kv = model.kv_heads * model.head_width
         branches = 3 * 2 * model.heads * model.head_width + 2 * 4 * model.heads + 3 * 2 * model.heads
         selected = 2 * 4 * model.heads * min(options.history_blocks, batch.seq_len // options.block_size + 1)
-        own = (4 + 2 * model.qk_norm) * 2 * kv if options.separate_kv else 2 * kv
+        own = (4 + 2 * bool(model.qk_norm)) * 2 * kv if options.separate_kv else 2 * kv
         compressed = (2 * 2 * kv + 4 * model.head_width + 8) // options.stride
         shares = 2 * batch.width * (batch.cp - 1) * kv // options.stride
         gathered = (6 if options.separate_kv else 3) * batch.width * kv

@@ -73,13 +73,20 @@ class ContextParallel(OperatorEngine, AcrossRanks):
         self, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, attention: LocalAttention, layout: Layout
     ) -> tuple[Tensor, Tensor, Selection]:
         """Attention of this rank's queries: (out, lse, selection), with one row per row of the shard."""
-        return self.transport.forward(q_LHD, k_LKD, v_LKD, self._sharded(q_LHD, k_LKD, attention, layout))
+        call = self._sharded(q_LHD, k_LKD, attention, layout)
+        return self._exchange(call, q_LHD.device).forward(q_LHD, k_LKD, v_LKD, call)
 
     def backward(
         self, state: BackwardState, selection: Selection, attention: LocalAttention, layout: Layout
     ) -> Gradients:
         """Gradients of this rank's shard: (dq, dk, dv)."""
-        return self.transport.backward(state, selection, self._sharded(state.q, state.k, attention, layout))
+        call = self._sharded(state.q, state.k, attention, layout)
+        return self._exchange(call, state.q.device).backward(state, selection, call)
+
+    def _exchange(self, call: ShardedCall, device: torch.device) -> Any:
+        """The transport, or the attention's own exchange, if it has one and the transport a communicator for it."""
+        make, communicator = call.attention.facts.exchange, self.transport.of_all_ranks
+        return self.transport if make is None or communicator is None else make(communicator, call, device)
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Selection:
         """Tensors shaped like `forward`'s selection, with undefined contents, for tracing by torch.compile."""

@@ -154,10 +154,10 @@ class PipelineModel(Transformer):
         """Normalised residual stream after the last block, [T, D], where that is; None on all other ranks."""
         for number in self.place.own:
             part = self.place.parts[number]
-            x_TD = self.embedding(tokens_T) if part.has_embedding else self._receive(number - 1, tokens_T)
+            x_TD = self.embed(tokens_T) if part.has_embedding else self._receive(number - 1, tokens_T)
             x_TD, _ = self.run_blocks(self.blocks_of(number), x_TD, positions_T, layout)
             if part.has_output:
-                return self.norm(x_TD)
+                return self.normalised(x_TD)
             # Blocking, one micro-batch at a time: evaluations need no schedule.
             dist.send(x_TD.contiguous(), self.place.rank_of(number + 1), self.place.group)
         return None
@@ -203,9 +203,9 @@ class PipelineModel(Transformer):
         """
         place = self.place.parts[part]
         if place.has_embedding:
-            x_TD = self.embedding(tokens_T)
+            x_TD = self.embed(tokens_T)
         x_TD, auxiliary = self.run_blocks(self.blocks_of(part), x_TD, positions_T, layout)
         loss = torch.zeros((), device=tokens_T.device)
         if place.has_output:
-            loss = self.loss_sum(self.norm(x_TD), loss_tokens)
+            loss = self.loss_sum(self.normalised(x_TD), loss_tokens)
         return x_TD, LossSums(loss, auxiliary_sums(auxiliary, loss_tokens))

@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from moba_train.data.batch import Batch
+from moba_train.model.feed_forward import count_tokens
 from moba_train.model.loss import LossSums
 from moba_train.parallel.pipeline.model import PipelineModel
 from moba_train.parallel.world import any_rank
@@ -137,7 +138,9 @@ class _Part(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """The residual stream after the part, given the one before; after the last part the loss, [1]."""
         batch = next(self._batches)
+        count_tokens(self.model, batch.loss_on)
         x_TD, sums = self.model.run_part(self.number, x_TD, batch.tokens, batch.positions, batch.layout, batch.loss_on)
+        count_tokens(self.model, None)
         auxiliary = sums.auxiliary
         self.sums.append(LossSums(sums.loss.detach(), None if auxiliary is None else auxiliary.detach()))
         output = x_TD
@@ -196,7 +199,7 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, loss: Tensor) -> Tensor:
         ctx.shape = loss.shape
-        return x_TD.view_as(x_TD)
+        return x_TD.clone()  # no view: the zero-bubble schedule detaches a part's output in place
 
     @staticmethod
     def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,6 @@ from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import TOKENIZERS
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
-from moba_train.hf.config import CONFIG, read_config, read_model_config
-from moba_train.hf.weights import SafetensorsFolder, check_hf_weights, hf_name, parameter_shapes
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec, kind_prefix
 from moba_train.output_files import write_new
@@ -40,6 +39,9 @@ from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_pro
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.convert.model_card import CARD, model_card
 from moba_train.tools.convert.with_code import code_config, code_problems, write_code
+from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
+from moba_train.tools.hf.family import Family, family_of
+from moba_train.tools.hf.weights import SafetensorsFolder, check_hf_weights, parameter_shapes, places
 from moba_train.tools.inference.corpus_marks import corpus_marks
 from moba_train.tools.saved_recipe import SavedRun
 from moba_train.tools.text_tokenizer import load_text_tokenizer
@@ -130,9 +132,9 @@ LONGEST = 1 << 40
 """Longest sequence that a config.json may give, in tokens."""
 
 
-def import_from_hf(folder: Path, output: Path) -> None:
+def import_from_hf(folder: Path, output: Path) -> list[str]:
     """Write `output`: a checkpoint (float32, without optimizer state) of the model in `folder`, its tokenizer, and
-    recipe.yaml, to be extended by a run.
+    recipe.yaml, to be extended by a run. Returns the keys of config.json that nothing has read.
 
     Holds one tensor at a time. Raises CheckpointError when our Transformer does not implement the model, or `output`
     is not empty or cannot be written; DataError when the tokenizer cannot be loaded.
@@ -155,17 +157,25 @@ def import_from_hf(folder: Path, output: Path) -> None:
         )
         text = yaml.safe_dump(values, sort_keys=False)
         write_new(output / RECIPE, f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
+    family, contents = read_family(folder)
+    return family.unread(contents)
 
 
 def _save_weights(
     temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, recipe: str
 ) -> None:
     """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it."""
+    place_of = places(read_family(files.folder)[0], shapes)
+
+    def read(part: Part) -> Tensor:
+        place = place_of[part.name.removeprefix("model.")]
+        return files.read(place.name, place.part()).float()
+
     parts = (Part(f"model.{name}", torch.float32, shape, (0,) * len(shape), shape) for name, shape in shapes.items())
     written = write_checkpoint(
         temporary,
         [ShardFile.from_parts("rank_0_0.safetensors", parts)],
-        lambda part: files.read(hf_name(part.name.removeprefix("model."))).float(),
+        read,
         {"progress": {"step": 0, "stage": 0}, "config": recipe},
     )
     publish.publish(temporary, 0, written)
@@ -235,8 +245,9 @@ def export_to_hf(
     checkpoint = saved.path
     config = saved.config
     stage = saved.stage
-    contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."))
     kinds = build_attention(stage.attention, config.model.head_width)
+    windows = [layer_entry(kind) if kind.name == "window" and not with_code else {} for kind in kinds]
+    contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."), windows)
     problems = _export_problems(saved.spec, kinds, with_code)
     if with_code:
         problems += code_problems(contents, kinds)
@@ -257,7 +268,7 @@ def export_to_hf(
         if with_code:
             write_code(output)
         write_new(output / CARD, model_card(saved, kinds, str(dtype).removeprefix("torch."), with_code))
-        write_safetensors(output, _tensors(reader, shapes, dtype), shard_bytes)
+        write_safetensors(output, _tensors(reader, shapes, family_of(contents["model_type"]), dtype), shard_bytes)
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
     return tokenizer.warnings
@@ -302,10 +313,13 @@ def _reader(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoi
     return reader
 
 
-def _tensors(reader: CheckpointReader, names: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of these names of ours with their names in the export. Raises CheckpointError for values
-    beyond the range of `dtype`."""
-    for name in names:
+def _tensors(
+    reader: CheckpointReader, names: Iterable[str], family: Family, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that hold the parameters of these names of ours, with their names in the export. Raises
+    CheckpointError for values beyond the range of `dtype`."""
+
+    def read(name: str) -> Tensor:
         value = reader.read(f"model.{name}")
         found = value.to(dtype)
         if found.isinf().any() and not value.isinf().any():
@@ -314,4 +328,8 @@ def _tensors(reader: CheckpointReader, names: Iterable[str], dtype: torch.dtype)
                 f"--dtype {str(dtype).removeprefix('torch.')}: {name} has values up to {value.abs().max():g}; allowed: "
                 f"at most {most:g}; take bfloat16 or float32"
             )
-        yield hf_name(name), found
+        return found
+
+    for theirs, ours in groupby(names, family.name):
+        parts = list(map(read, ours))
+        yield theirs, parts[0] if len(parts) == 1 else torch.cat(parts)

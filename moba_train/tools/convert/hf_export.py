@@ -4,7 +4,7 @@ A writer holds the tensors of one file.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,21 @@ from moba_train.attention.kind import AttentionKind, parameter_count
 from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import explain, given
-from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.config.model import LayerRope, ModelConfig, RopeConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import ARCHITECTURES, CONFIG, ROPE_KEYS, SAME_VALUES, read_config, read_model_config
-from moba_train.hf.weights import INDEX, SINGLE
 from moba_train.model.build import build_attention
 from moba_train.output_files import write_new
+from moba_train.registry import MODEL_FAMILIES
+from moba_train.resolve.initial_weights import comparable
+from moba_train.tools.hf.config import CONFIG, read_family, read_model_config
+from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.rope import ROPE_KEYS
+from moba_train.tools.hf.weights import INDEX, SINGLE
 
 
-def hf_rope(rope: RopeConfig) -> dict[str, Any]:
+def hf_rope(rope: LayerRope) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of a `config.json`. With yarn, transformers before 5 also goes by `hf_length`."""
-    if rope.kind in ("none", "abf"):
+    if rope.kind in ("none", "abf", "nope"):
         return {"rope_theta": rope.theta, "rope_scaling": None}
     rope_type = "linear" if rope.kind == "pi" else rope.kind
     values = rope.model_dump() | {"beta_fast": rope.fast_turns}
@@ -46,48 +50,77 @@ def hf_length(rope: RopeConfig, trained: int) -> int:
     return max(trained, round(rope.factor * rope.original_seq_len))
 
 
-def hf_config(model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str) -> dict[str, Any]:
+def hf_config(
+    model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str, attention: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Contents of `config.json` for `model` with `rope`, trained on sequences of `max_length` tokens.
+
+    attention: of each layer, as `Family.attention` returns it; full in all layers if empty. The family is the first
+    whose config says all of the model and of its attention, or else all of the model.
 
     Raises CheckpointError for a shape that no Hugging Face architecture has.
     """
-    if model.qk_norm and model.qkv_bias:
-        raise CheckpointError("model.qk_norm and model.qkv_bias: both given; Hugging Face has no such architecture")
-    model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
-    if model_type == "llama" and model.hidden_size % model.heads:
+    model = model.model_copy(update={"rope": rope})
+    layers = list(attention) or [{}] * model.layers
+    partly: dict[str, Any] | None = None
+    differing: dict[str, set[str]] = {}
+    for model_type, made in MODEL_FAMILIES.usable().items():
+        family: Family = made()
+        contents = {
+            "architectures": [family.architecture],
+            "model_type": model_type,
+            **{theirs: getattr(model, ours) for ours, theirs in family.same.items()},
+            "head_dim": model.head_width,
+            "max_position_embeddings": hf_length(rope, max_length),
+            **hf_rope(rope),
+            **family.written(model, layers),
+            # Newer releases of transformers read the first, older ones the second.
+            "dtype": dtype,
+            "torch_dtype": dtype,
+        }
+        try:
+            read = family.completed(contents)
+            again = comparable(ModelConfig.model_validate(family.values(read)))
+        except (CheckpointError, ValidationError):
+            continue
+        wanted = comparable(model)
+        differing[model_type] = {key for key in wanted if again[key] != wanted[key]}
+        if not differing[model_type] and family.heads_divide_width and model.hidden_size % model.heads:
+            differing[model_type] = {"heads"}
+        if not differing[model_type]:
+            if family.attention(read) == layers:
+                return contents
+            partly = partly or contents
+    if partly is not None:
+        return partly
+    if not differing:
+        raise CheckpointError("model.rope: no Hugging Face architecture has this rotary embedding")
+    nearest = min(differing, key=lambda name: len(differing[name]))
+    if differing[nearest] == {"heads"}:
         raise CheckpointError(
-            f"model.heads: given {model.heads}; allowed in an export as {ARCHITECTURES[model_type]}: a divisor of "
-            f"model.hidden_size ({model.hidden_size}), because transformers refuses other models of this architecture"
+            f"model.heads: given {model.heads}; allowed in an export as {MODEL_FAMILIES[nearest].architecture}: a "
+            f"divisor of model.hidden_size ({model.hidden_size}), as transformers refuses other models of this kind"
         )
-    return {
-        "architectures": [ARCHITECTURES[model_type]],
-        "model_type": model_type,
-        **{theirs: getattr(model, ours) for ours, theirs in SAME_VALUES.items()},
-        "head_dim": model.head_width,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "max_position_embeddings": hf_length(rope, max_length),
-        **hf_rope(rope),
-        # Newer releases of transformers read the first, older ones the second.
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
+    keys = ", ".join(f"model.{key}" for key in sorted(differing[nearest]))
+    raise CheckpointError(f"{keys}: no Hugging Face architecture has these values together; {nearest} comes nearest")
 
 
 def read_layers(folder: Path) -> dict[str, Any]:
-    """`attention` section of a recipe: the layers in config.json's entry `moba`, and full attention in others.
+    """`attention` section of a recipe: the layers in config.json's entry `moba`, others as their family attends.
 
     The section's default is the attention of most layers, so that a recipe that extends it can give them another kind.
     """
     model = read_model_config(folder)
-    moba = read_config(folder).get("moba") or {}
+    family, config = read_family(folder)
+    moba = config.get("moba") or {}
     entries = moba.get("layers", []) if isinstance(moba, dict) else None
     if not isinstance(entries, list) or len(entries) > model.layers:
         raise CheckpointError(
             f"{folder / CONFIG}: moba is {given(moba)}; allowed: {{'layers': a list of at most {model.layers} entries}}"
         )
+    rest = family.attention(config)[len(entries) :]
+    entries = [*entries, *(entry or {"kind": "full"} for entry in rest)]
     layers = [full_entry(kind) for kind in build_attention(map(parse_layer, entries), model.head_width)]
-    layers += [{"kind": "full"}] * (model.layers - len(layers))
     common = max(layers, key=layers.count)
     options = {key: value for key, value in common.items() if key != "kind"}
     overrides = {layer: entry for layer, entry in enumerate(layers) if entry != common}

@@ -16,12 +16,9 @@ from typing import Any
 
 from moba_train.data.tokenizer import (
     CHAT_TEMPLATES,
-    GENERATION_CONFIG,
-    SPECIAL_TOKENS_MAP,
     TIKTOKEN,
     TOKENIZER_CONFIG,
     TOKENIZERS,
-    token_texts,
     tokenizer_file,
 )
 from moba_train.errors import DataError
@@ -30,6 +27,7 @@ from moba_train.output_files import new_file
 from moba_train.tools.chat.template import TemplateDefinition
 from moba_train.tools.convert.sentencepiece_json import convert_sentencepiece
 from moba_train.tools.inference.corpus_marks import CorpusMarks, token_ids
+from moba_train.tools.special_tokens import GENERATION_CONFIG, SPECIAL_TOKENS_MAP, token_texts
 from moba_train.tools.text_tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER_JSON = "tokenizer.json"

@@ -17,6 +17,7 @@ from moba_train.attention.engine import Engine
 from moba_train.attention.facets.decodes import Decodes, decode_as_trained
 from moba_train.attention.facets.takes_selection import TakesSelection
 from moba_train.attention.full import FullAttention
+from moba_train.attention.kernels.common.merge import with_sink
 from moba_train.attention.layout import Layout, TokenRange, packed_layout
 from moba_train.attention.protocol import LocalAttention
 from moba_train.attention.shard import Generation, Shard, ShardPlace
@@ -111,9 +112,12 @@ class CachedAttention(Engine):
         self._states = _RunningStates(plan)
 
     def __call__(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention, layout: Layout, *sink: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Append the new keys and values, and attend from the new queries. Returns out [T, H, D] and lse [H, T]."""
+        return with_sink(*self._attend(q_THD, k_TKD, v_TKD, attention), *sink)
+
+    def _attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, attention: LocalAttention) -> tuple[Tensor, Tensor]:
         plan = self._plan
         stored = self._append(k_TKD, v_TKD, attention)
         cached = CachedKeys(stored.k_RKD, stored.v_RKD, plan.ranges(), plan.layout, None)

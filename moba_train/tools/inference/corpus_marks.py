@@ -9,12 +9,13 @@ from typing import Any
 from moba_train.checkpoint.manifest import read_meta
 from moba_train.config.data import SourceConfig
 from moba_train.data.indexed import corpus_file
-from moba_train.data.tokenizer import GENERATION_CONFIG, read_object, tokenizer_file
+from moba_train.data.tokenizer import tokenizer_file
 from moba_train.foreign_files import read_foreign_json
-from moba_train.resolve.initial_weights import is_hf_folder
 from moba_train.tools.chat.load import parse_definition
 from moba_train.tools.chat.template import TemplateDefinition
+from moba_train.tools.hf.config import is_hf_folder
 from moba_train.tools.saved_recipe import SavedRun
+from moba_train.tools.special_tokens import GENERATION_CONFIG, read_object
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def make_pods(run: ResolvedRun, image: str | None, claim: str | None, restarts: 
             f"checkpoints would end with the pods; allowed: a folder below it, such as run_dir={mount / run_dir.name}"
         )
     image = image_name(image)
-    for path, key in run.files_read().items():
+    for path, key in _files_read(run).items():
         in_pods = PurePosixPath(posixpath.normpath(IMAGE_FOLDER / path))
         if mount not in in_pods.parents:
             print(
@@ -258,3 +258,15 @@ def _volumes(job: Job, pods: Pods) -> list[Manifest]:
         {"name": "shared", "persistentVolumeClaim": {"claimName": pods.claim}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},  # NCCL's; the default of 64 MiB is too small
     ]
+
+
+def _files_read(run: ResolvedRun) -> dict[str, str]:
+    """Files and folders that the run reads, each with the first key of the recipe that names it."""
+    keys: dict[str, str] = {}
+    for key, source in run.named_sources():
+        keys.setdefault(source.path, f"{key}.path")
+    if run.init_from is not None:
+        keys.setdefault(run.init_from, "init_from")
+    if run.data.tokenizer and not run.data.tokenizer.startswith("tiktoken:"):
+        keys.setdefault(run.data.tokenizer, "data.tokenizer")
+    return keys

@@ -9,6 +9,7 @@ of each node leaves: one says that the run was stopped as asked and is not compl
 because a step of a million tokens alone takes minutes (run/stop.py).
 """
 
+import logging
 import os
 import signal
 import sys
@@ -27,7 +28,6 @@ from moba_train.errors import (
     ReproducibleFaultError,
     named_ranks,
     print_error,
-    quiet_torchrun,
 )
 from moba_train.output_files import write_atomically
 from moba_train.run.stop import (
@@ -45,6 +45,8 @@ from moba_train.tools.launch.meeting_point import check_meeting_point
 
 FAULTS = (BrokenNodeError.exit_code, ReproducibleFaultError.exit_code)
 """Exit codes that say why a run ended, whichever rank was the first to leave."""
+
+_TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 
 DEFAULT_PORT = 29500
 """torchrun's port for several nodes."""
@@ -105,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ[LAUNCHER_FOLDER] = folder
         os.environ[REFUSED_FILE] = str(Path(folder) / "refused")
-        quiet_torchrun()
+        _quiet_torchrun()
         with _orderly_end(Path(folder)) as codes:
             try:
                 torchrun(arguments)
@@ -245,3 +247,15 @@ def _report_failure(failed: Sequence[tuple[int, int]], report: str = "") -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def _quiet_torchrun() -> None:
+    """Leave out torchrun's lines about ranks that it ends, and about a rank that has told what is wrong."""
+    logging.getLogger(_TORCHRUN_LOGGER).addFilter(_says_more)
+
+
+def _says_more(record: logging.LogRecord) -> bool:
+    """True if the line of torchrun's log tells something that the ranks have not printed."""
+    text = record.getMessage()
+    told = any(text.startswith(f"failed (exitcode: {code})") for code in OWN_CODES)
+    return not told and " closing signal " not in text

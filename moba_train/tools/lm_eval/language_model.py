@@ -46,6 +46,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
 
     tokenizer: of transformers (tools/lm_eval/run.py)
     seq_len: tokens of the longest text that the model reads, answers included; longer ones lose their beginning
+    in_full: log-likelihoods of answers with full attention, after a text that is read with the present one
     template: chat template; None if the tokenizer has none
     stop_tokens: token ids that end an answer, in addition to the tokenizer's end of a document
     """
@@ -59,6 +60,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         batch_size: int = 8,
         batch_tokens: int = 32_768,
         decode: Decode = "full",
+        in_full: bool = False,
         template: Template | None = None,
         stop_tokens: Collection[int] = (),
     ) -> None:
@@ -71,6 +73,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
         self._batch_size = batch_size
         self._batch_tokens = batch_tokens
         self._decode = decode
+        self._in_full = in_full
         self._template = template
         self._stop_tokens = {token for token in (self.eot_token_id, *stop_tokens) if token is not None}
 
@@ -120,7 +123,7 @@ class NativeLM(TemplateLM):  # type: ignore[misc, unused-ignore]  # untyped wher
     ) -> list[tuple[float, bool]]:
         continuations = [self._continuation(context, predicted) for _, context, predicted in requests]
         with tqdm(total=len(requests), desc="log-likelihoods", disable=disable_tqdm) as bar:
-            scores = score(self._model, continuations, self._batch_tokens, bar.update)
+            scores = score(self._model, continuations, self._batch_tokens, bar.update, self._in_full)
         answers = [(found.log_likelihood, found.greedy) for found in scores]
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             if texts is not None:  # lm-eval's cache of answers

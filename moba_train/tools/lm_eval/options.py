@@ -24,6 +24,8 @@ class LmEvalOptions:
     """Names of tasks, groups and tags of the package; `*` stands for any text."""
     attention: Literal["own", "full", "both"] = "own"
     decode: Decode = "full"
+    answer: Decode = "own"
+    """full: each attention but full also with full attention for the answers that are scored."""
     limit: float | None = None
     """Samples of each task; below 1: this share of them."""
     num_fewshot: int | None = None
@@ -51,6 +53,7 @@ class LmEvalOptions:
             "attention": self.attention,
             "tasks": list(self.tasks),
             "decode": self.decode,
+            "answer": self.answer,
             "limit": self.limit,
             "num_fewshot": self.num_fewshot,
             "seq_len": self.seq_len,

@@ -20,8 +20,6 @@ from lm_eval.evaluator import evaluate
 from moba_train.config.base import format_count
 from moba_train.data.tokenizer import (
     CHAT_TEMPLATES,
-    GENERATION_CONFIG,
-    SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
 )
 from moba_train.errors import DataError, UserError
@@ -37,7 +35,9 @@ from moba_train.tools.inference.corpus_marks import CorpusMarks, corpus_marks, e
 from moba_train.tools.lm_eval.language_model import NativeLM
 from moba_train.tools.lm_eval.options import SHORTEST, LmEvalOptions
 from moba_train.tools.lm_eval.tasks import Loaded, load_tasks
+from moba_train.tools.needle.full_answers import modes_of
 from moba_train.tools.saved_recipe import SavedRun
+from moba_train.tools.special_tokens import GENERATION_CONFIG, SPECIAL_TOKENS_MAP
 from moba_train.tools.text_tokenizer import HuggingFaceTokenizer
 
 _CLASS = "PreTrainedTokenizerFast"
@@ -117,7 +117,8 @@ def evaluate_with_lm_eval(
     model = load_on_this_machine(saved)
     found: dict[str, Metrics] = {}
     details: dict[str, Any] = {}
-    for name, layers in attentions.items():
+    modes = [(mode, layers) for name, layers in attentions.items() for mode in modes_of(name, options.answer)]
+    for (name, in_full), layers in modes:
         model.set_attention(build_attention(layers, saved.config.model.head_width))
         lm = NativeLM(
             model,
@@ -126,6 +127,7 @@ def evaluate_with_lm_eval(
             batch_size=options.batch_size,
             batch_tokens=options.batch_tokens,
             decode=options.decode,
+            in_full=in_full,
             template=template,
             stop_tokens=stop_tokens,
         )

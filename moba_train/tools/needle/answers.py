@@ -5,7 +5,7 @@ generates.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,9 @@ from moba_train.evals.evaluation import EvaluationContext
 from moba_train.model.part import own_layers
 from moba_train.parallel.data_shard import DataShard
 from moba_train.parallel.forward import most_likely_tokens
+from moba_train.tools.inference.cache import Decode
 from moba_train.tools.inference.generate import generate
+from moba_train.tools.needle.full_answers import full_from
 from moba_train.tools.text_tokenizer import TextTokenizer
 
 
@@ -102,6 +104,8 @@ class Question:
     """Range of each answer in `tokens`, without what separates the answers."""
     sources: list[int]
     """Index of the token that each token of the answers, in order, is a copy of; empty: not known."""
+    text_length: int = 0
+    """Tokens of the prompt before the question."""
 
     @property
     def prompt(self) -> list[int]:
@@ -155,9 +159,15 @@ def answer_batch(question: Question, length: int) -> Batch:
 
 @torch.no_grad()
 def predicted_answers(
-    context: EvaluationContext, questions: Sequence[Question], length: int, what: str, blocks: SelectedBlocks | None
+    context: EvaluationContext,
+    questions: Sequence[Question],
+    length: int,
+    what: str,
+    blocks: SelectedBlocks | None,
+    in_full: bool = False,
 ) -> list[list[int]]:
-    """The most likely token for each token of the answers, given all right tokens before it.
+    """The most likely token for each token of the answers, given all right tokens before it; `in_full`: question and
+    answers with full attention.
 
     Equal on every rank. Called on all ranks together: each data-parallel rank makes the same number of passes, of one
     question each, padded to `length` or a little more. `what` names the loop for people. `blocks` counts the blocks
@@ -177,7 +187,8 @@ def predicted_answers(
         order_n = order_T[batch.positions[rows_n]].to(context.device)
         if blocks is not None:
             blocks.watch(question.places if index < len(questions) else [], question.sources)
-        tokens_n = most_likely_tokens(context.model, batch.to(context.device))
+        with full_from(context.model, question.text_length) if in_full else nullcontext():
+            tokens_n = most_likely_tokens(context.model, batch.to(context.device))
         if index < len(questions) and len(rows_n):
             predicted[index, order_n] = tokens_n
     dist.all_reduce(predicted)  # each token is predicted on exactly one rank; all others have 0
@@ -185,9 +196,15 @@ def predicted_answers(
 
 
 def generated_answers(
-    context: EvaluationContext, questions: Sequence[Question], tokens: int, tokenizer: TextTokenizer, what: str
+    context: EvaluationContext,
+    questions: Sequence[Question],
+    tokens: int,
+    tokenizer: TextTokenizer,
+    what: str,
+    in_full: bool = False,
 ) -> list[list[int]]:
-    """Continuation of each prompt by greedy generation with the layers' own attention, up to `tokens` tokens.
+    """Continuation of each prompt by greedy generation with the layers' own attention, up to `tokens` tokens;
+    `in_full`: question and answer with full attention.
 
     Equal on every rank. Called on all ranks together. Each rank holds whole sequences, of questions that no other rank
     has, and all ranks make the same number of passes, so that sharded weights can be gathered. Raises UserError for a
@@ -202,10 +219,16 @@ def generated_answers(
         for first in context.track(range(0, len(questions), ranks), what):
             context.between_batches()
             index = first + rank
-            prompt = questions[min(index, len(questions) - 1)].prompt
+            question = questions[min(index, len(questions) - 1)]
             # No stop token: ranks that end early would leave the others waiting.
             vocab_size, eos = tokenizer.vocab_size, tokenizer.eos_id
-            answer = list(generate(context.model, prompt, tokens, temperature=0, vocab_size=vocab_size, decode="own"))
+            decode: Decode = "full" if in_full else "own"
+            with full_from(context.model, question.text_length) if in_full else nullcontext():
+                answer = list(
+                    generate(
+                        context.model, question.prompt, tokens, temperature=0, vocab_size=vocab_size, decode=decode
+                    )
+                )
             if index < len(questions):
                 found[index] = answer[: answer.index(eos)] if eos in answer else answer
     except ValueError as error:

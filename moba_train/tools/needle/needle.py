@@ -7,7 +7,6 @@ from typing import Any
 
 from moba_train.attention.layout import TokenRange
 from moba_train.config.base import format_count
-from moba_train.config.evaluation import HiddenNeedles, NeedleConfig
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.tools.needle.answers import (
@@ -18,6 +17,7 @@ from moba_train.tools.needle.answers import (
     predicted_answers,
     share,
 )
+from moba_train.tools.needle.full_answers import answer_modes, answer_problems
 from moba_train.tools.needle.haystack import (
     Conversation,
     corpus_of,
@@ -32,6 +32,7 @@ from moba_train.tools.needle.haystack import (
     separated,
     stage_lengths,
 )
+from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
 
 GENERATED = 16
 """Tokens that are generated for each needle, at least: numbers have seven digits."""
@@ -61,14 +62,17 @@ class Needle(Evaluation[NeedleConfig]):
 
     @classmethod
     def problems(cls, options: NeedleConfig, setting: EvaluationSetting) -> Iterator[str]:
-        """Problems of the texts, and generation with tensor parallelism."""
+        """Problems of the texts, layers that cannot answer so, and generation with tensor parallelism."""
         yield from text_problems(options, setting, cls.key)
+        yield from answer_problems(options.answer, setting, cls.key)
         if options.generate and setting.tp > 1:
             yield f"{cls.key}.generate: given true, which parallel.tp {setting.tp} cannot do; set it to false"
 
     @classmethod
     def pipeline_problem(cls, options: NeedleConfig) -> tuple[str, str] | None:
-        """Generation."""
+        """Generation, and answers with full attention."""
+        if options.answer == "full":
+            return f"{cls.key}.answer: given 'full'", "set it to own"
         return (f"{cls.key}.generate: given true", "set it to false") if options.generate else None
 
     @classmethod
@@ -89,7 +93,10 @@ class Needle(Evaluation[NeedleConfig]):
         """`needle` with the own attention; `needle_full` with full attention on the same weights."""
         options = self._options
         questions = {length: self._texts.questions(length) for length in self._lengths}
-        maps = {name: self._map(context, questions, name) for name in context.each_attention()}
+        maps = {
+            name: self._map(context, questions, name, in_full)
+            for name, in_full in answer_modes(context, options.answer)
+        }
         own = maps[context.own]
         numbers = {"needle": own.score}
         count = sum(map(len, questions.values()))
@@ -115,27 +122,31 @@ class Needle(Evaluation[NeedleConfig]):
         table.append(f"{samples}; trained on {self._trained_length} tokens")
         return EvaluationResult(numbers, message, [*table, message], data)
 
-    def _map(self, context: EvaluationContext, questions: Mapping[int, list[Question]], name: str) -> "NeedleMap":
-        """Findings of the model with its present attention."""
+    def _map(
+        self, context: EvaluationContext, questions: Mapping[int, list[Question]], name: str, in_full: bool
+    ) -> "NeedleMap":
+        """Findings of the model with its present attention, or `in_full`: with full attention for the answers."""
         found = NeedleMap([], [], [], [] if self._options.generate else None)
         for length, asked in questions.items():
             blocks = SelectedBlocks(context.model.config.layers, context.device)
             what = f"needle, {name}, {format_count(length, 1024)}"
             with blocks.observing(context):
-                predicted = predicted_answers(context, asked, length, what, blocks)
+                predicted = predicted_answers(context, asked, length, what, blocks, in_full)
             right = [question.right(tokens) for question, tokens in zip(asked, predicted, strict=True)]
             found.passed.append(self._by_depth([all(answers) for answers in right]))
             found.answers.append(self._by_depth([share(answers) for answers in right]))
             found.selected.append(blocks.shares())
             if found.generated is not None:
-                found.generated.append(self._by_depth(self._generated(context, asked, what)))
+                found.generated.append(self._by_depth(self._generated(context, asked, what, in_full)))
         return found
 
-    def _generated(self, context: EvaluationContext, questions: Sequence[Question], what: str) -> list[bool]:
+    def _generated(
+        self, context: EvaluationContext, questions: Sequence[Question], what: str, in_full: bool
+    ) -> list[bool]:
         """Verdict on each question: True if the generated answer has every value."""
         tokenizer = self._texts.tokenizer
         tokens = GENERATED * self._options.needles + max(q.places[-1] + 1 - q.prompt_length for q in questions)
-        answers = generated_answers(context, questions, tokens, tokenizer, f"{what}, generated")
+        answers = generated_answers(context, questions, tokens, tokenizer, f"{what}, generated", in_full)
         return [
             all(
                 tokenizer.decode(question.tokens[slice(*value)]).strip() in tokenizer.decode(answer)
@@ -225,7 +236,9 @@ class NeedleTexts:
             done = offsets[number]
             begin[number] = len(tokens)
             tokens += parts.needles[number].tokens
-        tokens += hay[done:] + parts.tail
+        tokens += hay[done:]
+        text_length = len(tokens)
+        tokens += parts.tail
         prompt_length = len(tokens)
         answers: list[TokenRange] = []
         sources: list[int] = []
@@ -236,7 +249,7 @@ class NeedleTexts:
                 answers.append(TokenRange(len(tokens), len(tokens) + len(part)))
                 sources += [begin[number] + min(value.start + at, value.stop - 1) for at in range(len(part))]
             tokens += part
-        return Question(tokens, prompt_length, answers, sources)
+        return Question(tokens, prompt_length, answers, sources, text_length)
 
     def _parts(self, length: int, index: int) -> "_Parts":
         """Tokens of sample `index` that are no hay, which are equal at every depth."""

@@ -30,7 +30,6 @@ from moba_train.attention.engine import LOCAL_ENGINE
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.observer import AttentionCall, Observer
 from moba_train.config.base import Length, Section, format_count
-from moba_train.config.evaluation import HiddenNeedles
 from moba_train.config.stages import Stage
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.mechanisms.probes.probing import gathered, gathered_rows
@@ -40,6 +39,7 @@ from moba_train.parallel.world import sum_over_ranks
 from moba_train.tools.needle.answers import Question, answer_batch, padded_length
 from moba_train.tools.needle.haystack import stage_lengths
 from moba_train.tools.needle.needle import NeedleTexts, text_problems
+from moba_train.tools.needle.options import HiddenNeedles
 
 MODELS = {
     "paper": "one key of the needle, products of all other keys with the variance 1 / d",

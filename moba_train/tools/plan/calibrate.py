@@ -34,8 +34,9 @@ from moba_train.config.precision import PrecisionConfig
 from moba_train.memory.devices import H200, local_gpu, local_host_memory
 from moba_train.memory.layer_memory import block_bytes
 from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.model.loss import CompiledChunkLoss, chunk_loss, weighted_loss_sum
-from moba_train.model.spec import attention_matrices, feed_forward_matrices
+from moba_train.model.spec import attention_matrices
 from moba_train.model.transformer import Transformer
 from moba_train.optim.registry import OPTIMIZERS, build_optimizer, set_learning_rate
 from moba_train.output_files import write_new
@@ -97,7 +98,7 @@ class Calibration:
         self._tokens = self._shapes.lengths[0]
         sizes = {name: getattr(self._shapes, name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
         self._model = MEASURED_MODEL.model_copy(update={"head_dim": None, **sizes})
-        self._matrices = attention_matrices(self._model) + feed_forward_matrices(self._model)
+        self._matrices = attention_matrices(self._model) + feed_forward_costs(self._model, 0).active
         self._say = say
         self._full_s: dict[int, float] = {}
         """Seconds of full attention in a block, forward and backward, by the length."""

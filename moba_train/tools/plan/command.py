@@ -13,7 +13,7 @@ from moba_train.config.mesh import WorldSize
 from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import tokenizer_hash
 from moba_train.errors import CheckpointError, ConfigError, PlanError, UserError
-from moba_train.memory.devices import H200, Device, Gpu, local_host_memory, peak_or_default
+from moba_train.memory.devices import H200, Device, Gpu, local_host_memory
 from moba_train.memory.flops import stage_documents
 from moba_train.memory.shortage import host_shortage, shortage
 from moba_train.parallel.links import LINKS
@@ -27,6 +27,7 @@ from moba_train.run.resumable import resumed_progress
 from moba_train.tools.cli_options import table_console
 from moba_train.tools.plan.changes import cheapest_changes, largest_stage
 from moba_train.tools.plan.layouts import Layouts, best_layouts
+from moba_train.tools.plan.named_gpus import peak_or_default
 from moba_train.tools.plan.rates import read_rates, shipped_rates
 from moba_train.tools.plan.render import print_changes, print_fit, print_layouts, print_over_budget, print_plan
 from moba_train.tools.plan.step_time import Machine

@@ -1,7 +1,8 @@
 """The best parallel layouts of a recipe on a number of nodes, by the predicted time of all its stages.
 
 Every layout is tried that divides the GPUs, the model and the batches: pp, tp and dp_replicate are the same in all
-stages, cp is each stage's own, dp_shard is the rest. Layouts that do not fit the GPU's memory are left out.
+stages, and so is ep, cp is each stage's own, dp_shard is the rest. Layouts that do not fit the GPU's memory are left
+out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,13 @@ from moba_train.errors import ConfigError, PlanError
 from moba_train.memory.flops import Documents
 from moba_train.memory.memory import MemoryPolicy
 from moba_train.memory.shortage import format_gib, usable_bytes
+from moba_train.model.feed_forward import feed_forward_costs
 from moba_train.parallel.fsdp import ModelSetup
 from moba_train.parallel.pipeline.model import number_of_parts
 from moba_train.resolve.run import ResolvedRun, pipeline_parts
 from moba_train.tools.plan.step_time import AttentionTimes, Machine, StageStep, attention_times, predict_step
 
-_SHARED = ("pp", "tp", "dp_replicate", "dp_shard", "pp_layers", "tp_overlap")
+_SHARED = ("pp", "tp", "ep", "dp_replicate", "dp_shard", "pp_layers", "tp_overlap")
 """Keys of `parallel` that a search sets for all stages."""
 
 Accept = Callable[[Sequence[str]], object]
@@ -108,7 +110,10 @@ def _candidates(
 ) -> Iterator[tuple[ParallelConfig, list[list[MeshSizes]]]]:
     """All layouts that divide GPUs, model and batches: the keys that all stages share, and the meshes of each stage."""
     world = nodes * machine.ranks_per_node
-    most_tp = gcd(model.heads, model.kv_heads, model.intermediate_size, model.vocab_size, machine.ranks_per_node)
+    fed = [feed_forward_costs(model, layer) for layer in range(model.layers)]
+    widths = {width for costs in fed for width in costs.widths}
+    most_tp = gcd(model.heads, model.kv_heads, *widths, model.vocab_size, machine.ranks_per_node)
+    most_ep = gcd(*(costs.parts for costs in fed)) or 1
     most_copies = min(stage.batch_sequences for stage in stages)
     for pp in divisors(world):
         if pp > model.layers:
@@ -123,7 +128,8 @@ def _candidates(
                 whole = MeshSizes(pp, copies, world // (pp * tp * copies), 1, tp)
                 meshes = [[*_meshes(stage, whole)] for stage in stages]
                 if all(meshes):
-                    yield shared, meshes
+                    for ep in divisors(gcd(most_ep, whole.shards)):
+                        yield shared.model_copy(update={"ep": ep}), meshes
 
 
 def _with_layout(own: ParallelConfig, pp: int, tp: int, copies: int) -> ParallelConfig:

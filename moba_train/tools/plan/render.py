@@ -92,7 +92,7 @@ def _change(plan: Plan, change: Change) -> str:
 def _layout(item: StagePlan) -> str:
     text = f"pp {item.mesh.pp} x " if item.mesh.pp > 1 else ""
     text += f"dp_replicate {item.mesh.dp_replicate} x dp_shard {item.mesh.dp_shard}"
-    further = {"cp": item.mesh.cp, "tp": item.mesh.tp}
+    further = {"cp": item.mesh.cp, "tp": item.mesh.tp, "ep": item.stage.parallel.ep}
     return text + "".join(f" x {name} {size}" for name, size in further.items() if size > 1)
 
 
@@ -106,10 +106,13 @@ def _table(title: str, *columns: str) -> Table:
 def _parameters(plan: Plan) -> Table:
     table = _table("Parameters", "part", "count")
     for field in fields(plan.parameters):
-        table.add_row(field.name.replace("_", " "), f"{getattr(plan.parameters, field.name):,}")
+        if field.name != "idle":
+            table.add_row(field.name.replace("_", " "), f"{getattr(plan.parameters, field.name):,}")
     table.add_section()
     table.add_row("total", f"{plan.parameters.total:,}")
     table.add_row("without embeddings", f"{plan.parameters.without_embeddings:,}")
+    if plan.parameters.idle:
+        table.add_row("active for each token", f"{plan.parameters.active:,}")
     return table
 
 
@@ -265,6 +268,7 @@ _COLUMNS: dict[str, Callable[[StageStep], str]] = {
     "dp_shard": lambda step: str(step.mesh.dp_shard),
     "cp": lambda step: str(step.mesh.cp),
     "tp": lambda step: str(step.mesh.tp),
+    "ep": lambda step: str(step.stage.parallel.ep),
     "step, s": lambda step: f"{step.time.seconds:.2f}",
     "tokens/s/GPU": lambda step: f"{step.tokens_per_second:,.0f}",
     "memory, GiB": lambda step: format_gib(step.memory),
@@ -282,10 +286,11 @@ _PARTS = (
     "waiting for weights and gradients (FSDP)",
     "tp's communication",
     "cp's communication and copies",
+    "tokens to their experts (ep)",
     "waiting for other ranks of the pipeline",
 )
 """Labels of the fields of `StepTime`, in their order."""
-_SOURCES = {"fsdp": "weights and gradients", "tp": "tp", "cp": "cp", "pp": "pp"}
+_SOURCES = {"fsdp": "weights and gradients", "tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp"}
 
 
 def print_layouts(layouts: Layouts, nodes: int, machine: Machine, console: Console) -> None:
@@ -309,10 +314,12 @@ def print_layouts(layouts: Layouts, nodes: int, machine: Machine, console: Conso
 
 
 def _best(layouts: Layouts) -> Table:
-    table = _table("Best layouts: one step on each GPU", "", *_COLUMNS)
+    has_ep = any(step.stage.parallel.ep > 1 for layout in layouts.best for step in layout.stages)
+    columns = {name: show for name, show in _COLUMNS.items() if name != "ep" or has_ep}
+    table = _table("Best layouts: one step on each GPU", "", *columns)
     for number, layout in enumerate(layouts.best, start=1):
         for index, step in enumerate(layout.stages):
-            table.add_row("" if index else f"{number}.", *(show(step) for show in _COLUMNS.values()))
+            table.add_row("" if index else f"{number}.", *(show(step) for show in columns.values()))
         table.add_section()
     return table
 

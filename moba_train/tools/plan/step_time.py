@@ -8,7 +8,7 @@ and the part of context parallelism that need not come first behind attention. N
 tokens, evaluations, checkpoints, data, and activations on their way to the host.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ from moba_train.memory.layer_memory import block_bytes
 from moba_train.memory.memory import MemoryPolicy
 from moba_train.memory.pipeline import rank_costs, rank_work, step_length
 from moba_train.memory.weights import gathered_bytes, rank_weights
-from moba_train.model.spec import attention_matrices, feed_forward_matrices
+from moba_train.model.feed_forward import FeedForwardCosts, feed_forward_costs
+from moba_train.model.spec import ModelSpec, attention_matrices
 from moba_train.parallel.activations import Kept
 from moba_train.parallel.context.costs import TransportCost
 from moba_train.parallel.context.policy import predict_cost
@@ -80,6 +81,7 @@ class LayerTime(NamedTuple):
     repeated: float
     tp: float
     cp: float
+    ep: float
 
     @property
     def seconds(self) -> float:
@@ -112,6 +114,8 @@ class StepTime:
     """Communication of tensor parallelism that nothing hides."""
     cp: float
     """Communication and copies of context parallelism that attention does not hide."""
+    ep: float
+    """Tokens on their way to their experts and back."""
     pp: float
     """Waiting for other ranks of the pipeline."""
 
@@ -123,7 +127,7 @@ class StepTime:
     @property
     def communication(self) -> float:
         """Seconds in which the GPU computes nothing."""
-        return self.fsdp + self.tp + self.cp + self.pp
+        return self.fsdp + self.tp + self.cp + self.ep + self.pp
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,8 @@ class _Step:
         self._tokens = stage.micro_batch_size * stage.seq_len / sizes.cp  # of a tp group
         self._hidden_bytes = self._tokens * model.hidden_size * self._width
         self._kept = [layer.kept for layer in activations.layers]
-        keys = list(zip(stage.attention, self._kept, strict=True))
+        self._fed = [feed_forward_costs(model, layer) for layer in range(model.layers)]
+        keys = list(zip(stage.attention, self._kept, self._fed, strict=True))
         by_key = {key: self._layer(*key) for key in dict.fromkeys(keys)}
         self._layers = [by_key[key] for key in keys]
         self._micro_batches = stage.batch_sequences // (stage.micro_batch_size * sizes.dp)
@@ -233,7 +238,7 @@ class _Step:
         self._blocks = len(last.layers)
         # Of the rank with the output.
         self._weights = rank_weights(setup.spec, setup.computation, stage.parallel, optimizer, sizes, last)
-        self._in_blocks = sum(self._weights.blocks.values())
+        self._in_blocks = sum(self._weights.blocks.values()) - self._not_gathered(setup.spec, last.layers)
         # A pipeline holds its weights and gradients for the whole step (parallel/pipeline/schedule.py).
         self._rounds = self._micro_batches if sizes.pp == 1 else 1
         stay = sum(layer.weights for layer in activations.layers)
@@ -242,6 +247,12 @@ class _Step:
 
         Once for the forward pass, and again for the backward pass where they were freed between.
         """
+
+    def _not_gathered(self, spec: ModelSpec, layers: Sequence[int]) -> float:
+        """Elements of the rank's experts, as many as are gathered less because fewer ranks share them."""
+        ep, shards = self._parallel.ep, self._sizes.shards
+        held = sum(spec.blocks[layer].separate for layer in layers) / (ep * self._sizes.tp)
+        return held * (1 - (1 - ep / shards) / (1 - 1 / shards)) if ep > 1 else 0.0
 
     def time(self) -> StepTime:
         """Seconds by part."""
@@ -260,6 +271,7 @@ class _Step:
             fsdp=self._rounds * self._waiting_for_weights(),
             tp=layers("tp") + self._share * self._output_tensor_bytes() / self._machine.links.node,
             cp=layers("cp"),
+            ep=layers("ep"),
             pp=self._waiting_for_ranks(),
         )
 
@@ -272,32 +284,44 @@ class _Step:
             "fsdp": self._weights_traffic().times(self._rounds),
             "tp": Traffic(node=self._share * (sum(blocks) + self._output_tensor_bytes())),
             "cp": context.times(self._share * len(self._layers)),
+            "ep": sum(map(self._expert_traffic, self._fed), Traffic()).times(self._share),
             "pp": self._passed_on(),
         }
 
-    def _layer(self, attention: LayerAttention, kept: Kept) -> LayerTime:
-        """A layer with this attention that keeps so much for its backward pass."""
+    def _layer(self, attention: LayerAttention, kept: Kept, fed: FeedForwardCosts) -> LayerTime:
+        """A layer with this attention and feed-forward that keeps so much for its backward pass. Grouped products were
+        not measured, and count as fast as others."""
         model, rates = self._model, self._machine.rates
         tokens = self._tokens / self._sizes.tp
         forward_s, attention_s = (tokens * seconds for seconds in self._attention[attention])
         float8 = rates.float8_products if self._computation.precision.linear == "fp8" else None
         product_s = 2 * tokens / (float8 or rates.products)  # of a weight, forward
         # Also in FP8, the inputs of products are read and written in the layer's precision.
-        block = block_bytes(model, self._width, self._sizes.tp, self._computation.compiled, input_width=self._width)
+        layer, compiled = self._fed.index(fed), self._computation.compiled
+        block = block_bytes(model, self._width, self._sizes.tp, compiled, self._width, layer)
         passes = rates.compiled_passes if self._computation.compiled else rates.eager_passes
         memory_s = passes * (block.attention + block.feed_forward) * tokens / rates.memory
         repeated = 0.0 if kept is Kept.ALL else memory_s / 3
         repeated += forward_s if kept < Kept.ATTENTION else 0.0
         repeated += product_s * attention_matrices(model) if kept < Kept.PROJECTIONS else 0.0
-        repeated += product_s * feed_forward_matrices(model) * 2 / 3 if kept < Kept.PRODUCTS else 0.0
+        repeated += product_s * fed.active * 2 / 3 if kept < Kept.PRODUCTS else 0.0
         return LayerTime(
-            products=3 * product_s * (attention_matrices(model) + feed_forward_matrices(model)),
+            products=3 * product_s * (attention_matrices(model) + fed.active),
             attention=attention_s,
             memory=memory_s,
             repeated=repeated,
             tp=self._tensor_bytes(kept, exposed=True) / self._machine.links.node,
             cp=self._context_seconds(attention_s),
+            ep=self._expert_traffic(fed).seconds(self._machine.links),
         )
+
+    def _expert_traffic(self, fed: FeedForwardCosts) -> Traffic:
+        """Bytes that a rank receives of a layer's tokens: to their experts and back, forward and backward."""
+        ep = self._parallel.ep
+        sizes = self._sizes._replace(dp_shard=self._sizes.shards // ep, cp=ep)  # neighbours (parallel/dims.py)
+        group = linked_group(sizes, self._machine.ranks_per_node, "cp")
+        from_each = 4 * fed.copies * self._hidden_bytes / ep
+        return Traffic(from_each * (group.in_node - 1), from_each * (ep - group.in_node))
 
     def _tensor_bytes(self, kept: Kept, exposed: bool = False) -> float:
         """Bytes that a rank receives from its tp group for a layer; `exposed`: those that nothing hides."""

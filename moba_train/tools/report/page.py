@@ -34,9 +34,11 @@ from moba_train.tools.report.evaluation_charts import (
 )
 from moba_train.tools.report.facts import environment, events, facts, settings
 from moba_train.tools.report.history import Axes, History, file_results, read_history
+from moba_train.tools.report.oracle_charts import oracle_charts
 from moba_train.tools.report.sink import INSTALL
 from moba_train.tools.report.training_charts import (
     data_mix_chart,
+    experts_chart,
     gradient_chart,
     learning_rate_chart,
     loss_chart,
@@ -52,6 +54,7 @@ ChartMaker = Callable[[Sequence[Shown]], list[Chart]]
 _LONG_CONTEXT: tuple[ChartMaker, ...] = (
     position_chart,
     gap_chart,
+    oracle_charts,
     needle_maps,
     ruler_charts,
     lm_eval_charts,
@@ -59,7 +62,7 @@ _LONG_CONTEXT: tuple[ChartMaker, ...] = (
     gate_charts,
 )
 _SECTIONS: tuple[tuple[str, tuple[ChartMaker, ...]], ...] = (
-    ("Training", (loss_chart, throughput_chart, mfu_chart, learning_rate_chart, gradient_chart)),
+    ("Training", (loss_chart, throughput_chart, mfu_chart, learning_rate_chart, gradient_chart, experts_chart)),
     ("Long context", _LONG_CONTEXT),
     ("Data", (data_mix_chart, padding_chart)),
     ("Machine", (step_time_chart, memory_chart)),

@@ -114,6 +114,13 @@ def gradient_chart(runs: Sequence[Shown]) -> list[Chart]:
     return _progress("grad-norm", "Gradient norm", "Before clipping.", traces, runs, layout)
 
 
+def experts_chart(runs: Sequence[Shown]) -> list[Chart]:
+    """Load of the experts of a mixture, over the mean load."""
+    traces = _lines(runs, ("expert_load_max", "busiest", 1), ("expert_load_min", "least busy", 2, "dot"))
+    layout = {"yaxis": {"title": "load / mean", "rangemode": "tozero"}}
+    return _progress("experts", "Load of the experts", "Of all layers, over all ranks.", traces, runs, layout)
+
+
 def step_time_chart(runs: Sequence[Shown]) -> list[Chart]:
     """Parts of the time of a step."""
     traces = _lines(

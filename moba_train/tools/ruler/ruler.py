@@ -15,6 +15,7 @@ from moba_train.config.explain import did_you_mean
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting
 from moba_train.tools.needle.answers import Question, encode_segments, generated_answers, predicted_answers, share
+from moba_train.tools.needle.full_answers import answer_modes, answer_problems
 from moba_train.tools.needle.haystack import (
     Conversation,
     corpus_of,
@@ -23,6 +24,7 @@ from moba_train.tools.needle.haystack import (
     open_tokenizer,
     stage_lengths,
 )
+from moba_train.tools.needle.options import ANSWER
 from moba_train.tools.ruler.ruler_tasks import TASKS, TaskText, found_share
 
 TEACHER_FORCED, GENERATED = "teacher_forced", "generated"
@@ -43,6 +45,7 @@ class RulerConfig(AnswersConfig):
         "needs parallel.tp and pp 1; teacher_forced: the most likely tokens given the right ones before them, in one "
         "forward pass",
     )
+    answer: Literal["own", "full"] = ANSWER
 
 
 class Ruler(Evaluation[RulerConfig]):
@@ -73,6 +76,7 @@ class Ruler(Evaluation[RulerConfig]):
     def problems(cls, options: RulerConfig, setting: EvaluationSetting) -> Iterator[str]:
         """Unknown tasks, no tokenizer or text, lengths that no stage has, and numbers of tasks that do not run."""
         yield from length_problems(options, setting, cls.key)
+        yield from answer_problems(options.answer, setting, cls.key)
         for task in options.tasks:
             if task not in TASKS:
                 hint = did_you_mean(task, [*TASKS])
@@ -97,7 +101,9 @@ class Ruler(Evaluation[RulerConfig]):
 
     @classmethod
     def pipeline_problem(cls, options: RulerConfig) -> tuple[str, str] | None:
-        """Generation."""
+        """Generation, and answers with full attention."""
+        if options.answer == "full":
+            return f"{cls.key}.answer: given 'full'", "set it to own"
         generates = options.scoring == GENERATED
         return (f"{cls.key}.scoring: given {GENERATED!r}", f"set it to {TEACHER_FORCED}") if generates else None
 
@@ -122,7 +128,8 @@ class Ruler(Evaluation[RulerConfig]):
         asked = {
             task: {length: self._texts.questions(task, length) for length in self._lengths} for task in self._tasks
         }
-        scores = {name: self._scores(context, asked, name) for name in context.each_attention()}
+        modes = answer_modes(context, options.answer)
+        scores = {name: self._scores(context, asked, name, in_full) for name, in_full in modes}
         means = {name: self._means(found[options.scoring]) for name, found in scores.items()}
         numbers = means[context.own]
         message = f"ruler {numbers['ruler']:.3f} with {context.own} attention"
@@ -145,9 +152,10 @@ class Ruler(Evaluation[RulerConfig]):
         return EvaluationResult(numbers, message, [*table, message], data)
 
     def _scores(
-        self, context: EvaluationContext, asked: Mapping[str, Mapping[int, list["Prompt"]]], name: str
+        self, context: EvaluationContext, asked: Mapping[str, Mapping[int, list["Prompt"]]], name: str, in_full: bool
     ) -> dict[str, dict[str, list[float]]]:
-        """Scores with the model's present attention: for each scoring and task, a list by length."""
+        """Scores with the model's present attention, or `in_full`: with full attention for the answers; for each
+        scoring and task, a list by length."""
         found: dict[str, dict[str, list[float]]] = {TEACHER_FORCED: {task: [] for task in asked}}
         if self._options.scoring == GENERATED:
             found[GENERATED] = {task: [] for task in asked}
@@ -156,13 +164,13 @@ class Ruler(Evaluation[RulerConfig]):
             for length, prompts in by_length.items():
                 what = f"{task}, {name}, {format_count(length, 1024)}"
                 questions = [prompt.question for prompt in prompts]
-                predicted = predicted_answers(context, questions, length, what, None)
+                predicted = predicted_answers(context, questions, length, what, None, in_full)
                 right = [share(q.right(tokens)) for q, tokens in zip(questions, predicted, strict=True)]
                 found[TEACHER_FORCED][task].append(sum(right) / len(right))
                 if GENERATED not in found:
                     continue
                 most = TASKS[task].tokens_to_generate
-                answers = generated_answers(context, questions, most, tokenizer, f"{what}, generated")
+                answers = generated_answers(context, questions, most, tokenizer, f"{what}, generated", in_full)
                 shares = [
                     found_share(tokenizer.decode(answer), prompt.references)
                     for answer, prompt in zip(answers, prompts, strict=True)
@@ -273,6 +281,11 @@ class RulerTexts:
         """Tokens of a sample. The answer is encoded as it continues the end of its prompt."""
         before, after = self._conversation.around(text.example + text.before, text.after, text.prefix)
         tokens = self.tokenizer.begin(before + text.context + after)
+        context = self.tokenizer.begin(before + text.context)  # its last token may hold a part of the question
+        text_length = next(
+            (at for at, both in enumerate(zip(context, tokens, strict=False)) if both[0] != both[1]),
+            min(len(context), len(tokens)),
+        )
         _, *answer = encode_segments(self.tokenizer, [text.prefix, *(part for part, _ in text.answer)])
         prompt_length = len(tokens)
         answers = []
@@ -280,4 +293,4 @@ class RulerTexts:
             if counts:
                 answers.append(TokenRange(len(tokens), len(tokens) + len(part)))
             tokens += part
-        return Question(tokens, prompt_length, answers, [])
+        return Question(tokens, prompt_length, answers, [], text_length)

@@ -7,19 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import AttentionKind
 from moba_train.attention.layout import packed_layout
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.retention import Retention
 from moba_train.checkpoint.state import model_tensors
+from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
-from moba_train.hf.config import read_model_config
-from moba_train.hf.weights import load_hf_weights
+from moba_train.model.build import build_attention
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world
 from moba_train.run.progress import Progress
+from moba_train.tools.convert.hf_export import read_layers
+from moba_train.tools.hf.config import read_family, read_model_config
+from moba_train.tools.hf.weights import load_hf_weights
 
 VOCAB = 64
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -42,6 +44,55 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3",
         "head_dim": 16,
         "rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, **_ORIGINAL},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 24, "rope_parameters": {"rope_theta": 1e6}},
+    "ministral": {
+        "model_type": "ministral",
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_theta": 1e6},
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        "pad_token_id": None,
+        "no_rope_layer_interval": 2,
+        "rope_parameters": {"rope_theta": 5e6, "rope_type": "yarn", "factor": 4.0, **_ORIGINAL},
+    },
+    "olmo2": {"model_type": "olmo2", "pad_token_id": None, "rope_parameters": {"rope_theta": 5e5}},
+    "olmo3": {
+        "model_type": "olmo3",
+        "pad_token_id": None,
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, **_ORIGINAL},
+            "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
+        },
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 24,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 7.0,
+        "rope_parameters": {"rope_theta": 1e4},
+    },
+    "phi3": {
+        "model_type": "phi3",
+        "sliding_window": 24,
+        "pad_token_id": None,
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
     },
 }
 
@@ -71,11 +122,12 @@ def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:
 
 
 def our_model(folder: Path, kinds: Sequence[AttentionKind] | None = None) -> Transformer:
-    """The Hugging Face model in `folder` as our Transformer, with full attention unless told."""
+    """The Hugging Face model in `folder` as our Transformer, with its own attention unless told."""
     config = read_model_config(folder)
     model = Transformer(config)
     load_hf_weights(model, folder)
-    model.set_attention(kinds or [FullKind(FullKind.Options(), config.head_width)] * config.layers)
+    layers = resolve_layers(AttentionConfig.model_validate(read_layers(folder)), config.layers)
+    model.set_attention(kinds or build_attention(layers, config.head_width))
     return model.eval()
 
 
@@ -91,15 +143,17 @@ def random_tokens(count: int) -> Tensor:
 
 
 def save_as_checkpoint(hf: Path, run_dir: Path, moba: dict[str, Any], tokenizer: Path | None) -> None:
-    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last.
+    """The Hugging Face model in `hf` as a checkpoint of ours, MoBA in all layers but the last and those with a window.
 
     tokenizer  what its recipe names as data.tokenizer
     """
+    family, contents = read_family(hf)
+    windows = {layer: entry for layer, entry in enumerate(family.attention(contents)) if entry}
     recipe = {
         "name": "imported",
         "run_dir": str(run_dir),
         "model": read_model_config(hf).model_dump(),
-        "attention": {"full_layers": "last:1", "moba": moba},
+        "attention": {"full_layers": "last:1", "moba": moba, "overrides": windows},
         "data": {"tokenizer": tokenizer and str(tokenizer), "train": [{"path": "none"}]},
         "batch_tokens": 256,
         "stages": [{"name": "long", "seq_len": 256, "tokens": 256}],

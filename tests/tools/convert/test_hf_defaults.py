@@ -1,5 +1,6 @@
 """Keys that a config.json leaves out, or gives as null, have the value that transformers gives them."""
 
+import copy
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -10,10 +11,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import ARCHITECTURES, SAME_VALUES, read_config, read_model_config
 from moba_train.model.rope import rope_frequencies
+from moba_train.registry import MODEL_FAMILIES
+from moba_train.tools.hf.config import read_family, read_model_config
+from tests.attention.helpers import labelled
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -40,33 +45,48 @@ def assert_read_as_transformers_reads_it(folder: Path, config: dict[str, Any], r
         assert refused
         return
     ours = read_model_config(folder)
-    assert {key: getattr(ours, key) for key in SAME_VALUES} == {
-        key: getattr(theirs, hf) for key, hf in SAME_VALUES.items()
-    }
+    family, read = read_family(folder)
+    for key, name in family.same.items():
+        assert getattr(ours, key) == getattr(theirs, name), key
     assert ours.head_width == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert read_config(folder)["max_position_embeddings"] == theirs.max_position_embeddings
-    if theirs.rope_parameters["rope_theta"] is not None and getattr(theirs, "head_dim", 1) is not None:
-        frequencies = LlamaRotaryEmbedding(theirs).inv_freq
-        torch.testing.assert_close(rope_frequencies(ours.rope, ours.head_width).float(), frequencies)
+    assert read["max_position_embeddings"] == theirs.max_position_embeddings
+    if getattr(theirs, "head_dim", 1) is not None:
+        assert_turns_as_in_transformers(ours, theirs)
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def assert_turns_as_in_transformers(ours: ModelConfig, theirs: Any) -> None:
+    """Layer by layer. Some families have an embedding for each of their types of layers."""
+    by_type = theirs.rope_parameters
+    types = theirs.layer_types if "full_attention" in by_type else [None] * ours.layers
+    for layer, (rope, name) in enumerate(zip(ours.rope.by_layer(ours.layers), types, strict=True)):
+        flat = copy.copy(theirs)
+        flat.rope_parameters = by_type if name is None else by_type[name]
+        if rope.kind != "nope" and flat.rope_parameters["rope_theta"] is not None:
+            rotary = Phi3RotaryEmbedding if theirs.model_type == "phi3" else LlamaRotaryEmbedding
+            found = rope_frequencies(rope, ours.head_width).float()
+            torch.testing.assert_close(found, rotary(flat).inv_freq, msg=labelled(f"layer {layer}"))
+
+
+@pytest.mark.parametrize("model_type", MODEL_FAMILIES)
 def test_each_default_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
     assert_read_as_transformers_reads_it(tmp_path, {"model_type": model_type})
     config = SMALL | {"model_type": model_type}
+    if model_type == "phi3":  # which takes yarn for longrope
+        del config["rope_scaling"]
     known = {field.name for field in fields(type(AutoConfig.for_model(model_type)))}
     for key in sorted(known | {*SMALL, "head_dim", "sliding_window", "quantization_config"}):
         assert_read_as_transformers_reads_it(tmp_path, {name: config[name] for name in config if name != key})
-        if key != "rope_theta":  # transformers can make no model of it
+        # Of a model without them transformers can make no model, or no mask.
+        if key != "rope_theta" and not (key == "sliding_window" and model_type in ("olmo3", "gemma3_text")):
             assert_read_as_transformers_reads_it(tmp_path, config | {key: None}, refused=True)
-    for key in config["rope_scaling"].keys() - {"rope_type"}:
+    for key in config.get("rope_scaling", {}).keys() - {"rope_type"}:
         rest = {name: value for name, value in config["rope_scaling"].items() if name != key}
         assert_read_as_transformers_reads_it(tmp_path, config | {"rope_scaling": rest | {key: None}}, refused=True)
         if key != "factor":  # transformers asks for it, and takes null
             assert_read_as_transformers_reads_it(tmp_path, config | {"rope_scaling": rest})
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", MODEL_FAMILIES)
 @pytest.mark.parametrize(
     "key", ["attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings", "layer_types"]
 )
@@ -74,7 +94,9 @@ def test_null_is_no_value_also_where_transformers_5_is_stricter_than_4(
     model_type: str, key: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, key: None}))
-    assert not read_model_config(tmp_path).tie_embeddings
+    (tmp_path / "left_out").mkdir()
+    (tmp_path / "left_out" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert read_model_config(tmp_path) == read_model_config(tmp_path / "left_out")
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "rms_norm_eps"])

@@ -18,11 +18,12 @@ from moba_train.checkpoint.writer import ShardFile, write_checkpoint
 from moba_train.config.attention import resolve_layers
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import read_model_config
-from moba_train.hf.weights import INDEX
 from moba_train.model.build import build_attention
 from moba_train.tools.convert.hf import export_to_hf, imported_recipe
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, parse_layer
+from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.gemma3 import Gemma3
+from moba_train.tools.hf.weights import INDEX
 from moba_train.tools.saved_recipe import open_checkpoint
 from moba_train.tools.transformers_attention import register
 from tests.tools.convert.hf_models import VOCAB, logits, make_hf_model, our_model, random_tokens, save_as_checkpoint
@@ -160,17 +161,19 @@ def test_a_model_without_moba_entry_says_how_to_get_one(exported: tuple[Path, Pa
         model(torch.zeros(1, 8, dtype=torch.int64))
 
 
-def test_a_shape_that_transformers_cannot_load_is_refused() -> None:
-    """Its Llama alone wants heads that divide the width, even where config.json gives the width of a head."""
+def test_a_shape_that_transformers_cannot_load_is_refused_or_goes_out_as_another_architecture() -> None:
+    """Its Llama and Gemma want heads that divide the width, even where config.json gives the width of a head."""
     from transformers import AutoConfig
 
     shape = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "layers": 1, "heads": 5, "kv_heads": 5}
     model = ModelConfig.model_validate(shape | {"head_dim": 8})
+    gemma = Gemma3.model | {"embedding_scale": 48**0.5}
     with pytest.raises(
-        CheckpointError, match=r"model\.heads: given 5; allowed .* a divisor of model\.hidden_size \(48\)"
+        CheckpointError, match=r"model\.heads: given 5; allowed .*Gemma3.* a divisor of model\.hidden_size \(48\)"
     ):
-        hf_config(model, model.rope, 256, "float32")
-    for change in ({"qk_norm": True}, {"qkv_bias": True}, {"heads": 6, "kv_heads": 6}):
+        hf_config(model.model_copy(update=gemma), model.rope, 256, "float32")
+    assert hf_config(model, model.rope, 256, "float32")["model_type"] == "mistral"
+    for change in ({}, {"qk_norm": True}, {"qkv_bias": True}, {"heads": 6, "kv_heads": 6}):
         AutoConfig.for_model(**hf_config(model.model_copy(update=change), model.rope, 256, "float32"))
 
 

@@ -1,6 +1,7 @@
 """Import of Hugging Face models: equal logits, shards read in parts, unsupported models refused by name."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import ARCHITECTURES, read_model_config
-from moba_train.hf.weights import INDEX, SINGLE, load_hf_weights
 from moba_train.model.transformer import Transformer
+from moba_train.registry import MODEL_FAMILIES
+from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.weights import INDEX, SINGLE, load_hf_weights
 from tests.tools.convert.hf_models import FAMILIES, logits, make_hf_model, our_model, random_tokens
 
 
@@ -140,6 +142,8 @@ def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
         load_hf_weights(Transformer(read_model_config(folder)), tmp_path)
 
 
-def test_the_page_of_models_names_every_architecture() -> None:
+def test_the_page_of_models_has_a_row_for_every_architecture_that_these_tests_try() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reference" / "models.md").read_text()
-    assert {name for name in ARCHITECTURES.values() if f"`{name}`" not in page} == set()
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)`[^|]*\| both \|", page, flags=re.MULTILINE)
+    assert {*rows} == {family.architecture for family in MODEL_FAMILIES.values()}
+    assert {*MODEL_FAMILIES} == {changes["model_type"] for changes in FAMILIES.values()}

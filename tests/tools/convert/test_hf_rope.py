@@ -8,9 +8,10 @@ import torch
 
 from moba_train.config.model import RopeConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import DEFAULTS, read_rope
 from moba_train.model.rope import attention_factor, rope_frequencies
 from moba_train.tools.convert.hf_export import hf_length, hf_rope
+from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.rope import read_rope
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 8192, "beta_fast": 24.0, "beta_slow": 2.0}
 LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
@@ -32,7 +33,7 @@ LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_fa
 def test_a_config_says_what_the_recipe_does(rope: RopeConfig, scaling: dict[str, object] | None) -> None:
     written = hf_rope(rope)
     assert written == {"rope_theta": 5e5, "rope_scaling": scaling}
-    read = read_rope(DEFAULTS["llama"] | written)
+    read = read_rope(Family.defaults | written)
     assert (read, read.fast_turns) == (rope.model_copy(update={"beta_fast": read.beta_fast}), rope.fast_turns)
 
 
@@ -77,7 +78,7 @@ def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict
 
     common: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**common, **copy.deepcopy(config)))
-    ours = read_rope(DEFAULTS["llama"] | common | config)
+    ours = read_rope(Family.defaults | common | config)
     torch.testing.assert_close(rope_frequencies(ours, 8).float(), theirs.inv_freq)
     assert attention_factor(ours) == pytest.approx(theirs.attention_scaling)
 
@@ -102,4 +103,4 @@ def test_keys_in_several_places_are_read_as_transformers_reads_them(config: dict
 )
 def test_what_cannot_be_used_is_named_with_its_place_in_the_config(scaling: object, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        read_rope(DEFAULTS["llama"] | {"rope_scaling": scaling})
+        read_rope(Family.defaults | {"rope_scaling": scaling})

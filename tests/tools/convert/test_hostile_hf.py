@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import ROOTS
-from moba_train.hf.config import read_model_config
-from moba_train.hf.weights import hf_name, parameter_shapes
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf_export import read_layers
+from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.weights import parameter_shapes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -45,7 +46,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
     Tokenizer(BPE()).save(str(model / "tokenizer.json"))
-    weights = {hf_name(name): torch.randn(shape) for name, shape in parameter_shapes(read_model_config(model)).items()}
+    shapes = parameter_shapes(read_model_config(model))
+    weights = {Family().name(name): torch.randn(shape) for name, shape in shapes.items()}
     save_file(weights, model / "model.safetensors")
     return model
 
@@ -122,7 +124,7 @@ def test_export_does_not_copy_what_a_link_leads_to(folder: Path, name: str, monk
         ("max_position_embeddings", "x", "max_position_embeddings is 'x'; allowed: integer >= 1"),
         ("moba", {"layers": [{"kind": "full"}] * 3}, "allowed: {'layers': a list of at most 2 entries}"),
         ("moba", [1], "allowed: {'layers': a list of at most 2 entries}"),
-        ("layer_types", 3, "layer_types has 3"),
+        ("layer_types", 3, "layer_types[0] is 3"),
     ],
 )
 def test_numbers_of_a_config_are_bounded_by_key(folder: Path, key: str, value: object, said: str) -> None:

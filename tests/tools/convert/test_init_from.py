@@ -1,5 +1,6 @@
 """A run that begins with weights: from a checkpoint of ours, and from its Hugging Face export, which is the same."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -9,11 +10,14 @@ import torch
 
 from moba_train.config.load import load_config
 from moba_train.errors import CheckpointError, ConfigError
-from moba_train.tools.convert.hf import export_to_hf, import_from_hf
+from moba_train.resolve.run import resolve_unchecked
+from moba_train.resolve.warnings import recipe_warnings
+from moba_train.tools.convert.hf import export_to_hf, import_from_hf, imported_recipe
 from moba_train.tools.saved_recipe import open_checkpoint
 from tests.resolved import check
 from tests.run.test_init_from import _on_the_cpu, begun_from, damaged, source
 from tests.run.tiny_run import Run
+from tests.tools.convert.hf_models import make_hf_model
 
 __all__ = ["_on_the_cpu", "source"]
 
@@ -76,3 +80,22 @@ def test_the_recipe_must_describe_the_weights(exported: Path, run: Run) -> None:
         assert key in str(error.value)
     with pytest.raises(ConfigError, match="init_from"):
         check(load_config(run.write_recipe(), [f"init_from={run.folder}"]), 1, check_files=True)
+
+
+def test_a_run_is_warned_of_windows_that_it_leaves_out_and_of_keys_that_nothing_reads(run: Run, tmp_path: Path) -> None:
+    make_hf_model("ministral", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"attention_chunks": 3}))
+    imported = imported_recipe(tmp_path / "hf", tmp_path / "hf")
+    run.recipe["init_from"] = str(tmp_path / "hf")
+    run.recipe["model"] = imported.model.model_dump()
+    run.recipe["stages"][0]["attention"] = {"default": "full"}
+
+    def said() -> list[str]:
+        return recipe_warnings(resolve_unchecked(load_config(run.write_recipe())))
+
+    unread, windows = said()[-2:]
+    assert unread.startswith("init_from: nothing reads attention_chunks of ")
+    assert "windows of 24 tokens in layers 0, 2, where the first stage attends otherwise" in windows
+    run.recipe["stages"][0]["attention"] = {"default": "window", "full_layers": "none", "window": {"window": 24}}
+    assert said()[-1] == unread

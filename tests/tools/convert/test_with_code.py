@@ -17,8 +17,6 @@ from moba_train.checkpoint.state import model_tensors
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
-from moba_train.hf.config import read_model_config
-from moba_train.hf.weights import load_hf_weights
 from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world
@@ -29,6 +27,8 @@ from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.convert.with_code import FILES, LAYERS, code_problems
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
+from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.weights import load_hf_weights
 from moba_train.tools.inference.generate import Sampling, generate_batch
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
 from tests.tools.convert import without_package

@@ -14,7 +14,7 @@ from moba_train.config.load import load_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.errors import ConfigError
-from moba_train.memory.devices import Gpu, named_gpu, peak_or_default
+from moba_train.memory.devices import Gpu
 from moba_train.memory.shortage import usable_bytes
 from moba_train.resolve.initial_weights import initial_problems
 from moba_train.resolve.plan import Plan
@@ -22,6 +22,7 @@ from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.plan.changes import cheapest_changes, largest_stage
+from moba_train.tools.plan.named_gpus import named_gpu, peak_or_default
 from moba_train.tools.plan.rates import shipped_rates
 from tests.resolved import plan_of
 

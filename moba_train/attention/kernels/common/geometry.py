@@ -75,8 +75,7 @@ def history_blocks(layout: Layout, block_size: int) -> Tensor:
     """int32 [T, C]: every block before a query's own in its document, ascending, -1 behind. C: one block less than the
     longest document has."""
     count = history_bound(layout, block_size)
-    first_T = first_blocks(layout.cu_seqlens, block_size)[layout.q_documents]
-    diagonal_T = block_ids(layout.q_tokens, layout.q_documents, layout, block_size)
+    diagonal_T, first_T = query_blocks(layout, block_size)
     ids_TC = first_T[:, None] + torch.arange(count, device=first_T.device)
     return ids_TC.masked_fill_(ids_TC >= diagonal_T[:, None], -1).to(torch.int32)
 

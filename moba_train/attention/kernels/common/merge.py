@@ -33,6 +33,27 @@ def nothing_seen(q_THD: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q_THD), lse_HT
 
 
+def with_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a softmax that a logit of each head has joined, without a value.
+
+    A sink is merged as the keys of another shard are. A backward pass is given merged results in any case, so that no
+    kernel and no transport knows of it.
+    """
+    if sink_H is None:
+        return out_THD, lse_HT
+    with_HT = torch.logaddexp(lse_HT, sink_H.to(lse_HT.dtype)[:, None])
+    return (out_THD * (lse_HT - with_HT).exp().T.unsqueeze(-1)).to(out_THD.dtype), with_HT
+
+
+def sink_gradient(dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor | None) -> Tensor | None:
+    """Gradient of the sink's logits [H], from the results of `with_sink`: the sum over queries of minus its probability
+    times the product of output and its gradient. None without a sink."""
+    if sink_H is None:
+        return None
+    products_HT = (dout_THD.to(lse_HT.dtype) * out_THD).sum(-1).T
+    return -((sink_H.to(lse_HT.dtype)[:, None] - lse_HT).exp() * products_HT).sum(1).to(sink_H.dtype)
+
+
 def _weights(lse_a_HT: Tensor, lse_b_HT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(lse, weight of a [T, H, 1], weight of b) of the union of a and b."""
     lse_HT = torch.logaddexp(lse_a_HT, lse_b_HT)

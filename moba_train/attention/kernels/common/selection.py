@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moba_train.attention.kernels.common.geometry import QueryBlocks, block_bound, block_ids, first_blocks
+from moba_train.attention.kernels.common.geometry import QueryBlocks, block_bound, query_blocks
 from moba_train.attention.kernels.table import triton_runs_on
 from moba_train.attention.layout import Layout
 from moba_train.attention.statistics import Statistics, joined
@@ -142,8 +142,7 @@ def routing_statistics(heads: Iterable[Tensor], layout: Layout, choice: Choice) 
     `load_imbalance` and `entropy` in every document; all numbers are means over selections, whose number is their
     weight.
     """
-    first_T = first_blocks(layout.cu_seqlens, choice.block_size)[layout.q_documents]
-    diagonal_T = block_ids(layout.q_tokens, layout.q_documents, layout, choice.block_size)
+    diagonal_T, first_T = query_blocks(layout, choice.block_size)
     chooses_T = diagonal_T - first_T >= choice.topk
     chooses_T &= layout.positions(layout.q_tokens, layout.q_documents) >= choice.dense_len
     rows_t = chooses_T.nonzero().flatten()

@@ -80,7 +80,7 @@ class AllGather(Transport):
     def __init__(self, communicator: Communicator, slices: int, *, by_ring: bool = False) -> None:
         """`slices`: number of transfers, at most one for each head. Attention overlaps all but the first. More slices
         make smaller transfers and smaller kernel launches. `by_ring`: gather by messages between neighbours."""
-        self.communicator = communicator
+        self.communicator = self.of_all_ranks = communicator
         self.rank = communicator.rank
         self.slices = slices
         self.by_ring = by_ring

@@ -50,6 +50,8 @@ class Transport(ABC):
 
     rank: int
     """Index of this rank's shard in the call's sequence."""
+    of_all_ranks: Communicator | None = None
+    """Communication among all ranks of the sequence, if the transport has it: for `AttentionFacts.exchange`."""
 
     def __repr__(self) -> str:
         """Equal text in all processes: the handle of an engine contains it."""

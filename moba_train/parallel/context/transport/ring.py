@@ -132,7 +132,7 @@ class Ring(Transport):
     def __init__(self, communicator: Communicator, width: int, depth: int | None = None) -> None:
         """`width`: chunks that one attention call takes, at most. `depth`: number of buffers for chunks of other ranks,
         at least 2 and at least `width`; None: one for each rank."""
-        self.communicator = communicator
+        self.communicator = self.of_all_ranks = communicator
         self.rank = communicator.rank
         self.width = width
         self.depth = min(depth or communicator.size, communicator.size)

@@ -1,15 +1,15 @@
-"""Weights of Hugging Face's Llama, Qwen2 and Qwen3: names, safetensors files, and loading them into a model.
+"""Weights of Hugging Face models: safetensors files, the place of each parameter in them, and loading.
 
-The tensors are those of `model.transformer.Transformer` under other names: rotary embeddings pair the two halves of a
-head on both sides, so nothing is permuted. A folder holds `model.safetensors`, or several files and
-`model.safetensors.index.json`, which names the file of each tensor. A reader opens one file at a time and reads the
-bytes asked for.
+The tensors are those of `model.transformer.Transformer` under other names, some of ours the rows of one of theirs:
+rotary embeddings pair the two halves of a head on both sides, so nothing is permuted. A folder holds
+`model.safetensors`, or several files and `model.safetensors.index.json`, which names the file of each tensor. A reader
+opens one file at a time and reads the bytes asked for.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,36 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from moba_train.config.attention import LayerAttention
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
-from moba_train.errors import CheckpointError, ForeignFileError
+from moba_train.errors import CheckpointError, ForeignFileError, named_layers
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
 from moba_train.model.part import is_whole
 from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
+from moba_train.resolve.initial_weights import WeightSource
+from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family, read_model_config
+from moba_train.tools.hf.family import Family
 from moba_train.torch_private import local_shape_and_offset
-
-_OUTSIDE_BLOCKS = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_IN_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention": "self_attn",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward": "mlp",
-}
-_BLOCK = re.compile(r"blocks\.(\d+)\.(\w+)\.(.+)")
-
-
-def hf_name(name: str) -> str:
-    """The Hugging Face name of our parameter `name`. Raises KeyError when it has none."""
-    if match := _BLOCK.fullmatch(name):
-        layer, part, rest = match.groups()
-        return f"model.layers.{layer}.{_IN_BLOCK[part]}.{rest}"
-    return _OUTSIDE_BLOCKS[name]
-
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -143,9 +125,31 @@ class SafetensorsFolder:
 
 _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors in old files that are not weights: their values follow from the config."""
-_OUTPUT = hf_name("output.weight")
-_EMBEDDING = hf_name("embedding.weight")
 _ROWS = 4096
+
+
+class Place(NamedTuple):
+    """Rows of a tensor of theirs that are a parameter of ours."""
+
+    name: str
+    first_row: int
+    rows: int
+
+    def part(self, own: Sequence[slice] = ()) -> list[slice]:
+        """The slices of their tensor that are these slices of ours; all of it without any."""
+        first, *rest = own or [slice(0, self.rows)]
+        return [slice(self.first_row + first.start, self.first_row + first.stop), *rest]
+
+
+def places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+    """Place of every parameter of a model, by our name, from the shapes of all of them in the model's order."""
+    found: dict[str, Place] = {}
+    used: Counter[str] = Counter()
+    for ours, (rows, *_) in shapes.items():
+        theirs = family.name(ours)
+        found[ours] = Place(theirs, used[theirs], rows)
+        used[theirs] += rows
+    return found
 
 
 @torch.no_grad()
@@ -165,29 +169,71 @@ def load_hf_weights(model: nn.Module, folder: Path, with_kinds: bool = False) ->
     if isinstance(model, Transformer) and not is_whole(model):
         shapes = parameter_shapes(model.config)
     check_hf_weights(shapes, files)
-    for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(hf_name(item[0]))):
+    place_of = places(read_family(folder)[0], shapes)
+    for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(place_of[item[0]].name)):
+        place = place_of[name]
         if isinstance(parameter, DTensor):
             shape, offset = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)
             part = [slice(first, first + size) for first, size in zip(offset, shape, strict=True)]
             if parameter.to_local().numel():
-                parameter.to_local().copy_(files.read(hf_name(name), part))
+                parameter.to_local().copy_(files.read(place.name, place.part(part)))
         else:
-            parameter.copy_(files.read(hf_name(name)))
+            parameter.copy_(files.read(place.name, place.part()))
+
+
+class HuggingFace(WeightSource):
+    """A folder as transformers saves a model."""
+
+    def matches(self, folder: Path) -> bool:
+        """True if there is a config.json."""
+        return is_hf_folder(folder)
+
+    def model(self, folder: Path) -> ModelConfig:
+        """As `read_model_config`."""
+        return read_model_config(folder)
+
+    def check(self, model: ModelConfig, folder: Path) -> None:
+        """As `check_hf_weights`."""
+        check_hf_weights(parameter_shapes(model), SafetensorsFolder(folder))
+
+    def load(self, model: Transformer, folder: Path) -> str:
+        """As `load_hf_weights`."""
+        load_hf_weights(model, folder)
+        return f"the Hugging Face model {folder}"
+
+    def warnings(self, folder: Path, layers: Sequence[LayerAttention]) -> Iterator[str]:
+        """Keys of config.json that nothing reads, and layers that do not have the windows of the model."""
+        family, config = read_family(folder)
+        if unread := family.unread(config):
+            yield f"init_from: nothing reads {', '.join(unread)} of {folder / CONFIG}; compare the model's logits"
+        others = []
+        for layer, (own, window) in enumerate(zip(layers, family.attention(config), strict=False)):
+            has = {"kind": own.kind, **own.options.model_dump()}
+            others += [layer] * (has | window != has)
+        if others:
+            yield (
+                f"init_from: {folder} was trained with windows of {config['sliding_window']} tokens in "
+                f"{named_layers(others)}, where the first stage attends otherwise; set kind: window there to keep them"
+            )
 
 
 def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:
     """Compare names and shapes of all parameters (ours) with the headers of `files`, and the embedding of a tied model
     with its copy, if `files` has one. Raises CheckpointError when they differ."""
-    wanted = {hf_name(name): shape for name, shape in shapes.items()}
+    family, _ = read_family(files.folder)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for ours, place in places(family, shapes).items():
+        wanted[place.name] = (place.first_row + place.rows, *shapes[ours][1:])
+    output, embedding = family.name("output.weight"), family.name("embedding.weight")
     problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
     known = {*wanted}
-    if "output.weight" not in shapes and _OUTPUT in files.names:  # tied, with a copy of its embedding
-        known.add(_OUTPUT)
+    if "output.weight" not in shapes and output in files.names:  # tied, with a copy of its embedding
+        known.add(output)
         # Software differs in which of two different ones it takes: transformers 5 the file's, 4 the embedding.
-        if _EMBEDDING in files.names and not _equal(files, _OUTPUT, _EMBEDDING):
+        if embedding in files.names and not _equal(files, output, embedding):
             problems.append(
-                f"{_OUTPUT}: differs from {_EMBEDDING}, although tie_word_embeddings is true in config.json; set it to "
-                f"false to keep both, or remove {_OUTPUT}"
+                f"{output}: differs from {embedding}, although tie_word_embeddings is true in config.json; set it to "
+                f"false to keep both, or remove {output}"
             )
     problems += [
         f"{name}: the model of config.json has no such tensor"

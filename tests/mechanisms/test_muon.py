@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from moba_train.config.optim import OptimConfig
 from moba_train.config.schema import RunConfig
+from moba_train.mechanisms.muon import muon
+from moba_train.mechanisms.muon.muon import COEFFICIENTS, orthogonalize
 from moba_train.model.build import build_model
-from moba_train.optim import muon
-from moba_train.optim.muon import COEFFICIENTS, orthogonalize
 from moba_train.optim.registry import build_optimizer, set_learning_rate
 from moba_train.optim.spec import block_matrices
 from tests.resolved import spec_of

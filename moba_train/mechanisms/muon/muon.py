@@ -7,24 +7,45 @@ arXiv:2502.16982, section 2.2).
 
 Why not torch.optim.Muon: on DTensors each of its matrix products gathers or reduces once more, every rank computes all
 matrices, and it computes in bf16 everywhere. Here a matrix is gathered once, by the rank that computes it
-(`optim.exchange`), in bf16 on a GPU and in its own dtype on a CPU, where a run then does not depend on the ranks.
+(`MatrixExchange`), in bf16 on a GPU and in its own dtype on a CPU, where a run then does not depend on the ranks.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from moba_train.config.optim import MuonScale, OptimConfig
+from moba_train.config.base import Section
+from moba_train.config.optim import OptimConfig
+from moba_train.mechanisms.muon.exchange import MatrixExchange
 from moba_train.optim.adamw import adamw_groups, build_torch_adamw
-from moba_train.optim.exchange import MatrixExchange
 from moba_train.optim.gradients import local_part
 from moba_train.optim.spec import ADAMW_STATE, OptimizerSpec, block_matrices
 from moba_train.torch_private import foreach_lerp, foreach_lerp_
+
+MuonScale = Literal["match_rms_adamw", "original"]
+"""Factor of Muon's update of a matrix; the names are those of torch.optim.Muon."""
+
+
+class MuonConfig(Section):
+    """Muon, for the weights of the blocks' linear layers; all other parameters are trained by AdamW with `betas` and
+    `eps`. See docs/how-to/precision-and-optimizers.md."""
+
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of the running mean of gradients")
+    nesterov: bool = Field(True, description="mix the present gradient into that mean once more")
+    steps: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations that orthogonalize it")
+    scale: MuonScale = Field(
+        "match_rms_adamw",
+        description="factor of the update; match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that `lr` and "
+        "`weight_decay` are those of AdamW (Moonshot AI 2025); original: sqrt(max(1, rows / columns))",
+    )
+
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of the polynomial a s + b s^3 + c s^5 (Jordan et al. 2024, Muon). It takes singular values from (0, 1]
@@ -34,33 +55,42 @@ _EPS = 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """U f(S) V^T for `matrix` = U S V^T, [rows, columns], with f near 1; computed in the dtype of `matrix`.
+    """U f(S) V^T for `matrix` = U S V^T, [rows, columns], with f near 1; computed in the dtype of `matrix`. Of a stack
+    [n, rows, columns], that of each matrix.
 
     f is `steps` times the polynomial of `COEFFICIENTS`, after S was divided by its norm. The products take
     steps * (4 short^2 long + 2 short^3) FLOPs, where short and long are the two sizes.
     """
     a, b, c = COEFFICIENTS
     # The Gram matrix is made of the shorter side, which costs least.
-    tall = matrix.shape[0] > matrix.shape[1]
+    tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
     # In float32: rounded to bf16 the norm would be off by up to a part in 512.
-    norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     x = (x / norm.clamp(min=_EPS)).to(matrix.dtype)
+    addmm = torch.baddbmm if x.dim() == 3 else torch.addmm
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
 class Muon(Optimizer):
-    """One optimizer with two rules: its first parameter group is updated by Muon, the others by `adamw`."""
+    """One optimizer with two rules: its first parameter group is updated by Muon, the others by `adamw`.
+
+    Of a stack of matrices [n, rows, columns] each rank has whole ones, as FSDP and expert parallelism divide n, and
+    updates them without any transfer.
+    """
 
     def __init__(
         self, matrices: Sequence[nn.Parameter], adamw: AdamW, config: OptimConfig, group: dist.ProcessGroup | None
     ) -> None:
         first = {"params": list(matrices), "weight_decay": config.weight_decay, "lr_factor": 1.0}
         super().__init__([first, *adamw.param_groups], {"lr": config.lr})
-        self._options = config.muon
+        options = config.options_of("muon")
+        assert isinstance(options, MuonConfig)
+        self._options = options
         self._group = group
         self._exchange: MatrixExchange | None = None
         self._adamw = adamw
@@ -72,12 +102,25 @@ class Muon(Optimizer):
         assert closure is None
         self._adamw.step()
         group = self.param_groups[0]
-        matrices: list[nn.Parameter] = group["params"]
+        lr, decay = group["lr"], group["weight_decay"]
+        matrices = [weight for weight in group["params"] if weight.dim() == 2]
+        for weight in group["params"]:
+            if weight.dim() == 3 and weight.grad is not None:
+                self._step_stack(weight, lr, decay)
         if self._exchange is None:  # not earlier: FSDP moves shards until the first forward pass
             self._exchange = MatrixExchange(matrices, self._group)
         active = [index for index, matrix in enumerate(matrices) if matrix.grad is not None]
         rounds = _rounds(active, [matrix.shape for matrix in matrices], self._exchange.ranks)
-        self._step_matrices(self._exchange, matrices, rounds, group["lr"], group["weight_decay"])
+        self._step_matrices(self._exchange, matrices, rounds, lr, decay)
+
+    def _step_stack(self, stack: nn.Parameter, lr: float, decay: float) -> None:
+        """Update this rank's matrices of a stack."""
+        (update,) = self._updates([stack])
+        shard = local_part(stack)
+        if shard.numel():
+            result = orthogonalize(update.to(_compute_dtype(update)), self._options.steps).to(shard.dtype)
+            shard.mul_(1 - lr * decay)
+            shard.add_(result, alpha=-lr * update_scale(stack.shape[1:], self._options.scale))
 
     def _step_matrices(
         self, exchange: MatrixExchange, matrices: list[nn.Parameter], rounds: list[list[int]], lr: float, decay: float
@@ -103,10 +146,15 @@ class Muon(Optimizer):
         self, exchange: MatrixExchange, matrices: list[nn.Parameter], round_: list[int]
     ) -> Callable[[], Tensor | None]:
         """Take the gradients of a round into their momentum, and begin to gather what is to be orthogonalized."""
+        updates = self._updates([matrices[index] for index in round_])
+        return exchange.gather(round_, [update.to(_compute_dtype(update)) for update in updates])
+
+    def _updates(self, matrices: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Take the gradients into their momentum; this rank's parts of what is to be orthogonalized."""
         momentum = self._options.momentum
         gradients = []
         means = []
-        for matrix in (matrices[index] for index in round_):
+        for matrix in matrices:
             assert matrix.grad is not None
             state = self.state[matrix]
             if not state:
@@ -115,8 +163,7 @@ class Muon(Optimizer):
             means.append(local_part(state["momentum_buffer"]))
         # A running mean: the scale of the momentum vanishes in the orthogonalization.
         foreach_lerp_(means, gradients, 1 - momentum)
-        updates = foreach_lerp(gradients, means, momentum) if self._options.nesterov else means
-        return exchange.gather(round_, [update.to(_compute_dtype(update)) for update in updates])
+        return list(foreach_lerp(gradients, means, momentum)) if self._options.nesterov else means
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -165,4 +212,4 @@ def _build(model: nn.Module, config: OptimConfig, device: torch.device, group: d
     return Muon(list(matrices.values()), adamw, config, group)
 
 
-MUON = OptimizerSpec(_build, state=ADAMW_STATE, matrix_state={"momentum_buffer": 4})
+MUON = OptimizerSpec(_build, state=ADAMW_STATE, matrix_state={"momentum_buffer": 4}, Options=MuonConfig)

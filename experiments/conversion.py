@@ -1,0 +1,221 @@
+"""F15: a model that retrieves over 32K tokens with full attention, converted to MoBA and to a window.
+
+SmolLM2-135M learns to find needles in 32K tokens with full attention first. It then goes on for some tokens with each
+attention in all layers but the last three, and is asked with that attention, with full attention, and in the mode of
+the MoBA paper: the text read with its own attention, question and answer with full attention.
+"""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from matplotlib.figure import Figure as Canvas
+
+from benchmarks.plotting import BLUE, FULL, GREEN, MOBA
+from experiments.comparison import Cell, Verdict, compare
+from experiments.corpus import Corpus
+from experiments.equal_time import (
+    ANSWERS,
+    FULL_ATTENTION,
+    QUICK_LENGTH,
+    SMOLLM2,
+    THETA,
+    WEIGHTS,
+    needles_found,
+    trailing,
+)
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.models import QUICK_SIZES, moba
+from experiments.needle_documents import SHARE, needle_corpus, write_needles
+from experiments.readings import keys_text, last_stage
+from moba_train.errors import UserError
+
+SEQ_LEN = 32_768
+BATCH_TOKENS = 131_072
+BASE = "base"
+ROPE_TOKENS, MOST_TOKENS, CONVERSION_TOKENS = 4_194_304, 67_108_864, 8_388_608
+BAR = 0.9
+"""Share of needles that the base has to find with full attention before anything is converted."""
+ATTENTION: dict[str, dict[str, Any]] = {
+    "full": FULL_ATTENTION,
+    "moba-128": {**moba(128, 16), "full_layers": "last:3"},
+    "moba-512": {**moba(512, 4), "full_layers": "last:3"},
+    "window": {"default": "window", "window": {"window": 2048, "sinks": 64}, "full_layers": "last:3"},
+}
+QUICK: dict[str, dict[str, Any]] = {
+    "full": FULL_ATTENTION,
+    "moba-128": {**moba(64, 3), "full_layers": "last:1"},
+}
+NAMES = {"full": "full attention", "moba-128": "MoBA 128/16", "moba-512": "MoBA 512/4", "window": "window of 2,048"}
+MODES = {"own": "own", "answers": "text own, answer full", "full": "full"}
+_COLOURS = dict(zip(MODES, (MOBA, BLUE, FULL), strict=True))
+
+
+class Conversion(Figure):
+    """A model that retrieves with full attention, converted to MoBA and to a window."""
+
+    name = "conversion"
+    corpus: ClassVar[str] = "data/smollm2-long"
+    title = "F15. Conversion of a model that retrieves"
+    seeds: ClassVar[tuple[int, ...]] = (0, 1, 2)
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """The base, then an arm for each attention."""
+        added = {needle_corpus(QUICK_LENGTH if quick else SEQ_LEN): SHARE}
+        arms = [Arm(BASE, seed, _base(quick), added=added)]
+        for name, attention in (QUICK if quick else ATTENTION).items():
+            asked = ["--attention", "full" if name == "full" else "both", "--tasks", "position_wise,needle"]
+            keys = [f"evaluation.{key}" for key in _answers(quick)]
+            arms.append(Arm(name, seed, _converted(attention, quick), {ANSWERS: [*asked, *keys]}, added, parent=BASE))
+        return arms
+
+    def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
+        """Documents with hidden numbers. Raises UserError where the corpus' folder lacks the weights."""
+        if not quick and not (corpus.folder / WEIGHTS / "config.json").is_file():
+            raise UserError(f"{corpus.folder / WEIGHTS}: no weights; experiments/README.md says how they get there")
+        length, tokens = (QUICK_LENGTH, 1 << 15) if quick else (SEQ_LEN, int(SHARE * MOST_TOKENS))
+        write_needles(corpus, folder, length, tokens)
+
+    def refuses(self, parent: Result, quick: bool) -> str:
+        """Nothing is converted that does not retrieve, except where it was given seconds to learn it."""
+        found = last_needle(parent)
+        return "" if quick or found >= BAR else f"the base of seed {parent['seed']} finds {found:.2f}; the bar is {BAR}"
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """A row for each arm."""
+        heads = ["needles at once", *(f"needles, {mode}" for mode in MODES.values())]
+        rows = [["arm", "mean keys", *heads, "last 2K, own", "run with full", "seeds"]]
+        converted = [result for result in results if ANSWERS in result["evaluations"]]
+        for name in dict.fromkeys(result["name"] for result in converted):
+            own = [result for result in converted if result["name"] == name]
+            needles = [_mean(own, functools.partial(found_in, mode=mode)) for mode in MODES]
+            losses = [_mean(own, functools.partial(loss_in, mode=mode)) for mode in ("own", "full")]
+            rows.append([NAMES[name], keys_text(own[0]), _mean(own, at_once), *needles, *losses, str(len(own))])
+        for base in (one for one in results if one["name"] == BASE):
+            passed = "" if last_needle(base) >= BAR else ": FAILS"
+            rows.append([f"**base, seed {base['seed']}{passed}**", "all", f"{last_needle(base):.2f}", *["–"] * 6])
+        return Finding(_verdicts(converted), rows)
+
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
+        """Needles by arm and mode; bands over seeds."""
+        axes = canvas.subplots()
+        arms = [name for name in NAMES if any(one["name"] == name for one in results)]
+        for place, name in enumerate(arms):
+            own = [one for one in results if one["name"] == name and ANSWERS in one["evaluations"]]
+            for offset, (mode, label) in zip((-0.2, 0.0, 0.2), MODES.items(), strict=True):
+                shares = [share for one in own if math.isfinite(share := found_in(one, mode))]
+                style: dict[str, Any] = {"color": _COLOURS[mode]}
+                if shares:
+                    axes.plot([min(shares), max(shares)], [place + offset] * 2, lw=6, alpha=0.2, **style)
+                    axes.plot(statistics.mean(shares), place + offset, "o", **style)
+                if not place:
+                    axes.plot([], [], "o", label=label, **style)
+        axes.axvline(BAR, color=GREEN, lw=0.8)
+        axes.set_yticks(range(len(arms)), [NAMES[name] for name in arms])
+        axes.invert_yaxis()
+        axes.set_xlabel("share of needles found after conversion")
+        canvas.legend(loc="outside upper left", ncols=len(MODES))
+
+
+def _base(quick: bool) -> dict[str, Any]:
+    """The published weights through the change of RoPE, then long sequences until needles are found."""
+    seq_len = QUICK_LENGTH if quick else SEQ_LEN
+    rope = {"kind": "abf", "theta": THETA}
+    short = {
+        "name": "rope",
+        "seq_len": seq_len // 4,
+        "tokens": 2 * seq_len if quick else ROPE_TOKENS,
+        "evaluate": False,
+    }
+    until = {"metric": "needle", "at_least": BAR, "max_tokens": 4 * seq_len if quick else MOST_TOKENS}
+    long = {"name": "long", "seq_len": seq_len, "tokens": 2 * seq_len if quick else BATCH_TOKENS * 64, "until": until}
+    content = _recipe(FULL_ATTENTION, [{**short, "rope": rope}, {**long, "rope": rope}], 3e-4, quick)
+    content["optim"]["schedule"] = {"kind": "constant"}
+    content["deterministic"] = True  # the same weights wherever the base is trained again
+    return content | ({} if quick else {"init_from": WEIGHTS})
+
+
+def _converted(attention: Mapping[str, Any], quick: bool) -> dict[str, Any]:
+    seq_len = QUICK_LENGTH if quick else SEQ_LEN
+    stage = {"name": "convert", "seq_len": seq_len, "tokens": 2 * seq_len if quick else CONVERSION_TOKENS}
+    content = _recipe(attention, [stage], 1e-4, quick)
+    content["model"] |= {"rope": {"theta": THETA}}
+    content["evaluation"] |= {"at_start": True}
+    return content
+
+
+def _recipe(attention: Mapping[str, Any], stages: Sequence[Any], rate: float, quick: bool) -> dict[str, Any]:
+    tokens = stages[-1]["tokens"]
+    needle = (
+        {"lengths": [QUICK_LENGTH], "depths": [0, 50], "samples": 1}
+        if quick
+        else {"depths": [0, 25, 50, 75], "samples": 4}
+    )
+    position = {"bucket": 256 if quick else 2048, "sequences": 2 if quick else 16, "attention": "own"}
+    return {
+        "model": {**QUICK_SIZES["small"], "tie_embeddings": True} if quick else dict(SMOLLM2),
+        "attention": dict(attention),
+        "data": {"train": [{"path": "train"} if quick else {"path": "train", "min_length": SEQ_LEN}]},
+        "batch_tokens": 2 * QUICK_LENGTH if quick else BATCH_TOKENS,
+        "stages": list(stages),
+        "optim": {"lr": rate, "schedule": {"kind": "cosine", "warmup_tokens": tokens // 20}},
+        "evaluation": {
+            "every": 1 if quick else 32,
+            "sequences": 2 if quick else 8,
+            "position_wise": position,
+            "needle": {**needle, "attention": "own"},
+        },
+    }
+
+
+def _answers(quick: bool) -> list[str]:
+    """Keys of the evaluations at the end."""
+    if quick:
+        return ["position_wise={bucket: 256, sequences: 2}", "needle.answer=full"]
+    depths = ",".join(str(11 * place) for place in range(9))  # none of which lies in the query's own block
+    needle = ["needle.lengths=[8K,16K,32K]", f"needle.depths=[{depths}]", "needle.samples=8", "needle.answer=full"]
+    return ["position_wise={bucket: 2048, sequences: 64}", *needle]
+
+
+def last_needle(result: Result) -> float:
+    """Share of needles at the end of training, with the arm's own attention."""
+    return float(last_stage(result)["needle"]["needle"])
+
+
+def at_once(result: Result) -> float:
+    """Share of needles before the first step of the conversion."""
+    return float(next(one["needle"] for one in result["history"] if one["evaluation"] == "needle"))
+
+
+def found_in(result: Result, mode: str) -> float:
+    """Share of needles after the conversion; the own attention of the arm with full attention is full."""
+    return needles_found(result, "full" if result["name"] == "full" else mode)
+
+
+def loss_in(result: Result, mode: str) -> float:
+    """Trailing loss after the conversion, likewise."""
+    return trailing(result, "full" if result["name"] == "full" else mode)
+
+
+def _mean(results: Sequence[Result], value: Callable[[Result], float]) -> str:
+    return f"{statistics.mean(map(value, results)):.4f}"
+
+
+def _verdicts(results: Sequence[Result]) -> list[Verdict]:
+    """Claims that were written down before the first arm was trained."""
+    own, answers = (
+        compare([Cell(one["name"], f"seed {one['seed']}", found_in(one, mode)) for one in results])
+        for mode in ("own", "answers")
+    )
+    found = []
+    for comparison, arm, other, low, claim in (
+        (own, "moba-128", "full", -0.1, "MoBA 128/16 finds at most 0.1 fewer of the needles than full attention"),
+        (own, "moba-128", "window", 0.1, "MoBA 128/16 finds at least 0.1 more of the needles than a window"),
+        (own, "moba-128", "moba-512", 0.1, "Blocks of 128 find at least 0.1 more of the needles than blocks of 512"),
+        (answers, "moba-128", "full", -0.05, "If it answers with full attention, MoBA 128/16 finds at most 0.05 fewer"),
+    ):
+        found += comparison.judge(claim, {arm: 1.0, other: -1.0}, low, math.inf)
+    return found

@@ -1,0 +1,444 @@
+"""F13: MoBA, full attention, a sliding window and short sequences first, each for equal seconds on one GPU.
+
+SmolLM2-135M is extended to long sequences. Rates are measured first, by the figure `equal-time-rates` on the same kind
+of GPU, and give each arm its tokens: as many as it trains in `seconds_per_arm`. Arms of one seed begin with the same
+weights, which have been through the change of RoPE already.
+
+    full     full attention throughout
+    moba     MoBA 128/16 with the last 3 layers full for 88 % of the time, then full attention
+    window   a window of 2,048 tokens and 64 sinks in the same layers and for the same tokens as `moba`, then full
+    short    full attention, at 8K for 60 % of the time
+"""
+
+import dataclasses
+import functools
+import math
+import shutil
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from matplotlib.figure import Figure as Canvas
+
+from benchmarks.plotting import BLUE, FULL, GREEN, MOBA, band, zero_line
+from experiments.comparison import Cell, Verdict, above, compare
+from experiments.corpus import Corpus
+from experiments.figure import Arm, Figure, Finding, Result
+from experiments.models import QUICK_SIZES, moba
+from experiments.results import read_results
+from moba_train.config.base import format_count
+from moba_train.data.indexed import corpus_file
+from moba_train.errors import UserError
+
+LENGTHS = {"32k": 32_768, "64k": 65_536, "128k": 131_072}
+MAIN = "64k"
+SHORT = 8192
+BATCH_TOKENS = 131_072
+BASE = "base"
+BASE_TOKENS = 4_194_304
+SPARSE_SHARE, SHORT_SHARE = 0.88, 0.6
+"""Shares of an arm's time: with sparse attention, and at the short length."""
+SEEDS, OTHER_SEEDS = (0, 1, 2), (0, 1)
+"""Seeds at 64K, and at the other lengths."""
+WEIGHTS = "weights"
+"""Folder of the corpus' with SmolLM2-135M in Hugging Face's format."""
+OTHER = "other"
+"""Corpus of a held-out domain that is not trained on."""
+ANSWERS, PROBE = "answers", "probe"
+"""Evaluations of the last checkpoint, by name, and `OTHER`."""
+THETA = 4.0e6
+"""RoPE's base in all arms; the published weights have 1e5."""
+RATE_STEPS = 24
+SHORT_ARM = 600
+"""Seconds below which an arm is evaluated with fewer samples, so that both fit into ten minutes."""
+SMOLLM2: dict[str, Any] = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "layers": 30,
+    "heads": 9,
+    "kv_heads": 3,
+    "rope": {"theta": 100_000.0},
+    "norm_eps": 1.0e-5,
+    "tie_embeddings": True,
+}
+FULL_ATTENTION: dict[str, Any] = {"default": "full"}
+SPARSE: dict[str, dict[str, Any]] = {
+    "moba": {**moba(128, 16), "full_layers": "last:3"},
+    "window": {"default": "window", "window": {"window": 2048, "sinks": 64}, "full_layers": "last:3"},
+}
+QUICK_SPARSE: dict[str, dict[str, Any]] = {
+    "moba": {**moba(64, 3), "full_layers": "last:1"},
+    "window": {"default": "window", "window": {"window": 128, "sinks": 4}, "full_layers": "last:1"},
+}
+QUICK_LENGTH = 2048
+NAMES = {"full": "full throughout", "moba": "MoBA, then full", "window": "window, then full", "short": "8K first"}
+_COLOURS = {"full": FULL, "moba": MOBA, "window": GREEN, "short": BLUE}
+NOMINAL_RATES = {
+    **{"full-8k": 160e3, "full-32k": 75e3, "full-64k": 41e3, "full-128k": 22e3},
+    **{"moba-32k": 100e3, "moba-64k": 92e3, "moba-128k": 80e3, "window-64k": 100e3},
+}
+"""Tokens a second, for lists and estimates before rates are measured; no arm runs with them."""
+_RATES = Path(__file__).parent / "results" / "equal-time-rates.json"
+
+
+class EqualTimeRates(Figure):
+    """Tokens a second of the stages of `equal-time`, one after the other on one GPU."""
+
+    name = "equal-time-rates"
+    corpus: ClassVar[str] = "data/smollm2-long"
+    title = "F13. Rates of the stages"
+    seeds: ClassVar[tuple[int, ...]] = (0,)
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """Some steps of each kind and length, timed alone."""
+        names = ("full-64k", "moba-64k") if quick else NOMINAL_RATES
+        return [_timed(name, seed, quick) for name in names]
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """A row for each."""
+        rows = [["stage", "tokens a second", "of full attention at this length"]]
+        rates = {result["name"]: result["tokens_per_s"] for result in results}
+        for name, rate in rates.items():
+            full = rates.get(f"full-{name.partition('-')[2]}")
+            rows.append([name, f"{rate:,.0f}", f"{rate / full:.2f}" if full else "–"])
+        return Finding([], rows)
+
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
+        """Rates over lengths."""
+        axes = canvas.subplots()
+        for kind in ("full", "moba", "window"):
+            rates = {
+                one["recipe"]["stages"][-1]["seq_len"]: one["tokens_per_s"] for one in results if _kind(one) == kind
+            }
+            axes.plot(
+                sorted(rates), [rates[length] for length in sorted(rates)], "o-", color=_COLOURS[kind], label=kind
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens of a sequence")
+        axes.set_ylabel("tokens a second")
+        axes.legend()
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualTime(Figure):
+    """MoBA, full attention, a window and short sequences first, for equal seconds at 32K, 64K and 128K."""
+
+    name = "equal-time"
+    corpus: ClassVar[str] = "data/smollm2-long"
+    title = "F13. From which length MoBA pays in time"
+    seeds: ClassVar[tuple[int, ...]] = SEEDS
+    seconds_per_arm: int = 1200
+    """Training seconds of an arm by the measured rates. Results of different settings are not mixed."""
+
+    def with_seconds_per_arm(self, seconds: int) -> "EqualTime":
+        """The figure with arms of this length."""
+        return dataclasses.replace(self, seconds_per_arm=seconds)
+
+    def settings(self, quick: bool) -> dict[str, Any]:
+        """Length of an arm and the rates that gave it its tokens."""
+        return {"seconds_per_arm": self.seconds_per_arm, "rates": _rates(quick)}
+
+    def arms(self, seed: int, quick: bool) -> list[Arm]:
+        """The base, then all arms at 64K, then full attention and MoBA at the other lengths."""
+        make = functools.partial(self._arm, seed=seed, quick=quick)
+        found = [_base(seed, quick), *(make(kind, MAIN) for kind in NAMES)]
+        if not quick:
+            others = [length for length in LENGTHS if length != MAIN]
+            found += [make(kind, length) for length in others for kind in ("full", "moba")]
+        return found
+
+    def refusal(self, arm: Arm, results: Sequence[Result], quick: bool) -> str:
+        """Lengths other than 64K have fewer seeds."""
+        if arm.seed not in OTHER_SEEDS and arm.name.partition("-")[2] not in ("", MAIN):
+            return f"lengths other than {MAIN} have the seeds {', '.join(map(str, OTHER_SEEDS))}"
+        return super().refusal(arm, results, quick)
+
+    def prepare(self, corpus: Corpus, folder: Path, quick: bool) -> None:
+        """Check what the figure needs: rates of this device, weights, and the held-out domain. The quick form makes a
+        held-out domain of its validation text. Raises UserError, with what to do, where something is missing."""
+        if quick:
+            for suffix in ("bin", "idx"):
+                shutil.copy(corpus_file(corpus.find("valid"), suffix), corpus_file(folder / OTHER, suffix))
+            return
+        if not (corpus.folder / WEIGHTS / "config.json").is_file():
+            raise UserError(f"{corpus.folder / WEIGHTS}: no weights; experiments/README.md says how they get there")
+        corpus.find(OTHER)
+        here = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+        measured = {result["name"]: result["device"] for result in read_results(_RATES)}
+        missing = [name for name in NOMINAL_RATES if measured.get(name) != here]
+        if missing:
+            raise UserError(
+                f"{_RATES.name}: no rates of {', '.join(missing)} on {here}; measure them first: python -m experiments "
+                f"equal-time-rates --corpus {corpus.folder} --gpus 1"
+            )
+
+    def find(self, results: Sequence[Result]) -> Finding:
+        """A row for each arm, and the claims at 64K."""
+        heads = ["other domain", "needles, full", "own", "text own, answer full", "RULER, full"]
+        rows = [
+            [
+                "arm",
+                "tokens",
+                "last 2K, run with full",
+                "above full",
+                "± evaluation",
+                "own",
+                *heads,
+                "mass recall",
+                "seeds",
+            ]
+        ]
+        trained = [result for result in results if ANSWERS in result["evaluations"]]
+        for name in dict.fromkeys(result["name"] for result in trained):
+            own = [result for result in trained if result["name"] == name]
+            kind, _, length = name.partition("-")
+            losses = [_mean(own, functools.partial(trailing, mode=mode)) for mode in ("full", "own")]
+            gap = above(_cells([one for one in trained if one["name"].endswith(length)]), kind, "full")
+            needles = [_mean(own, functools.partial(needles_found, mode=mode)) for mode in ("full", "own", "answers")]
+            others = [_mean(own, value) for value in (ruler_score, mass_recall)]
+            losses.append(_mean(own, other_domain))
+            cells = [f"{own[0]['tokens'] / 1e6:.1f}M", losses[0], *gap, *losses[1:], *needles, *others]
+            rows.append([name, *cells, str(len(own))])
+        return Finding(_verdicts([one for one in trained if one["name"].endswith(f"-{MAIN}")]), rows)
+
+    def draw(self, results: Sequence[Result], canvas: Canvas) -> None:
+        """Loss of the last 2K at 64K over seconds and over tokens, and MoBA's distance from full attention by
+        length; bands over seeds."""
+        panels = canvas.subplots(1, 3, width_ratios=(3, 3, 2))
+        trained = [result for result in results if ANSWERS in result["evaluations"]]
+        for kind, label in NAMES.items():
+            own = [one for one in trained if one["name"] == f"{kind}-{MAIN}"]
+            for axes, unit in zip(panels[:2], ("seconds", "tokens"), strict=True):
+                curves = [learning_curve(one, unit) for one in own]
+                points = min(map(len, curves), default=0)
+                if points:
+                    x = [place for place, _ in curves[0][:points]]
+                    band(axes, x, [[loss for _, loss in curve[:points]] for curve in curves], _COLOURS[kind], label)
+        for axes, label in zip(panels[:2], ("seconds, by measured rates", "million tokens"), strict=True):
+            axes.set_xlabel(label)
+        panels[0].set_ylabel(f"last 2K of {MAIN.upper()}, nats")
+        for place, length in enumerate(LENGTHS):
+            gaps = [gap for one in trained if (gap := _gap(one, trained, f"moba-{length}")) is not None]
+            if gaps:
+                panels[2].plot([place, place], [min(gaps), max(gaps)], color=MOBA, alpha=0.2, lw=8)
+                panels[2].plot(place, statistics.mean(gaps), "o", color=MOBA)
+        zero_line(panels[2])
+        panels[2].set_xticks(range(len(LENGTHS)), [length.upper() for length in LENGTHS])
+        panels[2].set_ylabel("MoBA above full, nats")
+        canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(NAMES))
+
+    def _arm(self, kind: str, length: str, seed: int, quick: bool) -> Arm:
+        seq_len = QUICK_LENGTH if quick else LENGTHS[length]
+        sparse = (QUICK_SPARSE if quick else SPARSE).get(kind)
+        attention = sparse or FULL_ATTENTION
+        stages = [self._stage(*one, quick) for one in self._plan(kind, length, seq_len, quick)]
+        content = _recipe(seq_len, attention, stages, quick)
+        content["model"] |= {"rope": {"theta": THETA}}
+        both = "full" if sparse is None else "both"
+        asked = [f"evaluation.{key}" for key in _answers(seq_len, self.seconds_per_arm < SHORT_ARM, quick)]
+        found = {
+            ANSWERS: ["--attention", both, "--tasks", "position_wise,needle,ruler", *asked],
+            OTHER: ["--data", OTHER, "--attention", "full", "--tasks", "position_wise", asked[0]],
+        }
+        if kind == "moba":  # whose last stage has full attention, which has no gate
+            sequences = f"evaluation.gate_probe.sequences={1 if quick else 4}"
+            gates = "stages.1.attention.default=moba"
+            found[PROBE] = [gates, "--attention", "own", "--tasks", "gate_probe", sequences]
+        return Arm(f"{kind}-{length}", seed, content, found, parent=BASE)
+
+    def _plan(
+        self, kind: str, length: str, seq_len: int, quick: bool
+    ) -> Iterator[tuple[str, int, float, dict[str, Any] | None]]:
+        """Name, length, tokens and attention (None: the recipe's) of each stage."""
+        rates, seconds = _rates(quick), self.seconds_per_arm
+        full = rates[f"full-{length}"]
+        if kind == "full":
+            yield "full", seq_len, seconds * full, None
+        elif kind == "short":
+            yield "short", seq_len // 8 if quick else SHORT, SHORT_SHARE * seconds * rates["full-8k"], None
+            yield "full", seq_len, (1 - SHORT_SHARE) * seconds * full, None
+        else:  # a window has the tokens of MoBA
+            yield "sparse", seq_len, SPARSE_SHARE * seconds * rates[f"moba-{length}"], None
+            yield "full", seq_len, (1 - SPARSE_SHARE) * seconds * full, FULL_ATTENTION
+
+    def _stage(
+        self, name: str, seq_len: int, tokens: float, attention: dict[str, Any] | None, quick: bool
+    ) -> dict[str, Any]:
+        batch = 2 * QUICK_LENGTH if quick else BATCH_TOKENS
+        steps = max(1, round(tokens / batch))
+        own = {} if attention is None else {"attention": attention}
+        return {"name": name, "seq_len": seq_len, "tokens": steps * batch, **own, "evaluate": name != "short"}
+
+
+def _rates(quick: bool) -> dict[str, float]:
+    """Tokens a second by kind and length: measured, else those of estimates."""
+    if quick:  # a step or two of each stage
+        return dict.fromkeys(NOMINAL_RATES, 2 * QUICK_LENGTH / 1200)
+    measured = {result["name"]: float(result["tokens_per_s"]) for result in read_results(_RATES)}
+    return measured if NOMINAL_RATES.keys() <= measured.keys() else NOMINAL_RATES
+
+
+def _recipe(seq_len: int, attention: Mapping[str, Any], stages: Sequence[Any], quick: bool) -> dict[str, Any]:
+    tokens = sum(stage["tokens"] for stage in stages)
+    source = {"path": "train"} if quick else {"path": "train", "min_length": seq_len}
+    steps = tokens // (2 * QUICK_LENGTH if quick else BATCH_TOKENS)
+    position = {"bucket": 256 if quick else 2048, "sequences": 2 if quick else 16, "attention": "own"}
+    return {
+        "model": {**QUICK_SIZES["small"], "tie_embeddings": True} if quick else dict(SMOLLM2),
+        "attention": dict(attention),
+        "data": {"train": [source]},
+        "batch_tokens": 2 * QUICK_LENGTH if quick else BATCH_TOKENS,
+        "stages": list(stages),
+        "optim": {"lr": 3e-4, "schedule": {"kind": "cosine", "warmup_tokens": tokens // 50}},
+        "evaluation": {"every": max(1, steps // 10), "sequences": 2 if quick else 8, "position_wise": position},
+    }
+
+
+def _base(seed: int, quick: bool) -> Arm:
+    """The published weights after the change of RoPE, at the length that they know."""
+    seq_len = QUICK_LENGTH // 8 if quick else SHORT
+    tokens = 4 * QUICK_LENGTH if quick else BASE_TOKENS
+    rope = {"kind": "abf", "theta": THETA}
+    stage = {"name": "rope", "seq_len": seq_len, "tokens": tokens, "rope": rope, "evaluate": False}
+    content = _recipe(seq_len, FULL_ATTENTION, [stage], quick)
+    content["evaluation"] = {}
+    content["deterministic"] = True  # the same weights wherever the base is trained again
+    return Arm(BASE, seed, content | ({} if quick else {"init_from": WEIGHTS}))
+
+
+def _timed(name: str, seed: int, quick: bool) -> Arm:
+    """Some steps of a kind at a length."""
+    kind, _, length = name.partition("-")
+    seq_len = QUICK_LENGTH if quick else {"8k": SHORT, **LENGTHS}[length]
+    batch = 2 * QUICK_LENGTH if quick else BATCH_TOKENS
+    tokens = (2 if quick else RATE_STEPS) * batch
+    stage = {"name": "timed", "seq_len": seq_len, "tokens": tokens, "evaluate": False}
+    attention = (QUICK_SPARSE if quick else SPARSE).get(kind, FULL_ATTENTION)
+    content = _recipe(seq_len, attention, [stage], quick)
+    content["evaluation"] = {}
+    return Arm(name, seed, content, is_timed=True)
+
+
+def _answers(seq_len: int, few: bool, quick: bool) -> list[str]:
+    """Keys of the evaluations at the end, the loss by position first; `few`: a quarter or a half of the samples."""
+    if quick:
+        needle = ["needle.lengths=[2048]", "needle.depths=[0,50]", "needle.samples=1", "needle.answer=full"]
+        ruler = ["ruler.lengths=[2048]", "ruler.tasks=[niah_single_3]", "ruler.samples=1", "ruler.answer=full"]
+        return ["position_wise={bucket: 256, sequences: 2}", *needle, *ruler]
+    lengths = ",".join(format_count(seq_len >> halvings, 1024) for halvings in range(4, -1, -1))
+    depths = ",".join(str(11 * place) for place in range(9))  # none of which lies in the query's own block
+    samples = [f"needle.samples={2 if few else 8}", f"ruler.samples={8 if few else 16}"]
+    needle = [f"needle.lengths=[{lengths}]", f"needle.depths=[{depths}]", *samples, "needle.answer=full"]
+    tasks = "ruler.tasks=[niah_multikey_2,vt,niah_single_3]"
+    ruler = [tasks, f"ruler.lengths=[{format_count(seq_len, 1024)}]", "ruler.answer=full"]
+    return [f"position_wise={{bucket: 2048, sequences: {32 if few else 64}}}", *needle, *ruler]
+
+
+def _kind(result: Result) -> str:
+    return str(result["name"]).partition("-")[0]
+
+
+def _mode(names: Sequence[str], mode: str) -> str | None:
+    """The name, among those of an evaluation, of `full`, the arm's `own` attention, or that with full `answers`."""
+    own = next((name for name in names if name != "full" and "," not in name), None)
+    found = {"full": "full", "own": own, "answers": next((name for name in names if "," in name), None)}[mode]
+    return found if found in names else None
+
+
+def trailing(result: Result, mode: str) -> float:
+    """Loss of the last 2K tokens run with full attention or the arm's own; NaN for an arm that has no other."""
+    curves = result["evaluations"][ANSWERS]["position_wise"]["curves"]
+    name = _mode(list(curves), mode)
+    return math.nan if name is None else float(curves[name]["mean"][-1])
+
+
+def other_domain(result: Result) -> float:
+    """Loss of the last 2K tokens of the held-out domain, run with full attention."""
+    return float(result["evaluations"][OTHER]["position_wise"]["curves"]["full"]["mean"][-1])
+
+
+def needles_found(result: Result, mode: str) -> float:
+    """Share of needles, over lengths and depths."""
+    maps = result["evaluations"][ANSWERS]["needle"]["maps"]
+    name = _mode(list(maps), mode)
+    return math.nan if name is None else float(maps[name]["score"])
+
+
+def ruler_score(result: Result) -> float:
+    """Mean of RULER's tasks, run with full attention."""
+    by_task = result["evaluations"][ANSWERS]["ruler"]["scores"]["full"]["teacher_forced"]
+    return statistics.mean(statistics.mean(scores) for scores in by_task.values())
+
+
+def mass_recall(result: Result) -> float:
+    """Share of full attention's probability in the blocks that the gates select, mean over layers; NaN without any."""
+    layers = result["evaluations"].get(PROBE, {}).get("gate_probe", {}).get("layers", [])
+    return statistics.mean(layer["mass_recall"] for layer in layers) if layers else math.nan
+
+
+def learning_curve(result: Result, unit: str) -> list[tuple[float, float]]:
+    """Trailing loss in training, over seconds by the rates that gave the arm its tokens, or over million tokens."""
+    rates = _rates(quick="vocab_size" not in result["recipe"]["model"])
+    kind, _, length = result["name"].partition("-")
+    ends = []
+    seconds = tokens = 0.0
+    for stage in result["recipe"]["stages"]:
+        name = {"sparse": f"{kind}-{length}", "short": "full-8k"}.get(stage["name"], f"full-{length}")
+        ends.append((tokens, seconds, rates[name]))
+        tokens += stage["tokens"]
+        seconds += stage["tokens"] / rates[name]
+    found = []
+    for one in result["history"]:
+        if one["evaluation"] == "position_wise":
+            first, before, rate = [end for end in ends if end[0] < one["tokens"]][-1]
+            at = one["tokens"] / 1e6 if unit == "tokens" else before + (one["tokens"] - first) / rate
+            found.append((at, float(one["trailing_loss"])))
+    return found
+
+
+def _mean(results: Sequence[Result], value: Any) -> str:
+    known = [found for result in results if math.isfinite(found := value(result))]
+    return f"{statistics.mean(known):.4f}" if known else "–"
+
+
+def _gap(result: Result, results: Sequence[Result], name: str) -> float | None:
+    """Trailing loss of the arm `name` above that of full attention with its length and seed, both run with full."""
+    full = f"full-{name.partition('-')[2]}"
+    partner = (one for one in results if (one["name"], one["seed"]) == (full, result["seed"]))
+    other = next(partner, None) if result["name"] == name else None
+    return None if other is None else trailing(result, "full") - trailing(other, "full")
+
+
+def _cells(results: Sequence[Result], mode: str = "full") -> list[Cell]:
+    """Trailing losses by kind, in blocks of a length and a seed."""
+    found = []
+    for result in results:
+        data = result["evaluations"][ANSWERS]["position_wise"]
+        name = _mode(list(data["curves"]), mode)
+        if name is not None:
+            block = f"{result['name'].partition('-')[2]}, seed {result['seed']}"
+            losses = data["curves"][name]["trailing_by_sequence"]
+            found.append(Cell(_kind(result), block, trailing(result, mode), losses, data.get("documents", ())))
+    return found
+
+
+def _verdicts(results: Sequence[Result]) -> list[Verdict]:
+    """Claims that were written down before the first arm was trained; results: at 64K."""
+    losses = compare(_cells(results))
+    claims = (
+        ("MoBA, then full, run with full attention, is at least 0.01 below full throughout", "full", -0.01),
+        ("MoBA, then full, is not above 8K first by 0.01", "short", 0.01),
+        ("MoBA, then full, is at least 0.01 below a window, then full", "window", -0.01),
+    )
+    found = []
+    for claim, other, high in claims:
+        found += losses.judge(claim, {"moba": 1.0, other: -1.0}, -math.inf, high)
+    needles = [Cell(_kind(one), f"seed {one['seed']}", needles_found(one, "full")) for one in results]
+    claim = "MoBA, then full, finds at least 0.1 more of the needles than a window, then full"
+    found += compare(needles).judge(claim, {"moba": 1.0, "window": -1.0}, 0.1, math.inf)
+    runs = [cell._replace(arm=mode) for mode in ("own", "full") for cell in _cells(results, mode) if cell.arm == "moba"]
+    claim = "MoBA, then full, run with MoBA is within 0.02 of itself run with full attention"
+    return found + compare(runs).judge(claim, {"own": 1.0, "full": -1.0}, -0.02, 0.02)

@@ -1,0 +1,115 @@
+"""A mixture of experts as the feed-forward of a layer (Shazeer et al. 2017; Mixtral, Qwen3-MoE, DeepSeek-V3).
+
+Shape suffixes: T tokens of this rank (with tensor parallelism of its group), D hidden size, E experts, k experts of a
+token, n = T k choices.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from moba_train.config.base import Section
+from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.experts import hf, parallel, step
+from moba_train.mechanisms.experts.balance import Balance
+from moba_train.mechanisms.experts.exchange import at_their_experts
+from moba_train.mechanisms.experts.options import MoeOptions
+from moba_train.mechanisms.experts.products import Experts, combine, gather_rows, local_weight
+from moba_train.mechanisms.experts.router import Router, auxiliary_loss, choose, scores, token_weights
+from moba_train.model.feed_forward import FeedForward, FeedForwardCosts, RegisteredFeedForward
+from moba_train.model.loss import LossTokens
+
+
+class MixtureOfExperts(RegisteredFeedForward):
+    """Experts that a router chooses from for each token, and shared ones that every token passes through."""
+
+    Options = MoeOptions
+    steps: ClassVar[Any] = step
+    parallel: ClassVar[Any] = parallel
+    hf: ClassVar[Any] = hf
+    bias: Tensor
+    """Bias of the choice of each expert, float32 [E]. It also names the layer to its `Balance`, by its address."""
+
+    def __init__(self, options: Section, model: ModelConfig) -> None:
+        super().__init__()
+        assert isinstance(options, MoeOptions)
+        self.options = options
+        self.router = Router(model.hidden_size, options.experts)
+        self.experts = Experts(options.experts, model.hidden_size, options.intermediate_size)
+        width = options.shared * options.intermediate_size
+        self.shared = FeedForward(model.hidden_size, width) if width else None
+        self.register_buffer("bias", torch.zeros(options.experts), persistent=options.router.has_bias)
+        self.balance = Balance(options)
+        self.ep_group: dist.ProcessGroup | None = None
+        """The ranks that the experts are divided over; None: each has all."""
+        self.tp = 1
+        self.tp_rank = 0
+        self.load_E = torch.zeros(0)
+        """Choices of each expert in the step, over all ranks, float64 [E]."""
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The update of the residual stream [T, D], and the auxiliary loss of each token, float32 [T], or None; with
+        tensor parallelism this rank's summand of the update, and the loss of its own rows."""
+        router = self.options.router
+        weight_ED: Tensor = self.router.weight
+        if isinstance(weight_ED, DTensor):  # the ranks of a tp group have summands of its gradient
+            weight_ED = weight_ED.to_local(grad_placements=[Partial()])
+        logits_TE = self.router(x_TD, weight_ED)
+        scores_TE = scores(logits_TE, router)
+        experts_Tk, order_n, ends_E, load_E = choose(scores_TE.detach(), self.bias, self.balance.handle)
+        places_n = torch.empty_like(order_n)
+        places_n.scatter_(0, order_n, torch.arange(len(order_n), device=order_n.device))
+        places_Tk = places_n.view_as(experts_Tk)
+        rows_nD = gather_rows(x_TD, order_n // self.options.active, places_Tk)
+        found: Tensor | None = None
+        if self.ep_group is None:
+            y_nD = self.experts(rows_nD, ends_E)
+            found = self._shared(x_TD)
+        else:
+            y_nD, found = at_their_experts(rows_nD, ends_E, self.experts, self.ep_group, lambda: self._shared(x_TD))
+        update_TD = combine(y_nD, token_weights(scores_TE, experts_Tk, router), places_Tk)
+        auxiliary_T = auxiliary_loss(logits_TE, scores_TE, load_E, router)
+        if auxiliary_T is not None and self.tp > 1:
+            auxiliary_T = auxiliary_T.chunk(self.tp)[self.tp_rank]
+        return update_TD if found is None else update_TD + found, auxiliary_T
+
+    def _shared(self, x_TD: Tensor) -> Tensor | None:
+        if self.shared is None or self.tp == 1:
+            return None if self.shared is None else self.shared(x_TD)
+        shared = self.shared
+        gate, up, down = (local_weight(part.weight) for part in (shared.gate_proj, shared.up_proj, shared.down_proj))
+        return F.linear(F.silu(F.linear(x_TD, gate)) * F.linear(x_TD, up), down)  # summands, as of the other experts
+
+    @classmethod
+    def costs(cls, options: Section, model: ModelConfig) -> FeedForwardCosts:
+        """Costs of a layer."""
+        assert isinstance(options, MoeOptions)
+        expert = 3 * model.hidden_size * options.intermediate_size
+        router = model.hidden_size * options.experts
+        always = options.active + options.shared
+        return FeedForwardCosts(
+            parameters=(options.experts + options.shared) * expert + router,
+            matrices=(options.experts + options.shared) * expert,
+            active=always * expert + router,
+            width=always * options.intermediate_size,
+            widths=frozenset(
+                {width for width in (options.intermediate_size, options.shared * options.intermediate_size) if width}
+            ),
+            copies=options.active,
+            separate=options.experts * expert,
+            parts=options.experts,
+        )
+
+    @classmethod
+    def function(cls, options: Section) -> object:
+        """The options without those of the balance."""
+        training = {"balance", "aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"}
+        return options.model_dump(exclude={"router": training})
+
+    def count_tokens(self, loss_tokens: LossTokens | None) -> None:
+        """Set this rank's rows with loss in the next forward pass, which trains; None: it does not."""
+        self.balance.loss_tokens = loss_tokens

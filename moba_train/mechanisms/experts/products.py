@@ -1,0 +1,120 @@
+"""Products of the experts: tokens sorted by expert once, one grouped product each for gate, up and down.
+
+There is no capacity and no padding: an expert gets the rows that chose it, also none. Sums over a token's experts are
+in float32 and in the order of its choices, forward and backward, so that they repeat bit by bit.
+
+Shape suffixes: T tokens, D hidden size, E experts, k experts of a token, n = T k choices, I width of an expert.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moba_train.model.feed_forward import MatrixStack
+
+
+class Experts(nn.Module):
+    """SwiGLUs of equal size."""
+
+    def __init__(self, number: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = MatrixStack(number, hidden_size, intermediate_size)
+        self.up_proj = MatrixStack(number, hidden_size, intermediate_size)
+        self.down_proj = MatrixStack(number, intermediate_size, hidden_size)
+
+    def forward(self, x_nD: Tensor, ends_E: Tensor) -> Tensor:
+        """Results [n, D] of rows that are sorted by expert; `ends`, int32: where those of each expert end."""
+        gate, up, down = (local_weight(stack.weight) for stack in (self.gate_proj, self.up_proj, self.down_proj))
+        hidden_nI = F.silu(grouped_product(x_nD, gate, ends_E)) * grouped_product(x_nD, up, ends_E)
+        return grouped_product(hidden_nI, down, ends_E)
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """This rank's part of a weight that is sharded over the ranks of a tp or ep group, with gradient."""
+    return weight.to_local() if isinstance(weight, torch.distributed.tensor.DTensor) else weight
+
+
+def grouped_product(x_nA: Tensor, weight_EBA: Tensor, ends_E: Tensor) -> Tensor:
+    """x @ weight[e].T for the rows of each expert e, [n, B]."""
+    if (x_nA.device.type, x_nA.dtype) in GROUPED:
+        return F.grouped_mm(x_nA, weight_EBA.mT, offs=ends_E)
+    return looped_product(x_nA, weight_EBA, ends_E)
+
+
+def looped_product(x_nA: Tensor, weight_EBA: Tensor, ends_E: Tensor) -> Tensor:
+    """`grouped_product` expert by expert, in any dtype; waits for a GPU."""
+    sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    parts = [F.linear(x, weight) for x, weight in zip(x_nA.split(sizes), weight_EBA, strict=True)]
+    return torch.cat(parts)
+
+
+def _on_cpu(dtype: torch.dtype) -> bool:
+    """True if torch has grouped products on a CPU in this dtype: those of the forward and of the backward pass."""
+    x, weight = torch.ones(16, 16, device="cpu", dtype=dtype), torch.ones(2, 16, 16, device="cpu", dtype=dtype)
+    ends = torch.tensor([0, 16], device="cpu", dtype=torch.int32)
+    try:
+        with torch.no_grad():
+            return all(F.grouped_mm(*both, offs=ends).isfinite().all() for both in ((x, weight.mT), (x.mT, x)))
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+GROUPED = {("cpu", dtype) for dtype in (torch.float32, torch.bfloat16) if _on_cpu(dtype)} | {("cuda", torch.bfloat16)}
+"""Types of device, and dtypes, in which torch has grouped products; elsewhere a loop takes one expert at a time. Found
+here once: inside a layer, what a trial computes would be seen by what traces or recomputes it."""
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows_n: Tensor, places_Tk: Tensor) -> Tensor:
+        ctx.save_for_backward(places_Tk)
+        return x_TD.index_select(0, rows_n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_nD: Tensor) -> tuple[Tensor, None, None]:
+        (places_Tk,) = ctx.saved_tensors
+        return _sum(gradient_nD, places_Tk, None), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_nD: Tensor, weights_Tk: Tensor, places_Tk: Tensor) -> Tensor:
+        ctx.save_for_backward(y_nD, weights_Tk, places_Tk)
+        return _sum(y_nD, places_Tk, weights_Tk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        y_nD, weights_Tk, places_Tk = ctx.saved_tensors
+        dy_nD = torch.empty_like(y_nD)
+        dweights = []
+        for choice, places_T in enumerate(places_Tk.unbind(1)):  # float32 exists for one choice of each token at a time
+            dy_nD.index_copy_(0, places_T, (gradient_TD * weights_Tk[:, choice, None]).to(y_nD.dtype))
+            products_TD = gradient_TD.to(weights_Tk.dtype) * y_nD.index_select(0, places_T)
+            dweights.append(products_TD.sum(1))
+        return dy_nD, torch.stack(dweights, dim=1), None
+
+
+def _sum(y_nD: Tensor, places_Tk: Tensor, weights_Tk: Tensor | None) -> Tensor:
+    """Sum over k of the rows `places` of y, weighted, [T, D]: in float32 at least, k ascending."""
+    total = y_nD.new_zeros(len(places_Tk), y_nD.shape[1], dtype=torch.promote_types(y_nD.dtype, torch.float32))
+    for choice, places_T in enumerate(places_Tk.unbind(1)):
+        part = y_nD.index_select(0, places_T)
+        total += part if weights_Tk is None else part * weights_Tk[:, choice, None]
+    return total.to(y_nD.dtype)
+
+
+def gather_rows(x_TD: Tensor, rows_n: Tensor, places_Tk: Tensor) -> Tensor:
+    """The rows `rows` of x, [n, D]; `places` says where the k copies of each row are."""
+    found: Tensor = _Gather.apply(x_TD, rows_n, places_Tk)
+    return found
+
+
+def combine(y_nD: Tensor, weights_Tk: Tensor, places_Tk: Tensor) -> Tensor:
+    """Weighted sums [T, D] of the results of each token's experts, of which the j-th is row `places[t, j]` of y."""
+    found: Tensor = _Combine.apply(y_nD, weights_Tk, places_Tk)
+    return found

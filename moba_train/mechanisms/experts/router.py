@@ -1,0 +1,106 @@
+"""The router: scores of each token for each expert, and the operator that chooses.
+
+The choice is one operator, which activation checkpointing keeps (`ALWAYS_SAVED`): a recomputed forward pass could
+choose otherwise at near-ties, would count twice, and would repeat the sum over ranks.
+
+Shape suffixes: T tokens, D hidden size, E experts, k experts of a token, n = T k choices.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moba_train.attention.handles import by_handle
+from moba_train.mechanisms.experts.balance import Balance
+from moba_train.mechanisms.experts.options import RouterOptions
+from moba_train.parallel.activations import ALWAYS_SAVED
+
+
+class Router(nn.Module):
+    """Logits of the experts, in float32, of weights as FSDP gathers them with the block's. No `nn.Linear`: it stays out
+    of FP8, and Muon leaves it to AdamW."""
+
+    def __init__(self, hidden_size: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden_size))
+
+    def forward(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        """Logits [T, E], at least float32. `weight` is this module's, in this rank's form of it."""
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        return F.linear(x_TD.to(dtype), weight_ED.to(dtype))
+
+
+def scores(logits_TE: Tensor, options: RouterOptions) -> Tensor:
+    """Scores of the experts, [T, E]."""
+    return logits_TE.softmax(1) if options.score == "softmax" else logits_TE.sigmoid()
+
+
+def token_weights(scores_TE: Tensor, experts_Tk: Tensor, options: RouterOptions) -> Tensor:
+    """Weights of each token's experts, [T, k]."""
+    weights_Tk = scores_TE.gather(1, experts_Tk)
+    if options.normalize:
+        weights_Tk = weights_Tk / weights_Tk.sum(1, keepdim=True).clamp(min=1e-20)
+    return weights_Tk * options.scale
+
+
+def auxiliary_loss(logits_TE: Tensor, scores_TE: Tensor, load_E: Tensor, options: RouterOptions) -> Tensor | None:
+    """Auxiliary loss of each token, float32 [T]; None where the options have none. load: f_e of balance.py."""
+    losses = []
+    if options.has_loss:
+        losses.append(options.aux_loss * len(load_E) * (normalized(scores_TE, options) @ load_E.to(scores_TE.dtype)))
+    if options.z_loss:
+        losses.append(options.z_loss * logits_TE.logsumexp(1).square())
+    return sum(losses[1:], start=losses[0]).float() if losses else None
+
+
+def normalized(scores_TE: Tensor, options: RouterOptions) -> Tensor:
+    """The scores of a token as shares of 1."""
+    return scores_TE if options.score == "softmax" else scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=1e-20)
+
+
+def _choose(scores_TE: Tensor, bias_E: Tensor, balance: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Experts of each token int64 [T, k], best first; the choices sorted by expert, int64 [n]; where those of each
+    expert end, int32 [E]; and f_e of balance.py, float32 [E]. `balance`: handle of a `Balance`."""
+    found: Balance = by_handle(balance)
+    options = found.options
+    router = options.router
+    preferred_TE = scores_TE + bias_E if router.has_bias else scores_TE
+    if router.groups is not None and router.active_groups is not None:
+        preferred_TE = _in_best_groups(preferred_TE, router.groups, router.active_groups, router.score)
+    experts_Tk = preferred_TE.topk(options.active, dim=1).indices
+    sorted_n, order_n = experts_Tk.flatten().sort(stable=True)
+    experts_E = torch.arange(options.experts, device=sorted_n.device)
+    ends_E = torch.searchsorted(sorted_n, experts_E, right=True)
+    load_E = found.note(bias_E.data_ptr(), normalized(scores_TE, router), order_n, ends_E)
+    return experts_Tk, order_n, ends_E.int(), load_E
+
+
+def _in_best_groups(preferred_TE: Tensor, groups: int, active: int, score: str) -> Tensor:
+    """The preferences of the experts in each token's best groups, -inf for others. A group is as good as its best
+    expert (softmax, DeepSeek-V2) or its best two together (sigmoid, DeepSeek-V3)."""
+    by_group_TGe = preferred_TE.unflatten(1, (groups, -1))
+    taken = min(2 if score == "sigmoid" else 1, by_group_TGe.shape[2])
+    best_TG = by_group_TGe.topk(taken, dim=2).values.sum(2)
+    is_left_out_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, best_TG.topk(active, dim=1).indices, False)
+    return by_group_TGe.masked_fill(is_left_out_TG[:, :, None], -torch.inf).flatten(1)
+
+
+choose = torch.library.custom_op(
+    "moba_train::choose_experts",
+    _choose,
+    mutates_args=(),
+    schema="(Tensor scores, Tensor bias, str balance) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+"""`_choose` as an operator; no result is differentiable."""
+
+
+@choose.register_fake
+def _(scores_TE: Tensor, bias_E: Tensor, balance: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    active = by_handle(balance).options.active
+    tokens, experts = scores_TE.shape
+    choices = scores_TE.new_empty(tokens, active, dtype=torch.int64)
+    ends = scores_TE.new_empty(experts, dtype=torch.int32)
+    return choices, choices.new_empty(tokens * active), ends, ends.new_empty(experts, dtype=torch.float32)
+
+
+ALWAYS_SAVED.add(torch.ops.moba_train.choose_experts.default)

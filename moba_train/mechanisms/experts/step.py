@@ -1,0 +1,90 @@
+"""Load of the experts in a step over all ranks, its metrics, and the update of the biases that follows from it.
+
+The functions are those of `RegisteredFeedForward.steps`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moba_train.config.layers import layer_ids
+from moba_train.config.mesh import MeshSizes
+from moba_train.mechanisms.experts.balance import Balance
+from moba_train.mechanisms.experts.options import MoeOptions
+from moba_train.mechanisms.experts.parallel import counting_groups
+from moba_train.parallel.dims import ParallelDims
+
+if TYPE_CHECKING:
+    from moba_train.mechanisms.experts.experts import MixtureOfExperts
+
+Modules = Mapping[int, "MixtureOfExperts"]
+
+
+def enter(modules: Modules, options: MoeOptions, dims: ParallelDims, sizes: MeshSizes) -> None:
+    """Begin a stage of these sizes."""
+    stage = dims.for_stage(sizes)
+    balance = Balance(options, counting_groups(options, dims, stage), sizes.tp, stage.tp_rank)
+    for module in modules.values():
+        module.balance = balance
+
+
+def begin(modules: Modules) -> None:
+    """Forget what was counted in the step before."""
+    for module in modules.values():
+        module.balance.forget()
+
+
+@torch.no_grad()
+def measure(modules: Modules, options: MoeOptions, layers: int, device: torch.device) -> dict[str, Tensor]:
+    """Metrics of the step (docs/reference/metrics.md), scalars. Called on all ranks together, with this rank's layers;
+    `layers`: of the whole model."""
+    counts_LE = torch.zeros(layers, options.experts + 2, dtype=torch.float64, device=device)
+    biases_L = torch.zeros(layers, dtype=torch.float64, device=device)
+    for layer, module in modules.items():
+        biases_L[layer] = module.bias.abs().max()
+        found = module.balance.counts(module.bias.data_ptr())
+        if found is not None:
+            counts_LE[layer] = found
+    if dist.is_initialized():
+        dist.all_reduce(counts_LE)
+        dist.all_reduce(biases_L, op=dist.ReduceOp.MAX)
+    for layer, module in modules.items():
+        module.load_E = counts_LE[layer, : options.experts]
+    used = sorted(layer_ids(options.layers, layers))
+    loads_LE, rest_Ln = counts_LE[used].split([options.experts, 2], dim=1)
+    tokens_L = rest_Ln[:, 1].clamp(min=1)
+    shares_LE = loads_LE / loads_LE.sum(1, keepdim=True).clamp(min=1)
+    entropy_L = -torch.special.xlogy(shares_LE, shares_LE).sum(1) / math.log(options.experts)
+    relative_LE = shares_LE * options.experts
+    metrics = {
+        "expert_load_max": relative_LE.max(),
+        "expert_load_min": relative_LE.min(),
+        "expert_load_entropy": entropy_L.mean(),
+        "router_entropy": (rest_Ln[:, 0] / tokens_L).mean(),
+    }
+    if options.router.has_bias:
+        metrics["expert_bias_max"] = biases_L.max()
+    metrics |= {f"expert_load_max_layer_{layer}": row_E.max() for layer, row_E in zip(used, relative_LE, strict=True)}
+    return {name: value.float() for name, value in metrics.items()}
+
+
+@torch.no_grad()
+def update(modules: Modules, options: MoeOptions) -> None:
+    """Move the bias of each expert up if its load in the step was below the mean, and down if it was above
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). All ranks have the same load, so all get the same biases."""
+    if options.router.has_bias:
+        for module in modules.values():
+            load_E = module.load_E
+            module.bias += options.router.bias_update * (load_E.mean() - load_E).sign().to(module.bias.dtype)
+
+
+def details(modules: Modules) -> dict[str, Any]:
+    """Load of every expert in the step, over all ranks, and the biases, by layer of this rank; for spike dumps."""
+    return {
+        str(layer): {"load": module.load_E.long().tolist(), "bias": module.bias.tolist()}
+        for layer, module in modules.items()
+    }

@@ -1,0 +1,1 @@
+"""Muon, and the exchange of whole matrices that it needs."""

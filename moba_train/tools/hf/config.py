@@ -1,0 +1,64 @@
+"""`config.json` of a Hugging Face model as our `model` section; the families (family.py) know their keys."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from moba_train.config.explain import explain
+from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError
+from moba_train.foreign_files import folder_roots, read_foreign_json
+from moba_train.tools.hf.family import Family, family_of
+
+CONFIG = "config.json"
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """True if `folder` looks like a Hugging Face model."""
+    return (folder / CONFIG).is_file()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Contents of config.json in `folder`, `Family.completed`.
+
+    Raises CheckpointError unless it is that of a Hugging Face model of a type that our Transformer implements.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        raise CheckpointError(f"{folder}: not a Hugging Face model: there is no {CONFIG}")
+    try:
+        config = read_foreign_json(path, roots=folder_roots(folder))
+        if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+            raise ValueError("there is no model_type")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: is not a Hugging Face model's config ({error})") from error
+    try:
+        return family_of(config["model_type"]).completed(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def read_family(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of the model in `folder`, and its config. Raises CheckpointError as `read_config`."""
+    config = read_config(folder)
+    return family_of(config["model_type"]), config
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The `model` section for the Hugging Face model in `folder`.
+
+    Raises CheckpointError, naming the key, for a model that our Transformer does not implement.
+    """
+    path = folder / CONFIG
+    family, config = read_family(folder)
+    try:
+        # First the numbers, within their bounds: families make lists of this length.
+        ModelConfig.model_validate({ours: config[theirs] for ours, theirs in family.same.items()})
+        model = ModelConfig.model_validate(family.values(config))
+        family.attention(config)
+        return model
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {'; '.join(explain(error, ModelConfig, family.same))}") from None
+    except (ArithmeticError, CheckpointError) as error:
+        raise CheckpointError(f"{path}: {error}") from error

@@ -1,0 +1,185 @@
+"""Families of published models: what the config.json of each says, as our `model` section, and names of its tensors.
+
+A family is one class and one entry point of the group `moba_train.model_families`, whose name is its `model_type`.
+Llama (also SmolLM2), Qwen2 and Qwen3 are here.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from moba_train.config.explain import given
+from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError
+from moba_train.registry import MODEL_FAMILIES
+from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope
+
+NO_FUNCTION = frozenset(
+    {
+        *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "moba"),
+        *("attn_implementation", "_attn_implementation", "auto_map", "moba_decode"),
+    }
+)
+"""Keys of config.json that say nothing of what the model computes of its tokens."""
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(\w+)")
+
+
+class Family:
+    """A model_type of transformers. The defaults are Llama's, which most families differ from in some values."""
+
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    same: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "norm_eps": "rms_norm_eps",
+        "init_std": "initializer_range",
+        "tie_embeddings": "tie_word_embeddings",
+    }
+    """Our keys, and those of config.json with equal values."""
+    defaults: ClassVar[dict[str, Any]] = {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    }
+    """Values that transformers gives to keys which a config.json leaves out; None: no value."""
+    model: ClassVar[dict[str, Any]] = {}
+    """Values of our `model` that all of the family have."""
+    fixed: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "quantization_config": None,
+        "attention_dropout": 0,
+    }
+    """Keys of config.json that must have these values: our Transformer implements no others."""
+    windows: ClassVar[bool] = False
+    """True if `layer_types` may name layers with a sliding window."""
+    heads_divide_width: ClassVar[bool] = True
+    """True if transformers refuses models whose heads do not divide the hidden size."""
+    others: ClassVar[frozenset[str]] = frozenset()
+    """More keys that the family reads, or that have no effect in it."""
+    names: ClassVar[dict[str, str]] = {
+        "embedding": "model.embed_tokens",
+        "norm": "model.norm",
+        "output": "lm_head",
+        "attention_norm": "input_layernorm",
+        "attention": "self_attn",
+        "feed_forward_norm": "post_attention_layernorm",
+        "feed_forward": "mlp",
+    }
+    """Our modules, outside and inside of a block, and theirs. A longer name, such as `attention.q_proj`, goes before
+    its beginning; several of ours may be the rows of one of theirs, in the order of our parameters."""
+
+    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config with the family's defaults for keys that it leaves out. Null counts as left out, except for
+        numbers, where it is no value, or one that transformers refuses as well."""
+        numbers = {key for key, value in self.defaults.items() if type(value) in (int, float)}
+        found = self.defaults | {key: value for key, value in config.items() if value is not None or key in numbers}
+        if found.get("num_key_value_heads") is None:
+            found["num_key_value_heads"] = found["num_attention_heads"]
+        return found
+
+    def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of our `model` section. Raises CheckpointError, naming the key, for one that it cannot say.
+
+        config: with the values that it leaves out, as `read_config` returns it
+        """
+        for key, value in self.fixed.items():
+            if config.get(key, value) != value:
+                raise CheckpointError(f"{key} is {given(config[key])}, allowed: {value!r}")
+        found = {ours: config[theirs] for ours, theirs in self.same.items()}
+        return found | {"head_dim": config.get("head_dim"), "rope": read_rope(config)} | self.model
+
+    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """`layer_types` of the config, or what transformers takes for them: here, all tokens before in every layer."""
+        found = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+        return found if isinstance(found, list) else [found]
+
+    def attention(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Kind and options of each layer that does not attend to all tokens before; of the others an empty dict.
+
+        Raises CheckpointError, naming the layer and the key, for attention that no kind has.
+        """
+        types = {"full_attention": dict[str, Any]()}
+        if self.windows:
+            types["sliding_attention"] = {"kind": "window", "window": config.get("sliding_window"), "sinks": 0}
+        found = self.layer_types(config)
+        for layer, name in enumerate(found):
+            if name not in [*types]:
+                raise CheckpointError(f"layer_types[{layer}] is {given(name)}, allowed: {', '.join(types)}")
+            if name != "full_attention" and not isinstance(window := config.get("sliding_window"), int):
+                raise CheckpointError(f"sliding_window is {given(window)}, but layer {layer} is {name}")
+        if len(found) != config["num_hidden_layers"]:
+            raise CheckpointError(f"layer_types has {len(found)} entries, allowed: one for each layer")
+        return [types[name] for name in found]
+
+    def unread(self, config: Mapping[str, Any]) -> list[str]:
+        """Keys of config.json that no one has read, sorted."""
+        read = {*self.defaults, *self.same.values(), *self.fixed, *self.others, *NO_FUNCTION}
+        read |= {*ROPE_SECTIONS, TRAINED, "head_dim", "layer_types"}
+        read |= {"sliding_window"} if self.windows else set()
+        return sorted(key for key, value in config.items() if key not in read and value is not None)
+
+    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """More keys of an exported config.json than those of `same`, head_dim and RoPE. `attention`: of each layer, as
+        the method of that name returns it."""
+        found: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False}
+        if self.windows:
+            windows = [layer["window"] for layer in attention if layer]
+            found["layer_types"] = ["sliding_attention" if layer else "full_attention" for layer in attention]
+            found["sliding_window"] = windows[0] if windows else None
+        return found
+
+    def name(self, ours: str) -> str:
+        """Name of the tensor that has our parameter. Raises KeyError when there is none."""
+        if match := _BLOCK.fullmatch(ours):
+            layer, part, last = match.groups()
+            first, _, rest = part.partition(".")
+            found = self.names.get(part) or f"{self.names[first]}{'.' * bool(rest)}{rest}"
+            return f"model.layers.{layer}.{found}.{last}"
+        module, _, last = ours.rpartition(".")
+        return f"{self.names[module]}.{last}"
+
+
+class Qwen2(Family):
+    """Qwen2 and Qwen2.5."""
+
+    architecture = "Qwen2ForCausalLM"
+    defaults = Family.defaults | {
+        "vocab_size": 151_936,
+        "intermediate_size": 22_016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+    }
+    model = {"qkv_bias": True}
+    heads_divide_width = False
+    others = frozenset({"sliding_window", "max_window_layers"})  # only read with use_sliding_window
+
+
+class Qwen3(Qwen2):
+    """Qwen3, dense."""
+
+    architecture = "Qwen3ForCausalLM"
+    defaults = Qwen2.defaults | {"head_dim": 128}
+    model = {"qk_norm": True}
+
+
+def family_of(model_type: object) -> Family:
+    """The family of a `model_type`. Raises CheckpointError when there is none."""
+    if not isinstance(model_type, str) or model_type not in MODEL_FAMILIES:
+        raise CheckpointError(f"model_type is {given(model_type)}, allowed: {', '.join(MODEL_FAMILIES)}")
+    found: Family = MODEL_FAMILIES[model_type]()
+    return found

@@ -1,0 +1,45 @@
+"""Phi-3 and Phi-4 of Microsoft: Llama with the matrices of q, k and v in one, those of gate and up in another."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moba_train.config.model import ModelConfig
+from moba_train.errors import CheckpointError
+from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.mistral import Mistral
+from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope
+
+
+class Phi3(Mistral):
+    """Phi-3 mini and medium for short contexts, Phi-4, without longrope; parts of heads may not turn (Phi-4-mini)."""
+
+    architecture = "Phi3ForCausalLM"
+    defaults = Family.defaults | {
+        "vocab_size": 32_064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    }
+    fixed = Family.fixed | {"resid_pdrop": 0, "embd_pdrop": 0}
+    names = Family.names | {
+        **{f"attention.{part}_proj": "self_attn.qkv_proj" for part in "qkv"},
+        **{f"feed_forward.{part}_proj": "mlp.gate_up_proj" for part in ("gate", "up")},
+    }
+    others = frozenset({"partial_rotary_factor"})
+
+    def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """With the part of each head that turns, which may stand inside of the embedding's section."""
+        sections = [section for key in ROPE_SECTIONS if isinstance(section := config.get(key), dict)]
+        given_parts = [where.get("partial_rotary_factor") for where in (*sections, config)]
+        turning = next((part for part in given_parts if part is not None), 1.0)
+        plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
+        rope = read_rope(config, turning)
+        if rope.kind != "none":
+            raise CheckpointError(f"rope_type: given that of {rope.kind}, allowed in this family: default")
+        return super().values(plain) | {"rope": rope}
+
+    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """`partial_rotary_factor` where transformers 4 and 5 read it."""
+        return super().written(model, attention) | {"partial_rotary_factor": model.rope.fraction}

@@ -1,0 +1,64 @@
+"""Families whose window layers and full layers have rotary embeddings of their own."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from moba_train.config.model import LayerRope, ModelConfig
+from moba_train.tools.convert.hf_export import hf_rope
+from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.rope import read_rope
+
+TYPES = ("full_attention", "sliding_attention")
+
+
+class Windowed(Family):
+    """Windows in most layers, all tokens in the others, and a rotary embedding for each of the two."""
+
+    windows = True
+    heads_divide_width = False
+    full_every: ClassVar[int]
+    """Layers of which one is full, the last, where the config does not say."""
+
+    def window_theta(self, config: Mapping[str, Any]) -> Any:
+        """Base of the window layers' frequencies in a config of transformers 4."""
+        return config["rope_theta"]
+
+    def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
+        """Windows in all layers but each `full_every`th, unless the config says which."""
+        found = config.get("layer_types")
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+        every = config.get("sliding_window_pattern") or self.full_every
+        return [TYPES[(layer + 1) % every != 0] for layer in range(config["num_hidden_layers"])]
+
+    def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The embedding of the full layers, and overrides where that of the window layers is another one."""
+        types = self.layer_types(config)
+        by_type = config.get("rope_parameters")
+        by_type = by_type if isinstance(by_type, dict) and TYPES[0] in {*by_type} | {TYPES[1]} & {*by_type} else {}
+        # transformers 4 scales the full layers alone; 5 lays that over its own section.
+        scaling = (by_type.get(TYPES[0]) or {}) | (config.get("rope_scaling") or {})
+        plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
+        full = read_rope(plain | {"rope_parameters": scaling})
+        own = by_type.get(TYPES[1]) or {"rope_theta": self.window_theta(config)}
+        window = read_rope(plain | {"rope_parameters": own})
+        rope = full.model_dump(exclude_unset=True)
+        if window != full and TYPES[1] in types:
+            keys = {**LayerRope().model_dump(), **window.model_dump(exclude={"overrides"})}
+            values = {key: value for key, value in keys.items() if getattr(full, key) != value}
+            rope["overrides"] = {layer: values for layer, kind in enumerate(types) if kind == TYPES[1]}
+        return super().values(plain) | {"rope": rope}
+
+    def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The embeddings as transformers 4 reads them, and as 5 does."""
+        ropes = model.rope.by_layer(model.layers)
+        windows = [rope for rope, layer in zip(ropes, attention, strict=True) if layer]
+        window = windows[0] if windows else ropes[0]
+        full = next((rope for rope, layer in zip(ropes, attention, strict=True) if not layer), model.rope)
+        by_type = {name: _section(rope) for name, rope in zip(TYPES, (full, window), strict=True)}
+        return super().written(model, attention) | hf_rope(full) | {"rope_parameters": by_type}
+
+
+def _section(rope: LayerRope) -> dict[str, Any]:
+    found = hf_rope(rope)
+    return {"rope_type": "default", "rope_theta": found["rope_theta"], **(found["rope_scaling"] or {})}

@@ -1,0 +1,345 @@
+"""Cost of sparse attention on given weights, split into three errors by the attentions they are measured with.
+
+- budget: with the ideal selection (mechanisms/oracle.py), less with full attention: what no selector could avoid;
+- selector: with MoBA's gate, less with the ideal selection of the same number of blocks: where the gate errs;
+- weights: full attention on these weights, less full attention on weights that were trained with it (`dense`).
+
+Layers of full attention in the stage's own attention have it in all of these.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from moba_train.attention.full import FullAttention
+from moba_train.attention.moba.moba_local import MobaAttention
+from moba_train.config.attention import LayerAttention
+from moba_train.config.base import MOST_SAMPLES, Length, format_count
+from moba_train.data.long_documents import LongDocumentSamples
+from moba_train.errors import DataError, ForeignFileError
+from moba_train.evals.evaluation import (
+    Evaluation,
+    EvaluationContext,
+    EvaluationResult,
+    EvaluationSetting,
+    Layers,
+    finite,
+    name_of,
+    with_full,
+)
+from moba_train.evals.position_wise import PositionWise, PositionWiseLoss, position_wise_loss
+from moba_train.foreign_files import read_foreign_json, working_roots
+from moba_train.mechanisms.oracle import IdealAttention
+from moba_train.tools.needle.needle import Needle
+from moba_train.tools.needle.options import HiddenNeedles, NeedleConfig
+from moba_train.tools.ruler.ruler import Ruler, RulerConfig
+
+Budget = IdealAttention.Options
+
+_SIZES = ((512, 8), (128, 8), (128, 32), (64, 32))
+
+
+class OracleConfig(HiddenNeedles):
+    """Cost of sparse attention, split into budget, selector and weights. See docs/how-to/evaluate.md."""
+
+    budgets: list[Budget] = Field(
+        [
+            *(Budget(block_size=size, topk=topk) for size, topk in _SIZES),
+            *(Budget(block_size=size, topk=topk, select="group") for size, topk in _SIZES),
+        ],
+        min_length=1,
+        description="selections to try, each ideal and by MoBA's gate; block_size 1: tokens, ideal alone",
+    )
+    bucket: Length = Field(2048, description="loss by position: tokens averaged together; divides the seq_len")
+    sequences: int = Field(8, ge=1, le=MOST_SAMPLES, description="loss by position: samples of long documents")
+    questions: list[Literal["needle", "ruler"]] = Field(
+        [], description="also ask for needles, at `depths`, or RULER's tasks, at `lengths`; needs data.tokenizer"
+    )
+    ruler: list[str] = Field(
+        ["niah_multikey", "vt"], min_length=1, description="RULER's tasks, `samples` of each length"
+    )
+    dense: str | None = Field(
+        None,
+        min_length=1,
+        description="evaluation.json of this evaluation on weights trained with full attention; null: the error of the "
+        "weights is not known",
+    )
+
+
+def label_of(budget: Budget) -> str:
+    """Name of a budget: `128/32 group, first + previous`; of tokens: `2048 tokens`."""
+    size = f"{budget.block_size}/{budget.topk}" if budget.block_size > 1 else f"{budget.topk} tokens"
+    forced = " + ".join(name for name in ("first", "previous") if name in budget.always)
+    return size + (" group" if budget.select == "group" else "") + (f", {forced}" if forced else "")
+
+
+class Oracle(Evaluation[OracleConfig]):
+    """Errors of budget, selector and weights: trailing loss, needles and RULER. The numbers are those of the trailing
+    loss with the first budget."""
+
+    name = "oracle"
+    Options = OracleConfig
+    data_name = "oracle_split"
+    numbers = frozenset({"budget_error", "selector_error"})
+
+    def __init__(self, options: OracleConfig, setting: EvaluationSetting) -> None:
+        self.every = options.every or setting.every
+        self.compare_with_full = True
+        self._options = options
+        seq_len = setting.stage.seq_len
+        self._samples = LongDocumentSamples(
+            setting.validation, seq_len, options.sequences, setting.seed, setting.model.vocab_size
+        )
+        if not len(self._samples):
+            self.missing = f"data.validation has no document longer than the stage's {seq_len} tokens"
+        self._asked: list[Needle | Ruler] = []
+        if "needle" in options.questions:
+            self._asked.append(Needle(needle_options(options), setting))
+        if "ruler" in options.questions:
+            self._asked.append(Ruler(ruler_options(options), setting))
+        self.missing = next((one.missing for one in self._asked if one.missing), self.missing)
+
+    @classmethod
+    def default_options(cls, setting: EvaluationSetting) -> OracleConfig:
+        """Buckets as `position_wise` has them, and the budgets whose blocks the length holds more of than they take."""
+        seq_len = setting.stage.seq_len
+        budgets = [one for one in OracleConfig().budgets if one.block_size * one.topk < seq_len]
+        smallest = [Budget(block_size=max(1, seq_len // 16), topk=2)]
+        return OracleConfig(bucket=PositionWise.default_options(setting).bucket, budgets=budgets or smallest)
+
+    @classmethod
+    def problems(cls, options: OracleConfig, setting: EvaluationSetting) -> Iterator[str]:
+        """No documents, a bucket that does not divide the length, questions that cannot be asked, and a pipeline."""
+        if not setting.validation:
+            yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
+        stage = setting.stage
+        if stage.evaluate and stage.seq_len % options.bucket:
+            given = f"{cls.key}.bucket: given {options.bucket}"
+            yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
+        for budget in options.budgets:
+            if len({"current", *budget.always}) > budget.topk:
+                yield f"{cls.key}.budgets: given {label_of(budget)}; allowed: a topk of at least the blocks of always"
+        if "needle" in options.questions:
+            yield from (_under(cls.key, text) for text in Needle.problems(needle_options(options), setting))
+        if "ruler" in options.questions:
+            yield from (_under(cls.key, text) for text in Ruler.problems(ruler_options(options), setting))
+
+    @classmethod
+    def pipeline_problem(cls, options: OracleConfig) -> tuple[str, str]:
+        """All of it: layers on several ranks are switched one rank at a time."""
+        return f"{cls.key}: given", "set it to null and run `moba-train eval`"
+
+    @classmethod
+    def sequences_per_pass(cls, stage: Any) -> int:
+        """One, because losses are reported for each sequence."""
+        return 1
+
+    def run(self, context: EvaluationContext) -> EvaluationResult:
+        """All attentions on the same weights and samples."""
+        attentions = self._attentions(context)
+        context = replace(context, attentions=attentions)
+        curves = {
+            name: position_wise_loss(
+                context.model,
+                self._samples,
+                self._options.bucket,
+                context.data_shard,
+                context.device,
+                context.between_batches,
+            )
+            for name in context.each_attention()
+        }
+        scores: dict[str, dict[str, float]] = {name: {} for name in attentions}
+        for asked in self._asked:
+            for name, found in _scores(asked, context).items():
+                scores[name] |= found
+        dense = None if self._options.dense is None else _read_dense(self._options.dense, self._shape)
+        split = Split(self._options.budgets, curves, scores, dense)
+        first = split.loss(self._options.budgets[0])
+        numbers = {f"{name}_error": first[name].mean if name in first else 0.0 for name in ("budget", "selector")}
+        data = {"attention": context.own, **self._shape, **split.to_json()}
+        return EvaluationResult(numbers, split.message(), split.table(), data)
+
+    @property
+    def _shape(self) -> dict[str, int]:
+        """Facts that two results must have in common to be compared."""
+        return {"seq_len": self._samples.seq_len, "bucket": self._options.bucket, "sequences": len(self._samples)}
+
+    def _attentions(self, context: EvaluationContext) -> dict[str, Layers]:
+        """Full attention, the stage's own, and each budget with both selectors, in the layers whose own is not full; in
+        all, if all have full attention."""
+        own = context.attentions[context.own]
+        if name_of(own) == "full":
+            sparse = set(range(len(own)))
+        else:
+            sparse = {layer for layer, attention in enumerate(own) if attention.kind != "full"}
+        moba = next((layer.options for layer in own if layer.kind == "moba"), MobaAttention.Options())
+
+        def in_sparse(kind: str, options: Any) -> Layers:
+            full = LayerAttention("full", FullAttention.Options())
+            return tuple(LayerAttention(kind, options) if layer in sparse else full for layer in range(len(own)))
+
+        found = {"full": with_full(own)["full"], name_of(own): own}
+        for budget in self._options.budgets:
+            found[f"oracle {label_of(budget)}"] = in_sparse("oracle", budget)
+            if budget.block_size > 1:
+                found[f"gate {label_of(budget)}"] = in_sparse("moba", moba.model_copy(update=budget.model_dump()))
+        return found
+
+
+def needle_options(options: OracleConfig) -> NeedleConfig:
+    """The section `needle` of the same questions."""
+    return NeedleConfig(**options.model_dump(include={*NeedleConfig.model_fields}))
+
+
+def ruler_options(options: OracleConfig) -> RulerConfig:
+    """The section `ruler` of the same questions."""
+    shared = options.model_dump(include={*RulerConfig.model_fields})
+    return RulerConfig(**shared, tasks=options.ruler)
+
+
+def _under(key: str, problem: str) -> str:
+    """A problem of another evaluation's options as one of this evaluation's, which have the same names."""
+    for other in (Needle.key, f"{Ruler.key}.tasks", Ruler.key):
+        if problem.startswith(other):
+            return (f"{key}.ruler" if other.endswith("tasks") else key) + problem.removeprefix(other)
+    return problem
+
+
+def _scores(asked: Needle | Ruler, context: EvaluationContext) -> dict[str, dict[str, float]]:
+    """Mean scores with each attention: of all lengths, and of each one."""
+    data = asked.run(context).data
+    found: dict[str, dict[str, float]] = {}
+    for name in context.attentions:
+        if isinstance(asked, Needle):
+            by_length = [sum(depths) / len(depths) for depths in data["maps"][name]["passed"]]
+        else:
+            tasks = data["scores"][name]["teacher_forced"].values()
+            by_length = [sum(column) / len(column) for column in zip(*tasks, strict=True)]
+        found[name] = {asked.name: sum(by_length) / len(by_length)}
+        found[name] |= {
+            f"{asked.name} {length}": score for length, score in zip(data["lengths"], by_length, strict=True)
+        }
+    return found
+
+
+def _read_dense(path: str, shape: Mapping[str, int]) -> dict[str, Any]:
+    """Full attention's part of another result. Raises DataError unless it is one, on as many samples of this length."""
+    try:
+        content = read_foreign_json(Path(path), roots=[Path(path).resolve().parent, *working_roots()])
+        other = content["oracle"]
+        if any(other[name] != value for name, value in shape.items()):
+            given = {name: other[name] for name in shape}
+            raise DataError(f"{Oracle.key}.dense: given {path}, of {given}; allowed: a result of {dict(shape)}")
+        full: dict[str, Any] = other["attentions"]["full"]
+        return full
+    except (OSError, ForeignFileError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{Oracle.key}.dense: given {path}, which holds no result of this evaluation: {error!r}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean over sequences, and its standard error, of pairs on the same sequence."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: npt.NDArray[np.float64]) -> "Difference":
+        """Mean and error of one value for each sequence; NaN for the error of a single one."""
+        count = len(values)
+        return cls(float(values.mean()), float(values.std(ddof=1)) / count**0.5 if count > 1 else math.nan)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} ± {self.error:.4f}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Losses and scores of all attentions, and the errors that follow; above 0: worse."""
+
+    budgets: Sequence[Budget]
+    curves: Mapping[str, PositionWiseLoss]
+    scores: Mapping[str, Mapping[str, float]]
+    """Shares of right answers by name, for each attention."""
+    dense: Mapping[str, Any] | None
+    """Full attention's entry in the result on weights that were trained with it."""
+
+    def pairs(self, budget: Budget) -> dict[str, tuple[str, str]]:
+        """By the error's name, two attentions that differ by it alone: the one that has it first."""
+        label = label_of(budget)
+        found = {"budget": (f"oracle {label}", "full")}
+        return found | ({"selector": (f"gate {label}", f"oracle {label}")} if f"gate {label}" in self.curves else {})
+
+    def loss(self, budget: Budget) -> dict[str, Difference]:
+        """Errors in trailing loss, nats per token."""
+        last = {name: curve.losses[:, -1] for name, curve in self.curves.items()}
+        return {name: Difference.of(last[one] - last[other]) for name, (one, other) in self.pairs(budget).items()}
+
+    def score(self, budget: Budget, of: str) -> dict[str, float]:
+        """Errors in a share of right answers."""
+        return {name: self.scores[b][of] - self.scores[a][of] for name, (a, b) in self.pairs(budget).items()}
+
+    def weights(self) -> tuple[Difference, dict[str, float]] | None:
+        """The error of the weights in trailing loss and in each share; None if it is not known."""
+        if self.dense is None:
+            return None
+        before = np.array(self.dense["trailing_by_sequence"])
+        shares = {name: self.dense["scores"][name] - share for name, share in self.scores["full"].items()}
+        return Difference.of(self.curves["full"].losses[:, -1] - before), shares
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values: every attention, and the errors of every budget."""
+        attentions = {name: {**curve.to_json(), "scores": self.scores[name]} for name, curve in self.curves.items()}
+        budgets = [
+            {
+                "label": label_of(budget),
+                **budget.model_dump(mode="json"),
+                "loss": {name: finite([gap.mean, gap.error]) for name, gap in self.loss(budget).items()},
+                "scores": {of: self.score(budget, of) for of in self.scores["full"]},
+            }
+            for budget in self.budgets
+        ]
+        weights = self.weights()
+        of_weights = None if weights is None else {"loss": finite([*astuple(weights[0])]), "scores": weights[1]}
+        return {"attentions": attentions, "budgets": budgets, "weights": of_weights}
+
+    def table(self) -> list[str]:
+        """Loss by position of every attention, then the errors of every budget."""
+        full = self.curves["full"]
+        edges = [format_count(place * full.bucket, 1024) for place in range(1, full.losses.shape[1] + 1)]
+        shares = [*self.scores["full"]]
+        width = max(map(len, self.curves)) + 2
+        lines = [f"{'loss up to token':<{width}}" + "".join(f"{name:>12}" for name in [*edges, *shares])]
+        for name, curve in self.curves.items():
+            values = [*curve.mean, *(self.scores[name][share] for share in shares)]
+            lines.append(f"{name:<{width}}" + "".join(f"{value:>12.4f}" for value in values))
+        columns = ["budget", "selector"]
+        heads = [f"loss: {name}" for name in columns] + [f"{share}: {name}" for share in shares for name in columns]
+        lines += ["", f"{'error of':<{width}}" + "".join(f"{head:>24}" for head in heads)]
+        for budget in self.budgets:
+            losses = self.loss(budget)
+            cells = [str(losses[name]) if name in losses else "–" for name in columns]
+            for share in shares:
+                errors = self.score(budget, share)
+                cells += [f"{errors[name]:+.3f}" if name in errors else "–" for name in columns]
+            lines.append(f"{label_of(budget):<{width}}" + "".join(f"{cell:>24}" for cell in cells))
+        if (weights := self.weights()) is not None:
+            told = "".join(f", {share} {error:+.3f}" for share, error in weights[1].items())
+            lines.append(f"error of the weights: loss {weights[0]}{told}")
+        return [*lines, self.message()]
+
+    def message(self) -> str:
+        """The first budget in a sentence."""
+        errors = self.loss(self.budgets[0])
+        text = f"trailing loss {self.curves['full'].trailing:.4f} with full attention; {label_of(self.budgets[0])} "
+        text += f"loses {errors['budget']} by its budget"
+        return text + (f" and {errors['selector']} by its selector" if "selector" in errors else "")

@@ -1,0 +1,141 @@
+"""F13: arms of equal seconds by measured rates, which are refused without rates, and whose settings are not mixed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_tools.corpus_writer import IndexedDatasetWriter
+from data_tools.train_tokenizer import train_tokenizer
+from experiments import corpus, equal_time, page
+from experiments.__main__ import main
+from experiments.byte_tokenizer import write_byte_tokenizer
+from experiments.corpus import Corpus, open_corpus
+from experiments.equal_time import BATCH_TOKENS, NAMES, NOMINAL_RATES, EqualTime, learning_curve
+from experiments.figure import Result
+from experiments.registry import FIGURES
+from experiments.smollm2_corpus import encode_again
+from moba_train.data.indexed import IndexedDataset
+from moba_train.errors import UserError
+from moba_train.tools.text_tokenizer import load_text_tokenizer
+
+LATE = {"full": 1.40, "moba": 1.37, "window": 1.385, "short": 1.375}
+"""Losses that make the claims (i), (ii) and the first half of (iii) true."""
+
+
+def finished(kind: str, seed: int, loss: float, needles: float = 0.5, own: float | None = None) -> Result:
+    """What an arm at 64K would have given."""
+    (arm,) = (one for one in EqualTime().arms(seed, quick=False) if one.name == f"{kind}-64k")
+    curves = {"full": {"mean": [loss], "trailing_by_sequence": [loss, loss]}}
+    maps: dict[str, Any] = {"full": {"score": needles}}
+    if own is not None:
+        curves[kind] = {"mean": [own], "trailing_by_sequence": [own, own]}
+        maps |= {kind: {"score": 0.1}, f"{kind}, answers with full": {"score": 0.2}}
+    position = {"position_wise": {"curves": curves, "documents": [0, 1]}}
+    ruler = {"scores": {"full": {"teacher_forced": {"vt": [0.5]}}}}
+    answers = {**position, "needle": {"maps": maps}, "ruler": ruler}
+    tokens = sum(stage["tokens"] for stage in arm.recipe["stages"])
+    history = [{"evaluation": "position_wise", "tokens": tokens, "trailing_loss": loss}]
+    recipe = json.loads(json.dumps(arm.recipe))
+    known = {"name": arm.name, "seed": seed, "tokens": tokens, "recipe": recipe, "history": history}
+    return {**known, "evaluations": {"answers": answers, "other": {"position_wise": {"curves": curves}}}}
+
+
+def test_an_arm_has_the_tokens_of_its_seconds_by_the_rates() -> None:
+    for seconds in (300, 1200):
+        arms = {arm.name: arm for arm in EqualTime(seconds).arms(0, quick=False)}
+        for kind in NAMES:
+            rates = {"sparse": "moba-64k", "short": "full-8k", "full": "full-64k"}
+            stages = arms[f"{kind}-64k"].recipe["stages"]
+            took = [stage["tokens"] / NOMINAL_RATES[rates[stage["name"]]] for stage in stages]
+            assert sum(took) == pytest.approx(seconds, rel=0.02)
+        assert arms["window-64k"].recipe["stages"][0]["tokens"] == arms["moba-64k"].recipe["stages"][0]["tokens"]
+        (sparse, full) = arms["moba-64k"].recipe["stages"]
+        assert sparse["tokens"] / NOMINAL_RATES["moba-64k"] == pytest.approx(0.88 * seconds, abs=BATCH_TOKENS / 9e4)
+        assert full["attention"] == {"default": "full"}
+        assert all(arm.parent == "base" for arm in arms.values() if arm.name != "base")
+
+
+def test_the_claims_are_judged_from_their_arms() -> None:
+    rng = np.random.default_rng(0)
+    results = [
+        finished(kind, seed, loss + rng.normal(0, 5e-4), own=loss + 0.01 if kind in ("moba", "window") else None)
+        for seed in range(3)
+        for kind, loss in LATE.items()
+    ]
+    finding = EqualTime().find(results)
+    words = {verdict.claim.split(",")[-1].strip(): verdict.word for verdict in finding.verdicts}
+    assert [verdict.word for verdict in finding.verdicts] == ["agrees"] * 3 + ["does not agree", "agrees"], words
+    rows = {row[0]: dict(zip(finding.rows[0], row, strict=True)) for row in finding.rows[1:]}
+    assert rows["moba-64k"]["above full"].startswith("-0.03")
+    assert rows["moba-64k"]["text own, answer full"] == "0.2000"
+    assert rows["full-64k"]["own"] == "–"
+
+
+def test_curves_are_over_the_seconds_of_each_stage() -> None:
+    ((seconds, _),) = learning_curve(finished("moba", 0, 1.4), "seconds")
+    assert seconds == pytest.approx(1200, rel=0.01)
+    ((seconds, _),) = learning_curve(finished("window", 0, 1.4), "seconds")
+    assert seconds < 1200 * (0.12 + 0.88 * NOMINAL_RATES["moba-64k"] / NOMINAL_RATES["window-64k"] + 0.01)
+
+
+def test_it_runs_with_rates_of_this_device_and_with_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equal_time, "_RATES", tmp_path / "rates.json")
+    known = Corpus(tmp_path, 49_152)
+    with pytest.raises(UserError, match=r"weights: no weights; experiments/README\.md says how they get there"):
+        EqualTime().prepare(known, tmp_path, quick=False)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text("{}")
+    (tmp_path / "other.idx").touch()
+    arms = [{"name": name, "tokens_per_s": 100, "device": "another GPU"} for name in NOMINAL_RATES]
+    (tmp_path / "rates.json").write_text(json.dumps({"results": {"arms": arms}}))
+    with pytest.raises(UserError, match=r"rates\.json: no rates of full-8k, .* on .*; measure them first: python -m"):
+        EqualTime().prepare(known, tmp_path, quick=False)
+    assert EqualTime().settings(quick=False)["rates"]["full-8k"] == 100
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_smallest_form_trains_and_settings_are_not_mixed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(corpus, "QUICK_TOKENS", 1 << 17)
+    quick = ["--quick", "--gpus", "0", "--seconds", "1e6"]
+    assert main(["equal-time", *quick, "--arms", "moba-64k", "full-64k"]) == 0
+    output = Path("runs/experiments/equal-time-quick.json")
+    results = {arm["name"]: arm for arm in json.loads(output.read_text())["results"]["arms"]}
+    assert results.keys() == {"base", "full-64k", "moba-64k"}
+    maps = results["moba-64k"]["evaluations"]["answers"]["needle"]["maps"]
+    assert list(maps) == ["moba", "moba, answers with full", "full"]
+    page.draw(FIGURES["equal-time"], output, output.with_suffix(".svg"))
+    capsys.readouterr()
+    for arguments, said in (
+        (["equal-time", *quick, "--seconds-per-arm", "300"], "holds results of other settings; given"),
+        (["trailing", *quick, "--seconds-per-arm", "300"], "--seconds-per-arm: the arms of trailing have a fixed"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert said in capsys.readouterr().err
+
+
+def test_documents_are_the_same_text_in_other_tokens(tmp_path: Path) -> None:
+    text = "what stands here returns far away\n" * 40
+    (tmp_path / "text.txt").write_text(text)
+    train_tokenizer([str(tmp_path / "text.txt")], tmp_path / "tokenizer.model", 300, "text")
+    written = load_text_tokenizer(tmp_path / "tokenizer.model")
+    with IndexedDatasetWriter(tmp_path / "train", np.uint16) as writer:
+        for part in (text, text[:700]):
+            writer.add_document(np.array([*written.encode(part), written.eos_id], dtype=np.uint16))
+    (tmp_path / "model").mkdir()
+    write_byte_tokenizer(tmp_path / "model" / "tokenizer.json")
+    for name in ("train", "valid"):
+        encode_again(IndexedDataset(tmp_path / "train"), written, tmp_path / "model", tmp_path / "again" / name)
+    (tmp_path / "again" / "tokenizer.json").write_text("{}")
+    again = IndexedDataset(tmp_path / "again" / "train")
+    tokens = again.document(1, 0, int(again.document_lengths[1]))
+    assert bytes(tokens.astype(np.uint8)).decode().strip() == text[:700].strip()
+    found = open_corpus(tmp_path / "again")
+    assert (found.vocab_size, found.tokenizer) == (256, tmp_path / "again" / "tokenizer.json")

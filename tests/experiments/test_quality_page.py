@@ -1,0 +1,161 @@
+"""What docs/explanation/quality.md says of the figures, computed again from their result files."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import page
+from experiments.comparison import Estimate
+from experiments.figure import Figure, Result
+from experiments.fits import fit
+from experiments.inference_gap import exchanges
+from experiments.needles import chances
+from experiments.rates import moba_over_full
+from experiments.readings import mean_keys, trailing_loss
+from experiments.registry import FIGURES
+from experiments.scaling import Scaling, middle
+from experiments.trailing import Trailing, pairs_of
+from experiments.versions import insertion_costs
+
+ROOT = page.FOLDER.parent
+TEXT = (ROOT / "docs" / "explanation" / "quality.md").read_text()
+PROSE = " ".join(TEXT.split())
+ROWS = {
+    match[1]: match[2]
+    for match in re.finditer(r"^\| \[F\d+\]\([^)]*REPORT\.md#(.*?)\).*\| ([^|]+) \|$", TEXT, re.MULTILINE)
+}
+"""Verdict of each row, by the anchor of the figure's section."""
+
+
+def results(name: str) -> list[Result]:
+    return page.read_results(page.result_file(FIGURES[name]))
+
+
+def anchor(figure: Figure) -> str:
+    """Anchor of the section of REPORT.md that has the figure's marker."""
+    before, _, _ = page.PAGE.read_text().partition(page.marker(figure))
+    heading = re.findall(r"^## (.*)$", before, re.MULTILINE)[-1]
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def allowed(figure: Figure) -> set[str]:
+    """Verdicts that a row may have: of several claims that were judged, the first or that some agree."""
+    known = results(figure.name)
+    words = [verdict.word for verdict in figure.find(known).verdicts]
+    if not words:
+        return {"none", "one seed"}
+    if len({result["seed"] for result in known if "base" not in result["name"] and result["stages"]}) < 2:
+        return {"one seed"}
+    if len(set(words)) == 1:
+        return {words[0]}
+    in_part = {"agrees in part"} if "agrees" in words else set()
+    return in_part | ({"agrees in sign"} if words[0] == "agrees" else {words[0]} - {"does not agree"})
+
+
+@pytest.mark.parametrize("figure", FIGURES.values(), ids=lambda figure: figure.name)
+def test_a_verdict_of_the_page_is_that_of_the_file(figure: Figure) -> None:
+    said = ROWS.get(anchor(figure), "none")
+    if figure.name == "scaling":  # its claim is of other text than the published one
+        assert said == "cannot be compared"
+        assert "The published claim cannot be tested so" in page.PAGE.read_text()
+    else:
+        assert said in allowed(figure)
+
+
+def gaps(figure: Scaling | Trailing, name: str) -> dict[str, Estimate]:
+    """MoBA's loss above full attention's by the fits, in per cent, at equal tokens, real FLOPs and time."""
+    known = results(name)
+    rate = moba_over_full(figure.seq_len)
+    assert rate is not None
+    found = {}
+    for what, axis, tokens in (("tokens", "6ND", 1.0), ("FLOPs", "real", 1.0), ("time", "6ND", rate)):
+        fits = fit(known, figure.loss, axis)
+        assert fits is not None
+        found[what] = fits.gap(middle(known, axis), tokens)
+    return found
+
+
+def test_equal_flops_and_equal_time_are_those_of_the_fits_and_of_the_rates() -> None:
+    short, long = gaps(Scaling(), "scaling"), gaps(Trailing(), "trailing")
+    assert f"it is {short['time'].value:.0f} % behind at 8K and {long['time'].value:.0f} % in the last 2K" in PROSE
+    assert short["time"].low > 0
+    assert long["time"].low > 0
+    assert f"MoBA is {-short['FLOPs'].value:.0f} % ahead at 8K" in PROSE
+    assert short["FLOPs"].high == pytest.approx(0, abs=0.15), "hardly beyond the error"
+    assert f"and {-long['FLOPs'].value:.0f} % in the last 2K of 32K tokens. FLOPs are not time" in PROSE
+    rates = [f"{moba_over_full(seq_len):.2f}" for seq_len in (8192, 32_768)]
+    assert f"MoBA trains {' and '.join(rates)} times as many tokens in the same time" in PROSE
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "At equal time, by an estimate, MoBA is behind up to 32K" in readme
+
+
+def test_losses_are_those_of_the_files() -> None:
+    trailing = pairs_of(results("trailing"))
+    early = [pair["full"]["stages"]["train"]["position_wise"]["position_wise"] for pair in trailing]
+    behind = [
+        trailing_loss(pair["moba"]) > data["curves"][data["attention"]]["mean"][1]
+        for pair, data in zip(trailing, early, strict=True)
+    ]
+    assert f"in {sum(behind)} of {len(behind)} pairs of models" in PROSE
+    gap = statistics.mean(trailing_loss(pair["moba"]) - trailing_loss(pair["full"]) for pair in trailing)
+    assert f"the last 2K tokens lose {gap:.2f} nats" in PROSE
+    by_size: dict[str, list[float]] = {}
+    for pair in pairs_of(results("scaling")):
+        difference = Scaling().loss(pair["moba"]) - Scaling().loss(pair["full"])
+        by_size.setdefault(pair["full"]["name"], []).append(difference)
+    means = [statistics.mean(values) for values in by_size.values()]
+    assert min(map(min, by_size.values())) > 0, "at every size and with both seeds"
+    assert f"it is {min(means):.2f} to {max(means):.2f} nats behind" in PROSE
+    hybrid = FIGURES["hybrid"].find(results("hybrid")).verdicts[0].estimate
+    assert f"{hybrid.value:.3f} nats above it in the last tokens, ± {hybrid.half:.3f}" in PROSE
+
+
+def test_a_window_of_as_many_keys_is_ahead_of_blocks_of_512() -> None:
+    behind = results("why-behind")
+    arms = {result["name"]: result for result in [*results("mechanisms"), *behind]}
+    assert mean_keys(arms["long-window1280"]) == pytest.approx(mean_keys(arms["long-moba"]), rel=0.01)
+    (window,) = (one for one in FIGURES["why-behind"].find(behind).verdicts if "512/3 has a lower" in one.claim)
+    gap = window.estimate
+    assert window.word == "does not agree"
+    assert f"{gap.value:.3f} nats ahead in the last tokens ({gap.low:.3f} to {gap.high:.3f}, three seeds)" in PROSE
+    moba, moa, small = (arms[f"{name}-8k"] for name in ("moba", "moa", "moba-128"))
+    assert trailing_loss(small) < trailing_loss(moa) < trailing_loss(moba)
+    assert f"attend to {mean_keys(moba):,.0f} (blocks of 512) to {mean_keys(moa):,.0f} on average" in PROSE
+
+
+def test_mean_keys_are_those_of_a_count_query_by_query() -> None:
+    (moba,) = (one for one in results("mechanisms") if one["name"] == "moba-8k")
+    counted = [min(position // 512, 2) * 512 + position % 512 + 1 for position in range(8192)]
+    assert mean_keys(moba) == pytest.approx(statistics.mean(counted), abs=0.5)
+
+
+def test_what_inference_is_of_the_gap_and_that_gates_learn_nothing() -> None:
+    shares = {}
+    for label, pairs in exchanges(results("trailing")).items():
+        full, moba, as_full, _ = np.array(pairs).mean(0)
+        shares[label.rpartition(":")[0] or label] = 100 * (moba - as_full) / (moba - full)
+    trailing, short = shares["F2, 32K, trailing loss"], shares["F8, 8K, validation loss"]
+    assert f"make up for {trailing:.0f} % of it in the last 2K of 32K" in PROSE
+    assert f"At 8K it is {short:.0f} %, and about 80 % in fine-tuning" in PROSE
+    cliffs = [share for label, share in shares.items() if label.startswith("F6")]
+    assert cliffs == pytest.approx([80, 80], abs=2)
+    (at_once, *_) = insertion_costs(results("versions"))["moba"]
+    trained = {result["name"]: Scaling().loss(result) for result in results("versions")}
+    gap = trained["moba-10m-x1"] - trained["full-10m-x1"]
+    assert f"it costs {gap:.3f} nats if it was trained with, and {at_once:.3f} if it is inserted" in PROSE
+
+
+def test_chance_and_needles_outside_the_own_block() -> None:
+    blind = chances(results("needles"))
+    assert f"By chance it would be {100 * blind[32, 48]:.0f} and {100 * blind[512, 3]:.0f} %" in PROSE
+    file = ROOT / "benchmarks" / "results" / "smollm2-retrieval-h200.json"
+    found: Any = json.loads(Path(file).read_text())["results"]["extended"]["needle"]
+    history = {name: np.array(one["passed"])[2:, :4].mean() for name, one in found["maps"].items()}
+    assert found["lengths"][2:] == [16_384, 32_768]
+    assert history["moba"] == 0
+    assert f"none in 16K and 32K tokens, and full attention {history['full']:.2f}" in PROSE

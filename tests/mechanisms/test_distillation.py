@@ -1,0 +1,219 @@
+"""Self-distillation: the loss and gradients of its definition, on any grid of dp, cp, tp, accumulation and packing; a
+run with it, resumed; what refuses it."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moba_train.attention.full import FullAttention
+from moba_train.attention.layout import packed_layout
+from moba_train.config.attention import LayerAttention
+from moba_train.config.load import load_config
+from moba_train.config.mesh import mesh_sizes
+from moba_train.config.schema import RunConfig
+from moba_train.data.indexed import IndexedDataset
+from moba_train.data.loader import step_batches
+from moba_train.data.samples import StageData
+from moba_train.errors import ConfigError
+from moba_train.mechanisms.distillation import Distillation
+from moba_train.model import loss
+from moba_train.model.build import build_attention, initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.dims import ParallelDims
+from moba_train.parallel.forward import accumulate_gradients
+from moba_train.parallel.world import World, joined_world, sum_over_ranks
+from moba_train.run.step import StepLosses
+from tests.attention.helpers import labelled
+from tests.gradients import full_gradient, gradient
+from tests.resolved import check, shard_of, sharded_of, stages_of
+from tests.run.test_sft_grid import GRID, LOSS_AT, VOCAB, config_of, write_conversations
+from tests.run.tiny_run import Run, assert_same_tensors
+from tests.run.trainer_ranks import Ranks
+
+OPTIONS = {"weight": 0.7, "temperature": 2.0}
+CASES: list[dict[str, int]] = [GRID[0], GRID[1], GRID[3], GRID[5], {"cp": 1, "seq_len": 64, "micro": 1, "tp": 2}]
+"""On four ranks; the documents with loss are few, so that ranks and micro-batches have unequal numbers of loss tokens,
+and some have none."""
+
+
+def distilling(case: dict[str, int]) -> RunConfig:
+    config = config_of(case).model_dump(mode="json")
+    config["model"]["init_std"] = 0.3  # so that full and sparse attention differ
+    config["stages"][0]["distill"] = OPTIONS
+    if "tp" in case:
+        config["parallel"] |= {"tp": case["tp"]}
+    return RunConfig.model_validate(config)
+
+
+def one_step(case: dict[str, int], prefix: str, world: World) -> dict[str, Tensor]:
+    """One step's losses and gradients, from the files on, as the trainer forms them."""
+    config = distilling(case)
+    (stage,) = stages_of(config)
+    dims = ParallelDims(mesh_sizes(config.parallel.model_copy(update={"cp": case["cp"]}), world.size), world)
+    model = sharded_of(config, dims)
+    model.set_attention(build_attention(stage.attention, config.model.head_width))
+    assert stage.objective is not None
+    model.objective = Distillation(stage.objective[1])
+    shard = shard_of(config, stage, dims)
+    if shard.engine:
+        model.set_engines([shard.engine] * 2)
+    sources = [config.data.train[0].model_copy(update={"path": prefix})]
+    data = StageData(sources, stage.seq_len, stage.batch_sequences, 0, {}, VOCAB, "best_fit", "token")
+    loaded = step_batches(data, 0, stage.batch_sequences, stage.micro_batch_size, shard.dp_rank, shard.dp_size)
+    batches = [shard.shard_batch(batch) for batch in loaded]
+    (weight,) = sum_over_ranks([sum(batch.loss_weight_sum for batch in batches)])
+    losses = StepLosses(world.device)
+    model.objective.begin_step(1)
+    for sums in accumulate_gradients(model, batches, weight):
+        losses.add(sums)
+    losses.all_reduce()
+    gradients = {name: full_gradient(parameter) for name, parameter in model.named_parameters()}
+    return {"loss": losses.loss, **model.objective.measured(), **gradients}
+
+
+def all_steps(prefix: str, output: str) -> None:
+    """Work of one rank: all cases."""
+    with joined_world(timedelta(seconds=60)) as world:
+        found = [one_step(case, prefix, world) for case in CASES]
+        if world.is_main:
+            torch.save(found, output)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    name = str(tmp_path_factory.mktemp("distilled") / "conversations")
+    write_conversations(name)
+    return name
+
+
+@pytest.fixture(scope="module")
+def results(prefix: str, ranks: Ranks) -> list[dict[str, Tensor]]:
+    ranks.work(all_steps, (prefix, f"{prefix}.pt"), 4)
+    found: list[dict[str, Tensor]] = torch.load(f"{prefix}.pt", weights_only=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(prefix: str) -> dict[str, Tensor]:
+    """By definition: each conversation alone through the model twice, with both attentions; all logits at once."""
+    config = distilling(GRID[0])
+    (stage,) = stages_of(config)
+    model = Transformer(config.model)
+    initialize_weights(model, config.seed)
+    full = [LayerAttention("full", FullAttention.Options())] * 2
+    corpus = IndexedDataset(prefix)
+    entropies, divergences = [], []
+    for document, places in LOSS_AT.items():
+        rows = torch.tensor([place for place in places if place > 0], dtype=torch.int64)
+        if not len(rows):
+            continue
+        tokens = torch.from_numpy(corpus.document(document).astype(np.int64))
+        inputs = tokens, torch.arange(len(tokens)), packed_layout([len(tokens)])
+        model.set_attention(build_attention(full, config.model.head_width))
+        with torch.no_grad():
+            teacher = (model(*inputs)[rows - 1] / 2).softmax(-1)
+        model.set_attention(build_attention(stage.attention, config.model.head_width))
+        logits = model(*inputs)[rows - 1]
+        entropies.append(F.cross_entropy(logits, tokens[rows], reduction="none"))
+        divergences.append((teacher * (teacher.log() - (logits / 2).log_softmax(-1))).sum(-1))
+    entropy, divergence = torch.cat(entropies).mean(), torch.cat(divergences).mean()
+    total = 0.3 * entropy + 0.7 * 4 * divergence
+    total.backward()
+    gradients = {name: gradient(parameter) for name, parameter in model.named_parameters()}
+    measured = {"cross_entropy": entropy.detach(), "distillation": divergence.detach()}
+    return {"loss": total.detach(), **measured, **gradients}
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(f"{k}{v}" for k, v in CASES[n].items()))
+def test_loss_and_gradients_are_those_of_the_definition(
+    number: int, results: list[dict[str, Tensor]], expected: dict[str, Tensor]
+) -> None:
+    assert expected["distillation"] > 1e-3
+    assert results[number].keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(results[number][name], value, rtol=1e-4, atol=1e-6, msg=labelled(name))
+
+
+def test_logits_exist_for_a_chunk_of_tokens_at_a_time(
+    alone: World, prefix: str, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    of_chunk = Distillation.of_chunk
+
+    def counted(self: Distillation, hidden_nD: Tensor, *rest: Tensor) -> Tensor:
+        rows.append(len(hidden_nD))
+        return of_chunk(self, hidden_nD, *rest)
+
+    monkeypatch.setattr(loss, "chunk_tokens", lambda vocab_size: 2)
+    monkeypatch.setattr(Distillation, "of_chunk", counted)
+    found = one_step({"cp": 1, "seq_len": 64, "micro": 4}, prefix, alone)
+    assert max(rows) == 2
+    assert len(rows) > 3
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=labelled(name))
+
+
+def distilled_run(run: Run, **options: Any) -> Run:
+    run.recipe["stages"][1] |= {"distill": {"weight": 0.5, "every": 2, **options}}
+    run.recipe["checkpoint"] = {"every": 3, "keep_last": 10}
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Run:
+    """Not to be changed."""
+    run = distilled_run(Run(tmp_path_factory.mktemp("distilled") / "run", corpora))
+    run.folder.mkdir()
+    assert run.train_here() == 0
+    return run
+
+
+def test_the_log_has_both_losses_of_the_steps_that_distil(finished: Run) -> None:
+    records = finished.records()
+    assert ["distillation" in record for record in records] == [False] * 6 + [step % 2 == 0 for step in range(7, 13)]
+    for record in records[7::2]:
+        mixed = 0.5 * record["cross_entropy"] + 0.5 * record["distillation"]
+        assert record["loss"] == pytest.approx(mixed, rel=1e-5)
+        assert record["distillation"] > 0
+    assert any("objective distill" in record["message"] for record in finished.records("stage"))
+
+
+def test_it_resumes_bitwise_inside_the_stage(finished: Run, run: Run) -> None:
+    """After step 9, so that the next one distils."""
+    distilled_run(run).take_over(finished, 9)
+    assert run.train_here() == 0
+    assert run.losses() == finished.losses()
+    assert_same_tensors(run.newest_checkpoint, finished.newest_checkpoint)
+
+
+def test_a_recipe_says_it_back(finished: Run) -> None:
+    assert load_config(finished.run_dir / "config.yaml").stages[1].objectives["distill"].model_dump() == {
+        "teacher": "full",
+        "loss": "kl",
+        "on": "logits",
+        "weight": 0.5,
+        "temperature": 1.0,
+        "every": 2,
+    }
+
+
+def test_a_pipeline_is_refused_by_name() -> None:
+    config = distilling(GRID[0]).model_dump(mode="json")
+    config["parallel"] |= {"pp": 2}
+    with pytest.raises(ConfigError, match=r"stages\[0\]\.distill: given with parallel\.pp 2; allowed: .* pp 1"):
+        check(RunConfig.model_validate(config))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [({"weight": 0}, "given 0"), ({"teacher": "frozen"}, "full"), ({"wait": 1}, "wait")],
+)
+def test_keys_that_are_not_are_named(run: Run, keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)stages\[1\]\.distill.*{problem}"):
+        load_config(distilled_run(run, **keys).write_recipe())

@@ -1,0 +1,182 @@
+"""A mixture of experts on one device: what it computes, what balances it, and which options are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.experts import products, router, step
+from moba_train.mechanisms.experts.balance import Balance
+from moba_train.mechanisms.experts.options import MoeOptions
+from tests.mechanisms.experts_model import ACTIVE, EXPERTS, HIDDEN, drawn, mixture, options, token_by_token
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "Qwen3, Mixtral": {},
+    "not normalized, a shared expert": {"router": {"normalize": False}, "shared": 2},
+    "DeepSeek-V3": {
+        "router": {"score": "sigmoid", "scale": 2.5, "groups": 4, "active_groups": 2, "balance": "bias"},
+        "shared": 1,
+    },
+    "softmax in groups": {"router": {"groups": 2, "active_groups": 1}},
+    "losses": {"router": {"aux_loss": 0.1, "z_loss": 0.01}},
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_layer_is_what_its_definition_says_with_its_gradients(name: str) -> None:
+    layer = mixture(options(**ROUTERS[name]), torch.float64)
+    layer.bias.copy_(0.2 * drawn(EXPERTS, seed=5))
+    x = drawn(40, HIDDEN, dtype=torch.float64).requires_grad_()
+    probe = drawn(40, HIDDEN, seed=2, dtype=torch.float64)
+    weights = [x, *layer.parameters()]
+    found, _ = layer(x)
+    want = token_by_token(layer, x)
+    torch.testing.assert_close(found, want)
+    got = torch.autograd.grad((found * probe).sum(), weights)
+    for gradient, wanted in zip(got, torch.autograd.grad((want * probe).sum(), weights), strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [[3, 0, 9, 0], [0, 0, 0, 12], [0, 0, 0, 0]], ids=str)
+def test_grouped_products_are_those_of_a_loop_also_for_experts_without_tokens(
+    sizes: list[int], dtype: torch.dtype
+) -> None:
+    assert ("cpu", dtype) in products.GROUPED, "else this compares the loop with itself"
+    ends = torch.tensor(sizes).cumsum(0).int()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    results = []
+    for product in (products.grouped_product, products.looped_product):
+        x = drawn(sum(sizes), HIDDEN, dtype=dtype).requires_grad_()
+        weight = drawn(4, 8, HIDDEN, seed=2, dtype=dtype).requires_grad_()
+        out = product(x, weight, ends)
+        (out * drawn(sum(sizes), 8, seed=3, dtype=dtype)).sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        assert weight.grad[[size == 0 for size in sizes]].abs().sum() == 0
+        results.append((out.detach(), x.grad, weight.grad))
+    for got, want in zip(*results, strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_the_router_computes_in_float32_whatever_the_layers_do() -> None:
+    layer = mixture(options(), torch.bfloat16)
+    x = drawn(64, HIDDEN, dtype=torch.bfloat16)
+    logits = layer.router(x, layer.router.weight)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, x.float() @ layer.router.weight.float().T)
+
+
+def test_no_token_is_dropped_where_all_choose_the_same_experts() -> None:
+    layer = mixture(options(router={"balance": "bias"}), torch.float64)
+    layer.bias[:ACTIVE] = 10
+    x = drawn(50, HIDDEN, dtype=torch.float64)
+    scores = router.scores(layer.router(x, layer.router.weight), layer.options.router)
+    experts_Tk, _, ends_E, _ = router.choose(scores, layer.bias, layer.balance.handle)
+    assert sorted(experts_Tk.unique().tolist()) == list(range(ACTIVE))
+    assert ends_E.tolist() == [50, 100] + [150] * (EXPERTS - 2)
+    torch.testing.assert_close(layer(x)[0], token_by_token(layer, x))
+
+
+def counted(layer: Any, x: torch.Tensor, rows: list[int] | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Counts of the layer, and its auxiliary losses, where these rows carry loss."""
+    layer.count_tokens(None if rows is None else (torch.zeros(len(rows)), torch.tensor(rows), torch.ones(len(rows))))
+    _, auxiliary = layer(x)
+    return layer.balance.counts(layer.bias.data_ptr()), auxiliary
+
+
+def test_the_auxiliary_loss_is_its_formula_over_the_tokens_that_carry_loss() -> None:
+    layer = mixture(options(router={"aux_loss": 0.5, "z_loss": 0.25}), torch.float64)
+    x = drawn(30, HIDDEN, dtype=torch.float64)
+    rows = [0, 3, 4, 11, 29]
+    counts, auxiliary = counted(layer, x, rows)
+    assert counts is not None
+    assert auxiliary is not None
+    logits = x @ layer.router.weight.T
+    p = logits.softmax(1)
+    chosen = p.topk(ACTIVE, dim=1).indices
+    load = torch.stack([(chosen[rows] == expert).sum() for expert in range(EXPERTS)])
+    assert counts[:EXPERTS].tolist() == load.tolist()
+    assert counts[-1] == len(rows)
+    assert float(counts[-2]) == pytest.approx(-(p * p.log()).sum(1)[rows].sum().item())
+    want = 0.5 * EXPERTS * (p * (load / load.sum())).sum(1) + 0.25 * logits.logsumexp(1) ** 2
+    torch.testing.assert_close(auxiliary, want.float())
+    everywhere, _ = counted(mixture(options(router={"counted": "all"}), torch.float64), x, rows)
+    assert everywhere is not None
+    assert everywhere[-1] == 30
+
+
+def test_an_evaluation_counts_nothing() -> None:
+    layer = mixture(options(router={"balance": "both"}))
+    counts, auxiliary = counted(layer, drawn(30, HIDDEN), None)
+    assert counts is None
+    assert auxiliary is not None
+    assert auxiliary.abs().sum() == 0
+
+
+def test_biases_move_against_the_load_of_the_step_by_one_update_each() -> None:
+    layer = mixture(options(router={"balance": "bias", "bias_update": 0.125}))
+    layer.balance.forget()
+    for seed in (1, 2):  # two micro-batches
+        counted(layer, drawn(30, HIDDEN, seed=seed), list(range(30)))
+    metrics = step.measure({4: layer}, layer.options, 5, torch.device("cpu"))
+    counts = layer.balance.counts(layer.bias.data_ptr())
+    assert counts is not None
+    load = counts[:EXPERTS]
+    assert load.sum() == 60 * ACTIVE
+    step.update({4: layer}, layer.options)
+    assert layer.bias.tolist() == (0.125 * (load.mean() - load).sign()).tolist()
+    assert float(metrics["expert_load_max"]) == pytest.approx(float(load.max() / load.mean()))
+
+
+def test_a_step_repeats_bit_by_bit() -> None:
+    layer = mixture(options(shared=1), torch.bfloat16)
+    x = drawn(500, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    weights = [x, *layer.parameters()]
+    runs = []
+    for _ in range(2):
+        out, _ = layer(x)
+        runs.append([out, *torch.autograd.grad(out.float().square().sum(), weights)])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_layers_share_one_balance_and_count_apart() -> None:
+    layers = {0: mixture(options()), 3: mixture(options(), seed=7)}
+    shared = Balance(options())
+    for layer in layers.values():
+        layer.balance = shared
+        counted(layer, drawn(20, HIDDEN), list(range(20)))
+    metrics = step.measure(layers, options(layers=[0, 3]), 4, torch.device("cpu"))
+    assert {name for name in metrics if "layer" in name} == {"expert_load_max_layer_0", "expert_load_max_layer_3"}
+    assert metrics["expert_load_max_layer_0"] != metrics["expert_load_max_layer_3"]
+
+
+SHAPE = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "layers": 4, "heads": 2, "kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"active": 9}, "active: given 9; allowed: at most experts, 8"),
+        ({"layers": "last:5"}, "asks for 5 layers; the model has 4"),
+        ({"router": {"balance": "loss", "bias_update": 0.1}}, "bias_update: given with balance: loss"),
+        ({"router": {"balance": "bias", "aux_loss": 0.1}}, "aux_loss: given with balance: bias"),
+        ({"router": {"groups": 4}}, "groups and active_groups: one is given"),
+        ({"router": {"groups": 3, "active_groups": 1}}, "router.groups: given 3, which does not divide experts 8"),
+        ({"router": {"groups": 4, "active_groups": 1}}, "whose groups have 2 experts; allowed: at least active, 3"),
+        ({"capacity": 2}, "Extra inputs are not permitted"),
+    ],
+)
+def test_sections_that_contradict_themselves_are_refused(changes: dict[str, Any], problem: str) -> None:
+    given = options().model_dump(exclude_defaults=True) | changes
+    with pytest.raises(ValueError, match=problem):
+        ModelConfig.model_validate(SHAPE | {"moe": given})
+
+
+def test_a_section_survives_being_saved_in_full() -> None:
+    config = ModelConfig.model_validate(SHAPE | {"moe": options(layers="first:1").model_dump()})
+    assert ModelConfig.model_validate(config.model_dump()) == config
+    assert [config.feed_forward(layer) is not None for layer in range(4)] == [True, False, False, False]
+    assert isinstance(config.given_feed_forwards["moe"], MoeOptions)

@@ -1,0 +1,107 @@
+"""Experts on a GPU, in bf16: grouped products against the loop, no wait for the GPU, the same bits again, compiled."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.experts import products
+from moba_train.mechanisms.experts.experts import MixtureOfExperts
+from tests.mechanisms.experts_model import drawn, options
+from tests.run.tiny_run import Run
+
+EXPERTS, HIDDEN, WIDTH, TOKENS = 16, 64, 48, 700
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def layer_on(device: str, dtype: torch.dtype) -> MixtureOfExperts:
+    """A layer with drawn weights, rounded to bf16 whatever the dtype."""
+    given = options(experts=EXPERTS, active=4, intermediate_size=WIDTH, shared=1)
+    shape = ModelConfig(vocab_size=2, hidden_size=HIDDEN, intermediate_size=1, layers=1, heads=1, kv_heads=1)
+    layer = MixtureOfExperts(given, shape)
+    with torch.no_grad():
+        for index, parameter in enumerate(layer.parameters()):
+            parameter.copy_(0.1 * drawn(*parameter.shape, seed=index).bfloat16())
+    return layer.to(device, dtype)
+
+
+def step(layer: Any, x: Tensor) -> list[Tensor]:
+    """Result and gradients."""
+    x = x.detach().requires_grad_()
+    out, auxiliary = layer(x)
+    (out.float().square().sum() + auxiliary.sum()).backward()
+    assert x.grad is not None
+    found = [out.detach(), x.grad]
+    for parameter in layer.parameters():
+        found.append(parameter.grad)
+        parameter.grad = None
+    return found
+
+
+def need(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_grouped_products_in_bf16_are_those_of_the_loop_in_float32(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(device)
+    assert (device, torch.bfloat16) in products.GROUPED
+    x = drawn(TOKENS, HIDDEN).bfloat16().to(device)
+    grouped = step(layer_on(device, torch.bfloat16), x)
+    monkeypatch.setattr(products, "GROUPED", set())
+    looped = step(layer_on(device, torch.float32), x.float())
+    for got, want in zip(grouped, looped, strict=True):
+        assert (got.float() - want).norm() <= 0.03 * want.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_never_waits_for_the_gpu_and_repeats_bit_by_bit(device: str) -> None:
+    need(device)
+    layer = layer_on(device, torch.bfloat16)
+    x = drawn(TOKENS, HIDDEN).bfloat16().to(device)
+    rows = torch.arange(TOKENS, device=device)
+    layer.count_tokens((rows, rows, torch.ones(TOKENS, device=device)))
+    first = step(layer, x)  # what is loaded and made at the first call may wait
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = step(layer, x)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_layer_compiles_as_a_whole() -> None:
+    x = drawn(TOKENS, HIDDEN).bfloat16().cuda()
+    plain = step(layer_on("cuda", torch.bfloat16), x)
+    layer = layer_on("cuda", torch.bfloat16)
+    layer.compile(fullgraph=True, dynamic=False)
+    for got, want in zip(step(layer, x), plain, strict=True):
+        assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_with_experts_trains(run: Run, corpora: Path, ranks: int) -> None:
+    """Compiled on one GPU, with half of the experts on each of two."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    run.recipe["model"] |= {"moe": {"experts": 4, "active": 2, "intermediate_size": 24}, "head_dim": 16}
+    run.recipe |= {"compile": ranks == 1, "parallel": {"ep": ranks}, "activation_checkpointing": "selective"}
+    for stage in run.recipe["stages"]:
+        stage["micro_batch_size"] = 2
+    status, output = run.train_on_gpu(ranks)
+    assert status == 0, output
+    records = run.records()
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert all(1 <= record["expert_load_max"] <= 4 for record in records)

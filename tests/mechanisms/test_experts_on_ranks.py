@@ -1,0 +1,47 @@
+"""Experts on ranks compute what one device does: loss, every gradient, norms, auxiliary losses, and the experts' load.
+
+With and without expert parallelism, next to data, context, tensor and pipeline parallelism.
+"""
+
+import pytest
+
+from moba_train.parallel.activations import Kept
+from tests.run.test_pipeline_gradients import SPARSE, Case, Found, Model, assert_equal, found, on_one_device
+
+__all__ = ["found"]
+
+ROUTER = {"aux_loss": 0.5, "z_loss": 0.01, "balance": "both"}
+MIXTURE = {"experts": 8, "active": 3, "intermediate_size": 16, "shared": 1, "router": ROUTER}
+EXPERTS: Model = {"attention": SPARSE, "further": {"moe": MIXTURE}}
+HALF: Model = {
+    "attention": SPARSE,
+    "tied": True,
+    "further": {"moe": MIXTURE | {"layers": "every:2", "router": {"score": "sigmoid", "balance": "bias"}}},
+    "kept": (Kept.INPUT, Kept.ATTENTION, Kept.PRODUCTS, Kept.ALL),
+}
+RECOMPUTED = EXPERTS | {"kept": (Kept.INPUT, Kept.ATTENTION, Kept.INPUT, Kept.PRODUCTS)}
+ZERO_BUBBLE = {"pp": 2, "pp_schedule": "zero_bubble"}
+TWO_RANKS: dict[str, Case] = {
+    "dp 2": (EXPERTS, {}),
+    "cp 2": (RECOMPUTED, {"cp": 2}),
+    "tp 2": (RECOMPUTED, {"tp": 2}),
+    "ep 2": (EXPERTS, {"ep": 2}),
+    "ep 2 of cp 2": (HALF, {"ep": 2, "cp": 2}),
+}
+FOUR_RANKS: dict[str, Case] = {
+    "ep 4 of cp 2": (RECOMPUTED, {"ep": 4, "cp": 2}),
+    "ep 2 of dp 4": (HALF, {"ep": 2, "gradient_transport": "all_to_all"}),
+    "ep 2, tp 2": (EXPERTS, {"ep": 2, "tp": 2}),
+    "ep 2, replicas": (EXPERTS, {"ep": 2, "dp_replicate": 2}),
+    "ep 2, pp 2": (RECOMPUTED, {"ep": 2, "pp": 2}),
+    "ep 2, zero bubble": (EXPERTS, {"ep": 2, **ZERO_BUBBLE}),
+    "pp 2, tp 2": (HALF, {"pp": 2, "tp": 2}),
+}
+
+
+@pytest.mark.parametrize("name", [*TWO_RANKS, *FOUR_RANKS])
+def test_it_computes_what_one_device_does(name: str, found: dict[str, Found]) -> None:
+    model, _ = (TWO_RANKS | FOUR_RANKS)[name]
+    assert "expert_load_max_layer_3" in found[name]
+    assert ("auxiliary" in found[name]) == (model is not HALF)
+    assert_equal(found[name], on_one_device(model))

@@ -1,0 +1,133 @@
+"""The ideal selection against an oracle in float64 that sorts the blocks of every query and head: outputs, gradients;
+ranks that share a sequence; documents; decoding; full attention where nothing is left out."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moba_train.attention.kind import StageContext
+from moba_train.attention.registry import KINDS
+from moba_train.mechanisms.gates import grid
+from moba_train.model.rope import apply_rope, rope_cos_sin
+from moba_train.parallel.context.strategy import CPStrategy
+from tests.attention.kind_checks import (
+    MODEL,
+    STRATEGIES,
+    Layer,
+    assert_documents_are_independent,
+    assert_ranks_equal_one_device,
+    make_layer,
+    results,
+    run_layer,
+)
+from tests.tools.decoding_checks import assert_decodes_like_training
+
+LENGTHS = [12, 0, 1, 27]
+CASES: dict[str, dict[str, Any]] = {
+    "head": {"block_size": 4, "topk": 3},
+    "group": {"block_size": 4, "topk": 3, "select": "group"},
+    "forced": {"block_size": 4, "topk": 4, "always": ("first", "previous", "current")},
+    "tokens": {"block_size": 1, "topk": 6},
+    "tokens of a group": {"block_size": 1, "topk": 6, "select": "group", "always": ("first", "previous")},
+}
+each = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+
+
+def naive(layer: Layer) -> list[Tensor]:
+    """Sorts the blocks of every query by full attention's probability in them, and attends to the first ones."""
+    options = layer.kind.options
+    edges = layer.layout.cu_seqlens.tolist()
+    rows = [naive_document(layer, slice(first, stop)) for first, stop in pairwise(edges) if stop > first]
+    assert options.topk > 1
+    return [torch.cat(rows)]
+
+
+def naive_document(layer: Layer, rows: slice) -> Tensor:
+    options = layer.kind.options
+    length = rows.stop - rows.start
+    cos, sin = rope_cos_sin(torch.arange(length), layer.model.rope, layer.model.head_width)
+    q, k = (apply_rope(x[rows], cos, sin) for x in (layer.q, layer.k))
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    size = options.block_size
+    out = []
+    for t in range(length):
+        scores = [q[t, h] @ k[: t + 1, h // group].T / math.sqrt(q.shape[2]) for h in range(heads)]
+        full = [score.detach().softmax(-1) for score in scores]
+        own = t // size
+        for h in range(heads):
+            members = range(h // group * group, (h // group + 1) * group) if options.select == "group" else [h]
+            mass = [sum(float(full[m][b * size : (b + 1) * size].sum()) for m in members) for b in range(own)]
+            forced = {0} if "first" in options.always and own else set()
+            forced |= {own - 1} if "previous" in options.always and own else set()
+            free = sorted(set(range(own)) - forced, key=lambda b: -mass[b])
+            blocks = {own, *forced, *free[: options.topk - 1 - len(forced)]}
+            keys = [s for s in range(t + 1) if s // size in blocks]
+            out.append(scores[h][keys].softmax(-1) @ layer.v[rows][keys, h // group])
+    return torch.stack(out).view(length, heads, -1)
+
+
+@each
+def test_outputs_and_gradients_are_the_oracles(options: dict[str, Any]) -> None:
+    layer = make_layer("oracle", options, LENGTHS)
+    for got, want in zip(results(layer)[:2], results(layer, naive)[:2], strict=True):
+        for mine, other in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
+
+
+@each
+def test_chunks_of_queries_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer("oracle", options, LENGTHS)
+    whole = results(layer)
+    monkeypatch.setattr(grid, "_SCORES_PER_CHUNK", {"cpu": 40})
+    for got, want in zip(results(layer)[:2], whole[:2], strict=True):
+        for mine, other in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [CASES["head"], CASES["tokens of a group"]])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_ranks_equal_one_device(options: dict[str, Any], strategy: CPStrategy) -> None:
+    assert_ranks_equal_one_device(make_layer("oracle", options, [13, 27]), strategy)
+
+
+@each
+def test_documents_are_independent(options: dict[str, Any]) -> None:
+    assert_documents_are_independent("oracle", options, LENGTHS)
+
+
+@each
+def test_new_tokens_are_decoded_as_trained(options: dict[str, Any]) -> None:
+    assert_decodes_like_training("oracle", options, prompts=(13, 5), steps=4)
+
+
+def test_every_block_is_full_attention() -> None:
+    layer = make_layer("oracle", {"block_size": 4, "topk": 7}, LENGTHS)
+    full = layer.with_inputs(layer.inputs(), kind=KINDS["full"](KINDS["full"].Options(), MODEL.head_width))
+    torch.testing.assert_close(run_layer(layer)[0], run_layer(full)[0], rtol=0, atol=1e-12)
+
+
+def test_a_gate_never_keeps_more_of_full_attentions_probability() -> None:
+    """The budget being equal, the ideal selection has the largest log-sum-exp of the selected scores, head by head."""
+    sizes = {"block_size": 4, "topk": 3}
+    layer = make_layer("oracle", sizes, [40])
+    cos, sin = rope_cos_sin(torch.arange(40), MODEL.rope, MODEL.head_width)
+    q, k = (apply_rope(x.detach(), cos, sin) for x in (layer.q, layer.k))
+    _, ideal = layer.kind.ideal.attend(q, k, layer.v.detach(), layer.layout, ())
+    (gate,) = KINDS["moba"](KINDS["moba"].Options(**sizes), MODEL.head_width).attentions
+    selection = gate.select(q, gate.summarize(k, layer.layout), layer.layout)
+    _, own = gate.attend(q, k, layer.v.detach(), layer.layout, selection)
+    assert (own <= ideal + 1e-12).all()
+    assert (own < ideal - 1e-3).any()
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    context = StageContext(MODEL, 64, 1, 1, False, "cpu", "in layer 0")
+    problems = KINDS["oracle"].problems
+    forced = KINDS["oracle"].Options(topk=2, always=("first", "previous"))
+    assert next(problems(forced, context)).startswith("topk: given 2 in layer 0; allowed: at least the 3 blocks")
+    long = KINDS["oracle"].Options(block_size=128)
+    assert next(problems(long, context)).startswith("block_size: given 128 in layer 0")

@@ -1,0 +1,192 @@
+"""Families of published models beyond Llama and Qwen go in and out without a change of a bit, and what their configs
+say is read, refused or listed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moba_train.config.model import ModelConfig, RopeConfig
+from moba_train.errors import CheckpointError
+from moba_train.model.build import build_attention
+from moba_train.registry import MODEL_FAMILIES
+from moba_train.tools.convert.hf import export_to_hf, imported_recipe
+from moba_train.tools.convert.hf_export import hf_config, parse_layer
+from moba_train.tools.hf.config import read_family, read_model_config
+from moba_train.tools.saved_recipe import open_checkpoint
+from tests.tools.convert.hf_models import (
+    FAMILIES,
+    logits,
+    make_hf_model,
+    our_model,
+    random_tokens,
+    save_as_checkpoint,
+)
+from tests.tools.convert.test_hf_export import SPARSE, tensors, with_moba
+
+OTHERS = [name for name in FAMILIES if not name.startswith(("llama", "smollm2", "qwen"))]
+WINDOW = {"kind": "window", "window": 24, "sinks": 0}
+ATTENTION: dict[str, list[dict[str, Any]]] = {
+    "mistral": [WINDOW] * 3,
+    "ministral": [WINDOW, {}, WINDOW],
+    "olmo3": [WINDOW, WINDOW, WINDOW, {}],
+    "gemma3": [WINDOW, WINDOW, {}],
+    "phi3": [WINDOW] * 3,
+}
+"""Attention of each layer of the models in hf_models.py that have windows."""
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """A family, a Hugging Face folder, and what our checkpoint of it was exported to."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_hf_model(request.param, folder / "hf")
+    save_as_checkpoint(folder / "hf", folder / "run", SPARSE, None)
+    export_to_hf(open_checkpoint(folder / "run"), folder / "out", torch.float32, shard_bytes=40_000)
+    return request.param, folder / "hf", folder / "out"
+
+
+def test_import_and_export_give_back_every_bit_and_the_model(exported: tuple[str, Path, Path]) -> None:
+    name, before, after = exported
+    theirs, ours = tensors(before), tensors(after)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    assert read_model_config(before) == read_model_config(after)
+    for folder in (before, after):
+        family, config = read_family(folder)
+        assert family.attention(config) == ATTENTION.get(name, [{}] * 3)
+        assert family.unread(config) == []
+
+
+def test_transformers_computes_with_the_export_what_it_did_before(exported: tuple[str, Path, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens = random_tokens(200)[None]
+    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in exported[1:]]
+    with torch.no_grad():
+        first, second = (model(tokens).logits for model in models)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert type(models[0]) is type(models[1])
+
+
+def test_transformers_runs_the_export_with_its_layers(exported: tuple[str, Path, Path]) -> None:
+    """MoBA where it was trained with it, windows elsewhere."""
+    tokens = random_tokens(90)
+    model = with_moba(exported[2])
+    kinds = build_attention(map(parse_layer, model.config.moba["layers"]), model.model.layers[0].self_attn.head_dim)
+    with torch.no_grad():
+        got = model(tokens[None]).logits[0]
+    want = logits(our_model(exported[1], kinds), tokens)
+    assert (got - want).abs().max() / want.abs().max() < 1e-5
+
+
+def test_an_imported_recipe_has_the_windows_of_the_model(tmp_path: Path) -> None:
+    make_hf_model("ministral", tmp_path)
+    attention = imported_recipe(tmp_path, tmp_path).attention
+    assert (attention.default, attention.overrides) == ("window", {1: {"kind": "full"}})
+    assert attention.options_of("window").model_dump()["window"] == 24
+
+
+V4_AND_V5: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3_text": (
+        {
+            "rope_theta": 2e6,
+            "rope_local_base_freq": 2e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window_pattern": 2,
+        },
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 2e6, "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"},
+            },
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "olmo3": (
+        {"rope_theta": 7e5, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}, "max_position_embeddings": 64},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 7e5, "rope_type": "yarn", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 7e5, "rope_type": "default"},
+            },
+            "max_position_embeddings": 64,
+        },
+    ),
+    "smollm3": (
+        {"rope_theta": 7e5, "no_rope_layers": [1, 0, 1, 1]},
+        {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}, "no_rope_layers": [1, 0, 1, 1]},
+    ),
+    "mistral": (
+        {"rope_theta": 7e5, "sliding_window": None},
+        {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}, "sliding_window": None},
+    ),
+    "phi3": (
+        {"rope_theta": 7e5, "partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_theta": 7e5, "partial_rotary_factor": 0.5, "rope_type": "default"}},
+    ),
+}
+"""By model_type: one config as transformers 4 writes it, and as 5 does."""
+
+
+@pytest.mark.parametrize("model_type", V4_AND_V5)
+def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str, tmp_path: Path) -> None:
+    """A base that is not found where the other version has it has raised perplexities a thousandfold elsewhere."""
+    found = []
+    for changes in V4_AND_V5[model_type]:
+        config = {"model_type": model_type, "num_hidden_layers": 4} | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        family, read = read_family(tmp_path)
+        found.append((read_model_config(tmp_path), family.attention(read), family.unread(read)))
+    assert found[0] == found[1]
+    bases = {rope.theta for rope in found[0][0].rope.by_layer(4)}
+    assert bases == ({2e6, 2e4} if model_type == "gemma3_text" else {7e5})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "said"),
+    [
+        ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types\[1\] is 'chunked_attention'"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("olmo3", {"sliding_window": None}, "sliding_window is null, but layer 0 is sliding_attention"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, allowed: number > 0"),
+        ("granite", {"mlp_bias": True}, "mlp_bias is true"),
+        ("granite", {"residual_multiplier": -1.0}, "residual_multiplier: given -1"),
+        ("mistral", {"rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers is .*a list of 2 numbers"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "allowed in this family: default"),
+        ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    ],
+)
+def test_what_changes_the_function_is_refused_by_its_key(
+    model_type: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    config = {"model_type": model_type, "num_hidden_layers": 2} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=said):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", MODEL_FAMILIES)
+def test_a_key_that_nothing_reads_is_listed(model_type: str, tmp_path: Path) -> None:
+    config = {"model_type": model_type, "rms_norm_eps": 1e-5, "eos_token_id": 2, "attention_chunks": 3, "mu": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    family, read = read_family(tmp_path)
+    assert family.unread(read) == ["attention_chunks"]
+
+
+def test_a_model_that_no_architecture_has_is_refused_by_its_keys() -> None:
+    shape = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "layers": 2, "heads": 6, "kv_heads": 2}
+    for changes, said in (
+        ({"sink_layers": "all"}, r"model\.sink_layers: no Hugging Face architecture"),
+        ({"gate_layers": "last:1", "residual_scale": 0.5}, r"model\.gate_layers: no Hugging Face architecture"),
+        ({"rope": RopeConfig(overrides={0: {"theta": 5.0}})}, r"model\.rope: no Hugging Face architecture"),
+    ):
+        model = ModelConfig.model_validate(shape | changes)
+        with pytest.raises(CheckpointError, match=said):
+            hf_config(model, model.rope, 256, "float32")

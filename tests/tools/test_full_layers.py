@@ -1,0 +1,75 @@
+"""The evaluation `full_layers` switches layers one by one, chooses by loss, and writes what a recipe takes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moba_train.config.schema import RunConfig
+from moba_train.errors import ConfigError
+from moba_train.evals.evaluation import EvaluationResult
+from moba_train.model.build import initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import World, joined_world
+from moba_train.tools.full_layers import FullLayers
+from tests.evals.setting import built
+from tests.resolved import check
+from tests.tools.questions import context, recipe
+
+LENGTH = 128
+
+
+def asking(texts: Path, **keys: object) -> RunConfig:
+    section = {"count": 1, "bucket": 64, "sequences": 2, "queries": 32} | keys
+    return recipe(texts, LENGTH, {"full_layers": section})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[World]:
+    with joined_world() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def result(texts: Path) -> EvaluationResult:
+    """Of a model whose second layer alone attends to more than noise: its weights are larger."""
+    config = asking(texts)
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    for layer, factor in enumerate((0.0, 3.0, 0.0)):
+        model.blocks[layer].attention.q_proj.weight.data *= factor
+        model.blocks[layer].attention.o_proj.weight.data *= factor
+    return built(FullLayers, config).run(context(config, model))
+
+
+def test_the_layer_that_attends_is_chosen(result: EvaluationResult) -> None:
+    """The others add nothing to the residual stream, however they attend."""
+    rows = result.data["layers"]
+    assert [abs(row["gain"]) < 1e-6 for row in rows] == [True, False, True]
+    assert [abs(row["cost"]) < 1e-6 for row in rows] == [True, False, True]
+    losses = result.data["losses"]
+    assert losses["sparse"] - losses["full"] == pytest.approx(rows[1]["gain"], abs=1e-6)
+    assert (result.data["chosen"] == [1]) == (rows[1]["gain"] > 0)
+
+
+def test_probability_outside_the_selection_is_told_for_every_layer(result: EvaluationResult) -> None:
+    assert all(0 < row["mass_outside"] < 1 for row in result.data["layers"])
+
+
+def test_the_fragment_is_a_recipe_s(result: EvaluationResult) -> None:
+    fragment = yaml.safe_load("\n".join(result.data["yaml"]))
+    assert fragment == {"attention": {"full_layers": result.data["chosen"]}}
+    assert result.numbers == {"full_layers_loss": result.data["losses"]["chosen"]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"count": 3}, "evaluation.full_layers.count: given 3; allowed: fewer than the model's 3 layers"),
+        ({"bucket": 100}, "evaluation.full_layers.bucket: given 100, which does not divide"),
+    ],
+)
+def test_what_cannot_be_is_named(texts: Path, keys: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check(asking(texts, **keys))

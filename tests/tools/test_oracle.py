@@ -1,0 +1,161 @@
+"""The evaluation `oracle` splits what sparse attention costs into errors that add up, and draws them."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_tools.corpus_writer import IndexedDatasetWriter
+from moba_train.config.schema import RunConfig
+from moba_train.errors import ConfigError, DataError
+from moba_train.evals.evaluation import EvaluationResult
+from moba_train.model.build import initialize_weights
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import World, joined_world
+from moba_train.tools.oracle import Oracle, OracleConfig, label_of
+from moba_train.tools.report.chart import shown
+from moba_train.tools.report.history import History, file_results
+from moba_train.tools.report.oracle_charts import oracle_charts
+from tests.evals.setting import built
+from tests.resolved import check
+from tests.tools.questions import context, recipe
+
+LENGTH = 192
+BUDGETS: list[dict[str, Any]] = [
+    {"block_size": 16, "topk": 3},
+    {"block_size": 16, "topk": 4, "select": "group", "always": ["first", "previous"]},
+    {"block_size": 1, "topk": 48},
+]
+
+
+def asking(texts: Path, **keys: Any) -> RunConfig:
+    section = {"budgets": BUDGETS, "bucket": 64, "sequences": 3, "depths": [50], "samples": 1, "lengths": [LENGTH]}
+    return recipe(texts, LENGTH, {"oracle": section | keys})
+
+
+def evaluated(config: RunConfig, seed: int = 0) -> EvaluationResult:
+    model = Transformer(config.model)
+    initialize_weights(model, seed)
+    return built(Oracle, config).run(context(config, model))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[World]:
+    with joined_world() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def result(texts: Path) -> EvaluationResult:
+    return evaluated(asking(texts, questions=["needle"]))
+
+
+def trailing(found: EvaluationResult, name: str) -> float:
+    mean: float = found.data["attentions"][name]["mean"][-1]
+    return mean
+
+
+def test_the_errors_of_a_budget_add_up_to_what_its_gate_loses(result: EvaluationResult) -> None:
+    for budget in result.data["budgets"][:2]:
+        (lost, _), (missed, _) = budget["loss"]["budget"], budget["loss"]["selector"]
+        assert lost + missed == pytest.approx(trailing(result, f"gate {budget['label']}") - trailing(result, "full"))
+        assert abs(lost) > 1e-6
+        assert abs(missed) > 1e-6
+    assert result.numbers["budget_error"] == result.data["budgets"][0]["loss"]["budget"][0]
+
+
+def test_tokens_have_an_ideal_selection_alone(result: EvaluationResult) -> None:
+    assert result.data["budgets"][2]["label"] == "48 tokens"
+    assert result.data["budgets"][2]["loss"].keys() == {"budget"}
+
+
+def test_the_gate_of_the_own_sizes_is_the_own_attention(result: EvaluationResult) -> None:
+    """The recipe's blocks of 16 and top 3, in the same layers."""
+    assert result.data["attentions"]["moba"]["mean"] == result.data["attentions"]["gate 16/3"]["mean"]
+
+
+def test_layers_that_are_full_stay_full(texts: Path) -> None:
+    config = asking(texts)
+    model = Transformer(config.model)
+    attentions = built(Oracle, config)._attentions(context(config, model))
+    assert {name: [layer.kind for layer in layers] for name, layers in attentions.items()} == {
+        "full": ["full"] * 3,
+        "moba": ["moba", "moba", "full"],
+        "oracle 16/3": ["oracle", "oracle", "full"],
+        "gate 16/3": ["moba", "moba", "full"],
+        "oracle 16/4 group, first + previous": ["oracle", "oracle", "full"],
+        "gate 16/4 group, first + previous": ["moba", "moba", "full"],
+        "oracle 48 tokens": ["oracle", "oracle", "full"],
+    }
+
+
+def test_a_model_whose_layers_are_all_full_is_made_sparse_in_all(texts: Path) -> None:
+    config = asking(texts)
+    both = context(config, Transformer(config.model))
+    attentions = built(Oracle, config)._attentions(replace(both, attentions={"full": both.attentions["full"]}))
+    assert [layer.kind for layer in attentions["oracle 16/3"]] == ["oracle"] * 3
+
+
+def test_the_weights_error_is_full_attentions_difference_to_other_weights(
+    texts: Path, result: EvaluationResult, tmp_path: Path
+) -> None:
+    file = tmp_path / "evaluation.json"
+    file.write_text(json.dumps({"oracle": result.data}))
+    other = evaluated(asking(texts, questions=["needle"], dense=str(file)), seed=1)
+    mean, error = other.data["weights"]["loss"]
+    assert mean == pytest.approx(trailing(other, "full") - trailing(result, "full"), abs=1e-5)  # five digits are kept
+    assert error > 0
+    assert other.data["weights"]["scores"].keys() == {"needle", f"needle {LENGTH}"}
+    assert any(line.startswith("error of the weights: loss") for line in other.table)
+    result_of_less = json.dumps({"oracle": result.data | {"sequences": 2}})
+    file.write_text(result_of_less)
+    with pytest.raises(DataError, match="allowed: a result of"):
+        evaluated(asking(texts, dense=str(file)))
+    file.write_text("{}")
+    with pytest.raises(DataError, match=r"evaluation\.oracle\.dense: given .*no result of this evaluation"):
+        evaluated(asking(texts, dense=str(file)))
+
+
+def test_ruler_is_asked_with_every_attention(texts: Path, tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "long", np.uint16) as writer:
+        for start in range(2):
+            writer.add_document(np.arange(start, 600 + start) % 300)
+    keys = {"questions": ["ruler"], "ruler": ["niah_single"], "haystack": "synthetic", "sequences": 2}
+    section = {"budgets": BUDGETS[:1], "bucket": 128, "samples": 1, "lengths": [512], **keys}
+    config = recipe(texts, 512, {"oracle": section})
+    long = config.data.validation[0].model_copy(update={"path": str(tmp_path / "long")})
+    data = config.data.model_copy(update={"validation": [long]})
+    found = evaluated(config.model_copy(update={"data": data}))
+    assert all(one["scores"].keys() == {"ruler", "ruler 512"} for one in found.data["attentions"].values())
+
+
+def test_every_budget_and_error_is_drawn(result: EvaluationResult) -> None:
+    content = {"tasks": ["oracle"], "oracle": result.data, "step": 1, "stage": "s", "time": 0.0}
+    history = History(Path(), "run", results=[*file_results(content, "evaluation.json")])
+    loss, *scores = oracle_charts(shown([history]))
+    assert [trace["x"] for trace in loss.traces] == [
+        [label_of(one) for one in OracleConfig(budgets=BUDGETS).budgets]
+    ] * 2
+    assert [trace["y"][0] for trace in loss.traces] == [
+        result.data["budgets"][0]["loss"][name][0] for name in ("budget", "selector")
+    ]
+    assert loss.traces[1]["y"][2] is None
+    assert [chart.key for chart in scores] == ["oracle-0-needle", f"oracle-0-needle-{LENGTH}"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"bucket": 100}, "evaluation.oracle.bucket: given 100, which does not divide"),
+        ({"budgets": [{"topk": 2, "always": ["first", "previous"]}]}, "evaluation.oracle.budgets: given 128/2, first"),
+        ({"questions": ["ruler"], "ruler": ["none"]}, "evaluation.oracle.ruler: given 'none'"),
+        ({"questions": ["needle"], "lengths": [4096]}, "evaluation.oracle.lengths: given 4096"),
+    ],
+)
+def test_what_cannot_be_is_named(texts: Path, keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match="(?s)" + problem.replace(".", r"\.").replace("+", r"\+")):
+        check(asking(texts, **keys))
