@@ -35,6 +35,7 @@ from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec, kind_prefix
 from moba_train.output_files import write_new
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, read_layers, write_safetensors
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.convert.model_card import CARD, model_card
@@ -140,21 +141,20 @@ def import_from_hf(folder: Path, output: Path) -> list[str]:
     is not empty or cannot be written; DataError when the tokenizer cannot be loaded.
     """
     model = read_model_config(folder)
-    shapes = parameter_shapes(model)
     files = SafetensorsFolder(folder)
+    values = _recipe_values(folder, output, model, read_layers(folder), _length(folder))
+    config = RunConfig.model_validate(values)
+    run = resolve_unchecked(config)
+    kinds = build_attention(run.stages[0].attention, model.head_width)
+    shapes = parameter_shapes(model) | _kind_shapes(run.setup.spec, kinds)
     check_hf_weights(shapes, files)
-    length = _length(folder)
-    layers = read_layers(folder)
-    values = _recipe_values(folder, output, model, layers, length)
     if tokenizer := _tokenizer(folder):
         load_text_tokenizer(folder / tokenizer, folder_roots(folder))
     with new_folder(output):
         copy_tokenizer(folder, output, folder_roots(folder))
         checkpoints = output / "checkpoints"
         checkpoints.mkdir()
-        _save_weights(
-            publish.make_temporary_folder(checkpoints, 0), shapes, files, dump_config(RunConfig.model_validate(values))
-        )
+        _save_weights(publish.make_temporary_folder(checkpoints, 0), shapes, files, dump_config(config))
         text = yaml.safe_dump(values, sort_keys=False)
         write_new(output / RECIPE, f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
     family, contents = read_family(folder)

@@ -140,7 +140,7 @@ def _not_tested(with_code: bool) -> Iterator[str]:
     yield "- Sequences longer than those of training."
     yield "- Other element types than those the evaluations ran in, and quantised weights."
     if with_code:
-        yield "- The code, in other programs than transformers (vLLM, llama.cpp), with torch.compile, and for training."
+        yield "- The code, in other programs than transformers (vLLM, llama.cpp), and with torch.compile."
     else:
         yield "- Full attention in layers that were trained with another one, unless the evaluations name it."
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from moba_train.attention.layout import packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.checkpoint.checkpointer import Checkpointer
 from moba_train.checkpoint.retention import Retention
@@ -22,7 +23,7 @@ from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.run.progress import Progress
-from moba_train.tools.convert.hf import export_to_hf
+from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.convert.hf_export import hf_config
 from moba_train.tools.convert.with_code import FILES, LAYERS, code_problems
 from moba_train.tools.evaluate import load_on_this_machine
@@ -156,6 +157,49 @@ def test_eval_and_generate_read_the_folder(exported: Exported) -> None:
     saved = open_for_evaluation(exported.folder, EvaluationOptions(tasks=()))
     expected = logits(exported.model, PROMPTS[0]).float()
     torch.testing.assert_close(logits(load_on_this_machine(saved), PROMPTS[0]), expected, rtol=0, atol=1e-4)
+
+
+def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are read a chunk of queries at a time, and what is trained elsewhere gets the gradients of ours."""
+    from transformers import AutoConfig
+
+    from moba_train.tools.convert.remote_code import attention_moba_train, modeling_moba_train
+
+    monkeypatch.setattr(attention_moba_train, "_SCORES", 6000)
+    config = AutoConfig.from_pretrained(exported.folder)
+    theirs = modeling_moba_train.MobaForCausalLM.from_pretrained(exported.folder, config=config, dtype=torch.float64)
+    tokens = PROMPTS[0]
+    found = theirs(tokens[None]).logits[0]
+    expected = exported.model(tokens, torch.arange(len(tokens)), packed_layout([len(tokens)]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    ours = exported.model.blocks[0].attention
+    layer = theirs.model["layers"][0].self_attn
+    for mine, yours in ((ours.q_proj, layer.q_proj), (ours.k_proj, layer.k_proj), (ours.v_proj, layer.v_proj)):
+        (one,) = torch.autograd.grad(expected.square().mean(), mine.weight, retain_graph=True)
+        (other,) = torch.autograd.grad(found.square().mean(), yours.weight, retain_graph=True)
+        torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-12)
+
+
+def test_it_comes_back_as_a_checkpoint(exported: Exported, tmp_path: Path) -> None:
+    """With the parameters of attention kinds."""
+    import_from_hf(exported.folder, tmp_path / "again")
+    again = load_trained(open_checkpoint(tmp_path / "again"), torch.device("cpu"), torch.float64)
+    expected = logits(exported.model, PROMPTS[0])
+    torch.testing.assert_close(logits(again, PROMPTS[0]), expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_says_the_same(exported: Exported) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = logits(exported.model, PROMPTS[0])
+    for dtype, most in ((torch.float64, 1e-8), (torch.bfloat16, 0.05)):
+        model = AutoModelForCausalLM.from_pretrained(exported.folder, trust_remote_code=True, dtype=dtype).cuda().eval()
+        with torch.no_grad():
+            assert (model(PROMPTS[0][None].cuda()).logits[0].cpu() - expected).abs().median() < most
+        prompt = {"input_ids": PROMPTS[0][None].cuda(), "attention_mask": torch.ones_like(PROMPTS[0][None]).cuda()}
+        said = model.generate(**prompt, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, -NEW:]
+        assert dtype != torch.float64 or said.tolist() == exported.answers["generated full"][0].tolist()
 
 
 def test_what_the_code_cannot_do_is_refused_by_name(exported: Exported) -> None:

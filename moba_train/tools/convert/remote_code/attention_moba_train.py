@@ -64,6 +64,7 @@ class BlockCacheLayer(DynamicLayer):
         """Mean keys of complete blocks, [B, K, N, d]; computed of those that the new tokens complete."""
         tokens, new = call.k.shape[2], call.q.shape[2]
         done, complete = (tokens - new) // block_size, tokens // block_size
+        assert self.keys is not None  # `update` came before
         if self.pooled is None:
             self.pooled = self.keys[:, :, :0]
         missing = complete - self.pooled.shape[2]
@@ -79,7 +80,7 @@ class BlockCacheLayer(DynamicLayer):
         self.rows = {name: change(rows) for name, rows in self.rows.items()}
         self.pooled = None if self.pooled is None else change(self.pooled)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
 

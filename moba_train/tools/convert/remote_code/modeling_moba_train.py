@@ -91,13 +91,13 @@ def rotary(config: Any, positions_BT: Tensor) -> Rotate:
     """The rotary embedding at these positions; angles are formed in float64."""
 
     @functools.cache
-    def angles(width: int) -> tuple[Tensor, Tensor]:
-        frequencies, scale = rope_frequencies(config, width, positions_BT.device)
-        angles_B1Td = (positions_BT.double()[..., None] * frequencies)[:, None]
+    def angles(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        frequencies, scale = rope_frequencies(config, width, device)
+        angles_B1Td = (positions_BT.to(device).double()[..., None] * frequencies)[:, None]
         return (scale * angles_B1Td.cos()).float(), (scale * angles_B1Td.sin()).float()
 
     def rotate(x_BHTd: Tensor) -> Tensor:
-        cos, sin = angles(x_BHTd.shape[-1])
+        cos, sin = angles(x_BHTd.shape[-1], x_BHTd.device)
         first, second = x_BHTd.to(wide(x_BHTd.dtype)).chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BHTd.dtype)
 
