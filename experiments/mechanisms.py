@@ -260,6 +260,7 @@ def _infllm_rows(full: Sequence[Result]) -> list[list[str]]:
             _block(result),
             found["numbers"]["trailing_loss"],
             own_trailing_by_sequence(found["position_wise"]),
+            found["position_wise"].get("documents", ()),
         )
         for result, found in read
     ]

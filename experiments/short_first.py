@@ -20,6 +20,7 @@ from experiments.readings import (
     bucket_middles,
     loss_by_position,
     trailing_by_sequence,
+    trailing_documents,
     trailing_loss,
     validation_loss,
 )
@@ -146,7 +147,13 @@ def flops_per_token(made: dict[str, Any]) -> float:
 
 def _cells(results: Sequence[Result]) -> list[Cell]:
     return [
-        Cell(result["name"], f"seed {result['seed']}", trailing_loss(result), trailing_by_sequence(result))
+        Cell(
+            result["name"],
+            f"seed {result['seed']}",
+            trailing_loss(result),
+            trailing_by_sequence(result),
+            trailing_documents(result),
+        )
         for result in results
     ]
 

@@ -20,6 +20,7 @@ from experiments.readings import (
     own_trailing_by_sequence,
     position_wise,
     trailing_by_sequence,
+    trailing_documents,
     trailing_loss,
 )
 from experiments.scaling import ScalingFigure
@@ -175,7 +176,13 @@ def largest_pairs(results: Sequence[Result]) -> list[dict[str, Result]]:
 def _trailing_error(pairs: Sequence[dict[str, Result]]) -> str:
     """The error of evaluation alone of the gap in the last bucket, as a cell of a table."""
     cells = [
-        Cell(name, f"seed {result['seed']}", trailing_loss(result), trailing_by_sequence(result))
+        Cell(
+            name,
+            f"seed {result['seed']}",
+            trailing_loss(result),
+            trailing_by_sequence(result),
+            trailing_documents(result),
+        )
         for pair in pairs
         for name, result in pair.items()
     ]

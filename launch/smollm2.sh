@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Extends a published model, SmolLM2-135M-Instruct, from 8K to 32K tokens with MoBA: docs/how-to/import-export.md.
 #
-#   bash launch/smollm2.sh prepare|train|finish|retrieval|signal|gates
+#   bash launch/smollm2.sh prepare|train|finish|retrieval|signal|split|gates
 #
 # `gates` distils the gates of the kinds seer and msa from the published model: docs/reference/attention-kinds.md.
 # `signal` asks why MoBA's gate would find needles in the published model: docs/how-to/evaluate.md.
+# `split` says what sparse attention costs by its budget and by its gate, at 8K as published and at 32K as trained.
 # `prepare` needs the network but no GPU; copy runs/smollm2 if the GPU is on another machine.
 source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 case "${1:-}" in
-    prepare | train | finish | retrieval | signal | gates) ;;
+    prepare | train | finish | retrieval | signal | split | gates) ;;
     --help) usage; exit ;;
-    *) refuse "given '${1:-}'; allowed: prepare, train, finish, retrieval, signal, gates" ;;
+    *) refuse "given '${1:-}'; allowed: prepare, train, finish, retrieval, signal, split, gates" ;;
 esac
 [ $# -le 1 ] || refuse "given '$2' after $1; allowed: nothing more"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -49,6 +50,17 @@ signal)
         "evaluation.needle_signal.lengths=[8K]" evaluation.needle_signal.samples=4 --output "$folder/signal"
     "$PYTHON" -m benchmarks.needle_signal "$folder/signal/evaluation.json" --output "$folder/signal.json"
     "$PYTHON" -m benchmarks.pictures smollm2-signal --results "$folder/signal.json" --output "$folder/signal.svg"
+    ;;
+split)
+    sizes="{block_size: 512, topk: 8}, {block_size: 128, topk: 8}, {block_size: 128, topk: 32}, {block_size: 64, topk: 32}"
+    group="{block_size: 128, topk: 32, select: group}, {block_size: 64, topk: 32, select: group}"
+    forced="{block_size: 128, topk: 32, select: group, always: [first, previous, current]}, {block_size: 1, topk: 2048}"
+    common=(--tasks oracle --data "$folder/data/valid" attention.default=moba "evaluation.oracle.questions=[needle]"
+        "evaluation.oracle.depths=[10, 50, 90]" "evaluation.oracle.budgets=[$sizes, $group, $forced]")
+    "$PYTHON" -m moba_train.tools.cli eval "$folder/hf" "${common[@]}" --seq-len 8K --output "$folder/split-8k" \
+        evaluation.oracle.sequences=8 "evaluation.oracle.lengths=[4K, 8K]" evaluation.oracle.samples=4
+    "$PYTHON" -m moba_train.tools.cli eval "$folder/run" "${common[@]}" --seq-len 32K --output "$folder/split-32k" \
+        evaluation.oracle.sequences=3 "evaluation.oracle.lengths=[16K, 32K]" evaluation.oracle.samples=1
     ;;
 gates)
     "$PYTHON" -m benchmarks.gate_distillation --runs "$folder/gates" --output "$folder/gates.json"

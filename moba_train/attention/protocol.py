@@ -67,7 +67,7 @@ class AttentionFacts(NamedTuple):
     """True if results over disjoint keys merge by online softmax into the result over all. Otherwise `attend` must be
     given all keys at once, and `attend_backward` ignores the state's `out` and `lse`."""
     exchange: Any = None
-    """Makes, of (Communicator, ShardedCall, device), an exchange of few keys; None: the transport exchanges all."""
+    """Its own exchange of few keys between ranks, as `mechanisms/window_edges.py` has it; None: the transport's."""
     decodes_full: bool = True
     """True if `decode: full` may replace this attention by full attention for new tokens: it is full attention once it
     selects everything."""

@@ -30,7 +30,7 @@ from moba_train.attention.layout import Layout, TokenRange, TokenRanges, joined_
 from moba_train.attention.protocol import AttentionFacts, BackwardState, Gradients, LocalAttention, Selection
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.window_edges import EdgeExchange
+from moba_train.mechanisms.window_edges import WindowExchange
 
 _LEAST_TILE = 128
 """Queries of a masked call at least: it is given as many keys as the window and these queries have."""
@@ -125,7 +125,7 @@ class WindowAttention(LocalAttention):
         """`backend`: auto, or reference for plain PyTorch on any device."""
         self.window = window
         self.sinks = sinks
-        self.facts = AttentionFacts(work_grows=False, exchange=None if sinks else partial(EdgeExchange, reach=window))
+        self.facts = AttentionFacts(work_grows=False, exchange=None if sinks else WindowExchange(window))
         self.scale = head_dim**-0.5
         self.backend = backend
 

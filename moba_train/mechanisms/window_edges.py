@@ -8,6 +8,7 @@ key/value heads, D head width.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from moba_train.attention.layout import TokenRange, TokenRanges, joined_ranges
 from moba_train.attention.protocol import BackwardState, Gradients, Selection
 from moba_train.parallel.context.comm import Communicator
 from moba_train.parallel.context.layout import SequenceLayout
+from moba_train.parallel.context.strategy import CPStrategy
 from moba_train.parallel.context.transport.base import ShardedCall, padded, padded_lse, sum_dtype
 
 
@@ -65,6 +67,23 @@ def edges(sequence: SequenceLayout, rank: int, reach: int, device: torch.device)
 
 def _tokens(ranges: Iterable[tuple[int, int]]) -> Tensor:
     return torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in ranges)])
+
+
+@dataclass(frozen=True)
+class WindowExchange:
+    """The exchange of a window, as `AttentionFacts.exchange`."""
+
+    reach: int
+    """Last tokens that a query sees, its own included."""
+
+    def __call__(self, communicator: Communicator, call: ShardedCall, device: torch.device) -> "EdgeExchange":
+        """The exchange of one call."""
+        return EdgeExchange(communicator, call, device, reach=self.reach)
+
+    def received_tokens(self, strategy: CPStrategy, tokens: int) -> int:
+        """Tokens of other ranks whose keys the busiest rank receives, of a sequence of that many."""
+        ranges = 2 if strategy.layout == "zigzag" else 1
+        return min((self.reach - 1) * ranges, tokens - tokens // strategy.ranks)
 
 
 class EdgeExchange:

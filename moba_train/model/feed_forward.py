@@ -74,8 +74,6 @@ class RegisteredFeedForward(nn.Module, ABC):
     parallel: ClassVar[Any]
     """Its form on ranks, an object as the module `mechanisms/experts/parallel.py`: `problems` of a recipe, `style` of
     tensor parallelism, and `shard`, which makes the units of FSDP that differ from the block's."""
-    hf: ClassVar[Any] = None
-    """Its form in Hugging Face models, an object as the module `mechanisms/experts/hf.py`; None: it has none."""
 
     @classmethod
     @abstractmethod
@@ -84,8 +82,9 @@ class RegisteredFeedForward(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def function(cls, options: Section) -> object:
-        """The options that shape the layer's function and its parameters, without those that only train it."""
+    def function(cls, options: Section) -> dict[str, Any]:
+        """The options by path that shape the layer's function and its parameters, without `layers`, and without those
+        that only train it."""
 
     @abstractmethod
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:

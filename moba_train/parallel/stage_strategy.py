@@ -8,8 +8,8 @@ from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
 from moba_train.config.stages import Stage
 from moba_train.model.build import build_attention
-from moba_train.parallel.context.costs import TransportCost, gather_cost
-from moba_train.parallel.context.policy import choose_strategy, predict_cost
+from moba_train.parallel.context.costs import TransportCost, exchange_cost, gather_cost
+from moba_train.parallel.context.policy import choose_strategy, predict_cost, transport_spec
 from moba_train.parallel.context.strategy import AttentionShape, CPStrategy
 
 
@@ -42,11 +42,14 @@ def stage_costs(
     for layer, kind in zip(stage.attention, build_attention(stage.attention, model.head_width), strict=True):
         batch = MicroBatch(element_bytes, stage.seq_len, shape.tokens // strategy.ranks, strategy.ranks)
         gathered = kind.costs(model).token_bytes(batch).gathered
-        costs[layer] = (
-            predict_cost(strategy, shape)
-            if gathered is None
-            else gather_cost(strategy, shape.tokens, gathered / stage.parallel.tp)
-        )
+        exchanges = [attention.facts.exchange for attention in kind.attentions]
+        if gathered is not None:
+            costs[layer] = gather_cost(strategy, shape.tokens, gathered / stage.parallel.tp)
+        elif all(exchanges) and exchanges and transport_spec(strategy.transport).has_all_ranks:
+            received = sum(exchange.received_tokens(strategy, shape.tokens) for exchange in exchanges)
+            costs[layer] = exchange_cost(strategy, shape, received)
+        else:
+            costs[layer] = predict_cost(strategy, shape)
     return costs
 
 

@@ -208,7 +208,9 @@ def comparable(model: ModelConfig) -> dict[str, object]:
     """Values of a `model` section that are equal where two models compute the same."""
     values = model.model_dump(exclude={"init_std"}) | {"head_dim": model.head_width}
     for name, options in model.given_feed_forwards.items():
-        values[name] = FEED_FORWARDS[name].function(options)
+        del values[name]  # its keys stand by themselves, so that messages name them
+        values |= {f"{name}.{key}": value for key, value in FEED_FORWARDS[name].function(options).items()}
+        values[f"{name}.layers"] = sorted(layer_ids(options.model_dump()["layers"], model.layers))
     if all(map(model.feed_forward, range(model.layers))):
         del values["intermediate_size"]
     values["attention_scale"] = model.attention_scale or model.head_width**-0.5

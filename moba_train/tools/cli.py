@@ -362,13 +362,18 @@ def moba_to_hf(
 def hf_to_moba(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a Hugging Face model")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="new folder")],
+    experts: Annotated[
+        int | None, typer.Option(min=2, help="upcycle a dense model: copies of each feed-forward, as experts")
+    ] = None,
+    active: Annotated[int, typer.Option(min=1, help="with --experts: experts that each token passes through")] = 2,
 ) -> None:
     """Write a Hugging Face model as a checkpoint, with its tokenizer and a recipe to extend.
 
-    For `generate`, `verify` and `lm-eval`. Training does not need it: `init_from` reads Hugging Face folders too."""
+    For `generate`, `verify`, `lm-eval`, and to begin with experts. Training as it is does not need it: `init_from`
+    reads Hugging Face folders too."""
     from moba_train.tools.convert.hf import describe_folder, import_from_hf
 
-    unread = import_from_hf(folder, output)
+    unread = import_from_hf(folder, output, experts, active)
     if unread:
         typer.echo(f"warning: config.json has keys that were not read: {', '.join(unread)}", err=True)
     typer.echo(f"{folder} is now a checkpoint in {output}:")

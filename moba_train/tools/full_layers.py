@@ -14,6 +14,7 @@ from pydantic import Field
 from moba_train.attention.full import FullAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length, Section
+from moba_train.config.stages import Stage
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError
 from moba_train.evals.evaluation import Evaluation, EvaluationContext, EvaluationResult, EvaluationSetting, Layers
@@ -76,7 +77,7 @@ class FullLayers(Evaluation[FullLayersConfig]):
         return f"{cls.key}: given", "set it to null and run `moba-train eval`"
 
     @classmethod
-    def sequences_per_pass(cls, stage: Any) -> int:
+    def sequences_per_pass(cls, stage: Stage) -> int:
         """One, because losses are reported for each sequence."""
         return 1
 

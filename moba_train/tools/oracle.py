@@ -21,6 +21,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length, format_count
+from moba_train.config.stages import Stage
 from moba_train.data.long_documents import LongDocumentSamples
 from moba_train.errors import DataError, ForeignFileError
 from moba_train.evals.evaluation import (
@@ -136,7 +137,7 @@ class Oracle(Evaluation[OracleConfig]):
         return f"{cls.key}: given", "set it to null and run `moba-train eval`"
 
     @classmethod
-    def sequences_per_pass(cls, stage: Any) -> int:
+    def sequences_per_pass(cls, stage: Stage) -> int:
         """One, because losses are reported for each sequence."""
         return 1
 

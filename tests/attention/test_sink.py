@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moba_train.attention.full.full_kind import FullKind
 from moba_train.attention.kind import LayerInput
@@ -27,6 +28,7 @@ from tests.attention.kind_checks import (
     assert_ranks_equal_one_device,
     make_layer,
     results,
+    run_layer,
 )
 from tests.attention.test_kind_checks import flat, rotated
 
@@ -96,6 +98,14 @@ def test_ranks_that_share_a_sequence_are_one_device(name: str, strategy: CPStrat
 @each
 def test_packed_documents_are_what_they_are_alone(name: str) -> None:
     assert_documents_are_independent(f"{name} with sink", CASES[name][1], LENGTHS)
+
+
+@each
+def test_compiled_layers_under_activation_checkpointing(name: str) -> None:
+    compiled = torch.compile(run_layer, backend="aot_eager")
+    got = results(layer_of(name), lambda layer: checkpoint(compiled, layer, use_reentrant=False))
+    for ours, want in zip(flat(got), flat(results(layer_of(name))), strict=True):
+        torch.testing.assert_close(ours, want, rtol=0, atol=1e-12)
 
 
 @each

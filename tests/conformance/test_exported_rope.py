@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from moba_train.hf.config import CONFIG
-from moba_train.hf.weights import hf_name
 from torch import Tensor
 
 from moba_train.attention.full.full_kind import FullKind
@@ -18,6 +16,8 @@ from moba_train.config.model import ModelConfig, RopeConfig
 from moba_train.model.build import initialize_weights
 from moba_train.model.transformer import Transformer
 from moba_train.tools.convert.hf_export import hf_config, write_safetensors
+from moba_train.tools.hf.config import CONFIG
+from moba_train.tools.hf.family import family_of
 from tests.tools.convert.hf_models import logits, our_model, random_tokens
 
 MODEL = ModelConfig(
@@ -53,9 +53,10 @@ def exported(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """The folder of an exported model, whose embedding is the test's `name`."""
     rope = ROPES[request.getfixturevalue("name")]
     model = model_with(rope)
-    tensors = [(hf_name(name), value.detach()) for name, value in model.named_parameters()]
-    write_safetensors(tmp_path, tensors, shard_bytes=1 << 30)
     config: dict[str, Any] = hf_config(MODEL.model_copy(update={"rope": rope}), rope, LENGTH, "float32")
+    family = family_of(config["model_type"])
+    tensors = [(family.name(name), value.detach()) for name, value in model.named_parameters()]
+    write_safetensors(tmp_path, tensors, shard_bytes=1 << 30)
     (tmp_path / CONFIG).write_text(json.dumps(config))
     return tmp_path
 

@@ -9,14 +9,14 @@ import pytest
 
 from data_tools.corpus_writer import IndexedDatasetWriter
 from data_tools.train_tokenizer import train_tokenizer
-from experiments import corpus, equal_time, page
+from experiments import corpus, equal_time, page, smollm2_corpus
 from experiments.__main__ import main
 from experiments.byte_tokenizer import write_byte_tokenizer
 from experiments.corpus import Corpus, open_corpus
 from experiments.equal_time import BATCH_TOKENS, NAMES, NOMINAL_RATES, EqualTime, learning_curve
 from experiments.figure import Result
 from experiments.registry import FIGURES
-from experiments.smollm2_corpus import encode_again
+from experiments.run_arm import complete_recipe
 from moba_train.data.indexed import IndexedDataset
 from moba_train.errors import UserError
 from moba_train.tools.text_tokenizer import load_text_tokenizer
@@ -121,21 +121,33 @@ def test_the_smallest_form_trains_and_settings_are_not_mixed(
         assert said in capsys.readouterr().err
 
 
-def test_documents_are_the_same_text_in_other_tokens(tmp_path: Path) -> None:
+def test_documents_are_the_same_text_in_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "what stands here returns far away\n" * 40
     (tmp_path / "text.txt").write_text(text)
-    train_tokenizer([str(tmp_path / "text.txt")], tmp_path / "tokenizer.model", 300, "text")
-    written = load_text_tokenizer(tmp_path / "tokenizer.model")
-    with IndexedDatasetWriter(tmp_path / "train", np.uint16) as writer:
-        for part in (text, text[:700]):
-            writer.add_document(np.array([*written.encode(part), written.eos_id], dtype=np.uint16))
-    (tmp_path / "model").mkdir()
+    for folder in ("long", "model"):
+        (tmp_path / folder).mkdir()
+    train_tokenizer([str(tmp_path / "text.txt")], tmp_path / "long" / "tokenizer.model", 300, "text")
+    written = load_text_tokenizer(tmp_path / "long" / "tokenizer.model")
     write_byte_tokenizer(tmp_path / "model" / "tokenizer.json")
-    for name in ("train", "valid"):
-        encode_again(IndexedDataset(tmp_path / "train"), written, tmp_path / "model", tmp_path / "again" / name)
-    (tmp_path / "again" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("long/train", "long/valid", "packages"):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for part in (text, text[:700]):
+                writer.add_document(np.array([*written.encode(part), written.eos_id], dtype=np.uint16))
+    given = {"corpus": "long", "model": "model", "other": "packages", "output": "again"}
+    arguments = [word for key, name in given.items() for word in (f"--{key}", str(tmp_path / name))]
+    monkeypatch.setattr("sys.argv", ["smollm2_corpus", *arguments])
+    smollm2_corpus.main()
     again = IndexedDataset(tmp_path / "again" / "train")
     tokens = again.document(1, 0, int(again.document_lengths[1]))
     assert bytes(tokens.astype(np.uint8)).decode().strip() == text[:700].strip()
     found = open_corpus(tmp_path / "again")
     assert (found.vocab_size, found.tokenizer) == (256, tmp_path / "again" / "tokenizer.json")
+    assert IndexedDataset(found.find("other")).documents == 2
+    arms = {arm.name: arm for arm in EqualTime().arms(0, quick=False)}
+    recipe = complete_recipe(arms["base"], found, tmp_path / "runs", 1, saved=True)
+    assert Path(recipe["init_from"]) == tmp_path / "again" / "weights"
+    assert (tmp_path / "again" / "weights" / "config.json").is_file()
+    recipe = complete_recipe(arms["moba-64k"], found, tmp_path / "runs", 1, saved=True)
+    assert Path(recipe["init_from"]) == tmp_path / "runs" / "base-seed0"
+    assert recipe["data"]["train"] == [{"path": str(tmp_path / "again" / "train"), "min_length": 65_536}]

@@ -126,6 +126,12 @@ def test_mechanisms_are_judged_within_a_length_that_has_two_seeds() -> None:
 @pytest.mark.usefixtures("in_this_process")
 def test_mechanisms_trains_kinds_with_stages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     results = quick("mechanisms", monkeypatch, ["full-1k", "seer-1k", "time-full-1k"])
+    of_one_document = {row[0]: row for row in FIGURES["mechanisms"].find(results).rows}
+    assert of_one_document["seer-1k"][5] == "–", "both sequences are parts of one document"
+    (full,) = (result for result in results if result["name"] == "full-1k")
+    for data in (*(one["stages"][list(one["stages"])[-1]] for one in results[:2]), full["evaluations"]["infllm"]):
+        found = data["position_wise"]
+        found.get("position_wise", found)["documents"] = [0, 1]
     rows = {row[0]: row for row in FIGURES["mechanisms"].find(results).rows}
     assert list(rows) == ["", "full-1k", "infllm-1k, weights of full", "seer-1k"]
     assert rows["full-1k"][9] == "0"

@@ -375,6 +375,10 @@ def test_a_task_of_ones_own_is_scored_by_log_likelihood(
     assert found["attentions"] == {"full": {"full": 2}}
     assert "colours" in shown
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == found
+    command(run, "--tasks", "col*", "--include-path", tmp_path, "--attention", "both", "--answer", "full")
+    modes = newest(run)["lm_eval"]["scores"]
+    assert list(modes) == ["moba", "moba, answers with full", "full"]
+    assert modes["full"]["colours"]["acc"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from moba_train.config.base import Section
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.experts import hf, parallel, step
+from moba_train.mechanisms.experts import parallel, step
 from moba_train.mechanisms.experts.balance import Balance
 from moba_train.mechanisms.experts.exchange import at_their_experts
 from moba_train.mechanisms.experts.options import MoeOptions
@@ -30,7 +30,6 @@ class MixtureOfExperts(RegisteredFeedForward):
     Options = MoeOptions
     steps: ClassVar[Any] = step
     parallel: ClassVar[Any] = parallel
-    hf: ClassVar[Any] = hf
     bias: Tensor
     """Bias of the choice of each expert, float32 [E]. It also names the layer to its `Balance`, by its address."""
 
@@ -105,10 +104,13 @@ class MixtureOfExperts(RegisteredFeedForward):
         )
 
     @classmethod
-    def function(cls, options: Section) -> object:
-        """The options without those of the balance."""
+    def function(cls, options: Section) -> dict[str, Any]:
+        """The options by path, without `layers` and those of the balance."""
+        assert isinstance(options, MoeOptions)
         training = {"balance", "aux_loss", "aux_loss_over", "bias_update", "z_loss", "counted"}
-        return options.model_dump(exclude={"router": training})
+        router = options.router.model_dump(exclude=training)
+        found = options.model_dump(exclude={"layers", "router"})
+        return found | {f"router.{key}": value for key, value in router.items()}
 
     def count_tokens(self, loss_tokens: LossTokens | None) -> None:
         """Set this rank's rows with loss in the next forward pass, which trains; None: it does not."""

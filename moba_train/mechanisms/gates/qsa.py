@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pydantic import Field
 from torch import Tensor, nn
 
-from moba_train.attention.kind import KindCosts
 from moba_train.attention.layout import layout_arguments
 from moba_train.attention.shard import Shard
 from moba_train.config.base import Length, Section
@@ -64,7 +63,7 @@ class QsaKind(MsaKind):
         sizes = self.gate_options.block_size, self.full.scale
         return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
 
-    def costs(self, model: ModelConfig) -> KindCosts:
+    def costs(self, model: ModelConfig) -> "QsaCosts":
         """Costs of attention and the indexer."""
         return QsaCosts(self, model)
 

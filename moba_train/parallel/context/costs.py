@@ -84,6 +84,16 @@ def gather_cost(strategy: CPStrategy, tokens: int, token_bytes: float) -> Transp
     return TransportCost(received, network, 4 * whole, whole, upfront_share=1)
 
 
+def exchange_cost(strategy: CPStrategy, shape: AttentionShape, received_tokens: int) -> TransportCost:
+    """The cost of a layer whose attention has its own exchange (`AttentionFacts.exchange`): keys and values of
+    `received_tokens` of other ranks, in both passes, and their gradients. Attention waits for both. Not compared with
+    measured times."""
+    received = 3 * received_tokens * shape.kv_bytes
+    network = 0 if strategy.node_size == strategy.ranks else received
+    held = (shape.tokens / strategy.ranks + received_tokens) * shape.kv_bytes
+    return TransportCost(received, network, 8 * held, 2 * held, upfront_share=1)
+
+
 def slice_count(strategy: CPStrategy, kv_heads: int) -> int:
     """Number of slices of a rank's key/value heads. All have the same width, but the last may be narrower."""
     width = -(-kv_heads // strategy.slices)

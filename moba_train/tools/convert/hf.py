@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from moba_train.config.schema import RunConfig
 from moba_train.data.tokenizer import TOKENIZERS
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
+from moba_train.mechanisms.experts.upcycle import upcycled, upcycled_weight
 from moba_train.model.build import build_attention
-from moba_train.model.spec import ModelSpec, kind_prefix
+from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_prefix
 from moba_train.output_files import write_new
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, read_layers, write_safetensors
@@ -41,7 +42,7 @@ from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokeniz
 from moba_train.tools.convert.model_card import CARD, model_card
 from moba_train.tools.convert.with_code import code_config, code_problems, write_code
 from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
-from moba_train.tools.hf.family import Family, family_of
+from moba_train.tools.hf.family import NUMBER, Family, family_of
 from moba_train.tools.hf.weights import SafetensorsFolder, check_hf_weights, parameter_shapes, places
 from moba_train.tools.inference.corpus_marks import corpus_marks
 from moba_train.tools.saved_recipe import SavedRun
@@ -133,49 +134,60 @@ LONGEST = 1 << 40
 """Longest sequence that a config.json may give, in tokens."""
 
 
-def import_from_hf(folder: Path, output: Path) -> list[str]:
+def import_from_hf(folder: Path, output: Path, experts: int | None = None, active: int = 2) -> list[str]:
     """Write `output`: a checkpoint (float32, without optimizer state) of the model in `folder`, its tokenizer, and
-    recipe.yaml, to be extended by a run. Returns the keys of config.json that nothing has read.
+    recipe.yaml, to be extended by a run. With `experts`, each layer gets this number of copies of its feed-forward, of
+    which `active` are active for a token (`mechanisms/experts/upcycle.py`). Returns the keys of config.json that
+    nothing has read.
 
-    Holds one tensor at a time. Raises CheckpointError when our Transformer does not implement the model, or `output`
+    Holds one parameter at a time. Raises CheckpointError when our Transformer does not implement the model, or `output`
     is not empty or cannot be written; DataError when the tokenizer cannot be loaded.
     """
     model = read_model_config(folder)
+    family, contents = read_family(folder)
     files = SafetensorsFolder(folder)
-    values = _recipe_values(folder, output, model, read_layers(folder), _length(folder))
-    config = RunConfig.model_validate(values)
-    run = resolve_unchecked(config)
+    length = _length(folder)
+    layers = read_layers(folder)
+    run = resolve_unchecked(RunConfig.model_validate(_recipe_values(folder, output, model, layers, length)))
     kinds = build_attention(run.stages[0].attention, model.head_width)
-    shapes = parameter_shapes(model) | _kind_shapes(run.setup.spec, kinds)
+    of_kinds = _kind_shapes(run.setup.spec, kinds)
+    shapes = parameter_shapes(model) | of_kinds
     check_hf_weights(shapes, files)
+    place_of = places(family, shapes)
+    if experts is not None:
+        model = upcycled(model, experts, active)
+        shapes = parameter_shapes(model) | of_kinds
+
+    def read(name: str) -> Tensor:
+        return place_of[name].read(files).float()
+
+    def value(name: str) -> Tensor:
+        return read(name) if experts is None else upcycled_weight(name, shapes[name], model, read)
+
+    values = _recipe_values(folder, output, model, layers, length)
     if tokenizer := _tokenizer(folder):
         load_text_tokenizer(folder / tokenizer, folder_roots(folder))
     with new_folder(output):
         copy_tokenizer(folder, output, folder_roots(folder))
         checkpoints = output / "checkpoints"
         checkpoints.mkdir()
-        _save_weights(publish.make_temporary_folder(checkpoints, 0), shapes, files, dump_config(config))
+        temporary = publish.make_temporary_folder(checkpoints, 0)
+        _save_weights(temporary, shapes, value, dump_config(RunConfig.model_validate(values)))
         text = yaml.safe_dump(values, sort_keys=False)
         write_new(output / RECIPE, f"# From {folder}. Extend this; give data and stages of your own.\n{text}")
-    family, contents = read_family(folder)
     return family.unread(contents)
 
 
 def _save_weights(
-    temporary: Path, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder, recipe: str
+    temporary: Path, shapes: Mapping[str, tuple[int, ...]], value: Callable[[str], Tensor], recipe: str
 ) -> None:
-    """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it."""
-    place_of = places(read_family(files.folder)[0], shapes)
-
-    def read(part: Part) -> Tensor:
-        place = place_of[part.name.removeprefix("model.")]
-        return files.read(place.name, place.part()).float()
-
+    """Write a checkpoint of step 0 with this recipe, as YAML, into `temporary`, and publish it. value: of the parameter
+    of a name, float32."""
     parts = (Part(f"model.{name}", torch.float32, shape, (0,) * len(shape), shape) for name, shape in shapes.items())
     written = write_checkpoint(
         temporary,
         [ShardFile.from_parts("rank_0_0.safetensors", parts)],
-        read,
+        lambda part: value(part.name.removeprefix("model.")),
         {"progress": {"step": 0, "stage": 0}, "config": recipe},
     )
     publish.publish(temporary, 0, written)
@@ -232,9 +244,9 @@ def export_to_hf(
 ) -> list[str]:
     """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
-    Holds the tensors of one file of at most `shard_bytes`. RoPE, sequence length and attention are those of the stage
-    that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`; software that ignores
-    the entry sees an ordinary Llama, Qwen2 or Qwen3 with full attention. With `with_code` the folder also has the
+    Holds the tensors of one file of at most `shard_bytes`, and one parameter. RoPE, sequence length and attention are
+    those of the stage that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`;
+    software that ignores the entry sees an ordinary model with full attention. With `with_code` the folder also has the
     parameters of the attention kinds and the code that runs them in transformers. The tokenizer's files are those that
     transformers expects; README.md is a model card. Returns a warning for each thing that is left out.
 
@@ -308,6 +320,11 @@ def _reader(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoi
             problems.append(f"{name} is not in its index")
         elif (saved.shape, saved.dtype) != (shape, torch.float32):
             problems.append(f"{name} is {list(saved.shape)} {saved.dtype}, must be {list(shape)} float32")
+    for name in reader.tensors:
+        ours = name.removeprefix("model.")
+        is_buffer = ours != name and ours not in shapes and not kind_of_parameter(ours)
+        if is_buffer and reader.read(name).any():  # as the biases of the choice of experts
+            problems.append(f"{ours} is not zero, and no Hugging Face architecture has it")
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems[:20])}; use another checkpoint")
     return reader
@@ -332,4 +349,7 @@ def _tensors(
 
     for theirs, ours in groupby(names, family.name):
         parts = list(map(read, ours))
-        yield theirs, parts[0] if len(parts) == 1 else torch.cat(parts)
+        if NUMBER in theirs:
+            yield from ((theirs.format(number), part) for number, part in enumerate(parts[0]))
+        else:
+            yield theirs, parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -63,30 +63,31 @@ def hf_config(
     model = model.model_copy(update={"rope": rope})
     layers = list(attention) or [{}] * model.layers
     partly: dict[str, Any] | None = None
-    differing: dict[str, set[str]] = {}
+    wanted = comparable(model)
+    differing: dict[str, dict[str, object]] = {}
     for model_type, made in MODEL_FAMILIES.usable().items():
         family: Family = made()
-        contents = {
-            "architectures": [family.architecture],
-            "model_type": model_type,
-            **{theirs: getattr(model, ours) for ours, theirs in family.same.items()},
-            "head_dim": model.head_width,
-            "max_position_embeddings": hf_length(rope, max_length),
-            **hf_rope(rope),
-            **family.written(model, layers),
-            # Newer releases of transformers read the first, older ones the second.
-            "dtype": dtype,
-            "torch_dtype": dtype,
-        }
         try:
+            contents = {
+                "architectures": [family.architecture],
+                "model_type": model_type,
+                **{theirs: getattr(model, ours) for ours, theirs in family.same.items()},
+                "head_dim": model.head_width,
+                "max_position_embeddings": hf_length(rope, max_length),
+                **hf_rope(rope),
+                **family.written(model, layers),
+                # Newer releases of transformers read the first, older ones the second.
+                "dtype": dtype,
+                "torch_dtype": dtype,
+            }
             read = family.completed(contents)
             again = comparable(ModelConfig.model_validate(family.values(read)))
         except (CheckpointError, ValidationError):
             continue
-        wanted = comparable(model)
-        differing[model_type] = {key for key in wanted if again[key] != wanted[key]}
-        if not differing[model_type] and family.heads_divide_width and model.hidden_size % model.heads:
-            differing[model_type] = {"heads"}
+        keys = [key for key in wanted | again if again.get(key) != wanted.get(key)]
+        if not keys and family.heads_divide_width and model.hidden_size % model.heads:
+            keys = ["heads"]
+        differing[model_type] = {key: again.get(key) for key in keys}
         if not differing[model_type]:
             if family.attention(read) == layers:
                 return contents
@@ -96,13 +97,17 @@ def hf_config(
     if not differing:
         raise CheckpointError("model.rope: no Hugging Face architecture has this rotary embedding")
     nearest = min(differing, key=lambda name: len(differing[name]))
-    if differing[nearest] == {"heads"}:
+    if [*differing[nearest]] == ["heads"]:
         raise CheckpointError(
             f"model.heads: given {model.heads}; allowed in an export as {MODEL_FAMILIES[nearest].architecture}: a "
             f"divisor of model.hidden_size ({model.hidden_size}), as transformers refuses other models of this kind"
         )
-    keys = ", ".join(f"model.{key}" for key in sorted(differing[nearest]))
-    raise CheckpointError(f"{keys}: no Hugging Face architecture has these values together; {nearest} comes nearest")
+    found = sorted(differing[nearest].items())
+    raise CheckpointError(
+        f"{', '.join(f'model.{key}' for key, _ in found)}: no Hugging Face architecture has these values together; "
+        f"{nearest} comes nearest, where "
+        + ", ".join(f"{key} is {given(value)}, not {given(wanted.get(key))}" for key, value in found)
+    )
 
 
 def read_layers(folder: Path) -> dict[str, Any]:

@@ -22,6 +22,8 @@ NO_FUNCTION = frozenset(
     }
 )
 """Keys of config.json that say nothing of what the model computes of its tokens."""
+NUMBER = "{}"
+"""Place in a name of theirs for the number of each tensor of a stack of ours."""
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(\w+)")
 
 
@@ -81,7 +83,8 @@ class Family:
         "feed_forward": "mlp",
     }
     """Our modules, outside and inside of a block, and theirs. A longer name, such as `attention.q_proj`, goes before
-    its beginning; several of ours may be the rows of one of theirs, in the order of our parameters."""
+    its beginning; several of ours may be the rows of one of theirs, in the order of our parameters. One of ours is a
+    stack of theirs whose names have numbers at `NUMBER`."""
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config with the family's defaults for keys that it leaves out. Null counts as left out, except for

@@ -1,7 +1,8 @@
 """Weights of Hugging Face models: safetensors files, the place of each parameter in them, and loading.
 
 The tensors are those of `model.transformer.Transformer` under other names, some of ours the rows of one of theirs:
-rotary embeddings pair the two halves of a head on both sides, so nothing is permuted. A folder holds
+the experts of a layer
+a stack of many of theirs. Rotary embeddings pair the two halves of a head on both sides, so nothing is permuted. A folder holds
 `model.safetensors`, or several files and `model.safetensors.index.json`, which names the file of each tensor. A reader
 opens one file at a time and reads the bytes asked for.
 """
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -22,12 +23,11 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, ForeignFileError, named_layers
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
-from moba_train.model.part import is_whole
 from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import WeightSource
 from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family, read_model_config
-from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.family import NUMBER, Family
 from moba_train.torch_private import local_shape_and_offset
 
 SINGLE = "model.safetensors"
@@ -129,16 +129,28 @@ _ROWS = 4096
 
 
 class Place(NamedTuple):
-    """Rows of a tensor of theirs that are a parameter of ours."""
+    """Rows of a tensor of theirs that are a parameter of ours, or a stack of tensors, if the name numbers them."""
 
     name: str
     first_row: int
     rows: int
 
-    def part(self, own: Sequence[slice] = ()) -> list[slice]:
-        """The slices of their tensor that are these slices of ours; all of it without any."""
+    @property
+    def names(self) -> list[str]:
+        """Names of their tensors."""
+        return [self.name.format(row) for row in range(self.rows)] if NUMBER in self.name else [self.name]
+
+    def needed(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Shapes, as far as these rows go, of their tensors for a parameter of ours of this shape."""
+        own = () if NUMBER in self.name else (self.first_row + self.rows,)
+        return dict.fromkeys(self.names, (*own, *shape[1:]))
+
+    def read(self, files: SafetensorsFolder, own: Sequence[slice] = ()) -> Tensor:
+        """The parameter on the CPU in the file's dtype, or these slices of it, one for each leading dimension."""
         first, *rest = own or [slice(0, self.rows)]
-        return [slice(self.first_row + first.start, self.first_row + first.stop), *rest]
+        if NUMBER in self.name:
+            return torch.stack([files.read(name, rest) for name in self.names[first]])
+        return files.read(self.name, [slice(self.first_row + first.start, self.first_row + first.stop), *rest])
 
 
 def places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
@@ -153,32 +165,31 @@ def places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, P
 
 
 @torch.no_grad()
-def load_hf_weights(model: nn.Module, folder: Path, with_kinds: bool = False) -> None:
+def load_hf_weights(model: Transformer, folder: Path, with_kinds: bool = False) -> None:
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
-    Parameters of attention kinds keep their values, unless the folder has them (`with_kinds`). Each rank reads the
-    bytes of its shards alone, one tensor after the other, without communication. If a tied model comes with a copy of
-    its embedding, each rank first reads both in full, to compare them. Raises CheckpointError with every tensor that is
-    missing, superfluous or of another shape.
+    Buffers keep their values, and so do parameters of attention kinds, unless the folder has them (`with_kinds`). Each
+    rank reads the bytes of its shards alone, one tensor after the other, without communication. If a tied model comes
+    with a copy of its embedding, each rank first reads both in full, to compare them. Raises CheckpointError with every
+    tensor that is missing, superfluous or of another shape.
     """
-    state: dict[str, Any] = get_model_state_dict(model)
-    parameters = {name: value for name, value in state.items() if with_kinds or not kind_of_parameter(name)}
     files = SafetensorsFolder(folder)
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    state: dict[str, Any] = get_model_state_dict(model)
     # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
-    if isinstance(model, Transformer) and not is_whole(model):
-        shapes = parameter_shapes(model.config)
+    shapes = parameter_shapes(model.config)
+    if with_kinds:
+        shapes |= {name: tuple(value.shape) for name, value in state.items() if kind_of_parameter(name)}
     check_hf_weights(shapes, files)
-    place_of = places(read_family(folder)[0], shapes)
-    for name, parameter in sorted(parameters.items(), key=lambda item: files.file_of(place_of[item[0]].name)):
-        place = place_of[name]
+    found = places(read_family(folder)[0], shapes)
+    here = [(state[name], place) for name, place in found.items() if name in state]
+    for parameter, place in sorted(here, key=lambda item: files.file_of(item[1].names[0])):
         if isinstance(parameter, DTensor):
             shape, offset = local_shape_and_offset(parameter.shape, parameter.device_mesh, parameter.placements)
             part = [slice(first, first + size) for first, size in zip(offset, shape, strict=True)]
             if parameter.to_local().numel():
-                parameter.to_local().copy_(files.read(place.name, place.part(part)))
+                parameter.to_local().copy_(place.read(files, part))
         else:
-            parameter.copy_(files.read(place.name, place.part()))
+            parameter.copy_(place.read(files))
 
 
 class HuggingFace(WeightSource):
@@ -223,7 +234,7 @@ def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFo
     family, _ = read_family(files.folder)
     wanted: dict[str, tuple[int, ...]] = {}
     for ours, place in places(family, shapes).items():
-        wanted[place.name] = (place.first_row + place.rows, *shapes[ours][1:])
+        wanted |= place.needed(shapes[ours])
     output, embedding = family.name("output.weight"), family.name("embedding.weight")
     problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
     known = {*wanted}

@@ -94,6 +94,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
     },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "rope_parameters": {"rope_theta": 1e6}},
+    "mixtral_windows": {
+        "model_type": "mixtral",
+        "num_local_experts": 3,
+        "sliding_window": 24,
+        "rope_parameters": {"rope_theta": 1e6},
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "rope_parameters": {"rope_theta": 1e6},
+    },
+    "qwen3_moe_dense": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 1e6},
+    },
 }
 
 

@@ -26,7 +26,7 @@ from tests.tools.convert.hf_models import (
 )
 from tests.tools.convert.test_hf_export import SPARSE, tensors, with_moba
 
-OTHERS = [name for name in FAMILIES if not name.startswith(("llama", "smollm2", "qwen"))]
+OTHERS = [name for name in FAMILIES if name not in ("llama2", "llama3", "smollm2", "qwen2", "qwen3")]
 WINDOW = {"kind": "window", "window": 24, "sinks": 0}
 ATTENTION: dict[str, list[dict[str, Any]]] = {
     "mistral": [WINDOW] * 3,
@@ -34,6 +34,7 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
     "olmo3": [WINDOW, WINDOW, WINDOW, {}],
     "gemma3": [WINDOW, WINDOW, {}],
     "phi3": [WINDOW] * 3,
+    "mixtral_windows": [WINDOW] * 3,
 }
 """Attention of each layer of the models in hf_models.py that have windows."""
 
@@ -160,6 +161,15 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "allowed in this family: default"),
         ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+        ("mixtral", {"num_local_experts": 1}, "num_local_experts: given 1; allowed: integer >= 2"),
+        ("mixtral", {"num_experts_per_tok": 9}, "active: given 9; allowed: at most experts, 8"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("qwen3_moe", {"num_local_experts": "many"}, "num_local_experts: given 'many'"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size: given 0"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob: given 1"),
+        ("qwen3_moe", {"router_aux_loss_coef": -1.0}, "router_aux_loss_coef: given -1"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     ],
 )
@@ -185,6 +195,7 @@ def test_a_model_that_no_architecture_has_is_refused_by_its_keys() -> None:
     for changes, said in (
         ({"sink_layers": "all"}, r"model\.sink_layers: no Hugging Face architecture"),
         ({"gate_layers": "last:1", "residual_scale": 0.5}, r"model\.gate_layers: no Hugging Face architecture"),
+        ({"residual_scale": 0.5, "qk_norm": True}, "qwen3 comes nearest, where residual_scale is 1.0, not 0.5"),
         ({"rope": RopeConfig(overrides={0: {"theta": 5.0}})}, r"model\.rope: no Hugging Face architecture"),
     ):
         model = ModelConfig.model_validate(shape | changes)

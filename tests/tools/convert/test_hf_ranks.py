@@ -1,7 +1,9 @@
-"""Ranks of tensor parallelism read their parts of a Hugging Face model."""
+"""Ranks read their parts of a Hugging Face model: columns and rows with tensor parallelism, their own experts."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -9,32 +11,44 @@ from moba_train.config.mesh import MeshSizes
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.dims import ParallelDims
 from moba_train.parallel.world import joined_world
-from moba_train.tools.hf.family import Qwen2
-from moba_train.tools.hf.weights import load_hf_weights
+from moba_train.tools.hf.family import family_of
+from moba_train.tools.hf.weights import load_hf_weights, places
 from tests.resolved import sharded_of
 from tests.run.test_tensor_parallel import gathered, recipe
 from tests.run.trainer_ranks import Ranks
 
+MIXTURE = {"moe": {"experts": 4, "active": 2, "intermediate_size": 28, "router": {"balance": "bias"}}}
+CASES: dict[str, tuple[str, dict[str, Any], MeshSizes, int]] = {
+    "qwen2, tp 2": ("qwen2", {"qkv_bias": True}, MeshSizes(tp=2), 1),
+    "mixtral, tp 2": ("mixtral", MIXTURE, MeshSizes(tp=2), 1),
+    "mixtral, ep 2": ("mixtral", MIXTURE, MeshSizes(dp_shard=2), 2),
+}
+"""Family, keys of `model`, layout, and ranks that divide the experts."""
 
-def load_and_collect(folder: str, output: str) -> None:
+
+def load_and_collect(folder: str, output: str, name: str) -> None:
     """The weights that two ranks read from a Hugging Face folder."""
+    _, options, sizes, ep = CASES[name]
     with joined_world() as world:
-        model = sharded_of(recipe(qkv_bias=True), ParallelDims(MeshSizes(tp=2), world))
+        model = sharded_of(recipe(**options), ParallelDims(sizes, world, ep))
         load_hf_weights(model, Path(folder))
         weights = {name: gathered(parameter) for name, parameter in model.named_parameters()}
         if world.is_main:
             torch.save(weights, output)
 
 
-def test_each_rank_reads_its_part_of_a_hugging_face_model(ranks: Ranks, tmp_path: Path) -> None:
-    want = {
-        name: torch.randn(parameter.shape)
-        for name, parameter in Transformer(recipe(qkv_bias=True).model).named_parameters()
-    }
-    save_file({Qwen2().name(name): tensor for name, tensor in want.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    ranks.work(load_and_collect, (str(tmp_path), str(tmp_path / "weights.pt")), 2)
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_reads_its_part_of_a_hugging_face_model(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    model_type, options, *_ = CASES[name]
+    model = Transformer(recipe(**options).model)
+    want = {key: torch.randn(parameter.shape) for key, parameter in model.named_parameters()}
+    theirs = {}
+    for key, place in places(family_of(model_type), {key: tuple(tensor.shape) for key, tensor in want.items()}).items():
+        theirs |= zip(place.names, [want[key]] if len(place.names) == 1 else want[key], strict=True)
+    save_file(theirs, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    ranks.work(load_and_collect, (str(tmp_path), str(tmp_path / "weights.pt"), name), 2)
     got = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), name
+    for key, tensor in want.items():
+        assert torch.equal(got[key], tensor), key

@@ -44,6 +44,7 @@ class AllGatherSpec(TransportSpec):
 
     name = "allgather"
     uses_slices = True
+    has_all_ranks = True
 
     def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
         """Over the group's own connections."""

@@ -89,6 +89,8 @@ class TransportSpec(ABC):
     """True if it gathers keys and values in slices of the heads (`CPStrategy.slices`)."""
     uses_ring_depth: ClassVar[bool] = False
     """True if `CPStrategy.ring_depth` is the number of its buffers."""
+    has_all_ranks: ClassVar[bool] = False
+    """True if its transports have `Transport.of_all_ranks`."""
     needs_nodes: ClassVar[bool] = False
     """True if it needs several nodes, so that nothing can be said while the ranks of a node are not known."""
     not_for_auto: ClassVar[str] = ""

@@ -46,6 +46,7 @@ class RingSpec(TransportSpec):
 
     name = "ring"
     uses_ring_depth = True
+    has_all_ranks = True
 
     def make(self, strategy: CPStrategy, ranks: Ranks) -> Transport:
         """Over the group's own connections."""
