@@ -172,8 +172,8 @@ def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest
     found = theirs(tokens[None]).logits[0]
     expected = exported.model(tokens, torch.arange(len(tokens)), packed_layout([len(tokens)]))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    ours = exported.model.blocks[0].attention
-    layer = theirs.model["layers"][0].self_attn
+    ours: Any = exported.model.blocks[0].attention
+    layer: Any = theirs.get_submodule("model.layers.0.self_attn")
     for mine, yours in ((ours.q_proj, layer.q_proj), (ours.k_proj, layer.k_proj), (ours.v_proj, layer.v_proj)):
         (one,) = torch.autograd.grad(expected.square().mean(), mine.weight, retain_graph=True)
         (other,) = torch.autograd.grad(found.square().mean(), yours.weight, retain_graph=True)
@@ -194,7 +194,8 @@ def test_on_a_gpu_it_says_the_same(exported: Exported) -> None:
 
     expected = logits(exported.model, PROMPTS[0])
     for dtype, most in ((torch.float64, 1e-8), (torch.bfloat16, 0.05)):
-        model = AutoModelForCausalLM.from_pretrained(exported.folder, trust_remote_code=True, dtype=dtype).cuda().eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(exported.folder, trust_remote_code=True, dtype=dtype)
+        model.cuda().eval()
         with torch.no_grad():
             assert (model(PROMPTS[0][None].cuda()).logits[0].cpu() - expected).abs().median() < most
         prompt = {"input_ids": PROMPTS[0][None].cuda(), "attention_mask": torch.ones_like(PROMPTS[0][None]).cuda()}
