@@ -314,9 +314,7 @@ def inspect_spike(
 
 app.command()(generate)
 
-convert = command_group(
-    "Convert between our checkpoints and Hugging Face folders (Llama, Qwen2, Qwen3, SmolLM2), and older checkpoints."
-)
+convert = command_group("Convert between our checkpoints and Hugging Face folders, and older checkpoints.")
 app.add_typer(convert, name="convert")
 
 

@@ -20,7 +20,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
-from moba_train.optim.muon import COEFFICIENTS, update_scale
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +33,7 @@ from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.optim.spec import block_matrices, is_trainable, set_trainable
 from moba_train.parallel.world import World, gather_over_ranks
-from moba_train.registry import TRANSPORTS
+from moba_train.registry import OPTIMIZERS, TRANSPORTS
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import ResolvedRun
 from moba_train.run.learner import Learner
@@ -210,7 +209,7 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         documents=rng.choice(get_args(Documents)),
         mask=rng.choice(get_args(Mask)),
         trainable=rng.choice([None, None, None, *PATTERNS]),
-        optimizer=rng.choice(["adamw", "adamw", "adamw", "muon"]),
+        optimizer=rng.choice([*["adamw"] * 3, *{"muon"} & {*OPTIMIZERS}]),
         clip_norm=rng.choice([None, 0.05]),
         checkpointing=rng.choice(["none", "none", "full", "selective"]),
     )
@@ -339,7 +338,7 @@ def on_one_device(case: Case) -> Found:
             value = value * (1 - LR * DECAY if value.dim() > 1 else 1)
             gradient = gradients[name] * scale
             if name in matrices:
-                value = value - LR * update_scale(gradient.shape, "match_rms_adamw") * orthogonalized(gradient)
+                value = value - LR * 0.2 * max(gradient.shape) ** 0.5 * orthogonalized(gradient)
             else:
                 value = value - LR * gradient / (gradient.abs() + EPS)
         found[f"weight {name}"] = value
@@ -354,10 +353,10 @@ def cut(sample: Sample) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def orthogonalized(gradient: Tensor) -> Tensor:
-    """Muon's update of a matrix by its singular values."""
+    """Muon's update of a matrix (Jordan et al. 2024), by its singular values: five times a s + b s^3 + c s^5."""
     u, values, v = torch.linalg.svd(gradient, full_matrices=False)
     values = values / gradient.norm().clamp(min=1e-7)
-    a, b, c = COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(5):
         values = a * values + b * values**3 + c * values**5
     return u @ torch.diag(values) @ v

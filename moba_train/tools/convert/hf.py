@@ -246,9 +246,10 @@ def export_to_hf(
 
     Holds the tensors of one file of at most `shard_bytes`, and one parameter. RoPE, sequence length and attention are
     those of the stage that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`;
-    software that ignores the entry sees an ordinary model with full attention. With `with_code` the folder also has the
-    parameters of the attention kinds and the code that runs them in transformers. The tokenizer's files are those that
-    transformers expects; README.md is a model card. Returns a warning for each thing that is left out.
+    software that ignores the entry sees an ordinary model with full attention, or with the windows of its family. With
+    `with_code` the folder also has the parameters of the attention kinds and the code that runs them in transformers.
+    The tokenizer's files are those that transformers expects; README.md is a model card. Returns a warning for each
+    thing that is left out.
 
     Raises CheckpointError when `output` is not empty or cannot be written, no Hugging Face architecture has the model's
     shape, an attention kind would lose something or the code cannot run it, a tensor is missing in the checkpoint, or a

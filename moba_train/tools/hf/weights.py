@@ -1,10 +1,9 @@
 """Weights of Hugging Face models: safetensors files, the place of each parameter in them, and loading.
 
-The tensors are those of `model.transformer.Transformer` under other names, some of ours the rows of one of theirs:
-the experts of a layer
-a stack of many of theirs. Rotary embeddings pair the two halves of a head on both sides, so nothing is permuted. A folder holds
-`model.safetensors`, or several files and `model.safetensors.index.json`, which names the file of each tensor. A reader
-opens one file at a time and reads the bytes asked for.
+The tensors are those of `model.transformer.Transformer` under other names. Some of ours are the rows of one of theirs,
+and those of experts are stacks of many. Rotary embeddings pair the two halves of a head on both sides, so nothing is
+permuted. A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which names the file
+of each tensor. A reader opens one file at a time and reads the bytes asked for.
 """
 
 from collections import Counter
@@ -169,7 +168,7 @@ def load_hf_weights(model: Transformer, folder: Path, with_kinds: bool = False) 
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
     Buffers keep their values, and so do parameters of attention kinds, unless the folder has them (`with_kinds`). Each
-    rank reads the bytes of its shards alone, one tensor after the other, without communication. If a tied model comes
+    rank reads the bytes of its shards alone, one parameter after the other, without communication. If a tied model comes
     with a copy of its embedding, each rank first reads both in full, to compare them. Raises CheckpointError with every
     tensor that is missing, superfluous or of another shape.
     """
