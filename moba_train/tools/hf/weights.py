@@ -168,9 +168,9 @@ def load_hf_weights(model: Transformer, folder: Path, with_kinds: bool = False) 
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
     Buffers keep their values, and so do parameters of attention kinds, unless the folder has them (`with_kinds`). Each
-    rank reads the bytes of its shards alone, one parameter after the other, without communication. If a tied model comes
-    with a copy of its embedding, each rank first reads both in full, to compare them. Raises CheckpointError with every
-    tensor that is missing, superfluous or of another shape.
+    rank reads the bytes of its shards alone, one parameter after the other, without communication. If a tied model
+    comes with a copy of its embedding, each rank first reads both in full, to compare them. Raises CheckpointError with
+    every tensor that is missing, superfluous or of another shape.
     """
     files = SafetensorsFolder(folder)
     state: dict[str, Any] = get_model_state_dict(model)
