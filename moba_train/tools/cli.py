@@ -367,8 +367,8 @@ def hf_to_moba(
 ) -> None:
     """Write a Hugging Face model as a checkpoint, with its tokenizer and a recipe to extend.
 
-    For `generate`, `verify`, `lm-eval`, and to begin with experts. Training as it is does not need it: `init_from`
-    reads Hugging Face folders too."""
+    For `verify`, for the recipe, and to begin with experts. Training, `generate`, `eval` and `lm-eval` read Hugging
+    Face folders too."""
     from moba_train.tools.convert.hf import describe_folder, import_from_hf
 
     unread = import_from_hf(folder, output, experts, active)
