@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -37,9 +38,10 @@ def result(texts: Path) -> EvaluationResult:
     config = asking(texts)
     model = Transformer(config.model)
     initialize_weights(model, 0)
-    for layer, factor in enumerate((0.0, 3.0, 0.0)):
-        model.blocks[layer].attention.q_proj.weight.data *= factor
-        model.blocks[layer].attention.o_proj.weight.data *= factor
+    blocks: list[Any] = list(model.blocks)
+    for block, factor in zip(blocks, (0.0, 3.0, 0.0), strict=True):
+        block.attention.q_proj.weight.data *= factor
+        block.attention.o_proj.weight.data *= factor
     return built(FullLayers, config).run(context(config, model))
 
 
