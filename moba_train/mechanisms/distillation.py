@@ -23,6 +23,8 @@ from moba_train.attention.full import FullAttention
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import Section
 from moba_train.model.build import build_attention
+from moba_train.model.feed_forward import count_tokens
+from moba_train.model.loss import LossTokens
 from moba_train.model.objective import Objective
 from moba_train.model.transformer import Transformer
 
@@ -56,19 +58,21 @@ class Distillation(Objective):
         self._due = step % self._options.every == 0
         self._sums = None
 
-    def prepare(self, model: Transformer, index_n: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    def prepare(self, model: Transformer, loss_tokens: LossTokens, *inputs: Any) -> tuple[Tensor, ...]:
         """The teacher's last hidden states [n, D]; nothing in evaluations, and in steps that do not distil."""
         if not (self._due and torch.is_grad_enabled()):
             return ()
         own = model.attention_kinds()
         full = LayerAttention("full", FullAttention.Options())
         model.set_attention(build_attention([full] * model.config.layers, model.config.head_width))
+        count_tokens(model, None)  # experts count the student's choices alone
         try:
             with torch.no_grad():
                 hidden_TD, _ = model.hidden(*inputs)
         finally:
             model.set_attention(own)
-        return (hidden_TD.index_select(0, index_n),)
+            count_tokens(model, loss_tokens)
+        return (hidden_TD.index_select(0, loss_tokens[1]),)
 
     def of_chunk(
         self, hidden_nD: Tensor, weight_VD: Tensor, labels_n: Tensor, weights_n: Tensor, *prepared: Tensor
@@ -91,6 +95,7 @@ class Distillation(Objective):
         """Cross entropy and divergence of a step that distils; nothing of others."""
         if not self._due:
             return {}
+        self._due = False  # until the next step begins: evaluations between steps have no teacher
         assert self._sums is not None
         dist.all_reduce(self._sums)
         return dict(zip(("cross_entropy", "distillation"), self._sums, strict=True))

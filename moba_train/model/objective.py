@@ -24,9 +24,9 @@ class Objective(ABC):
         """Called before the forward passes of a step, counted over the run from 1; again if the step runs again."""
 
     @abstractmethod
-    def prepare(self, model: Any, index_n: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        """Tensors [n, ...] for the rows `index_n`, before the forward pass of `model`, a Transformer, on `inputs`,
-        which it must leave as it was. Empty: the cross entropy is summed. Called on all ranks together."""
+    def prepare(self, model: Any, loss_tokens: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        """Tensors [n, ...] for the rows in `loss_tokens`, before the forward pass of `model`, a Transformer, on
+        `inputs`, which it must leave as it was. Empty: the cross entropy is summed. Called on all ranks together."""
 
     @abstractmethod
     def of_chunk(

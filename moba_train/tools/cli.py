@@ -314,9 +314,7 @@ def inspect_spike(
 
 app.command()(generate)
 
-convert = command_group(
-    "Convert between our checkpoints and Hugging Face folders (Llama, Qwen2, Qwen3, SmolLM2), and older checkpoints."
-)
+convert = command_group("Convert between our checkpoints and Hugging Face folders, and older checkpoints.")
 app.add_typer(convert, name="convert")
 
 
@@ -330,8 +328,17 @@ def moba_to_hf(
     shard_gib: Annotated[
         float, typer.Option(min=0.001, max=1e6, help="largest size of a file in GiB; as much memory is needed")
     ] = 4.0,
+    with_code: Annotated[
+        bool,
+        typer.Option(
+            "--with-code",
+            help="add the model's code, by which transformers runs each layer's attention without moba_train "
+            "(trust_remote_code), and parameters of attention kinds",
+        ),
+    ] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder: weights, config.json, and the tokenizer as AutoTokenizer loads it.
+    """Write a checkpoint as a Hugging Face folder: weights, config.json, model card, and the tokenizer as AutoTokenizer
+    loads it.
 
     The `moba` entry of config.json gives each layer's attention; software that ignores it has an ordinary model with
     full attention."""
@@ -341,7 +348,7 @@ def moba_to_hf(
     from moba_train.tools.saved_recipe import open_checkpoint
 
     saved = open_checkpoint(checkpoint)
-    left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30))
+    left_out = export_to_hf(saved, output, getattr(torch, dtype.value), int(shard_gib * 2**30), with_code)
     typer.echo(f"{saved.path} is now a Hugging Face model in {output}:")
     for line in describe_folder(output):
         typer.echo(line)
@@ -360,8 +367,8 @@ def hf_to_moba(
 ) -> None:
     """Write a Hugging Face model as a checkpoint, with its tokenizer and a recipe to extend.
 
-    For `generate`, `verify`, `lm-eval`, and to begin with experts. Training as it is does not need it: `init_from`
-    reads Hugging Face folders too."""
+    For `verify`, for the recipe, and to begin with experts. Training, `generate`, `eval` and `lm-eval` read Hugging
+    Face folders too."""
     from moba_train.tools.convert.hf import describe_folder, import_from_hf
 
     unread = import_from_hf(folder, output, experts, active)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from moba_train.tools.cli_options import Checkpoint, Overrides, check_output_folder, parse_length
+from moba_train.tools.cli_options import Overrides, check_output_folder, parse_length
 
 
 class EvaluatedAttention(StrEnum):
@@ -246,7 +246,7 @@ def profile_spans(
 
 
 def generate(
-    checkpoint: Checkpoint,
+    checkpoint: EvaluatedModel,
     overrides: Overrides = None,
     prompt: Annotated[str | None, typer.Option(help="text to continue; it is printed first")] = None,
     prompt_file: Annotated[
@@ -268,13 +268,12 @@ def generate(
     ] = DecodeAttention.full,
 ) -> None:
     """Continue a prompt. The prompt is read with each layer's own attention."""
-    import torch
-
     from moba_train.tools.chat.control_tokens import ChatTokenizer
     from moba_train.tools.chat.load import has_chat_template
+    from moba_train.tools.evaluate import load_on_this_machine, training_of
+    from moba_train.tools.evaluated_recipe import open_to_generate
     from moba_train.tools.generate import chat_prompt, generate_text, read_prompt
     from moba_train.tools.inference.corpus_marks import corpus_marks, ends_of_text
-    from moba_train.tools.saved_recipe import load_trained, open_for_generation, saved_training
     from moba_train.tools.text_tokenizer import load_text_tokenizer
 
     if (prompt is None) == (prompt_file is None):
@@ -287,7 +286,7 @@ def generate(
         raise typer.BadParameter(f"--prompt: not UTF-8 text, at character {error.start}") from None
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"--top-p: given {top_p:g}; allowed: above 0, at most 1")
-    saved, roots = open_for_generation(checkpoint, tokenizer, overrides or ())
+    saved, roots = open_to_generate(checkpoint, tokenizer, tuple(overrides or ()))
     tokenizer_path = tokenizer or str(saved.config.data.tokenizer)
     tokenizer_roots = None if tokenizer else roots
     known = load_text_tokenizer(tokenizer_path, tokenizer_roots)
@@ -297,10 +296,8 @@ def generate(
     given = prompt or "" if prompt_file is None else read_prompt(prompt_file)
     if chat:
         given = chat_prompt(given, marks.template, Path(tokenizer_path))
-    on_gpu = torch.cuda.is_available()
-    model = load_trained(saved, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32)
     text = generate_text(
-        model,
+        load_on_this_machine(saved),
         known,
         given,
         max_new_tokens,
@@ -310,7 +307,7 @@ def generate(
         decode=decode.value,
         marks=marks,
         stop_tokens=ends_of_text(tokenizer_path, tokenizer_roots),
-        trained_length=saved_training(saved.path).seq_len,
+        trained_length=training_of(saved).seq_len,
         say=lambda line: typer.echo(line, err=True),
     )
     first = next(text, "")  # bad input is refused here, before anything is printed

@@ -37,7 +37,7 @@ from moba_train.evals.evaluation import (
 )
 from moba_train.evals.registry import EVALUATIONS, asked_evaluations
 from moba_train.memory.devices import local_device, weakest
-from moba_train.model.build import build_model
+from moba_train.model.build import build_attention, build_model
 from moba_train.model.transformer import Transformer
 from moba_train.output_files import make_folder, write_new
 from moba_train.parallel.activations import set_activations
@@ -145,7 +145,8 @@ def load_on_this_machine(saved: SavedRun) -> Transformer:
     with torch.device("meta"):
         model = build_model(saved.spec)
     model.to_empty(device=device)
-    load_hf_weights(model, saved.path)
+    load_hf_weights(model, saved.path, with_kinds=True)
+    model.set_attention(build_attention(saved.stage.attention, saved.spec.config.head_width))
     model.set_rope(saved.stage.rope)
     return model.to(dtype).eval()
 
@@ -241,7 +242,7 @@ def _context(saved: SavedRun, cp: int | None, attentions: dict[str, Layers], wor
     parallel = run.parallel.model_copy(update={"fsdp_copy_engines": False})
     model = sharded_model(setup, parallel, dims, run.seed)
     if is_hf_folder(saved.path):
-        load_hf_weights(model, saved.path)
+        load_hf_weights(model, saved.path, with_kinds=True)
     else:
         load_model(model, saved.path, optional=overridden_kinds(saved))
     model.set_rope(stage.rope)

@@ -31,6 +31,7 @@ from moba_train.tools.saved_recipe import (
     SavedRun,
     check_paths,
     evaluation_corpora,
+    open_for_generation,
     read_checkpoint,
     with_corpora,
     with_overrides,
@@ -121,6 +122,14 @@ def open_for_lm_eval(path: Path, options: LmEvalOptions) -> tuple[SavedRun, list
         own = _without(config, {*evaluation_corpora(config.data, config.evaluation).values()})
         check_paths(own.data, own.evaluation, located.path, roots)
     return located.with_recipe(config), roots
+
+
+def open_to_generate(path: Path, tokenizer: Path | None, overrides: tuple[str, ...]) -> tuple[SavedRun, list[Path]]:
+    """The model as from `open_for_generation`, or the Hugging Face model `path`, with the folders below which its
+    tokenizer may lie."""
+    if is_hf_folder(path):
+        return open_for_lm_eval(path, LmEvalOptions(tasks=(), tokenizer=tokenizer, overrides=overrides))
+    return open_for_generation(path, tokenizer, overrides)
 
 
 def changed(saved: SavedRun, options: EvaluationOptions) -> RunConfig:

@@ -20,7 +20,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
-from moba_train.optim.muon import COEFFICIENTS, update_scale
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +33,7 @@ from moba_train.memory.devices import Device
 from moba_train.model.build import build_attention, build_model, initialize_weights
 from moba_train.optim.spec import block_matrices, is_trainable, set_trainable
 from moba_train.parallel.world import World, gather_over_ranks
-from moba_train.registry import TRANSPORTS
+from moba_train.registry import FEED_FORWARDS, OPTIMIZERS, TRANSPORTS
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import ResolvedRun
 from moba_train.run.learner import Learner
@@ -64,6 +63,18 @@ ATTENTION: list[tuple[str, dict[str, Any]]] = [
     ("kda", {}),
 ]
 """Kinds that a layer may have, with options for a few dozen tokens; those that are not registered are left out."""
+EXPERTS: list[dict[str, Any]] = [
+    {"experts": 4, "active": 2, "intermediate_size": 20, "router": {"balance": "none", "z_loss": 0.1}},
+    {
+        "experts": 8,
+        "active": 3,
+        "intermediate_size": 12,
+        "shared": 1,
+        "layers": "last:1",
+        "router": {"score": "sigmoid", "scale": 1.5, "balance": "bias"},
+    },
+]
+"""Mixtures of experts whose losses are those of each token."""
 PATTERNS = [["blocks.0.*"], ["blocks.*.attention.*", "norm.weight"], ["embedding.weight", "*.down_proj.weight"]]
 
 
@@ -196,6 +207,9 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         )
         if rng.random() < share
     }
+    if "moe" in FEED_FORWARDS and rng.random() < 0.3:
+        model["moe"] = rng.choice(EXPERTS)
+        parallel["ep"] = rng.choice([1, sizes["dp_shard"] * sizes["cp"]])
     micro_batch_size = rng.choice([1, 1, 2])
     accumulated = rng.choice([1, 2, 3] if sizes["pp"] == 1 else [1, 1, 2]) * sizes["pp"]
     return Case(
@@ -210,7 +224,7 @@ def _draw(rng: random.Random, seed: int, sizes: dict[str, int]) -> Case:
         documents=rng.choice(get_args(Documents)),
         mask=rng.choice(get_args(Mask)),
         trainable=rng.choice([None, None, None, *PATTERNS]),
-        optimizer=rng.choice(["adamw", "adamw", "adamw", "muon"]),
+        optimizer=rng.choice([*["adamw"] * 3, *{"muon"} & {*OPTIMIZERS}]),
         clip_norm=rng.choice([None, 0.05]),
         checkpointing=rng.choice(["none", "none", "full", "selective"]),
     )
@@ -339,7 +353,7 @@ def on_one_device(case: Case) -> Found:
             value = value * (1 - LR * DECAY if value.dim() > 1 else 1)
             gradient = gradients[name] * scale
             if name in matrices:
-                value = value - LR * update_scale(gradient.shape, "match_rms_adamw") * orthogonalized(gradient)
+                value = value - LR * 0.2 * max(gradient.shape[-2:]) ** 0.5 * orthogonalized(gradient)
             else:
                 value = value - LR * gradient / (gradient.abs() + EPS)
         found[f"weight {name}"] = value
@@ -354,19 +368,20 @@ def cut(sample: Sample) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def orthogonalized(gradient: Tensor) -> Tensor:
-    """Muon's update of a matrix by its singular values."""
+    """Muon's update of a matrix (Jordan et al. 2024), or of each of a stack, by its singular values: five times
+    a s + b s^3 + c s^5."""
     u, values, v = torch.linalg.svd(gradient, full_matrices=False)
-    values = values / gradient.norm().clamp(min=1e-7)
-    a, b, c = COEFFICIENTS
+    values = values / values.norm(dim=-1, keepdim=True).clamp(min=1e-7)
+    a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(5):
         values = a * values + b * values**3 + c * values**5
-    return u @ torch.diag(values) @ v
+    return u @ torch.diag_embed(values) @ v
 
 
 def differences(got: Found, want: Found) -> list[str]:
     """What differs, with the largest error beside the largest number."""
-    # The sum of the auxiliary losses is that of its layers.
-    names = {name for name in got if name != "auxiliary_loss"}
+    # The sum of the auxiliary losses is that of its layers; the load of experts is no result.
+    names = {name for name in got if name != "auxiliary_loss" and not name.startswith(("expert_", "router_"))}
     found = [f"{name}: only {'on ranks' if name in got else 'on one device'}" for name in names ^ want.keys()]
     for name in sorted(names & want.keys()):
         error = (got[name] - want[name]).abs().max().item()

@@ -21,6 +21,7 @@ from moba_train.data.indexed import IndexedDataset
 from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.errors import ConfigError
+from moba_train.mechanisms import distillation
 from moba_train.mechanisms.distillation import Distillation
 from moba_train.model import loss
 from moba_train.model.build import build_attention, initialize_weights
@@ -157,6 +158,16 @@ def test_logits_exist_for_a_chunk_of_tokens_at_a_time(
     assert len(rows) > 3
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=labelled(name))
+
+
+def test_experts_count_the_students_choices_alone(alone: World, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is counted while the teacher computes, and the micro-batch's loss tokens again afterwards."""
+    counted: list[Any] = []
+    monkeypatch.setattr(distillation, "count_tokens", lambda model, loss_tokens: counted.append(loss_tokens))
+    one_step({"cp": 1, "seq_len": 64, "micro": 4}, prefix, alone)
+    before, (_, rows, _) = counted
+    assert before is None
+    assert len(rows) > 3
 
 
 def distilled_run(run: Run, **options: Any) -> Run:

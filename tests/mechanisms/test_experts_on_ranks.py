@@ -3,10 +3,14 @@
 With and without expert parallelism, next to data, context, tensor and pipeline parallelism.
 """
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from moba_train.parallel.activations import Kept
-from tests.run.test_pipeline_gradients import SPARSE, Case, Found, Model, assert_equal, found, on_one_device
+from tests.run.test_pipeline_gradients import SPARSE, Case, Found, Model, assert_equal, found, on_one_device, worker
+from tests.run.trainer_ranks import Ranks
 
 __all__ = ["found"]
 
@@ -45,3 +49,12 @@ def test_it_computes_what_one_device_does(name: str, found: dict[str, Found]) ->
     assert "expert_load_max_layer_3" in found[name]
     assert ("auxiliary" in found[name]) == (model is not HALF)
     assert_equal(found[name], on_one_device(model))
+
+
+@pytest.mark.slow
+def test_eight_ranks_as_pipeline_context_and_expert_parallelism(ranks: Ranks, tmp_path: Path) -> None:
+    """pp 2 x dp_shard 2 x cp 2, each pipeline rank with a quarter of the experts of its layers."""
+    cases = [(RECOMPUTED, {"pp": 2, "cp": 2, "ep": 4})]
+    ranks.work(worker, (cases, str(tmp_path / "results.pt")), 8)
+    (got,) = torch.load(tmp_path / "results.pt", weights_only=True)
+    assert_equal(got, on_one_device(RECOMPUTED))

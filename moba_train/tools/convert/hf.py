@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,13 @@ from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, working_roots
 from moba_train.mechanisms.experts.upcycle import upcycled, upcycled_weight
 from moba_train.model.build import build_attention
-from moba_train.model.spec import ModelSpec, kind_of_parameter
+from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_prefix
 from moba_train.output_files import write_new
+from moba_train.resolve.run import resolve_unchecked
 from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, read_layers, write_safetensors
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
+from moba_train.tools.convert.model_card import CARD, model_card
+from moba_train.tools.convert.with_code import code_config, code_problems, write_code
 from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
 from moba_train.tools.hf.family import NUMBER, Family, family_of
 from moba_train.tools.hf.weights import SafetensorsFolder, check_hf_weights, parameter_shapes, places
@@ -60,6 +63,9 @@ _FILES = {
     "merges.txt": "the tokenizer's merges",
     "chat_template.jinja": "the chat template",
     "chat_template.json": "the chat template",
+    "modeling_moba_train.py": "the model's code, for transformers without moba_train",
+    "attention_moba_train.py": "its kinds of attention",
+    "README.md": "model card",
     "recipe.yaml": "recipe to extend with data and stages of your own",
 }
 
@@ -139,13 +145,18 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     """
     model = read_model_config(folder)
     family, contents = read_family(folder)
-    shapes = parameter_shapes(model)
     files = SafetensorsFolder(folder)
+    length = _length(folder)
+    layers = read_layers(folder)
+    run = resolve_unchecked(RunConfig.model_validate(_recipe_values(folder, output, model, layers, length)))
+    kinds = build_attention(run.stages[0].attention, model.head_width)
+    of_kinds = _kind_shapes(run.setup.spec, kinds)
+    shapes = parameter_shapes(model) | of_kinds
     check_hf_weights(shapes, files)
     place_of = places(family, shapes)
     if experts is not None:
         model = upcycled(model, experts, active)
-        shapes = parameter_shapes(model)
+        shapes = parameter_shapes(model) | of_kinds
 
     def read(name: str) -> Tensor:
         return place_of[name].read(files).float()
@@ -153,8 +164,6 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     def value(name: str) -> Tensor:
         return read(name) if experts is None else upcycled_weight(name, shapes[name], model, read)
 
-    length = _length(folder)
-    layers = read_layers(folder)
     values = _recipe_values(folder, output, model, layers, length)
     if tokenizer := _tokenizer(folder):
         load_text_tokenizer(folder / tokenizer, folder_roots(folder))
@@ -230,30 +239,38 @@ def _tokenizer(folder: Path) -> str | None:
     return next((name for name in TOKENIZERS if (folder / name).is_file()), None)
 
 
-def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
+def export_to_hf(
+    saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int, with_code: bool = False
+) -> list[str]:
     """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
-    Holds the tensors of one file of at most `shard_bytes`, and one parameter. RoPE, sequence length and attention are those of the stage
-    that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`; software that ignores
-    the entry sees an ordinary model with full attention. The tokenizer's files are those that
-    transformers expects. Returns a warning for each thing that is left out.
+    Holds the tensors of one file of at most `shard_bytes`, and one parameter. RoPE, sequence length and attention are
+    those of the stage that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`;
+    software that ignores the entry sees an ordinary model with full attention, or with the windows of its family. With
+    `with_code` the folder also has the parameters of the attention kinds and the code that runs them in transformers.
+    The tokenizer's files are those that transformers expects; README.md is a model card. Returns a warning for each
+    thing that is left out.
 
     Raises CheckpointError when `output` is not empty or cannot be written, no Hugging Face architecture has the model's
-    shape, an attention kind would lose something, a tensor is missing in the checkpoint, or a byte of it has changed
-    since it was written.
+    shape, an attention kind would lose something or the code cannot run it, a tensor is missing in the checkpoint, or a
+    byte of it has changed since it was written.
     """
     checkpoint = saved.path
     config = saved.config
     stage = saved.stage
     kinds = build_attention(stage.attention, config.model.head_width)
-    windows = [layer_entry(kind) if kind.name == "window" else {} for kind in kinds]
+    windows = [layer_entry(kind) if kind.name == "window" and not with_code else {} for kind in kinds]
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."), windows)
-    if problems := _export_problems(saved.spec, kinds):
+    problems = _export_problems(saved.spec, kinds, with_code)
+    if with_code:
+        problems += code_problems(contents, kinds)
+    if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
-    contents["moba"] = {"layers": [layer_entry(kind) for kind in kinds]}
+    contents |= code_config(kinds) if with_code else {"moba": {"layers": [layer_entry(kind) for kind in kinds]}}
+    shapes = parameter_shapes(config.model) | (_kind_shapes(saved.spec, kinds) if with_code else {})
     check_new_folder(output)
     verify_checkpoint(checkpoint)
-    reader = _reader(checkpoint, config.model)
+    reader = _reader(checkpoint, shapes)
     roots = working_roots()
     marks = corpus_marks(saved, roots)
     tokenizer = export_tokenizer(config.data.tokenizer, marks, contents["model_type"], stage.seq_len, roots)
@@ -261,15 +278,28 @@ def export_to_hf(saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes:
     with new_folder(output):
         for name, content in tokenizer.files.items():
             write_new(output / name, content)
-        write_safetensors(output, _tensors(reader, config.model, family_of(contents["model_type"]), dtype), shard_bytes)
+        if with_code:
+            write_code(output)
+        write_new(output / CARD, model_card(saved, kinds, str(dtype).removeprefix("torch."), with_code))
+        write_safetensors(output, _tensors(reader, shapes, family_of(contents["model_type"]), dtype), shard_bytes)
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
     return tokenizer.warnings
 
 
-def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> list[str]:
+def _kind_shapes(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of each layer's attention kind, by our names."""
+    return {
+        f"{kind_prefix(layer, kind)}{name}": tuple(shape)
+        for (layer, kind), shapes in spec.kind_shapes.items()
+        if kind == kinds[layer].name
+        for name, shape in shapes.items()
+    }
+
+
+def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind], with_code: bool) -> list[str]:
     """Losses of an export: those of the `kinds` of the stage, and parameters of kinds that only other stages use."""
-    problems = dict.fromkeys(layer_problem(kind, spec.config) for kind in kinds)
+    problems = {} if with_code else dict.fromkeys(layer_problem(kind, spec.config) for kind in kinds)
     active = {kind.name for kind in kinds}
     left: Counter[str] = Counter()
     for (_, name), shapes in spec.kind_shapes.items():
@@ -280,12 +310,11 @@ def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> list[st
     return [problem for problem in problems if problem]
 
 
-def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
-    """Reader of a checkpoint that has every parameter of the model. Raises CheckpointError when one is missing or has
+def _reader(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> CheckpointReader:
+    """Reader of a checkpoint that has parameters of these shapes. Raises CheckpointError when one is missing or has
     another shape."""
     reader = CheckpointReader(checkpoint)
     problems = []
-    shapes = parameter_shapes(model)
     for name, shape in shapes.items():
         saved = reader.tensors.get(f"model.{name}")
         if saved is None:
@@ -303,10 +332,10 @@ def _reader(checkpoint: Path, model: ModelConfig) -> CheckpointReader:
 
 
 def _tensors(
-    reader: CheckpointReader, model: ModelConfig, family: Family, dtype: torch.dtype
+    reader: CheckpointReader, names: Iterable[str], family: Family, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors with their names in the export. Raises CheckpointError for values beyond the range of
-    `dtype`."""
+    """Yield the tensors that hold the parameters of these names of ours, with their names in the export. Raises
+    CheckpointError for values beyond the range of `dtype`."""
 
     def read(name: str) -> Tensor:
         value = reader.read(f"model.{name}")
@@ -319,7 +348,7 @@ def _tensors(
             )
         return found
 
-    for theirs, ours in groupby(parameter_shapes(model), family.name):
+    for theirs, ours in groupby(names, family.name):
         parts = list(map(read, ours))
         if NUMBER in theirs:
             yield from ((theirs.format(number), part) for number, part in enumerate(parts[0]))

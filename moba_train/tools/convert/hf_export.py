@@ -125,7 +125,7 @@ def read_layers(folder: Path) -> dict[str, Any]:
         )
     rest = family.attention(config)[len(entries) :]
     entries = [*entries, *(entry or {"kind": "full"} for entry in rest)]
-    layers = [layer_entry(kind) for kind in build_attention(map(parse_layer, entries), model.head_width)]
+    layers = [full_entry(kind) for kind in build_attention(map(parse_layer, entries), model.head_width)]
     common = max(layers, key=layers.count)
     options = {key: value for key, value in common.items() if key != "kind"}
     overrides = {layer: entry for layer, entry in enumerate(layers) if entry != common}
@@ -135,6 +135,11 @@ def read_layers(folder: Path) -> dict[str, Any]:
 def layer_entry(kind: AttentionKind) -> dict[str, Any]:
     """A layer's entry in an exported config.json, as JSON values: what decides which keys it attends to."""
     return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude=set(kind.facts.not_exported))}
+
+
+def full_entry(kind: AttentionKind) -> dict[str, Any]:
+    """`layer_entry` with the options that give the kind parameters: of an export that has these."""
+    return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude={"backend"})}
 
 
 def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moba_train.config.explain import explain
+from moba_train.config.explain import explain, given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import folder_roots, read_foreign_json
@@ -54,7 +54,10 @@ def read_model_config(folder: Path) -> ModelConfig:
     family, config = read_family(folder)
     try:
         # First the numbers, within their bounds: families make lists of this length.
-        ModelConfig.model_validate({ours: config[theirs] for ours, theirs in family.same.items()})
+        numbers = ModelConfig.model_validate({ours: config[theirs] for ours, theirs in family.same.items()})
+        for ours, key in family.same.items():  # pydantic takes 2.0 and "2" for whole numbers, and families do not
+            if type(getattr(numbers, ours)) is int and type(config[key]) is not int:
+                raise CheckpointError(f"{key} is {given(config[key])}, allowed: integer")
         model = ModelConfig.model_validate(family.values(config))
         family.attention(config)
         return model

@@ -18,7 +18,7 @@ NO_FUNCTION = frozenset(
     {
         *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "moba"),
-        *("attn_implementation", "_attn_implementation"),
+        *("attn_implementation", "_attn_implementation", "auto_map", "moba_decode"),
     }
 )
 """Keys of config.json that say nothing of what the model computes of its tokens."""

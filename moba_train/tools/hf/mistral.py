@@ -23,7 +23,8 @@ class Ministral(Family):
     def layer_types(self, config: Mapping[str, Any]) -> list[Any]:
         """Windows in all layers, if there is a `sliding_window`, unless the config says which."""
         kind = "full_attention" if config.get("sliding_window") is None else "sliding_attention"
-        return config.get("layer_types") or [kind] * config["num_hidden_layers"]
+        found = config.get("layer_types") or [kind] * config["num_hidden_layers"]
+        return super().layer_types(dict(config) | {"layer_types": found})
 
 
 class Mistral(Ministral):

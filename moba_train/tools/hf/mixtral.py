@@ -33,8 +33,7 @@ class Mixtral(Mistral):
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With `model.moe`."""
         keys = {"experts": "num_local_experts", "active": "num_experts_per_tok"}
-        moe = read_experts(config, keys | {"intermediate_size": "intermediate_size"})
-        return super().values(config) | {"moe": moe}
+        return super().values(config) | {"moe": read_experts(config, keys | {"intermediate_size": "intermediate_size"})}
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """With the keys of experts, whose width is `intermediate_size`."""

@@ -49,7 +49,8 @@ class Qwen3Moe(Qwen3):
             "intermediate_size": "moe_intermediate_size",
             "router.normalize": "norm_topk_prob",
         }
-        return super().values(config) | {"moe": read_experts(config, keys, "all" if len(sparse) == len(layers) else sparse)}
+        moe = read_experts(config, keys, "all" if len(sparse) == len(layers) else sparse)
+        return super().values(config) | {"moe": moe}
 
     def written(self, model: ModelConfig, attention: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """With the keys of experts."""

@@ -46,9 +46,10 @@ class SmolLM3(Family):
         """Windows where `layer_types` says so, or else in all layers without positions; none without
         `use_sliding_window`."""
         windows = config.get("use_sliding_window") and config.get("sliding_window") is not None
-        types = config.get("layer_types") or [
+        found = config.get("layer_types") or [
             "full_attention" if turns else "sliding_attention" for turns in self._turning(config)
         ]
+        types = super().layer_types(dict(config) | {"layer_types": found})
         return types if windows else ["full_attention" if kind == "sliding_attention" else kind for kind in types]
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """Weights of Hugging Face models: safetensors files, the place of each parameter in them, and loading.
 
-The tensors are those of `model.transformer.Transformer` under other names, some of ours the rows of one of theirs:
-the experts of a layer
-a stack of many of theirs. Rotary embeddings pair the two halves of a head on both sides, so nothing is permuted. A folder holds
-`model.safetensors`, or several files and `model.safetensors.index.json`, which names the file of each tensor. A reader
-opens one file at a time and reads the bytes asked for.
+The tensors are those of `model.transformer.Transformer` under other names. Some of ours are the rows of one of theirs,
+and those of experts are stacks of many. Rotary embeddings pair the two halves of a head on both sides, so nothing is
+permuted. A folder holds `model.safetensors`, or several files and `model.safetensors.index.json`, which names the file
+of each tensor. A reader opens one file at a time and reads the bytes asked for.
 """
 
 from collections import Counter
@@ -23,6 +22,7 @@ from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, ForeignFileError, named_layers
 from moba_train.foreign_files import INDEX_BYTES, folder_roots, open_foreign, read_foreign_json
+from moba_train.model.spec import kind_of_parameter
 from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import WeightSource
 from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family, read_model_config
@@ -164,18 +164,20 @@ def places(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, P
 
 
 @torch.no_grad()
-def load_hf_weights(model: Transformer, folder: Path) -> None:
+def load_hf_weights(model: Transformer, folder: Path, with_kinds: bool = False) -> None:
     """Fill the parameters of a `Transformer`, plain tensors or DTensors, from the Hugging Face model in `folder`.
 
-    Parameters of attention kinds and buffers, which no such model has, keep their values. Each rank reads the bytes of its shards
-    alone, one tensor after the other, without communication. If a tied model comes with a copy of its embedding, each
-    rank first reads both in full, to compare them. Raises CheckpointError with every tensor that is missing,
-    superfluous or of another shape.
+    Buffers keep their values, and so do parameters of attention kinds, unless the folder has them (`with_kinds`). Each
+    rank reads the bytes of its shards alone, one parameter after the other, without communication. If a tied model
+    comes with a copy of its embedding, each rank first reads both in full, to compare them. Raises CheckpointError with
+    every tensor that is missing, superfluous or of another shape.
     """
     files = SafetensorsFolder(folder)
     state: dict[str, Any] = get_model_state_dict(model)
     # A stage of a pipeline has some of the names; the folder is checked against all of them, on every rank alike.
     shapes = parameter_shapes(model.config)
+    if with_kinds:
+        shapes |= {name: tuple(value.shape) for name, value in state.items() if kind_of_parameter(name)}
     check_hf_weights(shapes, files)
     found = places(read_family(folder)[0], shapes)
     here = [(state[name], place) for name, place in found.items() if name in state]

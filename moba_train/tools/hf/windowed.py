@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from moba_train.config.explain import given
 from moba_train.config.model import LayerRope, ModelConfig
+from moba_train.errors import CheckpointError
 from moba_train.tools.convert.hf_export import hf_rope
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.rope import read_rope
@@ -29,6 +31,8 @@ class Windowed(Family):
         if found is not None:
             return found if isinstance(found, list) else [found]
         every = config.get("sliding_window_pattern") or self.full_every
+        if type(every) is not int:
+            raise CheckpointError(f"sliding_window_pattern is {given(every)}, allowed: integer")
         return [TYPES[(layer + 1) % every != 0] for layer in range(config["num_hidden_layers"])]
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +41,11 @@ class Windowed(Family):
         by_type = config.get("rope_parameters")
         by_type = by_type if isinstance(by_type, dict) and TYPES[0] in {*by_type} | {TYPES[1]} & {*by_type} else {}
         # transformers 4 scales the full layers alone; 5 lays that over its own section.
-        scaling = (by_type.get(TYPES[0]) or {}) | (config.get("rope_scaling") or {})
+        sections = [by_type.get(TYPES[0]) or {}, config.get("rope_scaling") or {}]
+        for key, section in zip((f"rope_parameters.{TYPES[0]}", "rope_scaling"), sections, strict=True):
+            if not isinstance(section, dict):
+                raise CheckpointError(f"{key} is {given(section)}, allowed: an object")
+        scaling = sections[0] | sections[1]
         plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
         full = read_rope(plain | {"rope_parameters": scaling})
         own = by_type.get(TYPES[1]) or {"rope_theta": self.window_theta(config)}

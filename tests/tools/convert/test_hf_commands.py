@@ -99,6 +99,8 @@ def test_export_brings_weights_and_tokenizer_back(folder: Path) -> None:
     invoke("convert", "hf-to-moba", str(folder / "out"), str(folder / "again"))
     first, second = (next((folder / name / "checkpoints").rglob("*.safetensors")) for name in ("imported", "again"))
     assert first.read_bytes() == second.read_bytes()
+    options = ("--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "8")
+    assert invoke("generate", str(folder / "out"), *options) == invoke("generate", str(folder / "imported"), *options)
 
 
 def test_a_tokenizer_is_a_file_or_its_folder(folder: Path, tmp_path: Path) -> None:

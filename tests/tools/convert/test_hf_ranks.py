@@ -42,7 +42,7 @@ def test_each_rank_reads_its_part_of_a_hugging_face_model(ranks: Ranks, tmp_path
     model_type, options, *_ = CASES[name]
     model = Transformer(recipe(**options).model)
     want = {key: torch.randn(parameter.shape) for key, parameter in model.named_parameters()}
-    theirs = {}
+    theirs: dict[str, torch.Tensor] = {}
     for key, place in places(family_of(model_type), {key: tuple(tensor.shape) for key, tensor in want.items()}).items():
         theirs |= zip(place.names, [want[key]] if len(place.names) == 1 else want[key], strict=True)
     save_file(theirs, tmp_path / "model.safetensors")

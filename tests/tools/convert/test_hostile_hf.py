@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.foreign_files import ROOTS
+from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.cli import app
 from moba_train.tools.convert.hf_export import read_layers
 from moba_train.tools.hf.config import read_model_config
-from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.family import Family, family_of
 from moba_train.tools.hf.weights import parameter_shapes
 
 CONFIG: dict[str, Any] = {
@@ -125,6 +126,7 @@ def test_export_does_not_copy_what_a_link_leads_to(folder: Path, name: str, monk
         ("moba", {"layers": [{"kind": "full"}] * 3}, "allowed: {'layers': a list of at most 2 entries}"),
         ("moba", [1], "allowed: {'layers': a list of at most 2 entries}"),
         ("layer_types", 3, "layer_types[0] is 3"),
+        ("num_hidden_layers", 2.0, "num_hidden_layers is 2.0, allowed: integer"),
     ],
 )
 def test_numbers_of_a_config_are_bounded_by_key(folder: Path, key: str, value: object, said: str) -> None:
@@ -148,24 +150,21 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=5,
 )
-KEYS = [
-    *CONFIG,
-    "head_dim",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "moba",
-    "layer_types",
-    "tie_word_embeddings",
-]
+KEYS = ("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "moba", "layer_types", "sliding_window")
 
 
-@given(changes=st.dictionaries(st.sampled_from(KEYS), json_values, max_size=3))
-def test_any_config_gives_a_model_or_an_error(
-    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
-) -> None:
+def changed_configs(model_type: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Configs of a family with other values of keys that it reads."""
+    family = family_of(model_type)
+    keys = sorted({*CONFIG, *KEYS, *family.defaults, *family.fixed, *family.others} - {"model_type"})
+    changes = st.dictionaries(st.sampled_from(keys), json_values, max_size=3)
+    return changes.map(lambda found: CONFIG | {"model_type": model_type} | found)
+
+
+@given(config=st.sampled_from([*MODEL_FAMILIES]).flatmap(changed_configs))
+def test_any_config_gives_a_model_or_an_error(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> None:
     folder = tmp_path_factory.getbasetemp()
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    (folder / "config.json").write_text(json.dumps(config))
     with contextlib.suppress(CheckpointError):
         assert isinstance(read_model_config(folder), ModelConfig)
         read_layers(folder)

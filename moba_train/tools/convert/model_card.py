@@ -1,0 +1,150 @@
+"""Model card of an export: what the checkpoint and its run folder say of training, attention and evaluations."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from moba_train import __version__
+from moba_train.attention.kind import AttentionKind, parameter_count
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.recipe import run_folder
+from moba_train.checkpoint.retention import Evaluated
+from moba_train.errors import UserError
+from moba_train.foreign_files import folder_roots, read_foreign_json
+from moba_train.resolve.run import resolve_unchecked
+from moba_train.tools.convert.hf_export import full_entry
+from moba_train.tools.saved_recipe import SavedRun, saved_training
+
+CARD = "README.md"
+_MOST_ROWS = 200
+"""Rows of a table."""
+
+
+def model_card(saved: SavedRun, kinds: Sequence[AttentionKind], dtype: str, with_code: bool) -> str:
+    """README.md of an export of `saved` in `dtype`, whose layers attend by `kinds`."""
+    head = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [moba_train, long-context]\n---\n"
+    sections = {
+        "Training": _training(saved),
+        "Attention": _attention(kinds),
+        "Evaluations": _evaluations(saved),
+        "Use": _use(saved, kinds, with_code),
+        "Not tested": _not_tested(with_code),
+    }
+    text = "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
+    return f"{head}\n# {_plain(saved.config.name)}\n\n{_summary(saved, dtype)}\n\n{text}\n"
+
+
+def _summary(saved: SavedRun, dtype: str) -> str:
+    model = saved.config.model
+    training = saved_training(saved.path)
+    return (
+        f"A decoder of {saved.spec.counts.total:,} parameters: {model.layers} layers of width {model.hidden_size}, "
+        f"{model.heads} query and {model.kv_heads} key/value heads of {model.head_width}, vocabulary "
+        f"{model.vocab_size:,}. moba_train {__version__} exported it in {dtype} from step {training.step:,} of its "
+        f"run; the longest sequences had {training.seq_len:,} tokens. A program wrote this card: complete it with the "
+        "licence, the origin of the data and the intended use."
+    )
+
+
+def _training(saved: SavedRun) -> Iterator[str]:
+    """A table of the stages up to the checkpoint's, with the tokens that each consumed, and the corpora."""
+    training = saved_training(saved.path)
+    if training.tokens is None:
+        yield "The weights were imported from another program and not trained here."
+        return
+    if saved.config.init_from is not None:
+        yield f"Training began with the weights of `{_plain(Path(saved.config.init_from).name)}`.\n"
+    exited = read_meta(saved.path)["progress"].get("exited_steps")
+    run = resolve_unchecked(saved.config).after_exit(exited if isinstance(exited, dict) else {})
+    yield "| stage | length | tokens | learning rate | rope | data (share of the tokens) |"
+    yield "|---|---|---|---|---|---|"
+    for stage in run.stages[: saved.stage.index + 1]:
+        ended = stage.index < saved.stage.index
+        tokens = (stage.end_token if ended else training.tokens) - stage.first_token
+        total = sum(source.weight for source in stage.sources)
+        data = ", ".join(f"{_plain(Path(one.path).name)} ({one.weight / total:.1%})" for one in stage.sources)
+        rope = f"{stage.rope.kind}, theta {stage.rope.theta:g}"
+        yield f"| {_plain(stage.name)} | {stage.seq_len:,} | {tokens:,} | {stage.lr:g} | {rope} | {data} |"
+    yield f"\nIn all {training.tokens:,} tokens in {training.step:,} steps. Tokens that were read twice count twice."
+
+
+def _attention(kinds: Sequence[AttentionKind]) -> Iterator[str]:
+    yield "| layers | kind | options |"
+    yield "|---|---|---|"
+    for entry, group in groupby(range(len(kinds)), lambda layer: full_entry(kinds[layer])):
+        layers = [*group]
+        name = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+        options = ", ".join(f"{key}: {json.dumps(value)}" for key, value in entry.items() if key != "kind")
+        yield f"| {name} | {entry['kind']} | {_plain(options)} |"
+
+
+def _evaluations(saved: SavedRun) -> Iterator[str]:
+    """Every number that the run folder has of this checkpoint's step."""
+    rows = [*_numbers(saved)]
+    if not rows:
+        yield "The run folder has no evaluation of this checkpoint."
+        return
+    yield "Loss in nats per token. No number is of an independent test set unless its name says so.\n"
+    yield "| evaluated | attention | number | value |"
+    yield "|---|---|---|---|"
+    yield from (
+        f"| {_plain(where)} | {_plain(own)} | {_plain(name)} | {value:.4g} |" for where, own, name, value in rows
+    )
+
+
+def _numbers(saved: SavedRun) -> Iterator[tuple[str, str, str, float]]:
+    """(where, attention, name, value) of numbers of the checkpoint's step."""
+    meta = read_meta(saved.path)
+    for name, value in (Evaluated.read(saved.path.parent).numbers(meta) or {}).items():
+        yield "in training", "own", name, value
+    folder = run_folder(saved.path)
+    step = saved_training(saved.path).step
+    for path in sorted((folder / "evaluations").glob("*.json")):
+        # A file that cannot be read is one of another program, or half written: the card has what there is.
+        with suppress(OSError, UserError, TypeError, KeyError, ValueError, AttributeError):
+            content: dict[str, Any] = read_foreign_json(path, roots=folder_roots(folder))
+            if content["step"] == step:
+                rows = [(str(name), float(value)) for name, value in content["numbers"].items()]
+                yield from ((path.name, str(content["attention"]), *row) for row in rows[:_MOST_ROWS])
+
+
+def _use(saved: SavedRun, kinds: Sequence[AttentionKind], with_code: bool) -> Iterator[str]:
+    arguments = "FOLDER, trust_remote_code=True" if with_code else "FOLDER"
+    yield "```python"
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+    yield f"model = AutoModelForCausalLM.from_pretrained({arguments})"
+    yield "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
+    yield 'inputs = tokenizer("A prompt", return_tensors="pt")'
+    yield "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"
+    yield "```\n"
+    learnt = sorted({kind.name for kind in kinds if parameter_count(kind, saved.config.model)})
+    if with_code:
+        yield (
+            "Prompts are read with the attention above, and new tokens attend to every token before them; with "
+            '`moba_decode="own"` they attend as their layer does. The code needs PyTorch and transformers 5. Without '
+            "`trust_remote_code` the model is an ordinary one with full attention"
+            + (f", which lacks the parameters of {', '.join(learnt)}: do not use it so." if learnt else ".")
+        )
+    else:
+        yield (
+            "This is an ordinary model, which any program runs with full attention in all layers. moba_train runs it "
+            "with the attention above, also inside transformers."
+        )
+
+
+def _not_tested(with_code: bool) -> Iterator[str]:
+    yield "- Nothing of this model has been tested but what the evaluations above say: no safety, bias or fairness."
+    yield "- Sequences longer than those of training."
+    yield "- Other element types than those the evaluations ran in, and quantised weights."
+    if with_code:
+        yield "- The code, in other programs than transformers (vLLM, llama.cpp), and with torch.compile."
+    else:
+        yield "- Full attention in layers that were trained with another one, unless the evaluations name it."
+
+
+def _plain(text: str) -> str:
+    """The text in one table cell."""
+    return " ".join(text.replace("|", "\\|").replace("`", "'").split())

@@ -1,0 +1,273 @@
+"""An export with code runs in transformers where this package cannot be imported, and says what our model says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from moba_train.attention.layout import packed_layout
+from moba_train.attention.registry import KINDS
+from moba_train.checkpoint.checkpointer import Checkpointer
+from moba_train.checkpoint.retention import Retention
+from moba_train.checkpoint.state import model_tensors
+from moba_train.config.load import dump_config
+from moba_train.config.schema import RunConfig
+from moba_train.errors import CheckpointError
+from moba_train.model.build import build_attention, build_model
+from moba_train.model.transformer import Transformer
+from moba_train.parallel.world import joined_world
+from moba_train.resolve.run import resolve_unchecked
+from moba_train.run.progress import Progress
+from moba_train.tools.convert.hf import export_to_hf, import_from_hf
+from moba_train.tools.convert.hf_export import hf_config
+from moba_train.tools.convert.with_code import FILES, LAYERS, code_problems
+from moba_train.tools.evaluate import load_on_this_machine
+from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
+from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.weights import load_hf_weights
+from moba_train.tools.inference.generate import Sampling, generate_batch
+from moba_train.tools.saved_recipe import load_trained, open_checkpoint
+from tests.tools.convert import without_package
+from tests.tools.convert.hf_models import logits, make_hf_model, random_tokens
+from tests.tools.convert.without_package import NEW
+
+PROMPTS = [random_tokens(150), random_tokens(93)]
+LAYERS_OF: dict[str, list[dict[str, Any]]] = {
+    "llama3": [
+        {"kind": "moba", "block_size": 16, "topk": 3},
+        {"kind": "moba", "block_size": 24, "topk": 4, "always": ["current", "first"], "key_conv": 3},
+        {"kind": "full"},
+    ],
+    "qwen2": [
+        {"kind": "moba", "block_size": 16, "topk": 3, "always": ["current", "previous"]},
+        {"kind": "window", "window": 32, "sinks": 3},
+        {"kind": "msa", "block_size": 16, "topk": 3},
+    ],
+    "qwen3": [
+        {"kind": "moba", "block_size": 8, "topk": 5, "select": "group", "key_conv": 5},
+        {"kind": "msa", "block_size": 16, "topk": 4, "index_dim": 4},
+        {"kind": "msa", "mode": "warmup", "block_size": 16},
+    ],
+}
+
+
+class Exported(NamedTuple):
+    """Our model, its export, and what that says elsewhere."""
+
+    model: Transformer
+    folder: Path
+    answers: dict[str, Any]
+
+
+def save_run(folder: Path, family: str, layers: list[dict[str, Any]]) -> None:
+    """A checkpoint in `folder`/run of a random model with this attention."""
+    make_hf_model(family, folder / "hf")
+    recipe = {
+        "name": "tiny",
+        "run_dir": str(folder / "run"),
+        "model": read_model_config(folder / "hf").model_dump(),
+        "attention": {"default": "full", "overrides": dict(enumerate(layers))},
+        "data": {"train": [{"path": "books", "weight": 3}, {"path": "web"}]},
+        "batch_tokens": 256,
+        "stages": [{"name": "long", "seq_len": 256, "tokens": 1024}],
+    }
+    config = RunConfig.model_validate(recipe)
+    model = build_model(resolve_unchecked(config).setup.spec)
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data = 0.3 * torch.randn_like(parameter)
+    load_hf_weights(model, folder / "hf")
+    with joined_world():
+        checkpointer = Checkpointer(folder / "run" / "checkpoints", Retention(1))
+        meta = {"progress": Progress(step=2).to_meta(), "config": dump_config(config)}
+        checkpointer.save(2, model_tensors(model), meta)
+        checkpointer.close()
+        assert checkpointer.last_error is None
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Exports in float32, which loses nothing, asked in another process; by family."""
+    root = tmp_path_factory.mktemp("with_code")
+    torch.save(PROMPTS, root / "prompts.pt")
+    for family, layers in LAYERS_OF.items():
+        (root / family).mkdir()
+        save_run(root / family, family, layers)
+        saved = open_checkpoint(root / family / "run")
+        export_to_hf(saved, root / family / "out", torch.float32, shard_bytes=40_000, with_code=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(
+        [sys.executable, str(without_package.__file__), "prompts.pt", *LAYERS_OF],
+        env=environment | {"HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"},
+        cwd=root,
+        check=True,
+    )
+    return {family: root / family for family in LAYERS_OF}
+
+
+@pytest.fixture(scope="module", params=[*LAYERS_OF])
+def exported(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Exported:
+    folder = folders[request.param]
+    model = load_trained(open_checkpoint(folder / "run"), torch.device("cpu"), torch.float64)
+    return Exported(model, folder / "out", torch.load(folder / "answers.pt"))
+
+
+def test_logits_are_ours(exported: Exported) -> None:
+    """With both implementations of full attention, and up to rounding in bfloat16."""
+    expected = logits(exported.model, PROMPTS[0])
+    for name in ("logits", "eager"):
+        torch.testing.assert_close(exported.answers[name], expected, rtol=0, atol=1e-10)
+    difference = (exported.answers["bfloat16"] - expected).abs()
+    assert difference.median() < 0.05 < expected.std()
+
+
+def test_decoding_as_trained_equals_one_pass(exported: Exported) -> None:
+    """A prompt, then its tokens one by one, then many at once, in one cache."""
+    torch.testing.assert_close(exported.answers["decoded"], exported.answers["logits"], rtol=0, atol=1e-10)
+
+
+def test_padding_changes_nothing(exported: Exported) -> None:
+    expected = logits(exported.model, PROMPTS[1])
+    for name in ("short", "padded", "padded right"):
+        torch.testing.assert_close(exported.answers[name], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("decode", ["full", "own"])
+def test_a_padded_batch_generates_what_ours_does(exported: Exported, decode: Any) -> None:
+    """The first call of `generate` attends as the layers do; new tokens as `decode` says."""
+    prompts = [prompt.tolist() for prompt in PROMPTS]
+    steps = [*generate_batch(exported.model, prompts, NEW, Sampling(temperature=0), decode=decode)]
+    expected = [[step[row] for step in steps] for row in range(len(prompts))]
+    assert exported.answers[f"generated {decode}"].tolist() == expected
+
+
+def test_speculative_decoding_and_beams_cut_and_reorder_the_cache(exported: Exported) -> None:
+    answers = exported.answers
+    assert answers["looked up"].tolist() == answers["generated own"][0].tolist()
+    torch.testing.assert_close(torch.stack(answers["beams"]), answers["beam scores"].double(), rtol=0, atol=1e-4)
+
+
+def test_eval_and_generate_read_the_folder(exported: Exported) -> None:
+    """So does lm-eval: all of them load it so. The parameters of attention kinds are not those of chance."""
+    saved = open_for_evaluation(exported.folder, EvaluationOptions(tasks=()))
+    expected = logits(exported.model, PROMPTS[0]).float()
+    torch.testing.assert_close(logits(load_on_this_machine(saved), PROMPTS[0]), expected, rtol=0, atol=1e-4)
+
+
+def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are read a chunk of queries at a time, and what is trained elsewhere gets the gradients of ours."""
+    from transformers import AutoConfig
+
+    from moba_train.tools.convert.remote_code import attention_moba_train, modeling_moba_train
+
+    monkeypatch.setattr(attention_moba_train, "_SCORES", 6000)
+    config = AutoConfig.from_pretrained(exported.folder)
+    theirs = modeling_moba_train.MobaForCausalLM.from_pretrained(exported.folder, config=config, dtype=torch.float64)
+    tokens = PROMPTS[0]
+    found = theirs(tokens[None]).logits[0]
+    expected = exported.model(tokens, torch.arange(len(tokens)), packed_layout([len(tokens)]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    ours: Any = exported.model.blocks[0].attention
+    layer: Any = theirs.get_submodule("model.layers.0.self_attn")
+    for mine, yours in ((ours.q_proj, layer.q_proj), (ours.k_proj, layer.k_proj), (ours.v_proj, layer.v_proj)):
+        (one,) = torch.autograd.grad(expected.square().mean(), mine.weight, retain_graph=True)
+        (other,) = torch.autograd.grad(found.square().mean(), yours.weight, retain_graph=True)
+        torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-12)
+
+
+def test_it_comes_back_as_a_checkpoint(exported: Exported, tmp_path: Path) -> None:
+    """With the parameters of attention kinds."""
+    import_from_hf(exported.folder, tmp_path / "again")
+    again = load_trained(open_checkpoint(tmp_path / "again"), torch.device("cpu"), torch.float64)
+    expected = logits(exported.model, PROMPTS[0])
+    torch.testing.assert_close(logits(again, PROMPTS[0]), expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_says_the_same(exported: Exported) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = logits(exported.model, PROMPTS[0])
+    for dtype, most in ((torch.float64, 1e-8), (torch.bfloat16, 0.05)):
+        model: Any = AutoModelForCausalLM.from_pretrained(exported.folder, trust_remote_code=True, dtype=dtype)
+        model.cuda().eval()
+        with torch.no_grad():
+            assert (model(PROMPTS[0][None].cuda()).logits[0].cpu() - expected).abs().median() < most
+        prompt = {"input_ids": PROMPTS[0][None].cuda(), "attention_mask": torch.ones_like(PROMPTS[0][None]).cuda()}
+        said = model.generate(**prompt, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, -NEW:]
+        assert dtype != torch.float64 or said.tolist() == exported.answers["generated full"][0].tolist()
+
+
+def test_what_the_code_cannot_do_is_refused_by_name(exported: Exported) -> None:
+    messages = {
+        "static": "cache: StaticCache given, allowed: a DynamicCache",
+        "holes": "attention_mask: has padding between tokens",
+        "packed": "position_ids: begin again",
+        "attentions": "output_attentions: given",
+        "decode": "moba_decode: 'moba' given, allowed: full, own",
+    }
+    for name, message in messages.items():
+        assert message in exported.answers[name]
+
+
+def test_without_trust_it_is_an_ordinary_model(exported: Exported) -> None:
+    config = json.loads((exported.folder / "config.json").read_text())
+    assert exported.answers["ordinary"] == config["architectures"][0]
+    assert config["architectures"][0] in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
+    card = (exported.folder / "README.md").read_text()
+    assert "| long | 256 | 512 |" in card
+    assert "books (75.0%), web (25.0%)" in card
+    assert "trust_remote_code=True" in card
+    for entry in json.loads((exported.folder / "config.json").read_text())["moba"]["layers"]:
+        assert f"| {entry['kind']} |" in card
+    assert "The run folder has no evaluation of this checkpoint." in card
+
+
+def test_the_list_of_the_exporter_is_that_of_the_code() -> None:
+    """And the code knows every option of its kinds but the backend, which no other program has."""
+    from moba_train.tools.convert.remote_code.attention_moba_train import KINDS as CODE
+
+    assert {name: kind.OPTIONS for name, kind in CODE.items()} == LAYERS
+    for name, options in LAYERS.items():
+        assert KINDS[name].Options.model_fields.keys() - {"backend"} == options
+
+
+def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path) -> None:
+    save_run(tmp_path, "qwen2", [{"kind": "moba_v05", "block_size": 16, "topk": 3}])
+    saved = open_checkpoint(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="kind 'moba_v05' is not one of full, window, moba, msa"):
+        export_to_hf(saved, tmp_path / "out", torch.float32, shard_bytes=40_000, with_code=True)
+    assert not (tmp_path / "out").exists()
+    model = saved.config.model
+    config = hf_config(model, model.rope, 256, "float32")
+    full = build_attention(saved.stage.attention[1:], model.head_width)
+    assert [*code_problems(config, full)] == []
+    for changed in ({"sinks": True}, {"hidden_act": "gelu"}, {"rope_scaling": {"rope_type": "new"}}):
+        (problem,) = code_problems(config | changed, full)
+        assert next(iter(changed)) in problem
+    (problem,) = code_problems(config | {"model_type": "gemma3"}, full)
+    assert "gemma3" in problem
+
+
+def test_without_code_there_is_a_card_and_no_code(tmp_path: Path) -> None:
+    save_run(tmp_path, "qwen2", [{"kind": "moba", "block_size": 16, "topk": 3}])
+    saved = open_checkpoint(tmp_path / "run")
+    evaluation = {"step": 2, "attention": "moba", "numbers": {"validation_loss": 2.5}}
+    (tmp_path / "run" / "evaluations").mkdir()
+    (tmp_path / "run" / "evaluations" / "step_2.json").write_text(json.dumps(evaluation))
+    (tmp_path / "run" / "evaluations" / "other.json").write_text(json.dumps(evaluation | {"step": 1}))
+    (tmp_path / "run" / "evaluations" / "torn.json").write_text("{")
+    export_to_hf(saved, tmp_path / "out", torch.float32, shard_bytes=2**30)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| step_2.json | moba | validation_loss | 2.5 |" in card
+    assert "other.json" not in card
+    assert "trust_remote_code" not in card
+    assert not any((tmp_path / "out" / name).exists() for name in FILES)

@@ -1,0 +1,101 @@
+"""Runs exported models where `import moba_train` fails: `python without_package.py PROMPTS FOLDER ...`.
+
+PROMPTS holds the tokens of two prompts, the longer one first. What the model in FOLDER/out says, in float64 unless
+named otherwise, goes to FOLDER/answers.pt.
+"""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import torch
+
+
+class _Blocked:
+    """Finder of modules that refuses this package."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name.partition(".")[0] == "moba_train":
+            raise ModuleNotFoundError(f"No module named {name!r}: blocked by the test")
+
+
+NEW = 20
+
+
+def load(folder: str, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": torch.float64, "trust_remote_code": True} | options
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+@torch.no_grad()
+def answers(folder: str, prompts: list[torch.Tensor]) -> dict[str, Any]:
+    """What the model says by each way of asking it."""
+    from transformers import DynamicCache
+
+    long, short = prompts
+    found: dict[str, Any] = {"ordinary": type(load(folder, trust_remote_code=None)).__name__}
+    model, own = load(folder), load(folder, moba_decode="own")
+    found["logits"] = model(long[None]).logits[0]
+    found["eager"] = load(folder, attn_implementation="eager")(long[None]).logits[0]
+    found["bfloat16"] = load(folder, dtype=torch.bfloat16)(long[None]).logits[0]
+
+    cache = DynamicCache()
+    parts = [long[:70], *long[70:110].split(1), long[110:]]
+    found["decoded"] = torch.cat([own(part[None], past_key_values=cache).logits[0] for part in parts])
+
+    width = len(long)
+    batch, mask = torch.zeros(2, 2, width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        batch[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    found["padded"] = model(batch, attention_mask=mask).logits[1, width - len(short) :]
+    found["short"] = model(short[None]).logits[0]
+    right = torch.cat([short, torch.zeros(width - len(short), dtype=torch.int64)])
+    found["padded right"] = model(right[None]).logits[0, : len(short)]
+
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    for name, asked in (("full", model), ("own", own)):
+        found[f"generated {name}"] = asked.generate(batch, attention_mask=mask, **options)[:, width:]
+    alone = {"attention_mask": torch.ones_like(long[None]), **options}
+    found["looked up"] = own.generate(long[None], prompt_lookup_num_tokens=3, **alone)[0, width:]
+    beams = own.generate(
+        batch,
+        attention_mask=mask,
+        num_beams=3,
+        length_penalty=0.0,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    found["beam scores"] = beams.sequences_scores
+    found["beams"] = [
+        own(sequence[width - len(prompt) :][None]).logits[0].log_softmax(-1)[-NEW - 1 : -1]
+        .gather(1, sequence[-NEW:, None]).sum()
+        for sequence, prompt in zip(beams.sequences, prompts, strict=True)
+    ]  # fmt: skip
+    for name, call in {
+        "static": lambda: model.generate(long[None], cache_implementation="static", **alone),
+        "holes": lambda: model(batch[:1], attention_mask=torch.tensor([[1, 0] * (width // 2)])),
+        "packed": lambda: model(long[None], position_ids=torch.arange(width)[None] % 50),
+        "attentions": lambda: model(long[None], output_attentions=True),
+        "decode": lambda: load(folder, moba_decode="moba"),
+    }.items():
+        try:
+            call()
+            found[name] = "nothing was refused"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, _Blocked())
+    try:
+        import_module("moba_train")
+    except ModuleNotFoundError:
+        prompts, *folders = sys.argv[1:]
+        for folder in folders:
+            torch.save(answers(f"{folder}/out", torch.load(prompts)), f"{folder}/answers.pt")
+    else:
+        sys.exit("moba_train can be imported")
