@@ -22,7 +22,7 @@ from moba_train.data.loader import step_batches
 from moba_train.data.samples import StageData
 from moba_train.errors import ConfigError
 from moba_train.mechanisms import distillation
-from moba_train.mechanisms.distillation import Distillation
+from moba_train.mechanisms.distillation import Distillation, DistillOptions
 from moba_train.model import loss
 from moba_train.model.build import build_attention, initialize_weights
 from moba_train.model.transformer import Transformer
@@ -59,8 +59,9 @@ def one_step(case: dict[str, int], prefix: str, world: World) -> dict[str, Tenso
     dims = ParallelDims(mesh_sizes(config.parallel.model_copy(update={"cp": case["cp"]}), world.size), world)
     model = sharded_of(config, dims)
     model.set_attention(build_attention(stage.attention, config.model.head_width))
-    assert stage.objective is not None
-    model.objective = Distillation(stage.objective[1])
+    options = stage.objective[1] if stage.objective is not None else None
+    assert isinstance(options, DistillOptions)
+    model.objective = Distillation(options)
     shard = shard_of(config, stage, dims)
     if shard.engine:
         model.set_engines([shard.engine] * 2)

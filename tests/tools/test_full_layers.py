@@ -37,9 +37,10 @@ def result(texts: Path) -> EvaluationResult:
     config = asking(texts)
     model = Transformer(config.model)
     initialize_weights(model, 0)
+    weights = dict(model.named_parameters())
     for layer, factor in enumerate((0.0, 3.0, 0.0)):
-        model.blocks[layer].attention.q_proj.weight.data *= factor
-        model.blocks[layer].attention.o_proj.weight.data *= factor
+        weights[f"blocks.{layer}.attention.q_proj.weight"].data *= factor
+        weights[f"blocks.{layer}.attention.o_proj.weight"].data *= factor
     return built(FullLayers, config).run(context(config, model))
 
 
