@@ -59,12 +59,7 @@ def one_step(case: dict[str, int], prefix: str, world: World) -> dict[str, Tenso
     dims = ParallelDims(mesh_sizes(config.parallel.model_copy(update={"cp": case["cp"]}), world.size), world)
     model = sharded_of(config, dims)
     model.set_attention(build_attention(stage.attention, config.model.head_width))
-<<<<<<< HEAD
-    assert stage.objective is not None
-    options = stage.objective[1]
-=======
     options = stage.objective[1] if stage.objective is not None else None
->>>>>>> sparse
     assert isinstance(options, DistillOptions)
     model.objective = Distillation(options)
     shard = shard_of(config, stage, dims)

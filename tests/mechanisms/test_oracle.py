@@ -127,14 +127,7 @@ def test_a_gate_never_keeps_more_of_full_attentions_probability() -> None:
 def test_what_cannot_be_is_refused_by_name() -> None:
     context = StageContext(MODEL, 64, 1, 1, False, "cpu", "in layer 0")
     problems = KINDS["oracle"].problems
-<<<<<<< HEAD
-    options: Any = KINDS["oracle"].Options
-    forced = options(topk=2, always=("first", "previous"))
-    assert next(problems(forced, context)).startswith("topk: given 2 in layer 0; allowed: at least the 3 blocks")
-    long = options(block_size=128)
-=======
     forced = KINDS["oracle"].Options.model_validate({"topk": 2, "always": ("first", "previous")})
     assert next(problems(forced, context)).startswith("topk: given 2 in layer 0; allowed: at least the 3 blocks")
     long = KINDS["oracle"].Options.model_validate({"block_size": 128})
->>>>>>> sparse
     assert next(problems(long, context)).startswith("block_size: given 128 in layer 0")

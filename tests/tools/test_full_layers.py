@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -38,17 +37,10 @@ def result(texts: Path) -> EvaluationResult:
     config = asking(texts)
     model = Transformer(config.model)
     initialize_weights(model, 0)
-<<<<<<< HEAD
-    blocks: list[Any] = list(model.blocks)
-    for block, factor in zip(blocks, (0.0, 3.0, 0.0), strict=True):
-        block.attention.q_proj.weight.data *= factor
-        block.attention.o_proj.weight.data *= factor
-=======
     weights = dict(model.named_parameters())
     for layer, factor in enumerate((0.0, 3.0, 0.0)):
         weights[f"blocks.{layer}.attention.q_proj.weight"].data *= factor
         weights[f"blocks.{layer}.attention.o_proj.weight"].data *= factor
->>>>>>> sparse
     return built(FullLayers, config).run(context(config, model))
 
 
