@@ -28,11 +28,12 @@ ROWS = 64
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     """A group of two ranks of which only this one exists."""
-    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
     torch.compiler.reset()  # what other tests compiled would be compiled for any length
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    # monkeypatch would hide the option from all tests behind this one.
+    with torch._inductor.config.patch({"_micro_pipeline_tp": False}):
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     dist.destroy_process_group()
     torch.compiler.reset()
 

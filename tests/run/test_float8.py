@@ -178,9 +178,9 @@ def test_compiled_blocks_in_fp8_have_no_kernel_of_two_reductions(
     """Which would write transposed inputs byte by byte; in bf16 it saves a pass."""
     wrap, seen = fsdp.wrap_blocks, []
 
-    def wrap_and_look(model: Transformer, _compiled: bool) -> None:
+    def wrap_and_look(model: Transformer, _compiled: bool, *further: Any) -> None:
         seen.append(torch._inductor.config.triton.mix_order_reduction)
-        wrap(model, False)
+        wrap(model, False, *further)
 
     monkeypatch.setattr(fsdp, "wrap_blocks", wrap_and_look)
     with torch._inductor.config.patch({"triton.mix_order_reduction": True}):

@@ -6,7 +6,7 @@ others have come to them. All other weights are sharded and summed over dp_shard
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from moba_train.config.schema import RunConfig
 from moba_train.mechanisms.experts.options import MoeOptions
 from moba_train.parallel.dims import ParallelDims, StageDims
 from moba_train.torch_private import call_hooks_outside_of_modes
-
-if TYPE_CHECKING:
-    from moba_train.mechanisms.experts.experts import MixtureOfExperts
 
 _COLUMNS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
 """Dimension of each stack of weights that is the width of an expert."""
@@ -67,7 +64,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, list[
         module.register_parameter(name, nn.Parameter(part))
 
 
-def shard(module: "MixtureOfExperts", dims: ParallelDims, unit: Callable[..., None]) -> None:
+def shard(module: Any, dims: ParallelDims, unit: Callable[..., None]) -> None:
     """Divide the experts over the ranks of an ep group and the columns over those of a tp group, and make a unit of
     FSDP of divided experts, by `unit`."""
     names = [name for name, size in (("ep", dims.ep), ("tp", dims.sizes.tp)) if size > 1]

@@ -5,7 +5,7 @@ The functions are those of `RegisteredFeedForward.steps`.
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,8 @@ from moba_train.mechanisms.experts.options import MoeOptions
 from moba_train.mechanisms.experts.parallel import counting_groups
 from moba_train.parallel.dims import ParallelDims
 
-if TYPE_CHECKING:
-    from moba_train.mechanisms.experts.experts import MixtureOfExperts
-
-Modules = Mapping[int, "MixtureOfExperts"]
+Modules = Mapping[int, Any]
+"""The `MixtureOfExperts` of this rank by layer. Unnamed here, as it names this module."""
 
 
 def enter(modules: Modules, options: MoeOptions, dims: ParallelDims, sizes: MeshSizes) -> None:

@@ -245,10 +245,6 @@ def _report_failure(failed: Sequence[tuple[int, int]], report: str = "") -> int:
     return code if code > 0 else 128 - code
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 def _quiet_torchrun() -> None:
     """Leave out torchrun's lines about ranks that it ends, and about a rank that has told what is wrong."""
     logging.getLogger(_TORCHRUN_LOGGER).addFilter(_says_more)
@@ -259,3 +255,7 @@ def _says_more(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     told = any(text.startswith(f"failed (exitcode: {code})") for code in OWN_CODES)
     return not told and " closing signal " not in text
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
