@@ -271,11 +271,11 @@ def test_a_member_that_cannot_be_used_is_refused_by_name(registry: Registry[Any]
 def test_what_nobody_asked_for_stops_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """A typing error is explained, and a recipe trains, though another package's members cannot be imported."""
     run.recipe["attention"] = {"default": "full"}
-    run.recipe["evaluation"] = {"every": 1, "sequences": 2, "nedle": {}}
+    run.recipe["evaluation"] = {"every": 1, "sequences": 2, "position_wize": {}}
     assert run.train_here() == 2
     refused = capsys.readouterr().err
-    assert "evaluation.nedle: unknown key (did you mean 'needle'?)" in refused
+    assert "evaluation.position_wize: unknown key (did you mean 'position_wise'?)" in refused
     assert "broken" not in refused
-    del run.recipe["evaluation"]["nedle"]
+    del run.recipe["evaluation"]["position_wize"]
     run.recipe["stages"] = [{"name": "only", "seq_len": 64, "tokens": 2 * 512, "micro_batch_size": 4}]
     assert run.train_here() == 0
