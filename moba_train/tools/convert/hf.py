@@ -266,8 +266,10 @@ def export_to_hf(
         problems += code_problems(contents, kinds)
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
-    contents |= code_config(kinds) if with_code else {"moba": {"layers": [layer_entry(kind) for kind in kinds]}}
-    shapes = parameter_shapes(config.model) | (_kind_shapes(saved.spec, kinds) if with_code else {})
+    of_kinds = _kind_shapes(saved.spec, kinds) if with_code else {}
+    layers = {"moba": {"layers": [layer_entry(kind) for kind in kinds]}}
+    contents |= code_config(kinds, bool(of_kinds)) if with_code else layers
+    shapes = parameter_shapes(config.model) | of_kinds
     check_new_folder(output)
     verify_checkpoint(checkpoint)
     reader = _reader(checkpoint, shapes)

@@ -69,9 +69,14 @@ def write_code(output: Path) -> None:
         write_new(output / name, (CODE / name).read_bytes())
 
 
-def code_config(kinds: Sequence[AttentionKind]) -> dict[str, Any]:
-    """Entries of config.json for the code: the attention of each layer and of new tokens, and where the code is."""
-    return {
+def code_config(kinds: Sequence[AttentionKind], needed: bool) -> dict[str, Any]:
+    """Entries of config.json for the code: the attention of each layer and of new tokens, and where the code is.
+
+    needed: kinds have parameters, so that the ordinary architecture would compute something else. Programs that go by
+    the architecture's name then refuse the model; transformers without `trust_remote_code` does not look at it.
+    """
+    own = {"architectures": [CLASS.rpartition(".")[2]]} if needed else {}
+    return own | {
         "moba": {"layers": [full_entry(kind) for kind in kinds]},
         "moba_decode": "full",
         "auto_map": {"AutoModelForCausalLM": CLASS},

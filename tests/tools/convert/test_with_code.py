@@ -215,10 +215,14 @@ def test_what_the_code_cannot_do_is_refused_by_name(exported: Exported) -> None:
         assert message in exported.answers[name]
 
 
-def test_without_trust_it_is_an_ordinary_model(exported: Exported) -> None:
+def test_programs_that_go_by_the_architecture_refuse_what_needs_the_code(exported: Exported) -> None:
     config = json.loads((exported.folder / "config.json").read_text())
-    assert exported.answers["ordinary"] == config["architectures"][0]
-    assert config["architectures"][0] in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    assert any(layer.get("key_conv") or layer["kind"] == "msa" for layer in config["moba"]["layers"])
+    assert config["architectures"] == ["MobaForCausalLM"]
+
+
+def test_without_trust_it_is_an_ordinary_model(exported: Exported) -> None:
+    assert exported.answers["ordinary"] in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
