@@ -36,7 +36,9 @@ from moba_train.errors import UserError
 SEQ_LEN = 32_768
 BATCH_TOKENS = 131_072
 BASE = "base"
-ROPE_TOKENS, MOST_TOKENS, CONVERSION_TOKENS = 4_194_304, 67_108_864, 8_388_608
+ROPE_TOKENS = 4_194_304
+MOST_TOKENS = 67_108_864
+CONVERSION_TOKENS = 8_388_608
 BAR = 0.9
 """Share of needles that the base has to find with full attention before anything is converted."""
 ATTENTION: dict[str, dict[str, Any]] = {

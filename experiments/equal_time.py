@@ -38,15 +38,18 @@ SHORT = 8192
 BATCH_TOKENS = 131_072
 BASE = "base"
 BASE_TOKENS = 4_194_304
-SPARSE_SHARE, SHORT_SHARE = 0.88, 0.6
+SPARSE_SHARE = 0.88
+SHORT_SHARE = 0.6
 """Shares of an arm's time: with sparse attention, and at the short length."""
-SEEDS, OTHER_SEEDS = (0, 1, 2), (0, 1)
+SEEDS = (0, 1, 2)
+OTHER_SEEDS = (0, 1)
 """Seeds at 64K, and at the other lengths."""
 WEIGHTS = "weights"
 """Folder of the corpus' with SmolLM2-135M in Hugging Face's format."""
 OTHER = "other"
 """Corpus of a held-out domain that is not trained on."""
-ANSWERS, PROBE = "answers", "probe"
+ANSWERS = "answers"
+PROBE = "probe"
 """Evaluations of the last checkpoint, by name, and `OTHER`."""
 THETA = 4.0e6
 """RoPE's base in all arms; the published weights have 1e5."""
@@ -253,7 +256,8 @@ class EqualTime(Figure):
         self, kind: str, length: str, seq_len: int, quick: bool
     ) -> Iterator[tuple[str, int, float, dict[str, Any] | None]]:
         """Name, length, tokens and attention (None: the recipe's) of each stage."""
-        rates, seconds = _rates(quick), self.seconds_per_arm
+        rates = _rates(quick)
+        seconds = self.seconds_per_arm
         full = rates[f"full-{length}"]
         if kind == "full":
             yield "full", seq_len, seconds * full, None

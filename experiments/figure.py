@@ -103,7 +103,7 @@ class Figure(ABC):
         raise UserError(f"--seconds-per-arm: the arms of {self.name} have a fixed number of tokens; leave it out")
 
     def settings(self, quick: bool) -> dict[str, Any]:
-        """What else the results depend on; a file holds results of one setting alone."""
+        """Further settings that the results depend on; a file holds results of one setting alone."""
         return {}
 
     def arms(self, seed: int, quick: bool) -> list[Arm]:

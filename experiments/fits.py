@@ -46,7 +46,7 @@ class Fits:
         return _bootstrapped(float(moba.law.b - full.law.b), moba.samples.b - full.samples.b)
 
     def gap(self, compute: float, tokens: float = 1.0) -> Estimate:
-        """How far MoBA's law is above full attention's, in per cent, at this compute of full attention and `tokens`
+        """Gap of MoBA's law above full attention's, in per cent, at this compute of full attention and `tokens`
         times as much of MoBA."""
         moba, full = (self.by_attention[name] for name in ("moba", "full"))
         value, samples = (

@@ -63,7 +63,8 @@ class InferenceGap(Figure):
         ]
         for label, pairs in exchanges(results).items():
             made = np.array(pairs)
-            gap, stays = made[:, 1] - made[:, 0], made[:, 2] - made[:, 0]
+            gap = made[:, 1] - made[:, 0]
+            stays = made[:, 2] - made[:, 0]
             share = f"{100 * (1 - stays.mean() / gap.mean()):.0f} %"
             cells = [_mean_text(gap), _mean_text(stays), _mean_text(gap - stays), share]
             inserted = made[:, 3] - made[:, 0]

@@ -94,12 +94,14 @@ def mean_keys(result: Result) -> float:
     """Keys that a query of the last stage attends to on average over its sequence and over the layers, its own
     included, where the sequence is one document."""
     run = resolve_unchecked(config_of(Arm(result["name"], result["seed"], result["recipe"])))
-    stage, model = run.stages[-1], run.setup.spec.config
+    stage = run.stages[-1]
+    model = run.setup.spec.config
     pairs = [kind.costs(model).pairs([stage.seq_len]) for kind in build_attention(stage.attention, model.head_width)]
     return sum(pairs) / len(pairs) / stage.seq_len + 0.5
 
 
 def keys_text(result: Result) -> str:
     """`mean_keys` as a cell of a table: `all` where a query sees all tokens before it."""
-    keys, seq_len = mean_keys(result), result["recipe"]["stages"][-1]["seq_len"]
+    keys = mean_keys(result)
+    seq_len = result["recipe"]["stages"][-1]["seq_len"]
     return "all" if keys >= seq_len / 2 else f"{keys:,.0f}"

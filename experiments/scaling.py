@@ -114,7 +114,8 @@ def middle(results: Sequence[Result], axis: str) -> float:
     by_attention: dict[str, list[float]] = {}
     for result in results:
         by_attention.setdefault(attention_and_size(result["name"])[0], []).append(result["compute"][axis])
-    low, high = max(map(min, by_attention.values())), min(map(max, by_attention.values()))
+    low = max(map(min, by_attention.values()))
+    high = min(map(max, by_attention.values()))
     return float((low * high) ** 0.5)
 
 

@@ -79,7 +79,8 @@ class Distillation(Objective):
     ) -> Tensor:
         """Weighted sum of both losses."""
         (teacher_nD,) = prepared
-        share, tau = self._options.weight, self._options.temperature
+        share = self._options.weight
+        tau = self._options.temperature
         logits_nV = F.linear(hidden_nD, weight_VD).float()
         entropy = (F.cross_entropy(logits_nV, labels_n, reduction="none") * weights_n).sum()
         with torch.no_grad():

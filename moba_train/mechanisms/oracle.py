@@ -119,7 +119,8 @@ class IdealAttention(LocalAttention):
             dk_NBKD[place] += (ds_Gts.flatten(0, 1).T @ q_GtD.flatten(0, 1)).view(shape)
             dv_NBKD[place] += (part.p_Gts.flatten(0, 1).T @ dout_GtD.flatten(0, 1)).view(shape)
         tokens = grid.tokens_NB[grid.present_NB]
-        dk_SKD, dv_SKD = torch.zeros_like(state.k), torch.zeros_like(state.v)
+        dk_SKD = torch.zeros_like(state.k)
+        dv_SKD = torch.zeros_like(state.v)
         dk_SKD[tokens] = dk_NBKD[grid.present_NB].to(state.k.dtype)
         dv_SKD[tokens] = dv_NBKD[grid.present_NB].to(state.v.dtype)
         return dq_nHD, dk_SKD, dv_SKD

@@ -111,7 +111,8 @@ class EdgeExchange:
 
     def backward(self, state: BackwardState, selection: Selection, _call: ShardedCall) -> Gradients:
         """(dq, dk, dv) of the rank's shard."""
-        tokens, found = self._tokens, self._edges
+        tokens = self._tokens
+        found = self._edges
         k_SKD, v_SKD = self._keys_and_values(state.k, state.v)
         dq_LHD = torch.zeros_like(state.q)
         both_SxD = torch.zeros_like(torch.cat([k_SKD, v_SKD], 1))

@@ -96,7 +96,8 @@ class LayerMemory:
         """Tokens of a micro-batch that the rank, or the tp group that it is in, works on."""
         self.hidden = width * model.hidden_size * self.tokens // sizes.tp
         """Bytes of the residual stream of one micro-batch on the rank."""
-        compiled, inputs = computation.compiled, input_bytes(computation)
+        compiled = computation.compiled
+        inputs = input_bytes(computation)
         self._blocks = [block_bytes(model, width, sizes.tp, compiled, inputs, n) for n in range(model.layers)]
         self._whole = [feed_forward_costs(model, layer).copies > 0 for layer in range(model.layers)]
         kinds = build_attention(stage.attention, model.head_width)

@@ -183,7 +183,8 @@ def initial_problems(model: ModelConfig, spec: ModelSpec | None, folder: Path) -
 
 def model_differences(model: ModelConfig, folder: Path) -> Iterator[str]:
     """Differences between the recipe's `model` and the model that `folder` holds, one text for each key."""
-    ours, theirs = comparable(model), comparable(source_model(folder))
+    ours = comparable(model)
+    theirs = comparable(source_model(folder))
     for key in ours | theirs:
         value = theirs.get(key)
         if ours.get(key) != value:

@@ -1,8 +1,8 @@
 """Choice of the layers that stay full in a model whose other layers are sparse, by measurement instead of by position.
 
 Each layer is switched alone: with all others sparse, what the loss gains when it is full; with all others full, what it
-loses when it is sparse. The layers that gain most are chosen, and measured together beside the last ones, the choice of
-MoBA's authors. Gains need not add up: layers may do each other's work.
+loses when it is sparse. The layers that gain most are chosen and measured together, as are the last ones, which MoBA's
+authors chose. Gains need not add up: layers may do each other's work.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,8 @@ class FullLayers(Evaluation[FullLayersConfig]):
         """No documents, a bucket that does not divide the length, and more layers than the model has."""
         if not setting.validation:
             yield f"{cls.key}: needs documents to evaluate on; set data.validation, or remove it"
-        stage, layers = setting.stage, setting.model.layers
+        stage = setting.stage
+        layers = setting.model.layers
         if stage.evaluate and stage.seq_len % options.bucket:
             given = f"{cls.key}.bucket: given {options.bucket}"
             yield f"{given}, which does not divide stages[{stage.index}].seq_len {stage.seq_len}"
@@ -87,7 +88,8 @@ class FullLayers(Evaluation[FullLayersConfig]):
         sparse = next((layer for layer in own if layer.kind != "full"), None)
         if sparse is None:
             raise DataError(f"{self.key}: all layers have full attention; give attention.default=moba, for example")
-        count, layers = self._options.count, range(len(own))
+        count = self._options.count
+        layers = range(len(own))
 
         def with_full_in(chosen: Sequence[int]) -> Layers:
             full = LayerAttention("full", FullAttention.Options())

@@ -68,7 +68,8 @@ def layer_of(name: str, **changes: Any) -> Layer:
 
 def oracle(layer: Layer) -> list[Tensor]:
     """Each document by itself: a softmax over its keys and the sink, whose probability meets no value."""
-    q, k = rotated(layer, layer.q), rotated(layer, layer.k)
+    q = rotated(layer, layer.q)
+    k = rotated(layer, layer.k)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, layer.v))
     allowed = layer.layout.documents(layer.layout.q_tokens)

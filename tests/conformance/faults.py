@@ -90,7 +90,9 @@ def _by_its_own_sum(self: Batch, divisor: float) -> Batch:
     return _DIVIDED(self, self.loss_weight_sum or divisor)
 
 
-_GATHER, _DIVIDED, _FACTOR = RankShard.gather, Batch.with_weights_divided_by, FSDPModule.set_gradient_divide_factor
+_GATHER = RankShard.gather
+_DIVIDED = Batch.with_weights_divided_by
+_FACTOR = FSDPModule.set_gradient_divide_factor
 _RIGHT_1F1B = schedule.Schedule1F1B
 
 FAULTS: dict[str, Fault] = {

@@ -40,7 +40,10 @@ from moba_train.run.learner import Learner
 from moba_train.run.step import StepCounts
 from moba_train.torch_private import local_shape_and_offset
 
-VOCAB, LR, DECAY, EPS = 36, 0.05, 0.1, 0.1
+VOCAB = 36
+LR = 0.05
+DECAY = 0.1
+EPS = 0.1
 """With an `eps` of this size, AdamW's first update tells how large a gradient is, not only its sign."""
 Documents = Literal["one", "few", "many", "single tokens"]
 Mask = Literal["all", "sparse", "one token", "one sequence"]
@@ -83,7 +86,7 @@ class Case:
     """A model, its data and its layout. Its fields are plain values: a case is one line of JSON."""
 
     seed: int
-    """Of weights, tokens, documents and loss masks."""
+    """Seed of the weights, tokens, documents and loss masks."""
     parallel: dict[str, Any]
     """The recipe's section; all sizes of the mesh are given."""
     attention: list[tuple[str, dict[str, Any]]]
@@ -95,7 +98,7 @@ class Case:
     seq_len: int = 32
     micro_batch_size: int = 1
     sequences: int = 4
-    """Of a step, over all ranks."""
+    """Sequences of a step, over all ranks."""
     documents: Documents = "one"
     mask: Mask = "all"
     trainable: list[str] | None = None
@@ -278,7 +281,7 @@ def add_noise(model: nn.Module, seed: int) -> None:
 
 
 def on_ranks(case: Case, world: World) -> Found:
-    """What the ranks of `world`, float64 by default, find in one step, whole; called on all of them together. A
+    """Whole results of one step on the ranks of `world`, float64 by default; called on all of them together. A
     number that differs between ranks which hold copies of it has a second name."""
     run = resolved(case)
     (stage,), (layout,) = run.stages, run.layouts
@@ -312,7 +315,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def on_one_device(case: Case) -> Found:
-    """What the step is by definition. float64 must be torch's default."""
+    """Results of the step by its definition. float64 must be torch's default."""
     run = resolved(case)
     (stage,) = run.stages
     model = build_model(run.setup.spec)
@@ -372,7 +375,9 @@ def orthogonalized(gradient: Tensor) -> Tensor:
     a s + b s^3 + c s^5."""
     u, values, v = torch.linalg.svd(gradient, full_matrices=False)
     values = values / values.norm(dim=-1, keepdim=True).clamp(min=1e-7)
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     for _ in range(5):
         values = a * values + b * values**3 + c * values**5
     return u @ torch.diag_embed(values) @ v

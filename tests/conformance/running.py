@@ -62,7 +62,8 @@ def problems_of(cases: Sequence[Case], ranks: Ranks, folder: Path, fault: str | 
 
 
 def _of_group(cases: Sequence[Case], ranks: Ranks, folder: Path, fault: str | None) -> list[list[str]]:
-    output, error = folder / "problems.json", folder / "problems.json.error"
+    output = folder / "problems.json"
+    error = folder / "problems.json.error"
     error.unlink(missing_ok=True)
     try:
         ranks.work(worker, ([case.line() for case in cases], fault, str(output)), cases[0].ranks)

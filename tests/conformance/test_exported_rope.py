@@ -23,7 +23,8 @@ from tests.tools.convert.hf_models import logits, our_model, random_tokens
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=48, intermediate_size=64, layers=2, heads=4, kv_heads=2, head_dim=12, init_std=0.3
 )
-ORIGINAL, LENGTH = 64, 256
+ORIGINAL = 64
+LENGTH = 256
 """Tokens that a model was trained on before its embedding was scaled, and after."""
 ROPES = {
     "none": RopeConfig(theta=3e4),

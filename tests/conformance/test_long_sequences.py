@@ -28,7 +28,9 @@ def test_blocks_beyond_the_limit_of_a_grid_are_selected_and_attended_to(
     tokens = blocks * size
     half = device.type == "cuda"
     dtype = torch.bfloat16 if half else torch.float32
-    heads, width, other = 2, 64, 300
+    heads = 2
+    width = 64
+    other = 300
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (
         torch.randn(tokens + other, count, width, dtype=dtype, device=device, generator=generator)
@@ -73,7 +75,9 @@ def test_the_memory_of_the_loss_does_not_grow_with_tokens_that_carry_none() -> N
 @pytest.mark.parametrize("share", [0.003, 1.0])
 def test_the_loss_of_128k_tokens_fits_with_a_vocabulary_of_248k(share: float) -> None:
     """Automodel#3907: full logits, 121 GiB in float32, run out of memory."""
-    tokens, vocab, width = 131_072, 248_320, 2048
+    tokens = 131_072
+    vocab = 248_320
+    width = 2048
     peak = measure(tokens, round(share * tokens), vocab, width, torch.device("cuda"))
     given = 2 * width * (tokens + vocab)
     print(f"peak {peak / 2**30:.1f} GiB")

@@ -81,7 +81,8 @@ def gaps(figure: Scaling | Trailing, name: str) -> dict[str, Estimate]:
 
 
 def test_equal_flops_and_equal_time_are_those_of_the_fits_and_of_the_rates() -> None:
-    short, long = gaps(Scaling(), "scaling"), gaps(Trailing(), "trailing")
+    short = gaps(Scaling(), "scaling")
+    long = gaps(Trailing(), "trailing")
     assert f"it is {short['time'].value:.0f} % behind at 8K and {long['time'].value:.0f} % in the last 2K" in PROSE
     assert short["time"].low > 0
     assert long["time"].low > 0
@@ -150,7 +151,8 @@ def test_what_inference_is_of_the_gap_and_that_gates_learn_nothing() -> None:
     for label, pairs in exchanges(results("trailing")).items():
         full, moba, as_full, _ = np.array(pairs).mean(0)
         shares[label.rpartition(":")[0] or label] = 100 * (moba - as_full) / (moba - full)
-    trailing, short = shares["F2, 32K, trailing loss"], shares["F8, 8K, validation loss"]
+    trailing = shares["F2, 32K, trailing loss"]
+    short = shares["F8, 8K, validation loss"]
     assert f"make up for {trailing:.0f} % of it in the last 2K of 32K" in PROSE
     assert f"At 8K it is {short:.0f} %, and about 80 % in fine-tuning" in PROSE
     cliffs = [share for label, share in shares.items() if label.startswith("F6")]

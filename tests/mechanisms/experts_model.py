@@ -10,7 +10,10 @@ from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.experts.experts import MixtureOfExperts
 from moba_train.mechanisms.experts.options import MoeOptions
 
-EXPERTS, ACTIVE, HIDDEN, WIDTH = 8, 3, 16, 24
+EXPERTS = 8
+ACTIVE = 3
+HIDDEN = 16
+WIDTH = 24
 
 
 def options(**given: Any) -> MoeOptions:

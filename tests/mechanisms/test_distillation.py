@@ -110,7 +110,8 @@ def expected(prefix: str) -> dict[str, Tensor]:
     initialize_weights(model, config.seed)
     full = [LayerAttention("full", FullAttention.Options())] * 2
     corpus = IndexedDataset(prefix)
-    entropies, divergences = [], []
+    entropies = []
+    divergences = []
     for document, places in LOSS_AT.items():
         rows = torch.tensor([place for place in places if place > 0], dtype=torch.int64)
         if not len(rows):
@@ -124,7 +125,8 @@ def expected(prefix: str) -> dict[str, Tensor]:
         logits = model(*inputs)[rows - 1]
         entropies.append(F.cross_entropy(logits, tokens[rows], reduction="none"))
         divergences.append((teacher * (teacher.log() - (logits / 2).log_softmax(-1))).sum(-1))
-    entropy, divergence = torch.cat(entropies).mean(), torch.cat(divergences).mean()
+    entropy = torch.cat(entropies).mean()
+    divergence = torch.cat(divergences).mean()
     total = 0.3 * entropy + 0.7 * 4 * divergence
     total.backward()
     gradients = {name: gradient(parameter) for name, parameter in model.named_parameters()}

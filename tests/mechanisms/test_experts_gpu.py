@@ -13,7 +13,10 @@ from moba_train.mechanisms.experts.experts import MixtureOfExperts
 from tests.mechanisms.experts_model import drawn, options
 from tests.run.tiny_run import Run
 
-EXPERTS, HIDDEN, WIDTH, TOKENS = 16, 64, 48, 700
+EXPERTS = 16
+HIDDEN = 64
+WIDTH = 48
+TOKENS = 700
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -25,9 +25,12 @@ LENGTHS = [12, 0, 1, 27]
 
 def oracle(layer: Layer) -> list[torch.Tensor]:
     """The layer's output, document by document, head by head, token by token."""
-    p, heads, width = layer.parameters, MODEL.heads, MODEL.head_width
+    p = layer.parameters
+    heads = MODEL.heads
+    width = MODEL.head_width
     group = heads // MODEL.kv_heads
-    rows, first = [], 0
+    rows = []
+    first = 0
     for length in filter(None, LENGTHS):
         part = slice(first, first + length)
         first += length
@@ -43,7 +46,8 @@ def oracle(layer: Layer) -> list[torch.Tensor]:
         for token in range(length):
             outputs = []
             for head in range(heads):
-                key, value = k[token, head // group], v[token, head // group]
+                key = k[token, head // group]
+                value = v[token, head // group]
                 kept = alpha[token, head] * (torch.eye(width) - beta[token, head] * torch.outer(key, key))
                 states[head] = kept @ states[head] + beta[token, head] * torch.outer(key, value)
                 out = states[head].T @ q[token, head]
@@ -54,7 +58,8 @@ def oracle(layer: Layer) -> list[torch.Tensor]:
 
 def test_output_and_every_gradient_are_those_of_the_oracle() -> None:
     layer = make_layer("gdn", {}, LENGTHS)
-    got, want = results(layer), results(layer, oracle)
+    got = results(layer)
+    want = results(layer, oracle)
     assert len(got[2]) == 9
     for ours, theirs in zip(flat(got), flat(want), strict=True):
         assert theirs.abs().max() > 0

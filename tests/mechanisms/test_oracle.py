@@ -51,7 +51,8 @@ def naive_document(layer: Layer, rows: slice) -> Tensor:
     length = rows.stop - rows.start
     cos, sin = rope_cos_sin(torch.arange(length), layer.model.rope, layer.model.head_width)
     q, k = (apply_rope(x[rows], cos, sin) for x in (layer.q, layer.k))
-    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    heads = q.shape[1]
+    group = q.shape[1] // k.shape[1]
     size = options.block_size
     out = []
     for t in range(length):

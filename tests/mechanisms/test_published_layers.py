@@ -40,7 +40,8 @@ def test_a_linear_layer_of_qwen3_next() -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     model = MODEL.model_copy(update={"kv_heads": MODEL.heads})
-    heads, width = model.heads, model.head_width
+    heads = model.heads
+    width = model.head_width
     config = Qwen3NextConfig(
         **SIZES,
         linear_num_key_heads=heads,
@@ -88,7 +89,8 @@ def test_a_full_layer_of_qwen3_next() -> None:
     ours.kind = FullKind(FullKind.Options(backend="reference"), model.head_width)
     q, gate = theirs.q_proj.weight.unflatten(0, (model.heads, 2, -1)).unbind(1)
     names = ("k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-    x, positions = torch.randn(TOKENS, model.hidden_size), torch.arange(TOKENS)
+    x = torch.randn(TOKENS, model.hidden_size)
+    positions = torch.arange(TOKENS)
     with torch.no_grad():
         ours.q_proj.weight.copy_(q.flatten(0, 1))
         ours.output_gate.weight.copy_(gate.flatten(0, 1))

@@ -46,10 +46,13 @@ def oracle(layer: Layer) -> list[Tensor]:
 
 
 def oracle_document(layer: Layer, rows: slice) -> tuple[Tensor, Tensor]:
-    options, own = layer.kind.options, layer.parameters
+    options = layer.kind.options
+    own = layer.parameters
     x, q, k, v = (tensor[rows] for tensor in layer.inputs())
     length, heads, _ = q.shape
-    groups, size, width = k.shape[1], options.block_size, options.index_dim
+    groups = k.shape[1]
+    size = options.block_size
+    width = options.index_dim
     positions = torch.arange(length)
 
     def normalised(y: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +105,8 @@ def test_other_groups_of_heads(kv_heads: int) -> None:
 def test_with_every_entry_it_is_full_attention(mode: str) -> None:
     layer = make_layer("qsa", QSA | {"topk": 7, "mode": mode, "train_gate": False}, LENGTHS)
     full = layer.with_inputs(layer.inputs(), kind=KINDS["full"](KINDS["full"].Options(), 8), parameters=None)
-    got, want = results(layer, lambda layer: run_layer(layer)[:1]), results(full)
+    got = results(layer, lambda layer: run_layer(layer)[:1])
+    want = results(full)
     torch.testing.assert_close(got[0][0], want[0][0], rtol=0, atol=1e-12)
     for gradient, expected in zip(got[1], want[1], strict=True):
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
@@ -115,7 +119,8 @@ def test_a_later_token_changes_nothing_that_the_indexer_learns_before_it() -> No
     for x in changed:
         x[13] += 1.0
     with torch.enable_grad():
-        before, after = run_layer(layer)[1], run_layer(layer.with_inputs([x.requires_grad_() for x in changed]))[1]
+        before = run_layer(layer)[1]
+        after = run_layer(layer.with_inputs([x.requires_grad_() for x in changed]))[1]
     torch.testing.assert_close(before[:13], after[:13], rtol=0, atol=0)
     assert before[13] != after[13]
 
@@ -161,7 +166,9 @@ def test_compiled_layers_give_equal_numbers() -> None:
 
 def test_flops_are_those_of_the_products() -> None:
     kind = KINDS["qsa"](KINDS["qsa"].Options(**QSA), MODEL.head_width)
-    heads, kv_heads, tokens = MODEL.heads, MODEL.kv_heads, sum(LENGTHS)
+    heads = MODEL.heads
+    kv_heads = MODEL.kv_heads
+    tokens = sum(LENGTHS)
     attended = kind.costs(MODEL).pairs(LENGTHS)
     of_pair = 2 * heads * MODEL.head_width
     matrices = 2 * MODEL.hidden_size * 2 * kv_heads * 6 * tokens

@@ -74,7 +74,8 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     """One document through Llama, from the weights alone, with torch's own attention."""
     config, weights = model.config, dict(model.named_parameters())
-    width, eps = config.head_width, config.norm_eps
+    width = config.head_width
+    eps = config.norm_eps
     scale = width**-0.5 if config.attention_scale is None else config.attention_scale
     steps = torch.arange(len(tokens), device=tokens.device, dtype=torch.float32) / config.rope.factor
 
@@ -104,7 +105,9 @@ def plain_logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
         y = norm(x, attention)
         gates = weights.get(f"{attention}.output_gate.weight")
         gate = None if gates is None else (y @ gates.T).sigmoid()
-        q, k, v = rope(heads(y, attention, "q"), i), rope(heads(y, attention, "k"), i), heads(y, attention, "v")
+        q = rope(heads(y, attention, "q"), i)
+        k = rope(heads(y, attention, "k"), i)
+        v = heads(y, attention, "v")
         k, v = (side.repeat_interleave(config.heads // config.kv_heads, 0) for side in (k, v))
         scores = (scale * q @ k.mT).masked_fill(~torch.ones_like(q @ k.mT).tril().bool(), -torch.inf)
         sink = weights.get(f"{attention}.sink.weight")

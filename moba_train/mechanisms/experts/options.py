@@ -89,7 +89,8 @@ class MoeOptions(Section):
     def _sizes_fit(self) -> Self:
         if self.active > self.experts:
             raise ValueError(f"active: given {self.active}; allowed: at most experts, {self.experts}")
-        groups, active_groups = self.router.groups, self.router.active_groups
+        groups = self.router.groups
+        active_groups = self.router.active_groups
         if groups is not None and active_groups is not None:
             if self.experts % groups:
                 raise ValueError(f"router.groups: given {groups}, which does not divide experts {self.experts}")

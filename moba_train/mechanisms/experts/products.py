@@ -53,7 +53,8 @@ def looped_product(x_nA: Tensor, weight_EBA: Tensor, ends_E: Tensor) -> Tensor:
 
 def _on_cpu(dtype: torch.dtype) -> bool:
     """True if torch has grouped products on a CPU in this dtype: those of the forward and of the backward pass."""
-    x, weight = torch.ones(16, 16, device="cpu", dtype=dtype), torch.ones(2, 16, 16, device="cpu", dtype=dtype)
+    x = torch.ones(16, 16, device="cpu", dtype=dtype)
+    weight = torch.ones(2, 16, 16, device="cpu", dtype=dtype)
     ends = torch.tensor([0, 16], device="cpu", dtype=torch.int32)
     try:
         with torch.no_grad():

@@ -115,7 +115,8 @@ class MsaCosts(GateCosts):
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
         other ranks are kept, from which the gate learns."""
-        found, index = super().token_bytes(batch), self.key_heads * self._index_width
+        found = super().token_bytes(batch)
+        index = self.key_heads * self._index_width
         if found.gathered is not None:
             return found._replace(gathered=found.gathered + batch.width * index)
         others = (batch.cp - 1) * batch.width * (self.model.kv_heads * self.model.head_width + index)

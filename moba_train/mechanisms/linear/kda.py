@@ -90,7 +90,8 @@ class KdaParameters(DeltaParameters):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__(model)
-        hidden, rank = model.hidden_size, model.head_width
+        hidden = model.hidden_size
+        rank = model.head_width
         width = model.heads * rank
         self.decay_down = nn.Linear(hidden, rank, bias=False)
         self.decay_up = nn.Linear(rank, width, bias=False)

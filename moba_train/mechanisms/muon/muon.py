@@ -102,7 +102,8 @@ class Muon(Optimizer):
         assert closure is None
         self._adamw.step()
         group = self.param_groups[0]
-        lr, decay = group["lr"], group["weight_decay"]
+        lr = group["lr"]
+        decay = group["weight_decay"]
         matrices = [weight for weight in group["params"] if weight.dim() == 2]
         for weight in group["params"]:
             if weight.dim() == 3 and weight.grad is not None:

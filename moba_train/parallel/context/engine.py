@@ -85,7 +85,8 @@ class ContextParallel(OperatorEngine, AcrossRanks):
 
     def _exchange(self, call: ShardedCall, device: torch.device) -> Any:
         """The transport, or the attention's own exchange, if it has one and the transport a communicator for it."""
-        make, communicator = call.attention.facts.exchange, self.transport.of_all_ranks
+        make = call.attention.facts.exchange
+        communicator = self.transport.of_all_ranks
         return self.transport if make is None or communicator is None else make(communicator, call, device)
 
     def empty_selection(self, q_LHD: Tensor, k_LKD: Tensor, attention: LocalAttention, layout: Layout) -> Selection:

@@ -36,7 +36,8 @@ class Qwen3Moe(Qwen3):
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With `model.moe`."""
-        step, dense = config["decoder_sparse_step"], config["mlp_only_layers"]
+        step = config["decoder_sparse_step"]
+        dense = config["mlp_only_layers"]
         if type(step) is not int or step < 1:
             raise CheckpointError(f"decoder_sparse_step is {given(step)}, allowed: integer >= 1")
         if not isinstance(dense, list):

@@ -32,7 +32,8 @@ class SmolLM3(Family):
 
     def _turning(self, config: Mapping[str, Any]) -> list[Any]:
         """1 for each layer with a rotary embedding, 0 for the others."""
-        interval, layers = config["no_rope_layer_interval"], config["num_hidden_layers"]
+        interval = config["no_rope_layer_interval"]
+        layers = config["num_hidden_layers"]
         if not isinstance(interval, int) or interval < 1:
             raise CheckpointError(f"no_rope_layer_interval is {given(interval)}, allowed: integer >= 1")
         found = config.get("no_rope_layers")

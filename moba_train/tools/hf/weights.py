@@ -234,7 +234,8 @@ def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFo
     wanted: dict[str, tuple[int, ...]] = {}
     for ours, place in places(family, shapes).items():
         wanted |= place.needed(shapes[ours])
-    output, embedding = family.name("output.weight"), family.name("embedding.weight")
+    output = family.name("output.weight")
+    embedding = family.name("embedding.weight")
     problems = [f"{name}: missing" for name in sorted(wanted.keys() - files.names)]
     known = {*wanted}
     if "output.weight" not in shapes and output in files.names:  # tied, with a copy of its embedding

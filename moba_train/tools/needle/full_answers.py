@@ -40,7 +40,8 @@ class FullForSome(AttentionKind):
     def mix(self, layer: LayerInput, parameters: nn.Module | None) -> tuple[Tensor, Tensor | None]:
         """[L, H, d], and the auxiliary loss of `own`."""
         own_LHd, auxiliary_L = self._own.mix(layer, parameters)
-        q_LHd, k_LKd = layer.rotate(layer.q_THd), layer.rotate(layer.k_TKd)
+        q_LHd = layer.rotate(layer.q_THd)
+        k_LKd = layer.rotate(layer.k_TKd)
         full_LHd, _ = layer.engine(q_LHd, k_LKd, layer.v_TKd, self._full, layer.layout)
         answered_n = self._answered(layer.engine.shard(layer.layout).layout.q_tokens)
         answered_L11 = padded(answered_n, len(own_LHd))[:, None, None]

@@ -250,7 +250,8 @@ class _Step:
 
     def _not_gathered(self, spec: ModelSpec, layers: Sequence[int]) -> float:
         """Elements of the rank's experts, as many as are gathered less because fewer ranks share them."""
-        ep, shards = self._parallel.ep, self._sizes.shards
+        ep = self._parallel.ep
+        shards = self._sizes.shards
         held = sum(spec.blocks[layer].separate for layer in layers) / (ep * self._sizes.tp)
         return held * (1 - (1 - ep / shards) / (1 - 1 / shards)) if ep > 1 else 0.0
 
@@ -297,7 +298,8 @@ class _Step:
         float8 = rates.float8_products if self._computation.precision.linear == "fp8" else None
         product_s = 2 * tokens / (float8 or rates.products)  # of a weight, forward
         # Also in FP8, the inputs of products are read and written in the layer's precision.
-        layer, compiled = self._fed.index(fed), self._computation.compiled
+        layer = self._fed.index(fed)
+        compiled = self._computation.compiled
         block = block_bytes(model, self._width, self._sizes.tp, compiled, self._width, layer)
         passes = rates.compiled_passes if self._computation.compiled else rates.eager_passes
         memory_s = passes * (block.attention + block.feed_forward) * tokens / rates.memory

@@ -19,14 +19,16 @@ def oracle_charts(runs: Sequence[Shown]) -> list[Chart]:
 
 
 def _charts(run: Shown, result: Result) -> list[Chart]:
-    budgets, weights = result.data["budgets"], result.data["weights"]
+    budgets = result.data["budgets"]
+    weights = result.data["weights"]
     labels = [text(budget["label"]) for budget in budgets]
     losses = {name: [budget["loss"].get(name) for budget in budgets] for name in _ERRORS}
     if weights is not None:
         losses["weights"] = [weights["loss"]] * len(budgets)
     means = {name: [pair and pair[0] for pair in pairs] for name, pairs in losses.items()}
     errors = {name: [pair and pair[1] for pair in pairs] for name, pairs in losses.items()}
-    sequences, length = result.data["sequences"], result.data["seq_len"]
+    sequences = result.data["sequences"]
+    length = result.data["seq_len"]
     note = (
         f"Trailing loss at {length:,} tokens, {sequences} sequences; whiskers: one standard error of paired sequences."
     )

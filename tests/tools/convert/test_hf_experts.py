@@ -98,7 +98,8 @@ def test_biases_of_the_choice_are_not_lost_without_a_word(
     """They are buffers, which no architecture has; zero they change nothing."""
     bias = torch.zeros(6)
     name = "model.blocks.1.feed_forward.bias"
-    begin, read = CheckpointReader.__init__, CheckpointReader.read
+    begin = CheckpointReader.__init__
+    read = CheckpointReader.read
 
     def with_bias(reader: CheckpointReader, path: Path) -> None:
         begin(reader, path)

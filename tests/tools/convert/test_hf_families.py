@@ -51,7 +51,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_import_and_export_give_back_every_bit_and_the_model(exported: tuple[str, Path, Path]) -> None:
     name, before, after = exported
-    theirs, ours = tensors(before), tensors(after)
+    theirs = tensors(before)
+    ours = tensors(after)
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
     assert read_model_config(before) == read_model_config(after)

@@ -36,7 +36,8 @@ def answers(folder: str, prompts: list[torch.Tensor]) -> dict[str, Any]:
 
     long, short = prompts
     found: dict[str, Any] = {"ordinary": type(load(folder, trust_remote_code=None)).__name__}
-    model, own = load(folder), load(folder, moba_decode="own")
+    model = load(folder)
+    own = load(folder, moba_decode="own")
     found["logits"] = model(long[None]).logits[0]
     found["eager"] = load(folder, attn_implementation="eager")(long[None]).logits[0]
     found["bfloat16"] = load(folder, dtype=torch.bfloat16)(long[None]).logits[0]

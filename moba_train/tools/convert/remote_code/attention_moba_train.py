@@ -62,8 +62,10 @@ class BlockCacheLayer(DynamicLayer):
 
     def mean_keys(self, call: "Call", block_size: int) -> Tensor:
         """Mean keys of complete blocks, [B, K, N, d]; computed of those that the new tokens complete."""
-        tokens, new = call.k.shape[2], call.q.shape[2]
-        done, complete = (tokens - new) // block_size, tokens // block_size
+        tokens = call.k.shape[2]
+        new = call.q.shape[2]
+        done = (tokens - new) // block_size
+        complete = tokens // block_size
         assert self.keys is not None  # `update` came before
         if self.pooled is None:
             self.pooled = self.keys[:, :, :0]
@@ -129,7 +131,8 @@ def masked_attention(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, seen_TS: Te
 
 def full_attention(call: Call, sdpa: bool) -> Tensor:
     """Attention to every token before, [B, H, T, d]."""
-    new, tokens = call.q.shape[2], call.k.shape[2]
+    new = call.q.shape[2]
+    tokens = call.k.shape[2]
     if sdpa and new == tokens > 1:
         return F.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=True, enable_gqa=True)
     seen_TS = None
@@ -159,7 +162,9 @@ def attend_to_blocks(call: Call, scores: Callable[[slice], Tensor], options: dic
     scores: gives those of some new tokens, [B, H or K, t, at most N]
     width: scores that it makes of a query and head, at most
     """
-    block_size, new, tokens = options["block_size"], call.q.shape[2], call.k.shape[2]
+    block_size = options["block_size"]
+    new = call.q.shape[2]
+    tokens = call.k.shape[2]
     chunk = max(1, _SCORES // (call.q.shape[0] * call.q.shape[1] * max(width, block_size)))
     attend = _attend_from_few if new <= _FEW else _attend_from_many
     out_BHTd = torch.empty_like(call.q)
@@ -195,15 +200,18 @@ def _attend_from_few(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, optio
 def _attend_from_many(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, options: dict[str, Any]) -> Tensor:
     """Attention block by block, from the queries that chose it, merged by online softmax: while a prompt is read. Its
     work is that of the chosen blocks."""
-    block_size, d = options["block_size"], call.q.shape[-1]
+    block_size = options["block_size"]
+    d = call.q.shape[-1]
     dtype = wide(call.q.dtype)
-    k_XSd, v_XSd = call.k.flatten(0, 1), call.v.flatten(0, 1)
+    k_XSd = call.k.flatten(0, 1)
+    v_XSd = call.v.flatten(0, 1)
     q_Xxd = call.q.reshape(len(k_XSd), -1, d).to(dtype) * d**-0.5
     chosen_NXx = chosen_BHtN.reshape(*q_Xxd.shape[:2], -1).permute(2, 0, 1)
     positions_x = positions_t.repeat(call.q.shape[1] // call.k.shape[1])
     # The largest score so far is not -inf: differences stay numbers.
     largest_Xx = torch.full_like(q_Xxd[..., 0], torch.finfo(dtype).min)
-    sum_Xx, out_Xxd = torch.zeros_like(largest_Xx), torch.zeros_like(q_Xxd)
+    sum_Xx = torch.zeros_like(largest_Xx)
+    out_Xxd = torch.zeros_like(q_Xxd)
     for block, most in enumerate(chosen_NXx.sum(-1).amax(-1).tolist()):
         if most == 0:
             continue
@@ -258,8 +266,10 @@ class Window(Kind):
     OPTIONS = frozenset({"window", "sinks"})
 
     def forward(self, call: Call) -> Tensor:
-        window, sinks = self.options["window"], self.options.get("sinks", 0)
-        tokens, new = call.k.shape[2], call.q.shape[2]
+        window = self.options["window"]
+        sinks = self.options.get("sinks", 0)
+        tokens = call.k.shape[2]
+        new = call.q.shape[2]
         out_BHTd = torch.empty_like(call.q)
         for begin in range(0, new, max(window, 128)):
             part = slice(begin, min(begin + max(window, 128), new))
@@ -334,7 +344,8 @@ class Msa(Kind):
         if self.options.get("mode") == "warmup":
             return full_attention(call, self.sdpa)
         assert self.q_index_BKTw is not None
-        dtype, block_size = wide(call.q.dtype), self.options["block_size"]
+        dtype = wide(call.q.dtype)
+        block_size = self.options["block_size"]
         q_BKTw = self.q_index_BKTw[call.text.rows, :, -call.q.shape[2] :].detach().to(dtype)
         k_B1Sw = call.store.rows["index"][call.text.rows, :, call.text.first :].detach().to(dtype)
         complete = call.k.shape[2] // block_size

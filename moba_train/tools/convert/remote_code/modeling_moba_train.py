@@ -61,7 +61,8 @@ def block_cache(cache: Any, layers: int) -> Any:
 def rope_frequencies(config: Any, width: int, device: torch.device) -> tuple[Tensor, float]:
     """Angles per position, float64 [d / 2], and the factor on cos and sin, by `rope_parameters` of the config."""
     rope = config.rope_parameters
-    kind, factor = rope["rope_type"], rope.get("factor", 1.0)
+    kind = rope["rope_type"]
+    factor = rope.get("factor", 1.0)
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
     frequencies = rope["rope_theta"] ** -exponents
     if kind == "default":
@@ -71,8 +72,10 @@ def rope_frequencies(config: Any, width: int, device: torch.device) -> tuple[Ten
     trained = rope["original_max_position_embeddings"]
     if kind == "llama3":
         turns = trained * frequencies / (2 * math.pi)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        ramp, scale = ((high - turns) / (high - low)).clamp(0, 1), 1.0
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
+        ramp = ((high - turns) / (high - low)).clamp(0, 1)
+        scale = 1.0
     elif kind == "yarn":
 
         def index(turns: float) -> float:
@@ -81,7 +84,8 @@ def rope_frequencies(config: Any, width: int, device: torch.device) -> tuple[Ten
         first = max(math.floor(index(rope.get("beta_fast") or 32)), 0)
         last = min(math.ceil(index(rope.get("beta_slow") or 1)), width - 1)
         indices = torch.arange(width // 2, dtype=torch.float64, device=device)
-        ramp, scale = ((indices - first) / max(last - first, 1e-3)).clamp(0, 1), 0.1 * math.log(factor) + 1
+        ramp = ((indices - first) / max(last - first, 1e-3)).clamp(0, 1)
+        scale = 0.1 * math.log(factor) + 1
     else:
         raise ValueError(f"rope_parameters.rope_type: {kind!r} given, allowed: default, linear, llama3, yarn")
     return frequencies * (1 - ramp) + frequencies / factor * ramp, scale
@@ -177,7 +181,8 @@ class MobaForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        decode, entries = getattr(config, "moba_decode", "full"), config.moba["layers"]
+        decode = getattr(config, "moba_decode", "full")
+        entries = config.moba["layers"]
         if decode not in ("full", "own"):
             raise ValueError(f"moba_decode: {decode!r} given, allowed: full, own")
         if config.model_type not in _SHAPES:
