@@ -1,8 +1,6 @@
 """MoBA as a LocalAttention: the gate summarizes keys and selects blocks, `BlockAttention` attends to them."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Literal, Protocol, cast
 
 from pydantic import Field
@@ -38,6 +36,7 @@ class Selector(Protocol):
         history_blocks: int,
         select: str,
         always: tuple[str, ...],
+        local: int = 1,
     ) -> Tensor:
         """The selected history blocks, int32 [H, T, history_blocks]."""
         ...
@@ -47,14 +46,10 @@ def pick_selector(wanted: str, x: Tensor, layout: Layout, *, block_size: int, hi
     """The selector for tensors like `x` ([tokens, heads, D]): kernels where they can run and are not refused by the
     backend `wanted`, else plain PyTorch. `composed` has none of its own and takes the kernels."""
     # `triton` is also asked for on a CPU, under Triton's interpreter, for tests.
-    if wanted == "reference" or (wanted != "triton" and not x.is_cuda):
+    plain = wanted == "reference" or (wanted != "triton" and not x.is_cuda)
+    if plain or call_problem(x, layout, block_size, history_blocks):
         return cast(Selector, gate)
-    return cast(Selector, gate) if call_problem(x, layout, block_size, history_blocks) else _triton()
-
-
-def _triton() -> Selector:
-    """The kernels, imported at the first use."""
-    from moba_train.attention.moba import gate_kernels
+    from moba_train.attention.moba import gate_kernels  # Triton is imported where it runs
 
     return cast(Selector, gate_kernels)
 
@@ -92,6 +87,8 @@ class MobaAttention(DenseOrSparse, Gated):
             return self.topk - 1
 
     blocks: BlockAttention
+    local_blocks = 1
+    """Blocks that end with a query's own and are no candidates."""
 
     def __init__(
         self, options: Section, head_dim: int, softmax_scale: float | None = None, *, section: str = "attention.moba"
@@ -129,12 +126,21 @@ class MobaAttention(DenseOrSparse, Gated):
         if self.is_full(layout):
             return ()
         assert summaries is not None
-        selected_HTC = self._selection_rule(q_THD, layout)(q_THD, summaries, layout)
+        selected_HTC = self.select_blocks(q_THD, summaries, layout)
         return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
 
     def select_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
         """int32 [H, T, C]: the selected history blocks (`gate.select_blocks`)."""
-        return self._selection_rule(q_THD, layout)(q_THD, summaries, layout)
+        return self._selector(q_THD, layout).select_blocks(
+            q_THD,
+            summaries,
+            layout,
+            block_size=self.block_size,
+            history_blocks=self._listed(layout),
+            select=self.options.select,
+            always=self.options.always,
+            local=self.local_blocks,
+        )
 
     def empty_selection(self, q_THD: Tensor, k_SKD: Tensor, layout: Layout) -> Selection:
         """Tensors of the shapes and dtypes of `select`'s result, contents undefined."""
@@ -165,16 +171,6 @@ class MobaAttention(DenseOrSparse, Gated):
 
     def _listed(self, layout: Layout) -> int:
         return listed_blocks(self.options.history_blocks, layout, self.block_size)
-
-    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[[Tensor, Tensor, Layout], Tensor]:
-        """The selector's `select_blocks` with this attention's sizes and rules."""
-        return partial(
-            self._selector(q_THD, layout).select_blocks,
-            block_size=self.block_size,
-            history_blocks=self._listed(layout),
-            select=self.options.select,
-            always=self.options.always,
-        )
 
     def _selector(self, x: Tensor, layout: Layout) -> Selector:
         return pick_selector(self.backend, x, layout, block_size=self.block_size, history_blocks=self._listed(layout))
