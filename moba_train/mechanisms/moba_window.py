@@ -8,8 +8,9 @@ instead of the own block (kernels/triton/spans.py); other backends are given the
 Shape suffixes: T queries, n some of them, S keys, H query heads, K key/value heads, D head width, C selected blocks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import Field
 from torch import Tensor
@@ -127,15 +128,6 @@ class MobaWindowAttention(MobaAttention, OffersUnits):
         """This attention, one block at a time."""
         return WindowByUnit(self, self.options.history_blocks + self.local_blocks - 1)
 
-    def select(self, q_THD: Tensor, summaries: Tensor | None, layout: Layout) -> Selection:
-        """The selected blocks, none of the window's among them, and what the backend makes of them; nothing if every
-        block is attended to."""
-        if self.is_full(layout):
-            return ()
-        assert summaries is not None
-        selected_HTC = super().select_blocks(q_THD, summaries, layout)
-        return self.blocks.selection(selected_HTC, q_THD, layout, kv_heads=summaries.shape[1])
-
     def select_blocks(self, q_THD: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
         """int32 [H, T, C]: the selected blocks and those of the window."""
         return self.blocks.with_window(super().select_blocks(q_THD, summaries, layout), layout)
@@ -154,6 +146,9 @@ class MobaWindowAttention(MobaAttention, OffersUnits):
         choice = Choice(self.block_size, topk, int("first" in self.options.always), self.local_blocks)
         heads = (self.blocks.with_window(selected_1TC, layout).squeeze(0) for selected_1TC in selection[0].split(1))
         return selection_statistics(heads, layout, choice)
+
+    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[[Tensor, Tensor, Layout], Tensor]:
+        return partial(super()._selection_rule(q_THD, layout), local=self.local_blocks)
 
 
 class MobaWindowKind(MobaKind):

@@ -59,10 +59,9 @@ def select_blocks(
 ) -> Tensor:
     """The history blocks that each query selects: int32 [H, T, C] with C = `history_blocks` <= N, ascending, -1 behind.
 
-    Candidates are the blocks of the query's document before the `local` ones that end with its diagonal block;
-    min(C, candidates) of them are selected. Blocks forced by `always` come first, then the highest gates; of equal
-    gates the lower block id wins, so the selection is deterministic. The diagonal block is always attended to and not
-    listed.
+    Candidates are the blocks of the query's document before the `local` ones up to its own; min(C, candidates) of them
+    are selected. Blocks forced by `always` come first, then the highest gates; of equal gates the lower block id wins,
+    so the selection is deterministic. The diagonal block is always attended to and not listed.
     """
     blocks = block_bound(layout, block_size)
     queries, heads, _ = q_THD.shape
