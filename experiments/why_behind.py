@@ -8,14 +8,12 @@ MoBA attends to on average in a sequence of 8K: 3 blocks of 512 are 1,280 keys, 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from benchmarks.plotting import GREEN, INK, MOBA
-from data_tools.corpus_writer import IndexedDatasetWriter
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
-from experiments.corpus import Corpus
+from experiments.corpus import Corpus, write_short
 from experiments.figure import Arm, Figure, Finding, Result
 from experiments.models import FULL, batch_tokens, moba, recipe
 from experiments.readings import (
@@ -26,7 +24,6 @@ from experiments.readings import (
     validation_by_sequence,
     validation_loss,
 )
-from moba_train.data.indexed import IndexedDataset, corpus_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -104,7 +101,7 @@ class WhyBehind(Figure):
         """The training and the validation text in documents of at most `SHORT_DOCUMENT` tokens."""
         most = SHORT_DOCUMENT // 8 if quick else SHORT_DOCUMENT
         for source, name in (("train", SHORT_TEXT), ("valid", SHORT_VALIDATION)):
-            _cut(IndexedDataset(corpus.find(source)), folder / name, most)
+            write_short(corpus, source, folder / name, most)
 
     def find(self, results: Sequence[Result]) -> Finding:
         """Losses of each arm, and their distance from the full attention of its setting."""
@@ -160,18 +157,6 @@ def _arm(name: str, seed: int, setting: Setting, attention: Mapping[str, Any], q
 def _blend(share: float, short: str, whole: str) -> list[dict[str, Any]]:
     sources = [{"path": short, "weight": share}, {"path": whole, "weight": round(1 - share, 3)}]
     return [source for source in sources if source["weight"]]
-
-
-def _cut(source: IndexedDataset, prefix: Path, most: int) -> None:
-    """Write the text of `source` in documents of at most `most` tokens, unless it is there."""
-    if corpus_file(prefix, "idx").exists():
-        return
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with IndexedDatasetWriter(prefix, source.dtype) as writer:
-        for document in range(source.documents):
-            length = int(source.document_lengths[document])
-            for start, stop in pairwise([*range(0, length, most), length]):
-                writer.add_document(source.document(document, start, stop))
 
 
 def _setting_and_arm(result: Result) -> tuple[str, str]:

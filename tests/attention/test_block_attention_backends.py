@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from moba_train.attention import moba
 from moba_train.attention.kernels import block_attention, composed, table
 from moba_train.attention.kernels.block_attention import BlockAttention
 from moba_train.attention.kernels.common import reference
-from moba_train.attention import moba
 from moba_train.attention.layout import Layout
 from moba_train.attention.moba import gate
 from moba_train.attention.moba.moba_local import pick_selector
