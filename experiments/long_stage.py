@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from matplotlib.figure import Figure as Canvas
 
-from benchmarks.plotting import BLUE, FULL, GREEN, INK, MOBA, PURPLE, band, powers_of_two
+from benchmarks.plotting import BLUE, FULL, GREEN, INK, MOBA, PURPLE, band, powers_of_two, spread
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus, write_joined, write_short
 from experiments.figure import Arm, Figure, Finding, Result
@@ -145,9 +145,7 @@ class LongStage(Figure):
             band(left, middles, list(map(loss_by_position, own)), setting.colour, setting.label)
             gaps = [trailing_loss(one) - full[one["seed"]] for one in own if one["seed"] in full]
             if gaps and name != "full":
-                style: dict[str, Any] = {"color": setting.colour}
-                right.plot([min(gaps), max(gaps)], [place] * 2, alpha=0.2, lw=8, solid_capstyle="butt", **style)
-                right.plot(statistics.mean(gaps), place, "o", **style)
+                spread(right, gaps, place, setting.colour)
             powers_of_two(left, [int(middles[0] * 2) << step for step in range(0, len(middles).bit_length(), 2)])
         right.axvline(0, color=INK, lw=0.8)
         right.set_yticks(range(len(shown)), shown)

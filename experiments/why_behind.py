@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from benchmarks.plotting import GREEN, INK, MOBA
+from benchmarks.plotting import GREEN, INK, MOBA, spread
 from experiments.comparison import ABOVE, Cell, Verdict, above, compare
 from experiments.corpus import Corpus, write_short
 from experiments.figure import Arm, Figure, Finding, Result
@@ -130,8 +130,7 @@ class WhyBehind(Figure):
                 gaps.setdefault(result["name"], []).append(validation_loss(result) - base)
         for place, (name, values) in enumerate(gaps.items()):
             colour = GREEN if "window" in name else MOBA
-            axes.plot([min(values), max(values)], [place] * 2, color=colour, alpha=0.2, lw=8, solid_capstyle="butt")
-            axes.plot(statistics.mean(values), place, "o", color=colour)
+            spread(axes, values, place, colour)
         axes.set_yticks(range(len(gaps)), list(gaps))
         axes.invert_yaxis()
         axes.axvline(0, color=INK, lw=0.8)

@@ -147,7 +147,7 @@ class MobaWindowAttention(MobaAttention, OffersUnits):
         heads = (self.blocks.with_window(selected_1TC, layout).squeeze(0) for selected_1TC in selection[0].split(1))
         return selection_statistics(heads, layout, choice)
 
-    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[[Tensor, Tensor, Layout], Tensor]:
+    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[..., Tensor]:
         return partial(super()._selection_rule(q_THD, layout), local=self.local_blocks)
 
 

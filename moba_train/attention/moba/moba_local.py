@@ -163,7 +163,7 @@ class MobaAttention(DenseOrSparse, Gated):
     def _listed(self, layout: Layout) -> int:
         return listed_blocks(self.options.history_blocks, layout, self.block_size)
 
-    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[[Tensor, Tensor, Layout], Tensor]:
+    def _selection_rule(self, q_THD: Tensor, layout: Layout) -> Callable[..., Tensor]:
         """The selector's `select_blocks` with this attention's sizes and rules."""
         return partial(
             self._selector(q_THD, layout).select_blocks,
