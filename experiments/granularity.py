@@ -81,7 +81,8 @@ class Granularity(Figure):
         right.set_xlabel("block size; a query sees 1,536 of 8K keys")
         right.set_ylabel("above 512, no convolution, nats")
         for axes in (left, right):
-            axes.legend()
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend()
 
 
 def _arm(

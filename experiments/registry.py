@@ -19,6 +19,7 @@ from experiments.trailing import Position, Trailing
 from experiments.trained_with import TrainedWith
 from experiments.versions import Versions
 from experiments.why_behind import WhyBehind
+from experiments.with_window import WithWindow
 
 FIGURES: dict[str, Figure] = {
     figure.name: figure
@@ -44,6 +45,7 @@ FIGURES: dict[str, Figure] = {
         InferenceGap(),
         LongStage(),
         Extrapolation(),
+        WithWindow(),
     )
 }
 

@@ -92,7 +92,7 @@ class WhyBehind(Figure):
     def arms(self, seed: int, quick: bool) -> list[Arm]:
         """Setting by setting, full attention first."""
         return [
-            _arm(f"{setting}-{arm}", seed, which, attention, quick)
+            build_arm(f"{setting}-{arm}", seed, which, attention, quick)
             for setting, which in (QUICK if quick else SETTINGS).items()
             for arm, attention in which.attention.items()
         ]
@@ -111,7 +111,7 @@ class WhyBehind(Figure):
             row = [setting, arm, keys_text(own[0])]
             for value, cells in (
                 (validation_loss, _losses(results, setting)),
-                (_trailing, _trailing_losses(results, setting)),
+                (_trailing, trailing_cells(results, setting)),
             ):
                 known = [value(result) for result in own]
                 row += [f"{statistics.mean(known):.4f}" if math.isfinite(known[0]) else "–", *above(cells, arm, "full")]
@@ -137,7 +137,8 @@ class WhyBehind(Figure):
         axes.set_xlabel("validation loss above full attention in the same setting, nats")
 
 
-def _arm(name: str, seed: int, setting: Setting, attention: Mapping[str, Any], quick: bool) -> Arm:
+def build_arm(name: str, seed: int, setting: Setting, attention: Mapping[str, Any], quick: bool) -> Arm:
+    """An arm `SETTING-NAME` with this attention."""
     seq_len, tokens, batch = (QUICK_SEQ_LEN, 4096, 2048) if quick else (SEQ_LEN, TOKENS, batch_tokens(SEQ_LEN))
     evaluation: dict[str, Any] = {"sequences": 2 if quick else 256}
     if not setting.short:  # samples inside one document
@@ -183,7 +184,8 @@ def _losses(results: Sequence[Result], setting: str) -> list[Cell]:
     ]
 
 
-def _trailing_losses(results: Sequence[Result], setting: str) -> list[Cell]:
+def trailing_cells(results: Sequence[Result], setting: str) -> list[Cell]:
+    """Trailing losses of the arms of a setting, by their names in it."""
     own = [result for result in results if _setting_and_arm(result)[0] == setting and math.isfinite(_trailing(result))]
     return [
         Cell(
@@ -204,7 +206,7 @@ def _verdicts(results: Sequence[Result]) -> list[Verdict]:
     for setting, within, words in (("short", 0.005, "of at most 1K tokens"), ("mixed", 0.02, "80 % of them so short")):
         claim = f"In documents {words}, MoBA 512/3's validation loss is within {within} of full attention's"
         found += compare(_losses(results, setting)).judge(claim, gap, -within, within)
-    long = compare(_trailing_losses(results, "long"))
+    long = compare(trailing_cells(results, "long"))
     for ours, theirs, words in (
         ("moba", "window1280", "MoBA 512/3 has a lower trailing loss than a window of as many keys"),
         ("blocks128", "window1472", "MoBA 128/12 has a lower trailing loss than a window of as many keys"),
@@ -218,7 +220,7 @@ def _verdicts(results: Sequence[Result]) -> list[Verdict]:
 
 def _gaps(results: Sequence[Result], setting: str) -> list[Cell]:
     """MoBA's trailing loss above full attention's, for each seed that has both."""
-    losses = {(cell.arm, cell.block): cell.value for cell in _trailing_losses(results, setting)}
+    losses = {(cell.arm, cell.block): cell.value for cell in trailing_cells(results, setting)}
     return [
         Cell(setting, block, loss - losses["full", block])
         for (arm, block), loss in losses.items()
