@@ -12,6 +12,7 @@ from moba_train.attention.kernels.common.selection import Choice
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import packed_layout
 from moba_train.attention.protocol import BackwardState
+from moba_train.attention.registry import KINDS
 from moba_train.mechanisms.moba_window import MobaWindowAttention, MobaWindowKind
 from moba_train.model.rope import apply_rope, rope_cos_sin
 from moba_train.parallel.context.strategy import CPStrategy
@@ -28,6 +29,7 @@ from tests.attention.kind_checks import (
     results,
     token_bytes,
 )
+from tests.attention.test_sink import with_sink
 from tests.tools.decoding_checks import assert_decodes_like_training
 
 SIZES = {"block_size": 4, "topk": 3, "window": 8}
@@ -92,6 +94,15 @@ def test_packed_documents() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_ranks_that_share_a_sequence(strategy: CPStrategy) -> None:
     assert_ranks_equal_one_device(make_layer("moba_window", SIZES, LENGTHS), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=str)
+def test_a_learned_sink_joins_the_softmax_on_ranks(strategy: CPStrategy) -> None:
+    with KINDS.registered("moba_window with sink", with_sink(MobaWindowKind)):
+        layer = make_layer("moba_window with sink", SIZES, LENGTHS)
+        assert layer.parameters is not None
+        assert_ranks_equal_one_device(layer, strategy)
+        assert (results(layer)[0][0] - results(make_layer("moba_window", SIZES, LENGTHS))[0][0]).abs().max() > 1e-3
 
 
 def test_decoding() -> None:
