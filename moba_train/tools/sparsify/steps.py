@@ -1,0 +1,195 @@
+"""Steps of `moba-train sparsify`: each is a command of `moba-train`, done when its result is there.
+
+A step that was interrupted runs again: training from its newest checkpoint, an evaluation from its beginning. To run a
+step once more, remove its result.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moba_train.checkpoint.manifest import read_meta
+from moba_train.checkpoint.publish import newest_first, saved_step
+from moba_train.config.load import load_config, parse_yaml
+from moba_train.config.mesh import WorldSize
+from moba_train.errors import CheckpointError, UserError
+from moba_train.output_files import write_atomically
+from moba_train.resolve.recipe import resolve
+from moba_train.resolve.run import resolve_unchecked
+from moba_train.tools.sparsify import recipes
+from moba_train.tools.sparsify.recipes import Request, Source
+
+SECONDS = "seconds.json"
+"""Seconds that each finished step took in the call that finished it."""
+Runner = Callable[[Sequence[str]], int]
+"""Runs `moba-train` with these words; returns its exit status."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, and where its result is."""
+
+    name: str
+    words: list[str]
+    """Words behind `moba-train`."""
+    result: Path
+    """A file that is written last; of training, the run folder."""
+
+    @property
+    def command(self) -> str:
+        """The command as one types it."""
+        return shlex.join(["moba-train", *self.words])
+
+    @property
+    def trains(self) -> bool:
+        """True if the step trains, by a recipe of its own."""
+        return self.words[0] == "train"
+
+    @property
+    def done(self) -> bool:
+        """True if the result is there, and complete."""
+        if not self.trains:
+            return self.result.is_file()
+        if not (newest := newest_first(self.result / "checkpoints")):
+            return False
+        try:
+            stages = resolve_unchecked(load_config(self.words[1], self.words[2:])).stages
+            return (saved_step(read_meta(newest[0])) or 0) >= stages[-1].end_step
+        except CheckpointError:
+            return False  # training says what is wrong with it
+
+
+def steps(request: Request, source: Source, output: Path, base: dict[str, Any]) -> Iterator[Step]:
+    """All steps in order. base: contents of base.yaml, whose sections the steps before training evaluate with."""
+    folder = output / "recipes"
+    model = Path(request.model)
+    if recipes.EXTEND in recipes.recipes(request, source, output):
+        model = output / "runs" / "extend"
+        yield Step("extend", ["train", str(folder / recipes.EXTEND)], model)
+    size, topk = recipes.topk_of(request)
+    data = [word for path in request.validation for word in ("--data", path)]
+    length = ["--seq-len", str(request.length), "--attention", "own"]
+    yield _evaluation(
+        "oracle", model, output / "oracle", ["oracle"], [*data, *length, *recipes.sections(base, ["oracle"])]
+    )
+    # The layers are chosen with the ideal selection: a scorer that has learnt nothing would choose them by chance.
+    ideal = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
+    sparse = ["attention.default=oracle", f"attention.oracle={json.dumps(ideal)}"]
+    words = [*data, *length, *sparse, *recipes.sections(base, ["full_layers"])]
+    yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words)
+    arms = ["full", "sparse"] if request.baseline else ["sparse"]
+    for seed in range(1, request.seeds + 1):
+        for arm in arms:
+            run = output / "runs" / f"{arm}-{seed}"
+            words = ["train", str(folder / f"{arm}.yaml"), f"seed={seed}", f"run_dir={run}"]
+            yield Step(f"train {arm} {seed}", words, run)
+    tasks = ["position_wise", "needle", "ruler", "oracle"]
+    asked = [f"evaluation.oracle.budgets={json.dumps(base['evaluation']['oracle']['budgets'][:1])}"]
+    for seed in range(1, request.seeds + 1):
+        for arm in arms:
+            results = output / "evaluation" / f"{arm}-{seed}"
+            trained = output / "evaluation" / f"full-{seed}" / "evaluation.json"
+            dense = [f"evaluation.oracle.dense={trained}"] if arm == "sparse" and request.baseline else []
+            yield _evaluation(
+                f"evaluate {arm} {seed}", output / "runs" / f"{arm}-{seed}", results, tasks, [*asked, *dense]
+            )
+    run = output / "runs" / "sparse-1"
+    model = output / "model"
+    yield Step("export", ["convert", "moba-to-hf", str(run), str(model), "--with-code"], model / "config.json")
+
+
+def _evaluation(name: str, model: Path, results: Path, tasks: Sequence[str], words: Sequence[str]) -> Step:
+    command = ["eval", str(model), "--tasks", ",".join(tasks), "--output", str(results), *words]
+    return Step(name, command, results / "evaluation.json")
+
+
+def run_steps(todo: Sequence[Step], output: Path, run: Runner, say: Callable[[str], object]) -> None:
+    """Run what is not done. Raises UserError when a command fails; the call after it goes on there."""
+    for number, step in enumerate(todo, 1):
+        if step.done:
+            say(f"[{number}/{len(todo)}] {step.name}: done before")
+            continue
+        say(f"[{number}/{len(todo)}] {step.name}: {step.command}")
+        began = time.time()
+        status = run(step.words)
+        if status and step.name == "export":
+            say("the model stays a checkpoint, as no export can hold it")
+            continue
+        if status or not step.done:
+            how = f"ended with status {status}" if status else "stopped before its end"
+            raise UserError(f"the step {step.name!r} {how}; the same command goes on with it")
+        seconds = read_json(output / SECONDS) | {step.name: round(time.time() - began, 1)}
+        write_atomically(output / SECONDS, json.dumps(seconds, indent=2) + "\n")
+        if step.name == "calibrate":
+            write_calibrated(read_json(step.result), output / "recipes" / recipes.CALIBRATED)
+
+
+def write_calibrated(evaluation: dict[str, Any], recipe: Path) -> None:
+    """Write the layers that stay full, with the numbers beside them, as the recipe that the sparse arm extends."""
+    lines = ["# Layers that stay full, chosen by measurement.", *evaluation["full_layers"]["yaml"]]
+    write_atomically(recipe, "\n".join(lines) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Contents of a JSON file of ours; empty if it is not there."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def begin(request: Request, source: Source, output: Path) -> dict[str, Any]:
+    """Write the request and the recipes that are not there yet; returns the contents of base.yaml.
+
+    Raises UserError when the folder was begun with other options.
+    """
+    folder = output / "recipes"
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = request.model_dump(mode="json")
+    file = output / "request.yaml"
+    if file.is_file():
+        before = parse_yaml(file.read_text(), str(file))
+        differing = [key for key in asked if before.get(key) != asked[key]]
+        if differing:
+            given = ", ".join(f"{key}: given {asked[key]}, before {before.get(key)}" for key in differing)
+            raise UserError(
+                f"{output} was begun with other options ({given}); allowed: the same ones, or another --output"
+            )
+    else:
+        write_atomically(file, yaml.safe_dump(asked, sort_keys=False))
+    for name, text in recipes.recipes(request, source, output).items():
+        if not (folder / name).is_file():
+            write_atomically(folder / name, text)
+    base: dict[str, Any] = parse_yaml((folder / recipes.BASE).read_text(), recipes.BASE)
+    return base
+
+
+def check(todo: Sequence[Step], gpus: int) -> None:
+    """Raise UserError, before anything runs, for a recipe that cannot be trained on this number of ranks, and for files
+    that the first one lacks; those of later ones may be made before."""
+    trained = [step for step in todo if step.trains]
+    for step in trained:
+        config = load_config(step.words[1], step.words[2:])
+        resolve(config, WorldSize(gpus, gpus), check_files=step is trained[0])
+
+
+def run_command(words: Sequence[str], gpus: int) -> int:
+    """Run `moba-train` with these words, on this number of GPUs where the command knows that; returns its status."""
+    ranks = ["--gpus", str(gpus)] if words[0] in ("train", "eval") else []
+    return subprocess.run([sys.executable, "-m", "moba_train.tools.cli", *words, *ranks], check=False).returncode
+
+
+def run_here(words: Sequence[str]) -> int:
+    """Run `moba-train` with these words in this process, on one device: nothing is imported and compiled twice."""
+    from moba_train.tools.cli import app
+    from moba_train.train import main
+
+    if words[0] == "train":
+        return main([*words[1:]])
+    return int(app([*words], standalone_mode=False) or 0)
