@@ -91,8 +91,8 @@ def sparsify(
         with tempfile.TemporaryDirectory() as folder:
             print_plan(request, source, output, Path(folder), gpus, typer.echo)
         return
-    base = steps.begin(request, source, output)
-    todo = [*steps.steps(request, source, output, base)]
+    evaluation = steps.begin(request, source, output)
+    todo = [*steps.steps(request, source, output, evaluation)]
     steps.check(todo, gpus)
     run = steps.run_here if gpus == 1 else lambda words: steps.run_command(words, gpus)
     steps.run_steps(todo, output, run, typer.echo)

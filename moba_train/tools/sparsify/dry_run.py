@@ -26,13 +26,13 @@ def print_plan(
     texts = recipes.recipes(request, source, output)
     for name, text in texts.items():
         write_new(scratch / name, text)
-    base = parse_yaml(texts[recipes.BASE], recipes.BASE)
+    evaluation = parse_yaml(texts[recipes.EVALUATION], recipes.EVALUATION)["evaluation"]
     say(recipes.told(request))
     for name, text in texts.items():
         say(f"\n--- {output / 'recipes' / name}\n{text.rstrip()}")
     say("")
     gpu = local_gpu()
-    for number, step in enumerate(steps(request, source, output, base), 1):
+    for number, step in enumerate(steps(request, source, output, evaluation), 1):
         line = f"{number}. {step.name}: {step.command}"
         if step.trains:
             config = load_config(scratch / Path(step.words[1]).name, step.words[2:])

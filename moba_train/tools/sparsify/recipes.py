@@ -27,6 +27,7 @@ from moba_train.tools.saved_recipe import open_checkpoint, saved_training
 BASE = "base.yaml"
 EXTEND = "extend.yaml"
 CALIBRATED = "calibrated.yaml"
+EVALUATION = "evaluation.yaml"
 SPARSE = "sparse.yaml"
 FULL = "full.yaml"
 
@@ -126,12 +127,15 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     extension = request.tokens // 3 if rope else 0
     rest = request.tokens - extension
     warms_up = "mode" in ATTENTION_KINDS[request.kind].Options.model_fields
-    warmup = rest // 5 if warms_up else 0
     batch = request.length * max(1, min(_BATCH, request.tokens // _FEWEST_STEPS) // request.length)
+    # Whole steps of the other stages, so that both arms have as many tokens.
+    warmup = batch * max(1, rest // 5 // batch) if warms_up else 0
+    if rest - warmup < batch:
+        raise UserError(f"--tokens: given {request.tokens}; allowed: at least {3 * batch} for sequences of this length")
     begin = {"init_from": first} | ({"model": {"rope": rope}} if rope else {})
 
     def stage(name: str, tokens: int, **keys: Any) -> dict[str, Any]:
-        return {"name": name, "seq_len": request.length, "tokens": tokens, "lr": request.lr, "evaluate": False, **keys}
+        return {"name": name, "seq_len": request.length, "tokens": tokens, "lr": request.lr, **keys}
 
     own = {"block_size": size, "topk": topk}
     if request.kind == "moba":
@@ -145,7 +149,8 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
         }
         sparse_stages.insert(0, stage("warmup", warmup, **learns | {"lr": _WARMUP_LR}))
     contents = {
-        BASE: _base(request, source, output, batch, size, topk),
+        BASE: _base(request, source, output, batch),
+        EVALUATION: {"evaluation": _evaluation(request, source, size, topk)},
         EXTEND: {
             "extends": BASE,
             "name": "extend",
@@ -170,9 +175,10 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
             "stages": [stage("full", rest)],
         },
     }
+    contents = json.loads(json.dumps(contents))  # no part of two recipes is one object
     problems = []
     for override in request.overrides:
-        name = SPARSE if override.startswith(("attention.", "stages.")) else BASE
+        name = next((name for start, name in _OVERRIDDEN.items() if override.startswith(start)), BASE)
         problems += apply_overrides(contents[name], [override])
     if problems:
         raise ConfigError(problems)
@@ -183,8 +189,10 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     }
 
 
+_OVERRIDDEN = {"attention.": SPARSE, "stages.": SPARSE, "evaluation.": EVALUATION}
 _COMMENTS = {
-    BASE: "Shared by all runs here: model, data, evaluations. Made by `moba-train sparsify`; edit it as you like.",
+    BASE: "Shared by all runs here: model and data. Made by `moba-train sparsify`; edit it as you like.",
+    EVALUATION: "Sections of the evaluations that `moba-train eval` is called with; no recipe of its own.",
     EXTEND: "The model learns the length, with full attention, before the arms part.",
     CALIBRATED: "Layers that stay full. A guess until the calibration has measured.",
     SPARSE: "The sparse arm: the scorer, if there is one, learns full attention's map; then all learns.",
@@ -219,17 +227,10 @@ def _rope(request: Request, source: Source) -> dict[str, Any]:
     return {"kind": "abf", "theta": theta}
 
 
-def _base(request: Request, source: Source, output: Path, batch: int, size: int, topk: int) -> dict[str, Any]:
-    length = request.length
+def _base(request: Request, source: Source, output: Path, batch: int) -> dict[str, Any]:
     tokenizer = request.tokenizer or source.tokenizer
     if tokenizer is None:
         raise UserError(f"{request.model}: no tokenizer lies there, and needles need one; give --tokenizer FILE")
-    own = {"block_size": size, "topk": topk, "select": "group", "always": forced(topk)}
-    budgets = [own, own | {"always": ["current"]}] if topk > FORCED else [own]
-    budgets += [own | {"select": "head"}, {"block_size": 1, "topk": request.budget}]
-    asked = {"lengths": sorted({length // 2, length}), "samples": 4}
-    few = asked | {"samples": 1, "depths": [10, 50, 90]}  # the ideal selection takes seconds a sequence
-    bucket = length // 16
     return {
         "name": "base",
         "run_dir": str(output / "runs" / "base"),
@@ -244,19 +245,32 @@ def _base(request: Request, source: Source, output: Path, batch: int, size: int,
         "batch_tokens": batch,
         "optim": {"lr": request.lr, "schedule": {"kind": "cosine", "warmup_tokens": request.tokens // 50}},
         "checkpoint": {"every": 16},
-        "evaluation": {
-            "position_wise": {"bucket": bucket, "sequences": 8},
-            "needle": asked,
-            "ruler": asked,
-            "oracle": {"budgets": budgets, "bucket": bucket, "sequences": 4, "questions": ["needle"], **few},
-            "full_layers": {"count": full_count(request, source.model), "bucket": bucket, "sequences": 2},
-        },
+        "evaluation": {"every": 64, "sequences": 8},
     }
 
 
-def sections(base: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """The sections of these evaluations of base.yaml as words of a command."""
-    return [f"evaluation.{name}={json.dumps(base['evaluation'][name])}" for name in names]
+def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[str, Any]:
+    """Sections of the evaluations, by name."""
+    length = request.length
+    own = {"block_size": size, "topk": topk, "select": "group", "always": forced(topk)}
+    budgets = [own, own | {"always": ["current"]}] if topk > FORCED else [own]
+    budgets += [own | {"select": "head"}, {"block_size": 1, "topk": request.budget}]
+    asked = {"lengths": sorted({length // 2, length}), "samples": 4}
+    few = asked | {"samples": 1, "depths": [10, 50, 90]}  # the ideal selection takes seconds a sequence
+    probe = few | {"lengths": [length], "samples": 2, "by": "needle"}
+    bucket = length // 16
+    return {
+        "position_wise": {"bucket": bucket, "sequences": 8},
+        "needle": asked,
+        "ruler": asked,
+        "oracle": {"budgets": budgets, "bucket": bucket, "sequences": 4, "questions": ["needle"], **few},
+        "full_layers": {"count": full_count(request, source.model), "bucket": bucket, "sequences": 2, **probe},
+    }
+
+
+def sections(evaluation: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """These sections of evaluation.yaml as words of a command."""
+    return [f"evaluation.{name}={json.dumps(evaluation[name])}" for name in names]
 
 
 def told(request: Request) -> str:

@@ -67,8 +67,8 @@ class Step:
             return False  # training says what is wrong with it
 
 
-def steps(request: Request, source: Source, output: Path, base: dict[str, Any]) -> Iterator[Step]:
-    """All steps in order. base: contents of base.yaml, whose sections the steps before training evaluate with."""
+def steps(request: Request, source: Source, output: Path, evaluation: dict[str, Any]) -> Iterator[Step]:
+    """All steps in order. evaluation: the section of that name in evaluation.yaml."""
     folder = output / "recipes"
     model = Path(request.model)
     if recipes.EXTEND in recipes.recipes(request, source, output):
@@ -78,12 +78,12 @@ def steps(request: Request, source: Source, output: Path, base: dict[str, Any]) 
     data = [word for path in request.validation for word in ("--data", path)]
     length = ["--seq-len", str(request.length), "--attention", "own"]
     yield _evaluation(
-        "oracle", model, output / "oracle", ["oracle"], [*data, *length, *recipes.sections(base, ["oracle"])]
+        "oracle", model, output / "oracle", ["oracle"], [*data, *length, *recipes.sections(evaluation, ["oracle"])]
     )
     # The layers are chosen with the ideal selection: a scorer that has learnt nothing would choose them by chance.
     ideal = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
     sparse = ["attention.default=oracle", f"attention.oracle={json.dumps(ideal)}"]
-    words = [*data, *length, *sparse, *recipes.sections(base, ["full_layers"])]
+    words = [*data, *length, *sparse, *recipes.sections(evaluation, ["full_layers"])]
     yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words)
     arms = ["full", "sparse"] if request.baseline else ["sparse"]
     for seed in range(1, request.seeds + 1):
@@ -92,7 +92,8 @@ def steps(request: Request, source: Source, output: Path, base: dict[str, Any]) 
             words = ["train", str(folder / f"{arm}.yaml"), f"seed={seed}", f"run_dir={run}"]
             yield Step(f"train {arm} {seed}", words, run)
     tasks = ["position_wise", "needle", "ruler", "oracle"]
-    asked = [f"evaluation.oracle.budgets={json.dumps(base['evaluation']['oracle']['budgets'][:1])}"]
+    first = evaluation | {"oracle": {**evaluation["oracle"], "budgets": evaluation["oracle"]["budgets"][:1]}}
+    asked = recipes.sections(first, tasks)
     for seed in range(1, request.seeds + 1):
         for arm in arms:
             results = output / "evaluation" / f"{arm}-{seed}"
@@ -145,7 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def begin(request: Request, source: Source, output: Path) -> dict[str, Any]:
-    """Write the request and the recipes that are not there yet; returns the contents of base.yaml.
+    """Write the request and the recipes that are not there yet; returns the section `evaluation` of evaluation.yaml.
 
     Raises UserError when the folder was begun with other options.
     """
@@ -166,8 +167,8 @@ def begin(request: Request, source: Source, output: Path) -> dict[str, Any]:
     for name, text in recipes.recipes(request, source, output).items():
         if not (folder / name).is_file():
             write_atomically(folder / name, text)
-    base: dict[str, Any] = parse_yaml((folder / recipes.BASE).read_text(), recipes.BASE)
-    return base
+    evaluation: dict[str, Any] = parse_yaml((folder / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
+    return evaluation
 
 
 def check(todo: Sequence[Step], gpus: int) -> None:
