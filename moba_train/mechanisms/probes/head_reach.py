@@ -45,7 +45,7 @@ class Look(NamedTuple):
 
     sample: Sample
     tokens: Sequence[int]
-    """Of the sample's first document."""
+    """Tokens of the sample's first document, by their place in it."""
     sources: Sequence[int]
     """For each of these the token that it should find; empty: not known."""
 

@@ -50,6 +50,9 @@ def sparsify(
     baseline: Annotated[
         bool, typer.Option("--baseline/--no-baseline", help="also train full attention on the same data and tokens")
     ] = True,
+    equal_seconds: Annotated[
+        bool, typer.Option("--equal-seconds", help="also train full attention for as long as the sparse arm takes")
+    ] = False,
     tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="default: the model's")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
     output: Annotated[Path, typer.Option(help="folder of recipes, runs, evaluations, report and model")] = Path(
@@ -79,7 +82,8 @@ def sparsify(
         block_size=block_size,
         full_layers=full_layers,
         seeds=seeds,
-        baseline=baseline,
+        baseline=baseline or equal_seconds,
+        equal_seconds=equal_seconds,
         lr=lr,
         rope_theta=rope_theta,
         overrides=overrides or [],
@@ -91,9 +95,9 @@ def sparsify(
         with tempfile.TemporaryDirectory() as folder:
             print_plan(request, source, output, Path(folder), gpus, typer.echo)
         return
-    evaluation = steps.begin(request, source, output)
-    todo = [*steps.steps(request, source, output, evaluation)]
+    texts = recipes.recipes(request, source, output)
+    todo = [*steps.steps(request, source, output, steps.begin(request, texts, output))]
     steps.check(todo, gpus)
     run = steps.run_here if gpus == 1 else lambda words: steps.run_command(words, gpus)
-    steps.run_steps(todo, output, run, typer.echo)
+    steps.run_steps(todo, texts, output, run, typer.echo)
     typer.echo(f"report: {page.write_page(request, output, todo)}")

@@ -11,11 +11,10 @@ import jinja2
 
 from moba_train.config.base import format_count, format_duration
 from moba_train.output_files import write_atomically
-from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.report import page as report
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.recipes import Request
-from moba_train.tools.sparsify.steps import SECONDS, Step, read_json
+from moba_train.tools.sparsify.steps import SECONDS, Step, read_json, training
 
 SUMMARY = "summary.json"
 PAGE = "report.html"
@@ -61,7 +60,7 @@ def summary(request: Request, output: Path) -> dict[str, Any]:
     oracle = read_json(output / "oracle" / "evaluation.json")["oracle"]
     calibration = read_json(output / "calibration" / "evaluation.json")["full_layers"]
     arms: dict[str, list[dict[str, Any]]] = {}
-    for arm in ["full", "sparse"] if request.baseline else ["sparse"]:
+    for arm in recipes.arms(request):
         for seed in range(1, request.seeds + 1):
             evaluation = read_json(output / "evaluation" / f"{arm}-{seed}" / "evaluation.json")
             trained = training(output / "runs" / f"{arm}-{seed}" / "metrics.jsonl")
@@ -75,21 +74,8 @@ def summary(request: Request, output: Path) -> dict[str, Any]:
     }
 
 
-def training(metrics: Path) -> dict[str, float]:
-    """Tokens, steps and seconds of a run's steps, the first of each stage, which compiles, left out of the rate."""
-    steps = [record for record in read_records(metrics) if record["type"] == "metrics"]
-    first = {record["stage"]: record["step"] for record in reversed(steps)}
-    steady = [record for record in steps if record["step"] != first[record["stage"]]] or steps
-    return {
-        "steps": steps[-1]["step"],
-        "tokens": steps[-1]["tokens"],
-        "train_s": sum(record["step_s"] for record in steps),
-        "tokens_per_s": statistics.median(record["tokens_per_s"] for record in steady),
-    }
-
-
 def _scores(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """What the report compares of one evaluation.json, with the arm's own attention."""
+    """Scores of one evaluation.json with the arm's own attention, to compare arms by."""
     own = evaluation["attention"]
     needle = evaluation["needle"]
     by_length = [statistics.mean(depths) for depths in needle["maps"][own]["passed"]]
@@ -130,7 +116,7 @@ def _verdict(found: dict[str, Any]) -> str:
     (full, _), (sparse, _) = (mean_of(arms[arm], "needle") for arm in ("full", "sparse"))
     trailing = mean_of(arms["sparse"], "trailing")[0] - mean_of(arms["full"], "trailing")[0]
     ruler = mean_of(arms["sparse"], "ruler")[0] - mean_of(arms["full"], "ruler")[0]
-    kept = sparse / full if full else 1.0
+    kept = sparse / full if full else 0.0  # where full attention finds none, nothing is shown
     holds = kept >= BAR["needle"] and trailing <= BAR["trailing"] and ruler >= -BAR["ruler"]
     seeds = len(arms["sparse"])
     met = "met" if holds else "not met"

@@ -30,6 +30,7 @@ CALIBRATED = "calibrated.yaml"
 EVALUATION = "evaluation.yaml"
 SPARSE = "sparse.yaml"
 FULL = "full.yaml"
+EQUAL_SECONDS = "equal-seconds.yaml"
 
 FORCED = 3
 """Blocks that are always selected: the first, the previous and the own one."""
@@ -58,6 +59,7 @@ class Request(Section):
     full_layers: int | None = Field(None, ge=1)
     seeds: int = Field(1, ge=1, le=100)
     baseline: bool = True
+    equal_seconds: bool = False
     lr: float = Field(1e-4, gt=0)
     rope_theta: float | None = None
     overrides: list[str] = []
@@ -174,6 +176,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
             **begin,
             "stages": [stage("full", rest)],
         },
+        EQUAL_SECONDS: {"extends": FULL, "name": "equal-seconds", "stages": [stage("full", rest)]},
     }
     contents = json.loads(json.dumps(contents))  # no part of two recipes is one object
     problems = []
@@ -184,6 +187,8 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
         raise ConfigError(problems)
     if not rope:
         del contents[EXTEND]
+    if not request.equal_seconds:
+        del contents[EQUAL_SECONDS]
     return {
         name: f"# {_COMMENTS[name]}\n{yaml.safe_dump(values, sort_keys=False)}" for name, values in contents.items()
     }
@@ -197,12 +202,18 @@ _COMMENTS = {
     CALIBRATED: "Layers that stay full. A guess until the calibration has measured.",
     SPARSE: "The sparse arm: the scorer, if there is one, learns full attention's map; then all learns.",
     FULL: "The comparison: full attention on the same data and tokens, from the same weights.",
+    EQUAL_SECONDS: "Full attention for as long as the sparse arm trains: its tokens are set when that has trained.",
 }
 
 
 def forced(topk: int) -> list[str]:
     """Blocks that are selected whatever their scores, where the budget holds more than these."""
     return ["first", "previous", "current"] if topk > FORCED else ["current"]
+
+
+def arms(request: Request) -> list[str]:
+    """Names of the arms, in the order in which they are trained; their recipes have these names."""
+    return [*(["full"] if request.baseline else []), "sparse", *(["equal-seconds"] if request.equal_seconds else [])]
 
 
 def full_count(request: Request, model: ModelConfig) -> int:

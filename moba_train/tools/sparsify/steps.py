@@ -4,16 +4,19 @@ A step that was interrupted runs again: training from its newest checkpoint, an 
 step once more, remove its result.
 """
 
+import gc
 import json
 import shlex
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from moba_train.checkpoint.manifest import read_meta
@@ -24,11 +27,14 @@ from moba_train.errors import CheckpointError, UserError
 from moba_train.output_files import write_atomically
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
+from moba_train.telemetry.jsonl import read_records
 from moba_train.tools.sparsify import recipes
 from moba_train.tools.sparsify.recipes import Request, Source
 
 SECONDS = "seconds.json"
 """Seconds that each finished step took in the call that finished it."""
+_GROWING = ("seeds", "baseline", "equal_seconds")
+"""Options that only add steps: a later call may give others."""
 Runner = Callable[[Sequence[str]], int]
 """Runs `moba-train` with these words; returns its exit status."""
 
@@ -85,7 +91,7 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     sparse = ["attention.default=oracle", f"attention.oracle={json.dumps(ideal)}"]
     words = [*data, *length, *sparse, *recipes.sections(evaluation, ["full_layers"])]
     yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words)
-    arms = ["full", "sparse"] if request.baseline else ["sparse"]
+    arms = recipes.arms(request)
     for seed in range(1, request.seeds + 1):
         for arm in arms:
             run = output / "runs" / f"{arm}-{seed}"
@@ -112,12 +118,19 @@ def _evaluation(name: str, model: Path, results: Path, tasks: Sequence[str], wor
     return Step(name, command, results / "evaluation.json")
 
 
-def run_steps(todo: Sequence[Step], output: Path, run: Runner, say: Callable[[str], object]) -> None:
-    """Run what is not done. Raises UserError when a command fails; the call after it goes on there."""
+def run_steps(
+    todo: Sequence[Step], guesses: Mapping[str, str], output: Path, run: Runner, say: Callable[[str], object]
+) -> None:
+    """Run what is not done. guesses: first texts of the recipes, some of which are replaced by what was measured.
+
+    Raises UserError when a command fails; the call after it goes on there.
+    """
     for number, step in enumerate(todo, 1):
         if step.done:
             say(f"[{number}/{len(todo)}] {step.name}: done before")
             continue
+        if step.trains:
+            _measured(step, guesses, output)
         say(f"[{number}/{len(todo)}] {step.name}: {step.command}")
         began = time.time()
         status = run(step.words)
@@ -129,14 +142,39 @@ def run_steps(todo: Sequence[Step], output: Path, run: Runner, say: Callable[[st
             raise UserError(f"the step {step.name!r} {how}; the same command goes on with it")
         seconds = read_json(output / SECONDS) | {step.name: round(time.time() - began, 1)}
         write_atomically(output / SECONDS, json.dumps(seconds, indent=2) + "\n")
-        if step.name == "calibrate":
-            write_calibrated(read_json(step.result), output / "recipes" / recipes.CALIBRATED)
 
 
-def write_calibrated(evaluation: dict[str, Any], recipe: Path) -> None:
-    """Write the layers that stay full, with the numbers beside them, as the recipe that the sparse arm extends."""
-    lines = ["# Layers that stay full, chosen by measurement.", *evaluation["full_layers"]["yaml"]]
-    write_atomically(recipe, "\n".join(lines) + "\n")
+def _measured(step: Step, guesses: Mapping[str, str], output: Path) -> None:
+    """Write what was measured before this step trains by it, unless the recipe was edited meanwhile: the layers that
+    stay full, with the numbers beside them; tokens that full attention trains on in the sparse arm's seconds."""
+    folder = output / "recipes"
+    file = folder / recipes.CALIBRATED
+    if step.name.startswith("train sparse") and file.read_text() == guesses[recipes.CALIBRATED]:
+        found = read_json(output / "calibration" / "evaluation.json")["full_layers"]
+        lines = ["# Layers that stay full, chosen by measurement.", *found["yaml"]]
+        write_atomically(file, "\n".join(lines) + "\n")
+    file = folder / recipes.EQUAL_SECONDS
+    if step.name.startswith("train equal-seconds") and file.read_text() == guesses[recipes.EQUAL_SECONDS]:
+        full, sparse = (training(output / "runs" / f"{arm}-1" / "metrics.jsonl") for arm in ("full", "sparse"))
+        values = parse_yaml(file.read_text(), str(file))
+        tokens = values["stages"][0]["tokens"] * sparse["train_s"] / full["train_s"]
+        values["stages"][0]["tokens"] = max(1, round(tokens))
+        write_atomically(
+            file, "# Tokens of full attention in the sparse arm's seconds.\n" + yaml.safe_dump(values, sort_keys=False)
+        )
+
+
+def training(metrics: Path) -> dict[str, float]:
+    """Steps, tokens and seconds of a run; its rate without the first step of each stage, which compiles."""
+    steps = [record for record in read_records(metrics) if record["type"] == "metrics"]
+    first = {record["stage"]: record["step"] for record in reversed(steps)}
+    steady = [record for record in steps if record["step"] != first[record["stage"]]] or steps
+    return {
+        "steps": steps[-1]["step"],
+        "tokens": steps[-1]["tokens"],
+        "train_s": sum(record["step_s"] for record in steps),
+        "tokens_per_s": statistics.median(record["tokens_per_s"] for record in steady),
+    }
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -145,8 +183,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def begin(request: Request, source: Source, output: Path) -> dict[str, Any]:
-    """Write the request and the recipes that are not there yet; returns the section `evaluation` of evaluation.yaml.
+def begin(request: Request, texts: Mapping[str, str], output: Path) -> dict[str, Any]:
+    """Write the request and those recipes of `texts` that are not there yet; returns the section `evaluation` of
+    evaluation.yaml.
 
     Raises UserError when the folder was begun with other options.
     """
@@ -156,15 +195,14 @@ def begin(request: Request, source: Source, output: Path) -> dict[str, Any]:
     file = output / "request.yaml"
     if file.is_file():
         before = parse_yaml(file.read_text(), str(file))
-        differing = [key for key in asked if before.get(key) != asked[key]]
+        differing = [key for key in asked if before.get(key) != asked[key] and key not in _GROWING]
         if differing:
             given = ", ".join(f"{key}: given {asked[key]}, before {before.get(key)}" for key in differing)
             raise UserError(
                 f"{output} was begun with other options ({given}); allowed: the same ones, or another --output"
             )
-    else:
-        write_atomically(file, yaml.safe_dump(asked, sort_keys=False))
-    for name, text in recipes.recipes(request, source, output).items():
+    write_atomically(file, yaml.safe_dump(asked, sort_keys=False))
+    for name, text in texts.items():
         if not (folder / name).is_file():
             write_atomically(folder / name, text)
     evaluation: dict[str, Any] = parse_yaml((folder / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
@@ -191,6 +229,7 @@ def run_here(words: Sequence[str]) -> int:
     from moba_train.tools.cli import app
     from moba_train.train import main
 
-    if words[0] == "train":
-        return main([*words[1:]])
-    return int(app([*words], standalone_mode=False) or 0)
+    status = main([*words[1:]]) if words[0] == "train" else int(app([*words], standalone_mode=False) or 0)
+    gc.collect()  # the model before is gone before the next one comes
+    torch.cuda.empty_cache()
+    return status
