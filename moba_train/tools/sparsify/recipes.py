@@ -142,7 +142,8 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     own = {"block_size": size, "topk": topk}
     if request.kind == "moba":
         own |= {"select": "group", "always": forced(topk)}
-    sparse_stages = [stage("sparse", rest - warmup, distill={"weight": 0.5})]
+    teacher = "full_and_windows" if "overrides" in source.attention else "full"
+    sparse_stages = [stage("sparse", rest - warmup, distill={"teacher": teacher, "weight": 0.5})]
     if warms_up:
         learns = {
             "attention": {request.kind: {"mode": "warmup"}},
@@ -178,7 +179,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
         },
         EQUAL_SECONDS: {"extends": FULL, "name": "equal-seconds", "stages": [stage("full", rest)]},
     }
-    contents = json.loads(json.dumps(contents))  # no part of two recipes is one object
+    contents = yaml.safe_load(_dumped(contents))  # no two parts are one object
     problems = []
     for override in request.overrides:
         name = next((name for start, name in _OVERRIDDEN.items() if override.startswith(start)), BASE)
@@ -189,9 +190,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
         del contents[EXTEND]
     if not request.equal_seconds:
         del contents[EQUAL_SECONDS]
-    return {
-        name: f"# {_COMMENTS[name]}\n{yaml.safe_dump(values, sort_keys=False)}" for name, values in contents.items()
-    }
+    return {name: f"# {_COMMENTS[name]}\n{_dumped(values)}" for name, values in contents.items()}
 
 
 _OVERRIDDEN = {"attention.": SPARSE, "stages.": SPARSE, "evaluation.": EVALUATION}
@@ -209,6 +208,18 @@ _COMMENTS = {
 def forced(topk: int) -> list[str]:
     """Blocks that are selected whatever their scores, where the budget holds more than these."""
     return ["first", "previous", "current"] if topk > FORCED else ["current"]
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes a value as often as it occurs, without references."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """True, for all values."""
+        return True
+
+
+def _dumped(values: Any) -> str:
+    return yaml.dump(values, Dumper=_Plain, sort_keys=False)
 
 
 def arms(request: Request) -> list[str]:

@@ -1,0 +1,225 @@
+"""`moba-train sparsify` on a tiny model of Hugging Face's: all steps, a call that goes on, and what it refuses."""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from data_tools.corpus_writer import IndexedDatasetWriter
+from moba_train.config.load import load_config
+from moba_train.tools.cli import app
+from moba_train.tools.sparsify import recipes, steps
+from moba_train.tools.sparsify.recipes import Request, Source
+from tests.tools.convert.hf_models import make_hf_model
+
+LENGTH = 512
+SMALL = [
+    "telemetry.report=false",
+    "telemetry.console=false",
+    "evaluation.position_wise.sequences=2",
+    *(f"evaluation.{name}.lengths=[{LENGTH}]" for name in ("needle", "ruler", "oracle")),
+    *(f"evaluation.{name}.samples=1" for name in ("needle", "ruler", "full_layers")),
+    *(f"evaluation.{name}.depths=[50]" for name in ("needle", "oracle", "full_layers")),
+    "evaluation.ruler.tasks=[niah_single]",
+    "evaluation.oracle.sequences=2",
+]
+
+
+@pytest.fixture(scope="module")
+def project(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that was trained on half the length, its tokenizer and a corpus of long documents."""
+    folder = tmp_path_factory.mktemp("sparsify")
+    changes = {"vocab_size": 512, "rope_parameters": {"rope_theta": 1e4}, "max_position_embeddings": LENGTH // 2}
+    make_hf_model("smollm2", folder / "hf", **changes)
+    shutil.copy(texts / "tok.model", folder / "hf" / "tokenizer.model")
+    for name, first in (("train", 0), ("valid", 20)):
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for start in range(first, first + 4):
+                writer.add_document(np.arange(start, LENGTH + 90 + start) % 300)
+    return folder
+
+
+def words(**options: Any) -> list[str]:
+    given = {"data": "train", "validation": "valid", "length": LENGTH, "budget": 64, "block-size": 16, "tokens": 4096}
+    given |= {"kind": "msa", "output": "out"} | options
+    return ["sparsify", "hf", *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
+
+
+def call(*further: str, **options: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [*words(**options), *further, *SMALL])
+    return done.exit_code, done.output
+
+
+@pytest.fixture(scope="module")
+def made(project: Path) -> Path:
+    """The folder that a call leaves; the first try failed after the sparse arm's first step, the second went on."""
+    run_here = steps.run_here
+
+    def dies(given: Sequence[str]) -> int:
+        return 9 if "seed=1" in given and "sparse" in given[1] else run_here(given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        patch.setattr(steps, "run_here", dies)
+        code, output = call()
+        assert code == 2
+        assert "the step 'train sparse 1' ended with status 9; the same command goes on with it" in output
+        patch.setattr(steps, "run_here", run_here)
+        code, output = call()
+        assert code == 0, output
+    assert "train full 1: done before" in output
+    return project / "out"
+
+
+def test_every_step_leaves_its_result(made: Path) -> None:
+    found = json.loads((made / "summary.json").read_text())
+    assert [*found["seconds"]] == [
+        "extend",
+        "oracle",
+        "calibrate",
+        "train full 1",
+        "train sparse 1",
+        "evaluate full 1",
+        "evaluate sparse 1",
+        "export",
+    ]
+    full, sparse = (found["arms"][arm][0] for arm in ("full", "sparse"))
+    assert full["tokens"] == sparse["tokens"]
+    assert full["trailing_full"] is None
+    assert sparse["trailing_full"] is not None
+    assert sparse["errors"].keys() == {"budget", "selector", "weights"}
+    assert (made / "model" / "config.json").is_file()
+
+
+def test_the_sparse_arm_keeps_the_calibrated_layers_full_and_distils(made: Path) -> None:
+    chosen = json.loads((made / "calibration" / "evaluation.json").read_text())["full_layers"]["chosen"]
+    config = load_config(made / "runs" / "sparse-1" / "config.yaml")
+    assert config.attention.full_layers == chosen
+    warmup, sparse = config.stages
+    assert warmup.trainable == ["*.attention.msa.*"]
+    assert sparse.objectives.keys() == {"distill"}
+    assert config.model.rope.theta == load_config(made / "runs" / "extend" / "config.yaml").stages[0].rope.theta  # type: ignore[union-attr]
+    assert "full attention's numbers" not in (made / "recipes" / "calibrated.yaml").read_text()
+
+
+def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
+    page = (made / "report.html").read_text()
+    for text in ("after equal tokens", "the sparse arm", "the budget costs", "stay full", "tokens/s", "full_layers:"):
+        assert text in page
+    assert "is not met, on fewer than three seeds" in page
+    assert "moba-train train out/recipes/sparse.yaml seed=1" in page
+
+
+def test_a_second_call_adds_only_what_is_new(project: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    ran: list[str] = []
+    monkeypatch.setattr(steps, "run_here", lambda given: ran.append(given[0]) or 0)
+    code, output = call("--seeds", "2")
+    assert code == 2
+    assert "stopped before its end" in output
+    assert ran == ["train"], "seed 2 of full attention"
+    code, output = call(budget=128)
+    assert code == 2
+    assert "budget: given 128, before 64" in output
+    assert yaml.safe_load((made / "request.yaml").read_text())["budget"] == 64
+
+
+def test_the_plan_is_printed_and_nothing_is_written(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(project)
+    code, output = call("--dry-run", "--equal-seconds", output=tmp_path / "new")
+    assert code == 0, output
+    names = re.findall(r"^\d+\. ([^:]+): moba-train", output, re.MULTILINE)
+    assert names[:3] == ["extend", "oracle", "calibrate"]
+    assert names[-1] == "export"
+    assert len(re.findall("planned:", output)) == 4
+    assert [*re.findall(r"^--- .*/(\S+\.yaml)$", output, re.MULTILINE)] == [
+        recipes.BASE,
+        recipes.EVALUATION,
+        recipes.EXTEND,
+        recipes.CALIBRATED,
+        recipes.SPARSE,
+        recipes.FULL,
+        recipes.EQUAL_SECONDS,
+    ]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_full_attention_gets_the_sparse_arms_seconds(tmp_path: Path) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    guess = "# a guess\nextends: full.yaml\nname: equal-seconds\nstages: [{name: full, seq_len: 8, tokens: 1000}]\n"
+    guesses = {recipes.CALIBRATED: "", recipes.EQUAL_SECONDS: guess}
+    (folder / recipes.CALIBRATED).write_text("edited")
+    (folder / recipes.EQUAL_SECONDS).write_text(guess)
+    for arm, seconds in (("full", 2.0), ("sparse", 3.0)):
+        run = tmp_path / "runs" / f"{arm}-1"
+        run.mkdir(parents=True)
+        records = [
+            {
+                "time": 0.0,
+                "type": "metrics",
+                "stage": "s",
+                "step": n,
+                "tokens": n,
+                "step_s": seconds,
+                "tokens_per_s": 1.0,
+            }
+            for n in (1, 2)
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    step = steps.Step("train equal-seconds 1", ["train"], tmp_path)
+    steps._measured(step, guesses, tmp_path)
+    assert yaml.safe_load((folder / recipes.EQUAL_SECONDS).read_text())["stages"][0]["tokens"] == 1500
+    (folder / recipes.EQUAL_SECONDS).write_text("edited")
+    steps._measured(step, guesses, tmp_path)
+    steps._measured(steps.Step("train sparse 1", ["train"], tmp_path), guesses, tmp_path)
+    assert (folder / recipes.EQUAL_SECONDS).read_text() == "edited"
+    assert (folder / recipes.CALIBRATED).read_text() == "edited"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kind": "lightning"}, "--kind: given lightning; allowed: .*msa"),
+        ({"kind": "mas"}, "--kind: given mas; allowed: .*msa"),
+        ({"budget": 60}, "--budget: given 60; allowed: a multiple of --block-size 16"),
+        ({"budget": 512}, "--budget: given 512; allowed: fewer than the 512 tokens of --length"),
+        ({"full-layers": 3}, "--full-layers: given 3; allowed: fewer than the model's 3 layers"),
+        ({"tokens": 600}, "--tokens: given 600; allowed: at least"),
+        ({"data": "nothing"}, "nothing.*idx"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(
+    project: Path, options: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(project)
+    code, output = call(**{"output": tmp_path / "new", **options})
+    assert code == 2
+    assert re.search(problem, " ".join(output.split()))
+
+
+def test_a_model_keeps_its_windows(project: Path) -> None:
+    source = Source.read(project / "hf")
+    windowed = Source(source.model, LENGTH, {"default": "full", "overrides": {1: {"kind": "window"}}}, "tokenizer")
+    request = Request(
+        model="hf",
+        data=["train"],
+        validation=["valid"],
+        length=LENGTH,
+        budget=64,
+        tokens=4096,
+        kind="moba",
+        block_size=16,
+    )
+    texts = {name: yaml.safe_load(text) for name, text in recipes.recipes(request, windowed, Path("out")).items()}
+    assert texts[recipes.BASE]["attention"]["overrides"] == {1: {"kind": "window"}}
+    assert texts[recipes.SPARSE]["stages"][0]["distill"]["teacher"] == "full_and_windows"
