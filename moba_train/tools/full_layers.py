@@ -43,6 +43,11 @@ class FullLayersConfig(HiddenNeedles):
     bucket: Length = Field(2048, description="last tokens of a sequence whose loss counts; divides the seq_len")
     sequences: int = Field(8, ge=1, le=MOST_SAMPLES, description="samples of long documents")
     queries: int = Field(256, ge=1, description="queries of one sequence for the probability outside the selection")
+    switch: list[Literal["full", "sparse"]] = Field(
+        ["full", "sparse"],
+        description="how each layer is tried alone; full: all others are sparse; sparse: all others are full, which is "
+        "much the quicker with a slow kind such as oracle",
+    )
     by: Literal["loss", "needle"] = Field(
         "loss",
         description="loss that decides: of the last tokens of long documents, or of needles' answers, of the longest "
@@ -120,17 +125,20 @@ class FullLayers(Evaluation[FullLayersConfig]):
             )
         model = _Switched(own, open_layers, sparse)
         ends = {"sparse": model.full_in([]), "full": model.full_in(open_layers)}
-        alone = {f"only {layer} full": model.full_in([layer]) for layer in open_layers}
-        others = {f"only {layer} sparse": model.full_in({*open_layers} - {layer}) for layer in open_layers}
-        found = self._measured(context, {**ends, **alone, **others})
+        alone = {
+            f"only {layer} {how}": model.full_in([layer] if how == "full" else {*open_layers} - {layer})
+            for how in self._options.switch
+            for layer in open_layers
+        }
+        found = self._measured(context, {**ends, **alone})
         groups = self._reach(context, sparse)
         seen = replace(context, attentions={"sparse": ends["sparse"]})
         selected = {one["layer"]: 1 - one["mass_recall"] for one in self._probe.run(seen).data["layers"]}
         rows = [
             {
                 "layer": layer,
-                "gain": found["sparse"].above(found[f"only {layer} full"]),
-                "cost": found[f"only {layer} sparse"].above(found["full"]),
+                "gain": found["sparse"].above(one) if (one := found.get(f"only {layer} full")) else None,
+                "cost": one.above(found["full"]) if (one := found.get(f"only {layer} sparse")) else None,
                 "mass_outside": selected.get(layer, _mean(groups[layer], "outside")),
                 "copy": max(group["copy"] for group in groups[layer]) if self._questions else None,
                 "groups": groups[layer],
@@ -153,8 +161,11 @@ class FullLayers(Evaluation[FullLayersConfig]):
             return sorted(row["layer"] for row in sorted(rows, key=value, reverse=True)[:count])
 
         found = {
-            "gain": most(lambda row: row["gain"].deciding.trailing),
-            "cost": most(lambda row: row["cost"].deciding.trailing),
+            name: most(lambda row, name=name: row[name].deciding.trailing)
+            for name, how in (("gain", "full"), ("cost", "sparse"))
+            if how in self._options.switch
+        }
+        found |= {
             "mass_outside": most(lambda row: row["mass_outside"]),
             "spread": [layers[place] for place in np.linspace(0, len(layers) - 1, count + 2).round().astype(int)[1:-1]],
             "last": layers[-count:],
@@ -276,10 +287,13 @@ class _Losses:
 
     def to_json(self) -> dict[str, float | None]:
         """Means and standard errors."""
-        found = {"trailing": self.trailing.trailing, "trailing_error": self.trailing.trailing_error}
-        if self.answers is None:
-            return found | {"answers": None, "answers_error": None}
-        return found | {"answers": self.answers.trailing, "answers_error": self.answers.trailing_error}
+        answers = self.answers
+        return {
+            "trailing": self.trailing.trailing,
+            "trailing_error": self.trailing.trailing_error,
+            "answers": None if answers is None else answers.trailing,
+            "answers_error": None if answers is None else answers.trailing_error,
+        }
 
 
 class _Answers:
@@ -299,8 +313,10 @@ class _Answers:
         return replace(found, loss_weight=found.loss_weight * np.float32(self.seq_len / len(question.places)))
 
 
-def _told(name: str, difference: _Losses) -> dict[str, float]:
-    """A difference of the loss that decides, and its standard error."""
+def _told(name: str, difference: _Losses | None) -> dict[str, float | None]:
+    """A difference of the loss that decides, and its standard error; None if it was not measured."""
+    if difference is None:
+        return {name: None, f"{name}_error": None}
     loss = difference.deciding
     return {name: loss.trailing, f"{name}_error": loss.trailing_error}
 
@@ -319,7 +335,9 @@ def yaml_fragment(
         lines.append(f"  #   {one['name']:<12} {one['layers']}: trailing loss {one['trailing']:.4f}{answers}")
     lines.append("  # layer  gain if it alone is full  loss if it alone is sparse  probability outside the selection")
     for row in rows:
-        gain, cost = (f"{row[name]:+.4f} ± {row[f'{name}_error']:.4f}" for name in ("gain", "cost"))
+        gain, cost = (
+            "–" if row[name] is None else f"{row[name]:+.4f} ± {row[f'{name}_error']:.4f}" for name in ("gain", "cost")
+        )
         lines.append(f"  # {row['layer']:>5}  {gain:>24}  {cost:>26}  {row['mass_outside']:>33.3f}")
     lines.append(
         "  # groups of heads: probability outside the best blocks / outside a window; most of a needle's token"

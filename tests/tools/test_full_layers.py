@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +23,7 @@ NEEDLE_LENGTH = 192
 """Tokens that hold a needle and its question."""
 
 
-def asking(texts: Path, length: int = LENGTH, **keys: object) -> RunConfig:
+def asking(texts: Path, length: int = LENGTH, **keys: Any) -> RunConfig:
     section = {"count": 1, "bucket": 64, "sequences": 2, "queries": 32} | keys
     return recipe(texts, length, {"full_layers": section})
 
@@ -92,6 +93,16 @@ def test_heads_that_see_all_tokens_alike_give_each_its_share(texts: Path) -> Non
         assert group["outside_window"] == pytest.approx(group["outside"], abs=0.1)
 
 
+def test_layers_may_be_switched_one_way_only(texts: Path) -> None:
+    config = asking(texts, switch=["sparse"])
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    data = built(FullLayers, config).run(context(config, model)).data
+    assert [row["gain"] for row in data["layers"]] == [None] * 3
+    assert {one["name"] for one in data["candidates"]} == {"sparse", "full", "cost", "mass_outside", "spread", "last"}
+    assert any("–" in line and "±" in line for line in data["yaml"])
+
+
 def test_needles_decide_where_they_are_asked_for(texts: Path) -> None:
     config = asking(texts, NEEDLE_LENGTH, by="needle", samples=1, depths=[30, 70], lengths=[NEEDLE_LENGTH])
     model = Transformer(config.model)
@@ -119,6 +130,6 @@ def test_the_fragment_is_a_recipe_s(result: EvaluationResult) -> None:
         ({"bucket": 100}, "evaluation.full_layers.bucket: given 100, which does not divide"),
     ],
 )
-def test_what_cannot_be_is_named(texts: Path, keys: dict[str, object], problem: str) -> None:
+def test_what_cannot_be_is_named(texts: Path, keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check(asking(texts, **keys))

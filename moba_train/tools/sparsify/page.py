@@ -64,7 +64,7 @@ def summary(request: Request, output: Path) -> dict[str, Any]:
         for seed in range(1, request.seeds + 1):
             evaluation = read_json(output / "evaluation" / f"{arm}-{seed}" / "evaluation.json")
             trained = training(output / "runs" / f"{arm}-{seed}" / "metrics.jsonl")
-            arms.setdefault(arm, []).append({"seed": seed, **trained, **_scores(evaluation)})
+            arms.setdefault(arm, []).append({"seed": seed, **trained, **scores_of(evaluation)})
     return {
         "request": request.model_dump(mode="json"),
         "oracle": {"budgets": oracle["budgets"], "full": oracle["attentions"]["full"]["scores"]},
@@ -74,14 +74,14 @@ def summary(request: Request, output: Path) -> dict[str, Any]:
     }
 
 
-def _scores(evaluation: dict[str, Any]) -> dict[str, Any]:
+def scores_of(evaluation: dict[str, Any]) -> dict[str, Any]:
     """Scores of one evaluation.json with the arm's own attention, to compare arms by."""
     own = evaluation["attention"]
     needle = evaluation["needle"]
     by_length = [statistics.mean(depths) for depths in needle["maps"][own]["passed"]]
     ruler = evaluation["ruler"]
     tasks = ruler["scores"][own]["teacher_forced"].values()
-    oracle = evaluation["oracle"]
+    oracle = evaluation.get("oracle")
     return {
         "trailing": evaluation["numbers"]["trailing_loss"],
         "trailing_full": evaluation["numbers"].get("trailing_loss_full"),
@@ -92,7 +92,8 @@ def _scores(evaluation: dict[str, Any]) -> dict[str, Any]:
         "ruler_by_length": dict(
             zip(map(str, ruler["lengths"]), map(statistics.mean, zip(*tasks, strict=True)), strict=True)
         ),
-        "errors": oracle["budgets"][0]["loss"] | {"weights": oracle["weights"] and oracle["weights"]["loss"]},
+        "errors": oracle
+        and oracle["budgets"][0]["loss"] | {"weights": oracle["weights"] and oracle["weights"]["loss"]},
     }
 
 

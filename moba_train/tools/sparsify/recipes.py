@@ -139,7 +139,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     def stage(name: str, tokens: int, **keys: Any) -> dict[str, Any]:
         return {"name": name, "seq_len": request.length, "tokens": tokens, "lr": request.lr, **keys}
 
-    own = {"block_size": size, "topk": topk}
+    own: dict[str, Any] = {"block_size": size, "topk": topk}
     if request.kind == "moba":
         own |= {"select": "group", "always": forced(topk)}
     teacher = "full_and_windows" if "overrides" in source.attention else "full"
@@ -275,11 +275,10 @@ def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[
     """Sections of the evaluations, by name."""
     length = request.length
     own = {"block_size": size, "topk": topk, "select": "group", "always": forced(topk)}
-    budgets = [own, own | {"always": ["current"]}] if topk > FORCED else [own]
-    budgets += [own | {"select": "head"}, {"block_size": 1, "topk": request.budget}]
+    budgets = [own, own | {"select": "head"}]
     asked = {"lengths": sorted({length // 2, length}), "samples": 4}
     few = asked | {"samples": 1, "depths": [10, 50, 90]}  # the ideal selection takes seconds a sequence
-    probe = few | {"lengths": [length], "samples": 2, "by": "needle"}
+    probe = few | {"lengths": [length], "by": "needle", "switch": ["sparse"]}
     bucket = length // 16
     return {
         "position_wise": {"bucket": bucket, "sequences": 8},

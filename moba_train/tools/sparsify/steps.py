@@ -97,20 +97,28 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
             run = output / "runs" / f"{arm}-{seed}"
             words = ["train", str(folder / f"{arm}.yaml"), f"seed={seed}", f"run_dir={run}"]
             yield Step(f"train {arm} {seed}", words, run)
-    tasks = ["position_wise", "needle", "ruler", "oracle"]
-    first = evaluation | {"oracle": {**evaluation["oracle"], "budgets": evaluation["oracle"]["budgets"][:1]}}
-    asked = recipes.sections(first, tasks)
     for seed in range(1, request.seeds + 1):
         for arm in arms:
-            results = output / "evaluation" / f"{arm}-{seed}"
-            trained = output / "evaluation" / f"full-{seed}" / "evaluation.json"
-            dense = [f"evaluation.oracle.dense={trained}"] if arm == "sparse" and request.baseline else []
-            yield _evaluation(
-                f"evaluate {arm} {seed}", output / "runs" / f"{arm}-{seed}", results, tasks, [*asked, *dense]
-            )
+            yield evaluation_of(f"{arm}-{seed}", output, evaluation, f"full-{seed}" if request.baseline else None)
     run = output / "runs" / "sparse-1"
     model = output / "model"
     yield Step("export", ["convert", "moba-to-hf", str(run), str(model), "--with-code"], model / "config.json")
+
+
+def evaluation_of(run: str, output: Path, evaluation: dict[str, Any], dense: str | None) -> Step:
+    """Evaluation of the run of this name, such as sparse-1. dense: that of full attention; None: not trained."""
+    oracle = {**evaluation["oracle"], "budgets": evaluation["oracle"]["budgets"][:1]}
+    tasks = ["position_wise", "needle", "ruler"]
+    words = []
+    if not run.startswith("equal-seconds"):
+        tasks.append("oracle")
+        if dense is not None and dense != run:
+            words = [f"evaluation.oracle.dense={output / 'evaluation' / dense / 'evaluation.json'}"]
+    asked = recipes.sections(evaluation | {"oracle": oracle}, tasks)
+    results = output / "evaluation" / run
+    return _evaluation(
+        f"evaluate {' '.join(run.rsplit('-', 1))}", output / "runs" / run, results, tasks, [*asked, *words]
+    )
 
 
 def _evaluation(name: str, model: Path, results: Path, tasks: Sequence[str], words: Sequence[str]) -> Step:

@@ -120,7 +120,12 @@ def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
 def test_a_second_call_adds_only_what_is_new(project: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     ran: list[str] = []
-    monkeypatch.setattr(steps, "run_here", lambda given: ran.append(given[0]) or 0)
+
+    def run_here(given: Sequence[str]) -> int:
+        ran.append(given[0])
+        return 0
+
+    monkeypatch.setattr(steps, "run_here", run_here)
     code, output = call("--seeds", "2")
     assert code == 2
     assert "stopped before its end" in output
