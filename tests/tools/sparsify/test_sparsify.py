@@ -12,8 +12,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks import sparsify_ablations
 from data_tools.corpus_writer import IndexedDatasetWriter
 from moba_train.config.load import load_config
+from moba_train.config.mesh import WorldSize
+from moba_train.errors import UserError
+from moba_train.resolve.recipe import resolve
 from moba_train.tools.cli import app
 from moba_train.tools.sparsify import recipes, steps
 from moba_train.tools.sparsify.recipes import Request, Source
@@ -117,15 +121,52 @@ def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
     assert "moba-train train out/recipes/sparse.yaml seed=1" in page
 
 
+def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(project: Path, tmp_path: Path) -> None:
+    request = Request(
+        model="hf", data=["train"], validation=["valid"], length=32_768, budget=4096, tokens=15_000_000, kind="msa"
+    )
+    (tmp_path / "recipes").mkdir()
+    for name, text in recipes.recipes(request, Source.read(project / "hf"), tmp_path).items():
+        (tmp_path / "recipes" / name).write_text(text)
+    recipe = tmp_path / "recipes" / "sparse.yaml"
+    arms = sparsify_ablations.arms_of(tmp_path)
+    assert len(arms) == 15
+    for name, overrides in arms.items():
+        config = load_config(recipe, overrides)
+        run = resolve(config, WorldSize(1, 1))
+        assert sum(stage.tokens for stage in config.stages) == sum(stage.tokens for stage in load_config(recipe).stages)
+        own = next(layer for layer in run.stages[-1].attention if layer.kind != "full")
+        sizes = own.options.model_dump()
+        assert sizes["block_size"] * sizes["topk"] == 4096, name
+
+
+def test_ablations_train_in_the_folder_of_the_command(
+    project: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    ran: list[str] = []
+    monkeypatch.setattr(steps, "run_here", lambda words: steps_of(words, ran))
+    output = project / "ablations.json"
+    with pytest.raises(UserError, match="'train no-distillation 1' stopped before its end"):
+        sparsify_ablations.run(made, ["no-distillation"], 1, output)
+    assert ran == ["train"]
+    results = json.loads(output.read_text())["results"]
+    assert [one["name"] for one in results] == ["full", "sparse"]
+    lines = sparsify_ablations.table(results)
+    assert lines[1].split()[:2] == ["full", "+0.0000"]
+    assert float(lines[2].split()[1]) == pytest.approx(results[1]["trailing"] - results[0]["trailing"], abs=1e-4)
+
+
+def steps_of(words: Sequence[str], ran: list[str]) -> int:
+    """Stands for a command, of which nothing comes."""
+    ran.append(words[0])
+    return 0
+
+
 def test_a_second_call_adds_only_what_is_new(project: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     ran: list[str] = []
-
-    def run_here(given: Sequence[str]) -> int:
-        ran.append(given[0])
-        return 0
-
-    monkeypatch.setattr(steps, "run_here", run_here)
+    monkeypatch.setattr(steps, "run_here", lambda given: steps_of(given, ran))
     code, output = call("--seeds", "2")
     assert code == 2
     assert "stopped before its end" in output
