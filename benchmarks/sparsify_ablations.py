@@ -97,7 +97,7 @@ def arms_of(folder: Path) -> dict[str, list[str]]:
 
 def run(folder: Path, names: Sequence[str], seeds: int, output: Path) -> None:
     """Train and evaluate these arms, and save their results with those of both arms of the command."""
-    arms = {"full": [], "sparse": []} | arms_of(folder)
+    arms: dict[str, list[str]] = {"full": [], "sparse": []} | arms_of(folder)
     evaluation = parse_yaml((folder / "recipes" / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
     settings = {"request": parse_yaml((folder / "request.yaml").read_text(), "request.yaml"), "seeds": seeds}
     results = []
