@@ -128,10 +128,9 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
     first = str(output / "runs" / "extend") if rope else request.model
     extension = request.tokens // 3 if rope else 0
     rest = request.tokens - extension
-    warms_up = "mode" in ATTENTION_KINDS[request.kind].Options.model_fields
     batch = request.length * max(1, min(_BATCH, request.tokens // _FEWEST_STEPS) // request.length)
     # Whole steps of the other stages, so that both arms have as many tokens.
-    warmup = batch * max(1, rest // 5 // batch) if warms_up else 0
+    warmup = batch * max(1, rest // 5 // batch) if warms_up(request.kind) else 0
     if rest - warmup < batch:
         raise UserError(f"--tokens: given {request.tokens}; allowed: at least {3 * batch} for sequences of this length")
     begin = {"init_from": first} | ({"model": {"rope": rope}} if rope else {})
@@ -144,7 +143,7 @@ def recipes(request: Request, source: Source, output: Path) -> dict[str, str]:
         own |= {"select": "group", "always": forced(topk)}
     teacher = "full_and_windows" if "overrides" in source.attention else "full"
     sparse_stages = [stage("sparse", rest - warmup, distill={"teacher": teacher, "weight": 0.5})]
-    if warms_up:
+    if warmup:
         learns = {
             "attention": {request.kind: {"mode": "warmup"}},
             "trainable": [f"*.attention.{request.kind}.*"],
@@ -203,6 +202,11 @@ _COMMENTS = {
     FULL: "The comparison: full attention on the same data and tokens, from the same weights.",
     EQUAL_SECONDS: "Full attention for as long as the sparse arm trains: its tokens are set when that has trained.",
 }
+
+
+def warms_up(kind: str) -> bool:
+    """True if the kind has a scorer that learns full attention's map before it selects."""
+    return "mode" in ATTENTION_KINDS[kind].Options.model_fields
 
 
 def forced(topk: int) -> list[str]:
@@ -278,7 +282,7 @@ def _evaluation(request: Request, source: Source, size: int, topk: int) -> dict[
     budgets = [own, own | {"select": "head"}]
     asked = {"lengths": sorted({length // 2, length}), "samples": 4}
     few = asked | {"samples": 1, "depths": [10, 50, 90]}  # the ideal selection takes seconds a sequence
-    probe = few | {"lengths": [length], "by": "needle", "switch": ["sparse"]}
+    probe = few | {"lengths": [length], "by": "needle"} | ({"switch": ["sparse"]} if warms_up(request.kind) else {})
     bucket = length // 16
     return {
         "position_wise": {"bucket": bucket, "sequences": 8},

@@ -25,6 +25,7 @@ from moba_train.config.load import load_config, parse_yaml
 from moba_train.config.mesh import WorldSize
 from moba_train.errors import CheckpointError, UserError
 from moba_train.output_files import write_atomically
+from moba_train.registry import ATTENTION_KINDS
 from moba_train.resolve.recipe import resolve
 from moba_train.resolve.run import resolve_unchecked
 from moba_train.telemetry.jsonl import read_records
@@ -86,9 +87,11 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     yield _evaluation(
         "oracle", model, output / "oracle", ["oracle"], [*data, *length, *recipes.sections(evaluation, ["oracle"])]
     )
-    # The layers are chosen with the ideal selection: a scorer that has learnt nothing would choose them by chance.
-    ideal = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
-    sparse = ["attention.default=oracle", f"attention.oracle={json.dumps(ideal)}"]
+    # A scorer that has learnt nothing would choose the layers by chance: the ideal selection stands for it.
+    choosing = "oracle" if recipes.warms_up(request.kind) else request.kind
+    selection = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
+    options = {key: value for key, value in selection.items() if key in ATTENTION_KINDS[choosing].Options.model_fields}
+    sparse = [f"attention.default={choosing}", f"attention.{choosing}={json.dumps(options)}"]
     words = [*data, *length, *sparse, *recipes.sections(evaluation, ["full_layers"])]
     yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words)
     arms = recipes.arms(request)

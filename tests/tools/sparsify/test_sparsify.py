@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,43 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     code, output = call(**{"output": tmp_path / "new", **options})
     assert code == 2
     assert re.search(problem, " ".join(output.split()))
+
+
+@pytest.mark.parametrize(("kind", "choosing"), [("msa", "oracle"), ("moba", "moba")])
+def test_layers_are_chosen_with_the_gate_unless_it_has_to_learn_first(project: Path, kind: str, choosing: str) -> None:
+    request = Request(
+        model="hf",
+        data=["train"],
+        validation=["valid"],
+        length=LENGTH,
+        budget=64,
+        tokens=4096,
+        kind=kind,
+        block_size=16,
+    )
+    source = Source.read(project / "hf")
+    texts = recipes.recipes(request, source, Path("out"))
+    evaluation = yaml.safe_load(texts[recipes.EVALUATION])["evaluation"]
+    calibrate = next(step for step in steps.steps(request, source, Path("out"), evaluation) if step.name == "calibrate")
+    assert f"attention.default={choosing}" in calibrate.words
+    assert [stage["name"] for stage in yaml.safe_load(texts[recipes.SPARSE])["stages"]][-1] == "sparse"
+
+
+def test_on_several_gpus_each_command_is_a_process_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Sequence[str]] = []
+
+    def run(command: Sequence[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for words in (["train", "recipe.yaml"], ["eval", "run"], ["convert", "moba-to-hf", "run", "model"]):
+        assert steps.run_command(words, 2) == 3
+    assert [command[3:] for command in started] == [
+        ["train", "recipe.yaml", "--gpus", "2"],
+        ["eval", "run", "--gpus", "2"],
+        ["convert", "moba-to-hf", "run", "model"],
+    ]
 
 
 def test_a_model_keeps_its_windows(project: Path) -> None:
