@@ -75,6 +75,8 @@ class Source:
     attention: dict[str, Any]
     """Section `attention` of a recipe: full attention, and the layers that keep a window."""
     tokenizer: str | None
+    stage: int = 0
+    """Stage of its recipe in which it is evaluated."""
 
     @classmethod
     def read(cls, path: Path) -> "Source":
@@ -82,11 +84,13 @@ class Source:
         if is_hf_folder(path):
             recipe = imported_recipe(path, path)
             length = recipe.stages[0].seq_len
+            stage = 0
             layers = resolve_layers(recipe.attention, recipe.model.layers)
         else:
             saved = open_checkpoint(path)
             recipe = saved.config
             length = saved_training(saved.path).seq_len
+            stage = saved.stage.index
             layers = saved.stage.attention
         windows = {
             number: {"kind": "window", **layer.options.model_dump(mode="json", exclude_defaults=True)}
@@ -94,7 +98,7 @@ class Source:
             if layer.kind == "window"
         }
         attention = {"default": "full"} | ({"overrides": windows} if windows else {})
-        return cls(source_model(path), length, attention, recipe.data.tokenizer)
+        return cls(source_model(path), length, attention, recipe.data.tokenizer, stage)
 
 
 def topk_of(request: Request) -> tuple[int, int]:

@@ -78,21 +78,23 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     """All steps in order. evaluation: the section of that name in evaluation.yaml."""
     folder = output / "recipes"
     model = Path(request.model)
+    stage = source.stage
     if recipes.EXTEND in recipes.recipes(request, source, output):
         model = output / "runs" / "extend"
+        stage = 0
         yield Step("extend", ["train", str(folder / recipes.EXTEND)], model)
     size, topk = recipes.topk_of(request)
     data = [word for path in request.validation for word in ("--data", path)]
-    length = ["--seq-len", str(request.length), "--attention", "own"]
-    yield _evaluation(
-        "oracle", model, output / "oracle", ["oracle"], [*data, *length, *recipes.sections(evaluation, ["oracle"])]
-    )
+    common = [*data, "--seq-len", str(request.length), "--attention", "own"]
+    full = _with_attention(stage, {"default": "full"})
+    words = [*common, *full, *recipes.sections(evaluation, ["oracle"])]
+    yield _evaluation("oracle", model, output / "oracle", ["oracle"], words)
     # A scorer that has learnt nothing would choose the layers by chance: the ideal selection stands for it.
     choosing = "oracle" if recipes.warms_up(request.kind) else request.kind
     selection = {"block_size": size, "topk": topk, "select": "group", "always": recipes.forced(topk)}
     options = {key: value for key, value in selection.items() if key in ATTENTION_KINDS[choosing].Options.model_fields}
-    sparse = [f"attention.default={choosing}", f"attention.{choosing}={json.dumps(options)}"]
-    words = [*data, *length, *sparse, *recipes.sections(evaluation, ["full_layers"])]
+    sparse = _with_attention(stage, {"default": choosing, choosing: options})
+    words = [*common, *sparse, *recipes.sections(evaluation, ["full_layers"])]
     yield _evaluation("calibrate", model, output / "calibration", ["full_layers"], words)
     arms = recipes.arms(request)
     for seed in range(1, request.seeds + 1):
@@ -106,6 +108,13 @@ def steps(request: Request, source: Source, output: Path, evaluation: dict[str, 
     run = output / "runs" / "sparse-1"
     model = output / "model"
     yield Step("export", ["convert", "moba-to-hf", str(run), str(model), "--with-code"], model / "config.json")
+
+
+def _with_attention(stage: int, section: dict[str, Any]) -> list[str]:
+    """Words that give all layers but those with a window this attention, whatever the recipe and its stage say."""
+    values = {**section, "full_layers": "none"}
+    keys = ("attention", f"stages.{stage}.attention")
+    return [f"{key}.{name}={json.dumps(value)}" for key in keys for name, value in values.items()]
 
 
 def evaluation_of(run: str, output: Path, evaluation: dict[str, Any], dense: str | None) -> Step:

@@ -164,6 +164,24 @@ def steps_of(words: Sequence[str], ran: list[str]) -> int:
     return 0
 
 
+def test_a_run_may_be_made_sparse_again(
+    project: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever attention its stages have, the oracle and the calibration see full attention and the ideal one."""
+    monkeypatch.chdir(project)
+    run_here = steps.run_here
+    monkeypatch.setattr(steps, "run_here", lambda words: run_here(words) if words[0] == "eval" else 9)
+    run = made / "runs" / "sparse-1"
+    given = words(output=tmp_path / "again")
+    given[given.index("hf")] = str(run)
+    done = CliRunner().invoke(app, [*given, *SMALL])
+    assert "the step 'train full 1' ended with status 9" in done.output
+    attentions = json.loads((tmp_path / "again" / "oracle" / "evaluation.json").read_text())["oracle"]["attentions"]
+    assert not attentions.keys() & {"msa", "moba"}
+    layers = json.loads((tmp_path / "again" / "calibration" / "evaluation.json").read_text())["full_layers"]["layers"]
+    assert [row["layer"] for row in layers] == [0, 1, 2]
+
+
 def test_a_second_call_adds_only_what_is_new(project: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     ran: list[str] = []
@@ -270,7 +288,7 @@ def test_layers_are_chosen_with_the_gate_unless_it_has_to_learn_first(project: P
     texts = recipes.recipes(request, source, Path("out"))
     evaluation = yaml.safe_load(texts[recipes.EVALUATION])["evaluation"]
     calibrate = next(step for step in steps.steps(request, source, Path("out"), evaluation) if step.name == "calibrate")
-    assert f"attention.default={choosing}" in calibrate.words
+    assert f'attention.default="{choosing}"' in calibrate.words
     assert [stage["name"] for stage in yaml.safe_load(texts[recipes.SPARSE])["stages"]][-1] == "sparse"
 
 
