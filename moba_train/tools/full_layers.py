@@ -7,11 +7,12 @@ authors chose. Each candidate's layers are then measured together, as gains need
 work.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import yaml
 from pydantic import Field
 
 from moba_train.attention.full import FullAttention
@@ -30,6 +31,7 @@ from moba_train.evals.position_wise import (
 )
 from moba_train.mechanisms.probes.gate_probe import GateProbe, GateProbeConfig
 from moba_train.mechanisms.probes.head_reach import Budget, Look, head_reach
+from moba_train.mechanisms.window import WindowKind
 from moba_train.tools.needle.answers import Question, answer_sample, padded_length
 from moba_train.tools.needle.haystack import stage_lengths
 from moba_train.tools.needle.needle import NeedleTexts, text_problems
@@ -47,6 +49,12 @@ class FullLayersConfig(HiddenNeedles):
         ["full", "sparse"],
         description="how each layer is tried alone; full: all others are sparse; sparse: all others are full, which is "
         "much the quicker with a slow kind such as oracle",
+    )
+    windows: int = Field(
+        0,
+        ge=0,
+        description="layers, those with the least probability outside, that get a window and the first block instead "
+        "of the sparse kind, as many keys together as that attends to",
     )
     by: Literal["loss", "needle"] = Field(
         "loss",
@@ -149,8 +157,19 @@ class FullLayers(Evaluation[FullLayersConfig]):
         together = self._measured(context, {str(layers): model.full_in(layers) for layers in chosen_by.values()})
         found |= {name: together[str(layers)] for name, layers in chosen_by.items()}
         best = min(chosen_by, key=lambda name: found[name].deciding.trailing)
+        overrides: dict[int, dict[str, Any]] = {}
+        if self._options.windows:
+            rest = [layer for layer in open_layers if layer not in chosen_by[best]]
+            rest.sort(key=lambda layer: _mean(groups[layer], "outside_window"))
+            size, topk = self._budget(sparse)
+            window = {"window": (topk - 1) * size, "sinks": size}
+            overrides = {layer: {"kind": "window", **window} for layer in sorted(rest[: self._options.windows])}
+            layers = model.full_in(
+                chosen_by[best], {*overrides}, LayerAttention("window", WindowKind.Options(**window))
+            )
+            found |= self._measured(context, {"windows": layers})
         context.restore_attention()
-        return self._result(context, found, chosen_by, best, rows)
+        return self._result(context, found, chosen_by, best, rows, overrides)
 
     def _candidates(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
         """Layers to compare, by what they are chosen by."""
@@ -179,12 +198,14 @@ class FullLayers(Evaluation[FullLayersConfig]):
         chosen_by: Mapping[str, list[int]],
         best: str,
         rows: Sequence[Mapping[str, Any]],
+        overrides: Mapping[int, Mapping[str, Any]],
     ) -> EvaluationResult:
         chosen = chosen_by[best]
         shown = {"sparse": [], "full": [row["layer"] for row in rows], **chosen_by}
+        shown |= {"windows": chosen} if overrides else {}
         candidates = [{"name": name, "layers": layers, **found[name].to_json()} for name, layers in shown.items()]
         plain = [{**row, **_told("gain", row["gain"]), **_told("cost", row["cost"])} for row in rows]
-        fragment = yaml_fragment(chosen, best, candidates, plain)
+        fragment = yaml_fragment(chosen, best, candidates, plain, overrides)
         losses = {name: found[name].trailing.trailing for name in ("sparse", "full", "last")}
         losses["chosen"] = found[best].trailing.trailing
         message = (
@@ -225,14 +246,18 @@ class FullLayers(Evaluation[FullLayersConfig]):
         longest = max((len(question.tokens) for question in self._questions), default=0)
         return _Answers(self._questions, padded_length(longest, context.data_shard))
 
+    def _budget(self, sparse: LayerAttention) -> Budget:
+        """Keys that the kind attends to; a quarter of the sequence for one without blocks."""
+        options = sparse.options.model_dump()
+        return Budget(options.get("block_size", max(1, self._samples.seq_len // 64)), options.get("topk", 16))
+
     def _reach(self, context: EvaluationContext, sparse: LayerAttention) -> list[list[dict[str, float]]]:
         """Means over the heads of each group, by layer, with full attention: probability outside the best blocks of the
         kind's budget, outside a window of as many keys, and, at needles' answers, the most that a head gives the token
         to copy."""
         config = context.model.config
         seq_len = self._samples.seq_len
-        options = sparse.options.model_dump()
-        budget = Budget(options.get("block_size", max(1, seq_len // 64)), options.get("topk", 16))
+        budget = self._budget(sparse)
         count = min(self._options.queries, seq_len // 2)
         tokens = np.linspace(seq_len // 2, seq_len - 1, count).astype(int).tolist()
         texts = [Look(self._samples.sample(index), tokens, []) for index in range(len(self._samples))]
@@ -260,12 +285,20 @@ class _Switched:
     switched: Sequence[int]
     sparse: LayerAttention
 
-    def full_in(self, chosen: Any) -> Layers:
+    def full_in(
+        self, chosen: Collection[int], others: Collection[int] = (), other: LayerAttention | None = None
+    ) -> Layers:
+        """Full attention in the `chosen` layers, `other` in `others`, sparse attention in the rest."""
         full = LayerAttention("full", FullAttention.Options())
-        return tuple(
-            (full if layer in chosen else self.sparse) if layer in self.switched else self.own[layer]
-            for layer in range(len(self.own))
-        )
+
+        def attention(layer: int) -> LayerAttention:
+            if layer not in self.switched:
+                return self.own[layer]
+            if other is not None and layer in others:
+                return other
+            return full if layer in chosen else self.sparse
+
+        return tuple(map(attention, range(len(self.own))))
 
 
 @dataclass(frozen=True)
@@ -326,10 +359,18 @@ def _mean(groups: Sequence[Mapping[str, float]], key: str) -> float:
 
 
 def yaml_fragment(
-    chosen: Sequence[int], best: str, candidates: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+    chosen: Sequence[int],
+    best: str,
+    candidates: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+    overrides: Mapping[int, Mapping[str, Any]],
 ) -> list[str]:
     """Lines of a recipe that keep these layers full, with what was measured beside them."""
-    lines = ["attention:", f"  full_layers: {[*chosen]}", f"  # chosen by {best}; all others sparse:"]
+    lines = ["attention:", f"  full_layers: {[*chosen]}"]
+    lines += [f"  overrides: {yaml.safe_dump(dict(overrides), default_flow_style=True, width=1000).strip()}"] * bool(
+        overrides
+    )
+    lines.append(f"  # chosen by {best}; all others sparse, or with a window in the line of that name:")
     for one in candidates:
         answers = "" if one["answers"] is None else f", of needles' answers {one['answers']:.4f}"
         lines.append(f"  #   {one['name']:<12} {one['layers']}: trailing loss {one['trailing']:.4f}{answers}")

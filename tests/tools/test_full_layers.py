@@ -103,6 +103,26 @@ def test_layers_may_be_switched_one_way_only(texts: Path) -> None:
     assert any("–" in line and "±" in line for line in data["yaml"])
 
 
+def test_layers_that_look_least_far_get_a_window_where_it_is_asked_for(texts: Path) -> None:
+    config = asking(texts, windows=1)
+    model = Transformer(config.model)
+    initialize_weights(model, 0)
+    data = built(FullLayers, config).run(context(config, model)).data
+    fragment = yaml.safe_load("\n".join(data["yaml"]))["attention"]
+    ((layer, entry),) = fragment["overrides"].items()
+    assert entry == {"kind": "window", "window": 32, "sinks": 16}
+    outside = {
+        row["layer"]: sum(group["outside_window"] for group in row["groups"])
+        for row in data["layers"]
+        if row["layer"] not in data["chosen"]
+    }
+    assert layer == min(outside, key=lambda one: outside[one])
+    (windows,) = (one for one in data["candidates"] if one["name"] == "windows")
+    assert windows["trailing"] != data["losses"]["chosen"]
+    kept = {"attention": config.attention.model_dump(mode="json") | fragment}
+    check(RunConfig.model_validate(config.model_dump(mode="json") | kept))
+
+
 def test_needles_decide_where_they_are_asked_for(texts: Path) -> None:
     config = asking(texts, NEEDLE_LENGTH, by="needle", samples=1, depths=[30, 70], lengths=[NEEDLE_LENGTH])
     model = Transformer(config.model)
