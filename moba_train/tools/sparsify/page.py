@@ -222,9 +222,11 @@ def _score(value: float | None) -> str:
 def _use(request: Request, output: Path, exported: bool) -> list[str]:
     """Commands that use the model."""
     run = output / "runs" / "sparse-1"
-    model = output / "model" if exported else run
+    model = output / "model"
+    loaded = f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{model}', "
     return [
-        f"moba-train generate {model} --prompt '...'",
+        *([f'{loaded}trust_remote_code=True)"'] if exported else []),
+        f"moba-train generate {model if exported else run} --prompt '...'",
         f"moba-train eval {run} --tasks needle --data {request.validation[0]}",
         f"moba-train report {run}",
     ]

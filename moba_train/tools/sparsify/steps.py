@@ -207,23 +207,24 @@ def begin(request: Request, texts: Mapping[str, str], output: Path) -> dict[str,
     """Write the request and those recipes of `texts` that are not there yet; returns the section `evaluation` of
     evaluation.yaml.
 
-    Raises UserError when the folder was begun with other options.
+    Raises UserError when a step was done with other options.
     """
     folder = output / "recipes"
     folder.mkdir(parents=True, exist_ok=True)
     asked = request.model_dump(mode="json")
     file = output / "request.yaml"
+    differing = []
     if file.is_file():
         before = parse_yaml(file.read_text(), str(file))
         differing = [key for key in asked if before.get(key) != asked[key] and key not in _GROWING]
-        if differing:
+        if differing and any((output / name).exists() for name in ("runs", SECONDS)):
             given = ", ".join(f"{key}: given {asked[key]}, before {before.get(key)}" for key in differing)
             raise UserError(
                 f"{output} was begun with other options ({given}); allowed: the same ones, or another --output"
             )
     write_atomically(file, yaml.safe_dump(asked, sort_keys=False))
     for name, text in texts.items():
-        if not (folder / name).is_file():
+        if differing or not (folder / name).is_file():
             write_atomically(folder / name, text)
     evaluation: dict[str, Any] = parse_yaml((folder / recipes.EVALUATION).read_text(), recipes.EVALUATION)["evaluation"]
     return evaluation

@@ -120,6 +120,7 @@ def test_the_report_has_every_table_and_the_commands(made: Path) -> None:
         assert text in page
     assert "is not met, on fewer than three seeds" in page
     assert "moba-train train out/recipes/sparse.yaml seed=1" in page
+    assert "trust_remote_code=True" in page
 
 
 def test_every_ablation_has_the_budget_and_the_tokens_of_the_sparse_arm(project: Path, tmp_path: Path) -> None:
@@ -270,6 +271,27 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     code, output = call(**{"output": tmp_path / "new", **options})
     assert code == 2
     assert re.search(problem, " ".join(output.split()))
+
+
+def test_a_call_that_was_refused_leaves_no_choice_behind(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    assert call(data="nothing", output=tmp_path / "new")[0] == 2
+    monkeypatch.setattr(steps, "run_here", lambda words: 9)
+    code, output = call(output=tmp_path / "new")
+    assert code == 2
+    assert "the step 'extend' ended with status 9" in output
+    assert yaml.safe_load((tmp_path / "new" / "recipes" / "base.yaml").read_text())["data"]["train"] == [
+        {"path": "train"}
+    ]
+
+
+def test_a_model_that_no_export_can_hold_stays_a_checkpoint(tmp_path: Path) -> None:
+    said: list[str] = []
+    export = steps.Step("export", ["convert", "moba-to-hf"], tmp_path / "model" / "config.json")
+    steps.run_steps([export], {}, tmp_path, lambda words: 2, said.append)
+    assert said[-1] == "the model stays a checkpoint, as no export can hold it"
 
 
 @pytest.mark.parametrize(("kind", "choosing"), [("msa", "oracle"), ("moba", "moba")])
