@@ -22,7 +22,8 @@ def sparsify(
         list[str] | None,
         typer.Argument(
             metavar="[KEY.PATH=VALUE]...",
-            help="laid over the recipes: attention.* and stages.* over the sparse arm's, others over all",
+            help="laid over the recipes: attention.* and stages.* over the sparse arm's, evaluation.* over the "
+            "evaluations, others over all",
         ),
     ] = None,
     budget: Annotated[
@@ -41,14 +42,17 @@ def sparsify(
     full_layers: Annotated[
         int | None, typer.Option(min=1, help="layers that stay full; default: 3, at most a quarter of all")
     ] = None,
-    lr: Annotated[float, typer.Option(min=0.0, help="peak learning rate, but the scorer's warm-up's")] = 1e-4,
+    lr: Annotated[float, typer.Option(min=0.0, help="peak learning rate; the scorer's warm-up has another one")] = 1e-4,
     rope_theta: Annotated[
         float | None,
         typer.Option(min=1.0, help="RoPE's base for a --length that is new to the model; default: by the length"),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each arm; three for a claim")] = 1,
     baseline: Annotated[
-        bool, typer.Option("--baseline/--no-baseline", help="also train full attention on the same data and tokens")
+        bool,
+        typer.Option(
+            "--baseline/--no-baseline", help="also train full attention on the same data and tokens; on by default"
+        ),
     ] = True,
     equal_seconds: Annotated[
         bool, typer.Option("--equal-seconds", help="also train full attention for as long as the sparse arm takes")
