@@ -50,7 +50,9 @@ class DistillOptions(Section):
         description="the same step's weights, with full attention in all layers; full_and_windows: layers of kind "
         "window keep theirs, as in models that have both",
     )
-    loss: Literal["kl"] = Field("kl", description="on logits: KL divergence of the teacher's from the student's")
+    loss: Literal["kl"] = Field(
+        "kl", description="on logits: KL divergence of the teacher's distribution from the student's"
+    )
     on: Literal["logits", "attention"] = Field(
         "logits",
         description="what is compared: logits: the distributions over the vocabulary; attention: each sparse layer's "
