@@ -373,7 +373,8 @@ def yaml_fragment(
     lines.append(f"  # chosen by {best}; all others sparse, or with a window in the line of that name:")
     for one in candidates:
         answers = "" if one["answers"] is None else f", of needles' answers {one['answers']:.4f}"
-        lines.append(f"  #   {one['name']:<12} {one['layers']}: trailing loss {one['trailing']:.4f}{answers}")
+        layers = "all" if one["name"] == "full" else one["layers"]
+        lines.append(f"  #   {one['name']:<12} {layers}: trailing loss {one['trailing']:.4f}{answers}")
     lines.append("  # layer  gain if it alone is full  loss if it alone is sparse  probability outside the selection")
     for row in rows:
         gain, cost = (

@@ -187,7 +187,12 @@ def _oracle(oracle: dict[str, Any]) -> Table:
 
 def _candidates(calibration: dict[str, Any]) -> Table:
     rows = [
-        [one["name"], str(one["layers"]), f"{one['trailing']:.4f}", _score(one.get("answers"))]
+        [
+            one["name"],
+            "all" if one["name"] == "full" else str(one["layers"]),
+            f"{one['trailing']:.4f}",
+            _score(one.get("answers")),
+        ]
         for one in calibration["candidates"]
     ]
     note = "Layers that stay full, by what they were chosen by; loss with all others sparse, by the ideal selection."
