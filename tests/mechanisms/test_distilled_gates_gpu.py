@@ -14,7 +14,7 @@ from moba_train.attention.full import FullAttention
 from moba_train.attention.layout import layout_arguments, packed_layout
 from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.gates import msa_operators, seer_operators
+from moba_train.mechanisms.gates import index_operators, seer_operators
 from tests.attention.helpers import make_qkv
 from tests.attention.kernel_checks import error
 from tests.attention.kind_checks import MODEL, Layer, make_layer, results, run_layer
@@ -99,7 +99,7 @@ def test_32k_tokens_take_at_most_half_as_much_memory_again_as_full_attention(cas
 def distilled(index: list[Tensor], *arguments: Any) -> list[Tensor]:
     """The divergence of `msa` in the operator's arguments, and the gradients of index queries and keys."""
     leaves = [x.detach().requires_grad_() for x in index]
-    divergence = msa_operators.distill(*leaves, *arguments)
+    divergence = index_operators.distill(*leaves, *arguments)
     weights = torch.arange(len(divergence), device=divergence.device).to(divergence.dtype).cos()
     return [divergence.detach(), *torch.autograd.grad(divergence, leaves, weights)]
 
@@ -121,12 +121,12 @@ def test_index_branches_of_msa_equal_float64(
     index = [q_index.detach(), k_index.detach()[:, 0]]
     exact = [x.double() for x in index]
     selected, selected_exactly = (
-        msa_operators.select(*tensors, *where, block_size, 3, reference)
+        index_operators.select(*tensors, *where, block_size, 3, False, reference)
         for tensors, reference in ((index, False), (exact, True))
     )
     assert (selected != selected_exactly).float().mean() < 1e-3
     _, lse = LOCAL_ENGINE(q, k, v, FullAttention(FullAttention.Options(), head_dim), layout)
-    sizes = block_size, head_dim**-0.5
+    sizes = block_size, head_dim**-0.5, False
     with torch.enable_grad():
         for blocks in (None, selected):
             arguments = q, k, lse, blocks, *where, *sizes, False

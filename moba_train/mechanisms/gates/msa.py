@@ -20,7 +20,7 @@ from moba_train.attention.layout import layout_arguments
 from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
-from moba_train.mechanisms.gates import msa_operators as operators
+from moba_train.mechanisms.gates import index_operators as operators
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateCosts, GateOptions
 from moba_train.mechanisms.layout_operators import query_positions
 
@@ -46,6 +46,8 @@ class MsaKind(DistilledGate):
     """The query heads of a group attend to the blocks whose best tokens an index branch scores highest."""
 
     name = "msa"
+    pooled = False
+    """True if a block's score is that of its mean index key, of which each group has its own."""
 
     class Options(GateOptions):
         """Options of `kind: msa`."""
@@ -78,11 +80,10 @@ class MsaKind(DistilledGate):
         return q_nKw, shard.gather("index_k", k_niw.flatten(1))
 
     def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
-        """The blocks with the best tokens, equal for the heads of a group."""
+        """The blocks with the highest scores, equal for the heads of a group."""
         options = self.gate_options
-        where = layout_arguments(shard.layout)
-        reference = options.backend == "reference"
-        selected_KnC = operators.select(*features, *where, options.block_size, options.history_blocks, reference)
+        sizes = options.block_size, options.history_blocks, self.pooled, options.backend == "reference"
+        selected_KnC = operators.select(*features, *layout_arguments(shard.layout), *sizes)
         return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
 
     def divergence(
@@ -98,7 +99,8 @@ class MsaKind(DistilledGate):
         group = q_nHd.shape[1] // k_TKd.shape[1]
         selected_KnC = None if selected_HnC is None else selected_HnC[::group]
         where = layout_arguments(shard.layout)
-        sizes = self.gate_options.block_size, self.full.scale, self.gate_options.backend == "reference"
+        options = self.gate_options
+        sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference"
         return operators.distill(*features, q_nHd, k_TKd, lse_Hn, selected_KnC, *where, *sizes)
 
     def costs(self, model: ModelConfig) -> "MsaCosts":
@@ -107,16 +109,15 @@ class MsaKind(DistilledGate):
 
 
 class MsaCosts(GateCosts):
-    """Costs of a layer with MiniMax Sparse Attention."""
+    """Costs of a layer with an index branch."""
 
-    key_heads = 1
-    """Index keys of a token."""
+    kind: MsaKind
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
         other ranks are kept, from which the gate learns."""
         found = super().token_bytes(batch)
-        index = self.key_heads * self._index_width
+        index = self._key_heads * self._index_width
         if found.gathered is not None:
             return found._replace(gathered=found.gathered + batch.width * index)
         others = (batch.cp - 1) * batch.width * (self.model.kv_heads * self.model.head_width + index)
@@ -126,7 +127,7 @@ class MsaCosts(GateCosts):
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
         are attended to."""
         options, model, width = self.kind.gate_options, self.model, self._index_width
-        matrices = model.hidden_size * (model.kv_heads + self.key_heads) * width
+        matrices = model.hidden_size * (model.kv_heads + self._key_heads) * width
         index = 2.0 * model.kv_heads * width
         # The projections forward, and the gradient of their weights; the layer's input gets none.
         learns = self.kind.facts.learns
@@ -138,8 +139,12 @@ class MsaCosts(GateCosts):
         return flops
 
     def scored(self, lengths: Sequence[int]) -> float:
-        """Pairs of an index query and what it is compared with: every token before."""
-        return full_pairs(lengths)
+        """Pairs of an index query and what it is compared with: every token before, or every block."""
+        return full_pairs(lengths) / (self.kind.gate_options.block_size if self.kind.pooled else 1)
+
+    @property
+    def _key_heads(self) -> int:
+        return self.model.kv_heads if self.kind.pooled else 1
 
     @property
     def _index_width(self) -> int:

@@ -1,13 +1,13 @@
-"""Scores and selection of the kind `msa` from index queries and index keys, as torch operators, which torch.compile
-keeps whole.
+"""Scores and selection of kinds with an index branch (`msa`, `qsa`) from index queries and index keys, as torch
+operators, which torch.compile keeps whole.
 
-The score of a block is that of its best token, so gradients go to one token of each block. Scores and probabilities
-come from Triton kernels where these can run (msa_kernels.py), else from plain PyTorch (msa_reference.py). Callers give
-`operators.layout_arguments` instead of the layout.
+The score of a block is that of its best token (msa_reference.py, or Triton kernels where they can run: msa_kernels.py)
+or, if `pooled`, that of the mean of its index keys (pooled_scores.py). Callers give `operators.layout_arguments`
+instead of the layout.
 
 Shape suffixes: n queries of this rank, t a chunk of them, T tokens of the sequence, b blocks of a chunk, H query heads,
-K key/value heads and index query heads, g groups of heads at once, d head width, w index width, C selected blocks, S
-summands.
+K key/value heads, g groups of heads at once, d head width, w index width, x index features of a token, C selected
+blocks, S summands.
 """
 
 from functools import partial
@@ -22,13 +22,15 @@ from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kernels.table import triton_multiplies
 from moba_train.attention.layout import Layout
-from moba_train.mechanisms.gates import msa_reference
+from moba_train.mechanisms.gates import msa_reference, pooled_scores
 from moba_train.mechanisms.gates.grid import block_grid
 from moba_train.mechanisms.layout_operators import with_layout
 
 
-def _implementation(reference: bool, *tensors: Tensor) -> ModuleType:
+def _implementation(pooled: bool, reference: bool, *tensors: Tensor) -> ModuleType:
     """The kernels if they can work on these queries, unless the reference is asked for."""
+    if pooled:
+        return pooled_scores
     if reference or not all(map(triton_multiplies, tensors)):
         return msa_reference
     from moba_train.mechanisms.gates import msa_kernels
@@ -36,16 +38,16 @@ def _implementation(reference: bool, *tensors: Tensor) -> ModuleType:
     return msa_kernels
 
 
-@torch.library.custom_op("moba_train::msa_select", mutates_args=())
+@torch.library.custom_op("moba_train::index_select", mutates_args=())
 @with_layout
-def select(q_index: Tensor, k_index: Tensor, layout: Layout, block_size: int, count: int, reference: bool) -> Tensor:
+def select(
+    q_index: Tensor, k_index: Tensor, layout: Layout, block_size: int, count: int, pooled: bool, reference: bool
+) -> Tensor:
     """The history blocks of each query and group of heads, int32 [K, n, C], from the index queries [n, K, w] and the
-    index keys [T, w] of all tokens; `reference`: in plain PyTorch. Without gradient."""
+    index keys of all tokens, [T, w] or, `pooled`, [T, K * w]; `reference`: in plain PyTorch. Without gradient."""
     grid = block_grid(layout, block_size)
-    listed = min(count, block_bound(layout, block_size))
-    shape = (q_index.shape[1], q_index.shape[0], listed)
-    selected_KnC = torch.full(shape, -1, dtype=torch.int32, device=q_index.device)
-    block_scores = _implementation(reference, q_index).block_scores
+    selected_KnC = _unselected(q_index, layout, block_size, count)
+    block_scores = _implementation(pooled, reference, q_index).block_scores
     for queries, blocks, scores_Ktb in block_scores(q_index, k_index, layout, block_size):
         # Counted from the chunk's first block, as the scores are.
         own = QueryBlocks(grid.own_n[queries] - blocks.start, grid.first_n[queries] - blocks.start)
@@ -55,14 +57,21 @@ def select(q_index: Tensor, k_index: Tensor, layout: Layout, block_size: int, co
     return selected_KnC
 
 
+def _unselected(q_index: Tensor, layout: Layout, block_size: int, count: int) -> Tensor:
+    """A selection of nothing, int32 [K, n, C]."""
+    shape = (q_index.shape[1], q_index.shape[0], min(count, block_bound(layout, block_size)))
+    return torch.full(shape, -1, dtype=torch.int32, device=q_index.device)
+
+
 @select.register_fake
 @partial(with_layout, traced=True)
-def _(q_index: Tensor, k_index: Tensor, layout: Layout, block_size: int, count: int, reference: bool) -> Tensor:
-    listed = min(count, block_bound(layout, block_size))
-    return q_index.new_empty((q_index.shape[1], q_index.shape[0], listed), dtype=torch.int32)
+def _(
+    q_index: Tensor, k_index: Tensor, layout: Layout, block_size: int, count: int, pooled: bool, reference: bool
+) -> Tensor:
+    return _unselected(q_index, layout, block_size, count)
 
 
-@torch.library.custom_op("moba_train::msa_distill", mutates_args=())
+@torch.library.custom_op("moba_train::index_distill", mutates_args=())
 @with_layout
 def distill(
     q_index: Tensor,
@@ -74,29 +83,31 @@ def distill(
     layout: Layout,
     block_size: int,
     scale: float,
+    pooled: bool,
     reference: bool,
 ) -> Tensor:
-    """KL divergence [n] of the index's softmax over blocks from attention's probability in the blocks, mean over the
+    """KL divergence [n] of the index's softmax over blocks from attention's probability in the blocks, that of all
     heads of a group; mean over the groups, in nats.
 
     q [n, H, d] and k [T, K, d] are rotated, lse [H, n] is that of the attention. `selected` [K, n, C]: both
-    distributions cover these blocks and the own one, to which the attention went; None: all blocks, full attention.
-    Gradients reach the index queries [n, K, w] and the index keys [T, w]. `reference`: in plain PyTorch.
+    distributions cover these blocks and, unless `pooled`, the own one, to which the attention went; None: all blocks,
+    full attention. Gradients reach the index queries and the index keys, of shapes as for `select`. `reference`: in
+    plain PyTorch.
     """
     kl_n = q.new_zeros(q.shape[0], dtype=accumulation_dtype(q.dtype))
-    scored = _implementation(reference, q_index, q).scored
+    scored = _implementation(pooled, reference, q_index, q).scored
     for part in scored(q_index, k_index, q, k, lse, selected, layout, block_size, scale):
-        target_gtb = _target(part.mass_gtb)
+        target_gtb = _share(part.mass_gtb)
         # Blocks that do not count have -inf here and 0 as their target, and the product is NaN.
         log_index_gtb = part.logits_gtb.log_softmax(-1).masked_fill_(target_gtb == 0, 0.0)
         kl_n[part.queries] += (torch.xlogy(target_gtb, target_gtb) - target_gtb * log_index_gtb).sum(-1).sum(0)
     return kl_n / q_index.shape[1]
 
 
-def _target(mass_gtb: Tensor) -> Tensor:
-    """The share of attention's probability in each block."""
-    # The sum is not 0: every query's own block counts, and has its own key.
-    return mass_gtb / mass_gtb.sum(-1, keepdim=True)
+def _share(mass_gtb: Tensor) -> Tensor:
+    """The share of attention's probability in each block; 0 for all blocks of a query whose own block alone has any."""
+    total_gt1 = mass_gtb.sum(-1, keepdim=True)
+    return mass_gtb / total_gt1.masked_fill(total_gt1 == 0, 1.0)
 
 
 @distill.register_fake
@@ -104,7 +115,7 @@ def _(q_index: Tensor, k_index: Tensor, q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((q.shape[0],), dtype=accumulation_dtype(q.dtype))
 
 
-@torch.library.custom_op("moba_train::msa_distill_backward", mutates_args=())
+@torch.library.custom_op("moba_train::index_distill_backward", mutates_args=())
 @with_layout
 def _distill_backward(
     grad_kl: Tensor,
@@ -117,20 +128,24 @@ def _distill_backward(
     layout: Layout,
     block_size: int,
     scale: float,
+    pooled: bool,
     reference: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the index queries and keys. Computes the distributions again: kept for all queries, they would take
     more memory than attention itself."""
-    groups, width = q_index.shape[1:]
-    implementation = _implementation(reference, q_index, q)
-    dq_nKw = torch.zeros_like(q_index)
+    groups = q_index.shape[1]
+    width = k_index.shape[1] // (groups if pooled else 1)
+    implementation = _implementation(pooled, reference, q_index, q)
+    dq_nKx = torch.zeros_like(q_index)
     parts = min(groups, implementation.KEY_PARTS)
-    dk_STw = k_index.new_zeros((parts, *k_index.shape), dtype=accumulation_dtype(q.dtype))
+    dk_STx = k_index.new_zeros((parts, *k_index.shape), dtype=accumulation_dtype(q.dtype))
     for part in implementation.scored(q_index, k_index, q, k, lse, selected, layout, block_size, scale):
         grad_t1 = grad_kl[part.queries, None] * (width**-0.5 / groups)
-        dlogits_gtb = part.logits_gtb.softmax(-1).sub_(_target(part.mass_gtb)).mul_(grad_t1)
-        part.add_gradients(dlogits_gtb, q_index, k_index, dq_nKw, dk_STw)
-    return dq_nKw, dk_STw.sum(0).to(k_index.dtype)
+        target_gtb = _share(part.mass_gtb)
+        # NaN for a query without a block that counts.
+        index_gtb = part.logits_gtb.softmax(-1).masked_fill_(target_gtb.sum(-1, keepdim=True) == 0, 0.0)
+        part.add_gradients(index_gtb.sub_(target_gtb).mul_(grad_t1), q_index, k_index, dq_nKx, dk_STx)
+    return dq_nKx, dk_STx.sum(0).to(k_index.dtype)
 
 
 @_distill_backward.register_fake
