@@ -122,7 +122,7 @@ def test_index_branches_select_and_learn_as_in_plain_pytorch(
     index = random(queries, kv_heads, widths[1]), random(layout.total, widths[1])
     lse, weights = 4 + random(heads, queries).float(), random(queries).float()
     ours, plain = (
-        index_operators.select(*index, *where, block_size, count, False, in_plain) for in_plain in (False, True)
+        index_operators.select(*index, None, *where, block_size, count, False, in_plain) for in_plain in (False, True)
     )
     assert torch.equal(ours, plain)
     for selected in (None, plain):

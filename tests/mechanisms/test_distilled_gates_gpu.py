@@ -121,7 +121,7 @@ def test_index_branches_of_msa_equal_float64(
     index = [q_index.detach(), k_index.detach()[:, 0]]
     exact = [x.double() for x in index]
     selected, selected_exactly = (
-        index_operators.select(*tensors, *where, block_size, 3, False, reference)
+        index_operators.select(*tensors, None, *where, block_size, 3, False, reference)
         for tensors, reference in ((index, False), (exact, True))
     )
     assert (selected != selected_exactly).float().mean() < 1e-3

@@ -106,8 +106,8 @@ class DistilledGate(AttentionKind):
         """The gate's features from the layer's detached inputs. Called on all ranks together."""
 
     @abstractmethod
-    def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
-        """The history blocks of the shard's queries, int32 [H, n, C]; of `q_nHd`, the shape counts."""
+    def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
+        """The history blocks of the shard's queries, int32 [H, n, C]; `q_nHd`, `k_TKd`: rotated."""
 
     @abstractmethod
     def divergence(
@@ -147,7 +147,7 @@ class DistilledGate(AttentionKind):
         features = self.features(layer, parameters)
         if observer:  # sees what the gate would select
             v_TKd = shard.gather("v", own_rows(rotated.v_TKd, shard).detach())
-            selected_HnC = self.select(features, shard, q_nHd)
+            selected_HnC = self.select(features, shard, q_nHd, k_TKd)
             observer.selected(self.blocks, (selected_HnC,), shard.layout)
             call = AttentionCall(q_nHd, k_TKd, v_TKd, self.blocks, shard.layout, selected_HnC, has_all_keys=True)
             observer.attended(call, out_LHd, lse_HL)
@@ -165,7 +165,7 @@ class DistilledGate(AttentionKind):
         if attends_to_all(shard):
             return padded(shard.attend(q_nHd, k_TKd, v_TKd, self.full)[0], len(layer.x_TD)), None
         features = self.features(layer, parameters)
-        selected_HnC = self.select(features, shard, q_nHd)
+        selected_HnC = self.select(features, shard, q_nHd, k_TKd)
         out_nHd, lse_Hn = shard.attend(q_nHd, k_TKd, v_TKd, self.blocks, selected_HnC)
         if not (self.facts.learns and torch.is_grad_enabled()):
             return padded(out_nHd, len(layer.x_TD)), None

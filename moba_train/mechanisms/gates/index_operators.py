@@ -1,27 +1,30 @@
-"""Scores and selection of kinds with an index branch (`msa`, `qsa`) from index queries and index keys, as torch
-operators, which torch.compile keeps whole.
+"""Scores and selection of `msa`, `qsa` and `indexer` from index queries and index keys, as torch operators, which
+torch.compile keeps whole.
 
 The score of a block is that of its best token (msa_reference.py, or Triton kernels where they can run: msa_kernels.py)
 or, if `pooled`, that of the mean of its index keys (pooled_scores.py). Callers give `operators.layout_arguments`
 instead of the layout.
 
 Shape suffixes: n queries of this rank, t a chunk of them, T tokens of the sequence, b blocks of a chunk, H query heads,
-K key/value heads, g groups of heads at once, d head width, w index width, x index features of a token, C selected
-blocks, S summands.
+K key/value heads, g groups of heads at once, d head width, w index width, x features of a query (w, or as
+pooled_scores.py says), M candidates of a query, C selected blocks, S summands.
 """
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from moba_train.attention.kernels.common.geometry import QueryBlocks, block_bound
+from moba_train.attention.block_sparse import listed_blocks
+from moba_train.attention.kernels.common.geometry import QueryBlocks
 from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.common.selection import choose_blocks
 from moba_train.attention.kernels.table import triton_multiplies
 from moba_train.attention.layout import Layout
+from moba_train.attention.moba.moba_local import MobaAttention
 from moba_train.mechanisms.gates import msa_reference, pooled_scores
 from moba_train.mechanisms.gates.grid import block_grid
 from moba_train.mechanisms.layout_operators import with_layout
@@ -38,37 +41,110 @@ def _implementation(pooled: bool, reference: bool, *tensors: Tensor) -> ModuleTy
     return msa_kernels
 
 
+def _scored(pooled: bool, reference: bool, *tensors: Tensor) -> Callable[..., Iterator[Any]]:
+    """The function `scored` of the implementation."""
+    scored: Callable[..., Iterator[Any]] = _implementation(pooled, reference, *tensors).scored
+    return partial(scored, reference=reference) if pooled else scored
+
+
 @torch.library.custom_op("moba_train::index_select", mutates_args=())
 @with_layout
 def select(
-    q_index: Tensor, k_index: Tensor, layout: Layout, block_size: int, count: int, pooled: bool, reference: bool
+    q_index: Tensor,
+    k_index: Tensor,
+    coarse: Tensor | None,
+    layout: Layout,
+    block_size: int,
+    count: int,
+    pooled: bool,
+    reference: bool,
+    top_p: float | None = None,
+    coarse_size: int = 0,
 ) -> Tensor:
-    """The history blocks of each query and group of heads, int32 [K, n, C], from the index queries [n, K, w] and the
-    index keys of all tokens, [T, w] or, `pooled`, [T, K * w]; `reference`: in plain PyTorch. Without gradient."""
+    """The history blocks of each query and group of heads, int32 [K, n, C], at most `count`. Without gradient.
+
+    From the index queries [n, K, x] and the index keys of all tokens, [T, w] or, `pooled`, [T, K * w]. `coarse`: result
+    of `coarse_blocks`, blocks of `coarse_size` tokens to which the search is confined. `top_p`: of the best blocks, the
+    fewest whose shares in the softmax of all scores add up to it. `reference`: in plain PyTorch.
+    """
     grid = block_grid(layout, block_size)
     selected_KnC = _unselected(q_index, layout, block_size, count)
+    count = selected_KnC.shape[2]
+    if coarse is not None:
+        for queries, ids_KtM, scores_KtM in pooled_scores.candidate_scores(
+            q_index, k_index, coarse, layout, block_size, coarse_size
+        ):
+            none_t = ids_KtM.new_zeros(ids_KtM.shape[1])
+            chosen_Ktj = _best(scores_KtM, QueryBlocks(none_t + ids_KtM.shape[2], none_t), count, top_p)
+            ids_Ktj = ids_KtM.gather(2, chosen_Ktj.clamp(min=0).long()).int()
+            selected_KnC[:, queries, : chosen_Ktj.shape[2]] = torch.where(chosen_Ktj < 0, chosen_Ktj, ids_Ktj)
+        return selected_KnC
     block_scores = _implementation(pooled, reference, q_index).block_scores
     for queries, blocks, scores_Ktb in block_scores(q_index, k_index, layout, block_size):
         # Counted from the chunk's first block, as the scores are.
         own = QueryBlocks(grid.own_n[queries] - blocks.start, grid.first_n[queries] - blocks.start)
-        chosen_Ktj = choose_blocks(scores_Ktb, own, count)
+        chosen_Ktj = _best(scores_Ktb, own, count, top_p)
         chosen_Ktj = torch.where(chosen_Ktj < 0, chosen_Ktj, chosen_Ktj + blocks.start)
         selected_KnC[:, queries, : chosen_Ktj.shape[2]] = chosen_Ktj
     return selected_KnC
 
 
+def _best(scores_Ktb: Tensor, own: QueryBlocks, count: int, top_p: float | None) -> Tensor:
+    """`choose_blocks`; of these with `top_p`, the fewest whose shares add up to it: int32 [K, t, j], ascending, -1
+    behind."""
+    chosen_Ktj = choose_blocks(scores_Ktb, own, count)
+    if top_p is None:
+        return chosen_Ktj
+    empty_Ktj = chosen_Ktj < 0
+    of_chosen_Ktj = scores_Ktb.gather(2, chosen_Ktj.clamp(min=0).long())
+    share_Ktj = (of_chosen_Ktj - scores_Ktb.logsumexp(-1, keepdim=True)).exp().masked_fill(empty_Ktj, 0.0)
+    share_Ktj, order_Ktj = share_Ktj.sort(dim=-1, descending=True, stable=True)
+    enough_Ktj = share_Ktj.cumsum(-1) - share_Ktj >= top_p  # without the block itself
+    left_out_Ktj = empty_Ktj | torch.zeros_like(enough_Ktj).scatter_(2, order_Ktj, enough_Ktj)
+    behind = scores_Ktb.shape[2]
+    chosen_Ktj = chosen_Ktj.masked_fill(left_out_Ktj, behind).sort(-1).values
+    return chosen_Ktj.masked_fill(chosen_Ktj == behind, -1)
+
+
 def _unselected(q_index: Tensor, layout: Layout, block_size: int, count: int) -> Tensor:
     """A selection of nothing, int32 [K, n, C]."""
-    shape = (q_index.shape[1], q_index.shape[0], min(count, block_bound(layout, block_size)))
+    shape = (q_index.shape[1], q_index.shape[0], listed_blocks(count, layout, block_size))
     return torch.full(shape, -1, dtype=torch.int32, device=q_index.device)
 
 
 @select.register_fake
 @partial(with_layout, traced=True)
 def _(
-    q_index: Tensor, k_index: Tensor, layout: Layout, block_size: int, count: int, pooled: bool, reference: bool
+    q_index: Tensor,
+    k_index: Tensor,
+    coarse: Tensor | None,
+    layout: Layout,
+    block_size: int,
+    count: int,
+    pooled: bool,
+    reference: bool,
+    top_p: float | None = None,
+    coarse_size: int = 0,
 ) -> Tensor:
     return _unselected(q_index, layout, block_size, count)
+
+
+@torch.library.custom_op("moba_train::coarse_blocks", mutates_args=())
+@with_layout
+def coarse_blocks(q: Tensor, k: Tensor, layout: Layout, block_size: int, topk: int, reference: bool) -> Tensor:
+    """The blocks before its own that MoBA's gate selects for each query and group of heads, int32 [K, n, C], topk - 1
+    at most; from rotated q [n, H, d] and k [T, K, d]. Without gradient."""
+    backend: Literal["reference", "auto"] = "reference" if reference else "auto"
+    options = MobaAttention.Options(block_size=block_size, topk=topk, select="group", backend=backend)
+    moba = MobaAttention(options, q.shape[2])
+    return moba.select_blocks(q, moba.summarize(k, layout), layout)[:: q.shape[1] // k.shape[1]].contiguous()
+
+
+@coarse_blocks.register_fake
+@partial(with_layout, traced=True)
+def _(q: Tensor, k: Tensor, layout: Layout, block_size: int, topk: int, reference: bool) -> Tensor:
+    shape = (k.shape[1], q.shape[0], listed_blocks(topk - 1, layout, block_size))
+    return q.new_empty(shape, dtype=torch.int32)
 
 
 @torch.library.custom_op("moba_train::index_distill", mutates_args=())
@@ -95,7 +171,7 @@ def distill(
     plain PyTorch.
     """
     kl_n = q.new_zeros(q.shape[0], dtype=accumulation_dtype(q.dtype))
-    scored = _implementation(pooled, reference, q_index, q).scored
+    scored = _scored(pooled, reference, q_index, q)
     for part in scored(q_index, k_index, q, k, lse, selected, layout, block_size, scale):
         target_gtb = _share(part.mass_gtb)
         # Blocks that do not count have -inf here and 0 as their target, and the product is NaN.
@@ -135,11 +211,11 @@ def _distill_backward(
     more memory than attention itself."""
     groups = q_index.shape[1]
     width = k_index.shape[1] // (groups if pooled else 1)
-    implementation = _implementation(pooled, reference, q_index, q)
     dq_nKx = torch.zeros_like(q_index)
-    parts = min(groups, implementation.KEY_PARTS)
+    parts = min(groups, _implementation(pooled, reference, q_index, q).KEY_PARTS)
     dk_STx = k_index.new_zeros((parts, *k_index.shape), dtype=accumulation_dtype(q.dtype))
-    for part in implementation.scored(q_index, k_index, q, k, lse, selected, layout, block_size, scale):
+    scored = _scored(pooled, reference, q_index, q)
+    for part in scored(q_index, k_index, q, k, lse, selected, layout, block_size, scale):
         grad_t1 = grad_kl[part.queries, None] * (width**-0.5 / groups)
         target_gtb = _share(part.mass_gtb)
         # NaN for a query without a block that counts.

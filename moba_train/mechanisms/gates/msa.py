@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moba_train.attention.full.full_kind import full_pairs
 from moba_train.attention.kind import LayerInput, MicroBatch, TokenBytes
-from moba_train.attention.layout import layout_arguments
+from moba_train.attention.layout import LayoutArguments, layout_arguments
 from moba_train.attention.shard import Shard, own_rows
 from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
@@ -26,18 +26,18 @@ from moba_train.mechanisms.layout_operators import query_positions
 
 
 class IndexBranch(nn.Module):
-    """Two projections: an index query for each group, and `key_heads` index keys; normalised if `norms`."""
+    """Two projections: `heads` index queries for each group, and `key_heads` index keys; normalised if `norms`."""
 
-    def __init__(self, model: ModelConfig, width: int, key_heads: int, norms: bool) -> None:
+    def __init__(self, model: ModelConfig, width: int, key_heads: int, norms: bool, heads: int = 1) -> None:
         super().__init__()
         self.width = width
-        self.q_proj = nn.Linear(model.hidden_size, model.kv_heads * width, bias=False)
+        self.q_proj = nn.Linear(model.hidden_size, model.kv_heads * heads * width, bias=False)
         self.k_proj = nn.Linear(model.hidden_size, key_heads * width, bias=False)
         self.q_norm = nn.RMSNorm(width, model.norm_eps) if norms else nn.Identity()
         self.k_norm = nn.RMSNorm(width, model.norm_eps) if norms else nn.Identity()
 
     def forward(self, x_nD: Tensor) -> tuple[Tensor, Tensor]:
-        """Index queries [n, K, w] and index keys [n, key_heads, w], not rotated."""
+        """Index queries [n, K * heads, w] and index keys [n, key_heads, w], not rotated."""
         q_nKw = self.q_norm(self.q_proj(x_nD).unflatten(-1, (-1, self.width)))
         return q_nKw, self.k_norm(self.k_proj(x_nD).unflatten(-1, (-1, self.width)))
 
@@ -79,12 +79,16 @@ class MsaKind(DistilledGate):
         q_nKw, k_niw = (layer.rotate_at(x, positions_n) for x in parameters(x_nD))
         return q_nKw, shard.gather("index_k", k_niw.flatten(1))
 
-    def select(self, features: Features, shard: Shard, q_nHd: Tensor) -> Tensor:
+    def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
         """The blocks with the highest scores, equal for the heads of a group."""
+        selected_KnC = self.select_by_group(features, layout_arguments(shard.layout), q_nHd, k_TKd)
+        return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
+
+    def select_by_group(self, features: Features, where: LayoutArguments, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
+        """int32 [K, n, C]: the selected history blocks of each group."""
         options = self.gate_options
         sizes = options.block_size, options.history_blocks, self.pooled, options.backend == "reference"
-        selected_KnC = operators.select(*features, *layout_arguments(shard.layout), *sizes)
-        return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
+        return operators.select(*features, None, *where, *sizes)
 
     def divergence(
         self,
@@ -112,6 +116,8 @@ class MsaCosts(GateCosts):
     """Costs of a layer with an index branch."""
 
     kind: MsaKind
+    index_heads = 1
+    """Index queries of a group."""
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
@@ -127,8 +133,9 @@ class MsaCosts(GateCosts):
         """Two projections, index scores of all earlier tokens and, while the gate learns, of q and k in the blocks that
         are attended to."""
         options, model, width = self.kind.gate_options, self.model, self._index_width
-        matrices = model.hidden_size * (model.kv_heads + self._key_heads) * width
-        index = 2.0 * model.kv_heads * width
+        queries = model.kv_heads * self.index_heads
+        matrices = model.hidden_size * (queries + self._key_heads) * width
+        index = 2.0 * queries * width
         # The projections forward, and the gradient of their weights; the layer's input gets none.
         learns = self.kind.facts.learns
         flops = 2.0 * matrices * sum(lengths) * (2 if learns else 1) + index * self.scored(lengths)
