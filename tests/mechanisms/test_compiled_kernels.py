@@ -53,6 +53,14 @@ def test_index_scores_probabilities_and_their_gradients_fit(
 
 
 @half
+@pytest.mark.parametrize(("head_dim", "listed"), [(64, True), (128, False)])
+def test_probabilities_of_the_blocks_of_an_indexer_fit(head_dim: int, listed: bool, dtype: str, tmp_path: Path) -> None:
+    shape = msa.tile_shape(16)
+    constants = sizes(shape, head_dim, W=16, LISTED=listed, ATTENTION=True)
+    fits(msa._scores, constants, shape, dtype, 0, tmp_path, maxnreg=msa.REGISTERS)
+
+
+@half
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 128)])
 def test_largest_probabilities_of_two_blocks_fit(head_dim: int, block_size: int, dtype: str, tmp_path: Path) -> None:
     shape = TileShape(seer.tile_rows(block_size), 0, 4, 3)

@@ -24,6 +24,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seer sparse": ("seer", {"train_gate": True}),
     "msa warmup": ("msa", {"mode": "warmup"}),
     "msa sparse": ("msa", {}),
+    "indexer warmup": ("indexer", {"mode": "warmup", "topk": 32}),
+    "indexer sparse": ("indexer", {"topk": 32}),
+    "indexer in two stages": ("indexer", {"topk": 32, "index_heads": 2, "top_p": 0.9, "coarse": {"blocks": 8}}),
 }
 WIDE = ModelConfig(**(MODEL.model_dump() | {"hidden_size": 512, "heads": 8, "kv_heads": 2, "head_dim": 64}))
 each = pytest.mark.parametrize("case", CASES)
@@ -55,15 +58,15 @@ def assert_close(got: Any, want: Any, tolerance: float) -> None:
 @each
 def test_float32_gives_the_numbers_of_the_cpu(case: str, device: torch.device) -> None:
     name, options = CASES[case]
-    layer = make_layer(name, {"block_size": 4, "topk": 3} | options, [12, 0, 1, 27, 60])
+    layer = make_layer(name, options | {"block_size": 4, "topk": 3}, [12, 0, 1, 27, 60])  # coarse blocks hold them all
     assert_close(results(moved(layer, device, torch.float32)), results(layer), 1e-4)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["seer sparse", "msa sparse"])
+@pytest.mark.parametrize("case", ["seer sparse", "msa sparse", "indexer sparse", "indexer in two stages"])
 def test_kernels_attend_to_the_selected_blocks_as_the_reference_does(case: str, device: torch.device) -> None:
     name, options = CASES[case]
-    layer = make_layer(name, {"block_size": 64, "topk": 4} | options, [700, 0, 1, 1000], model=WIDE)
+    layer = make_layer(name, options | {"block_size": 64, "topk": 4}, [700, 0, 1, 1000], model=WIDE)
     triton, reference = (
         results(moved(layer, device, torch.bfloat16, backend=backend)) for backend in ("triton", "reference")
     )

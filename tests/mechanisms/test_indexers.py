@@ -35,18 +35,19 @@ from tests.tools.decoding_checks import assert_decodes_like_training
 
 LENGTHS = [12, 0, 1, 27]
 QSA = {"block_size": 4, "topk": 3, "index_dim": 6}
-TWO_HEADS = {"block_size": 2, "topk": 4, "index_dim": 6, "index_heads": 2}
-TWO_STAGES = {"block_size": 2, "topk": 4, "index_dim": 4, "coarse": {"block_size": 6, "blocks": 3}}
+FREE = {"first_blocks": 0, "local_blocks": 1}
+TWO_HEADS = FREE | {"block_size": 2, "topk": 4, "index_dim": 6, "index_heads": 2}
+TWO_STAGES = {"block_size": 2, "topk": 6, "local_blocks": 3, "index_dim": 4, "coarse": {"block_size": 4, "blocks": 4}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qsa warmup": ("qsa", QSA | {"mode": "warmup", "kl_weight": 0.5}),
     "qsa sparse": ("qsa", QSA),
     "qsa frozen": ("qsa", QSA | {"train_gate": False}),
-    "tokens": ("indexer", {"block_size": 1, "topk": 9, "index_dim": 6}),
+    "tokens": ("indexer", {"block_size": 1, "topk": 9, "first_blocks": 2, "local_blocks": 3, "index_dim": 6}),
     "heads warmup": ("indexer", TWO_HEADS | {"mode": "warmup"}),
     "heads frozen": ("indexer", TWO_HEADS | {"train_gate": False}),
-    "top-p": ("indexer", {"block_size": 2, "topk": 6, "index_dim": 6, "top_p": 0.7, "kl_weight": 0.5}),
+    "top-p": ("indexer", FREE | {"block_size": 2, "topk": 6, "index_dim": 6, "top_p": 0.7, "kl_weight": 0.5}),
     "two stages": ("indexer", TWO_STAGES),
-    "all": ("indexer", TWO_STAGES | {"block_size": 3, "index_heads": 3, "top_p": 0.8}),
+    "all": ("indexer", TWO_STAGES | {"index_heads": 3, "top_p": 0.8, "local_blocks": 2}),
 }
 each = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 
@@ -80,7 +81,7 @@ def oracle_document(layer: Layer, rows: slice) -> tuple[Tensor, Tensor]:
             history = list(range(mine))
             logits = torch.stack([scores(token, group, entry) for entry in history]) if mine else q.new_zeros(0)
             if options.mode == "sparse":
-                history = best(options, logits, coarse_blocks(options, q[token, members], k[:, group], token))
+                history = best(options, logits, coarse_blocks(options, q[token, members], k[:, group], token), mine)
             compared[token, group] = logits[history], history
             for entry in [*history, mine]:
                 allowed[members, token, entry * size : (entry + 1) * size] = True
@@ -129,24 +130,29 @@ def coarse_blocks(options: Any, q: Tensor, k: Tensor, token: int) -> list[int] |
         return None
     own = token // coarse.block_size
     means = [k[c * coarse.block_size : (c + 1) * coarse.block_size].mean(0) for c in range(own)]
-    gates = torch.stack([(q @ mean).sum() for mean in means]) if means else q.new_zeros(0)
+    gates = torch.tensor([torch.inf if c in (0, own - 1) else (q @ means[c]).sum().item() for c in range(own)])
     each = coarse.block_size // options.block_size
     return [c * each + inside for c in [*chosen(gates, coarse.blocks - 1), own] for inside in range(each)]
 
 
-def best(options: Any, logits: Tensor, candidates: list[int] | None) -> list[int]:
-    """The blocks that a query selects."""
+def best(options: Any, logits: Tensor, candidates: list[int] | None, own: int) -> list[int]:
+    """The blocks before its own that a query selects."""
     if candidates is None:
-        candidates = list(range(len(logits)))
-    candidates = sorted(block for block in candidates if block < len(logits))
+        candidates = list(range(own))
+    candidates = sorted(block for block in candidates if block < own)
+    first = getattr(options, "first_blocks", 0)
+    local = getattr(options, "local_blocks", 1)
+    forced = [block for block in candidates if block < first or block > own - local]
+    assert len(forced) == len([block for block in range(own) if block < first or block > own - local])
     # Scores are equal, 0, where no product of an index head is positive: then the lower block id wins.
-    ranked = [candidates[i] for i in logits[candidates].sort(descending=True, stable=True).indices[: options.topk - 1]]
+    ranked = [candidates[i] for i in logits[candidates].sort(descending=True, stable=True).indices]
+    ranked = [*forced, *(block for block in ranked if block not in forced)][: options.topk - 1]
     if getattr(options, "top_p", None) is None:
         return ranked
     share = dict(zip(candidates, logits[candidates].softmax(-1).tolist(), strict=True))
-    kept: list[int] = []
+    kept = forced
     while len(kept) < len(ranked) and sum(share[block] for block in kept) < options.top_p:
-        kept.append(ranked[len(kept)])
+        kept = ranked[: len(kept) + 1]
     return kept
 
 
@@ -165,7 +171,7 @@ def test_other_groups_of_heads(name: str, kv_heads: int) -> None:
     model = ModelConfig(**(MODEL.model_dump() | {"kv_heads": kv_heads, "qk_norm": True}))
     options: dict[str, Any] = {"block_size": 5, "topk": 2, "index_dim": 8}
     if name == "indexer":
-        options |= {"index_heads": 2, "coarse": {"block_size": 5, "blocks": 2}}
+        options |= FREE | {"index_heads": 2, "coarse": {"block_size": 5, "blocks": 3}}
     assert_same_results(make_layer(name, options, [17, 4], model=model), oracle)
 
 
@@ -309,9 +315,11 @@ def test_top_p_selects_more_blocks_where_attention_is_spread() -> None:
     assert len(some.unique()) > 2
 
 
-def test_coarse_blocks_must_consist_of_whole_blocks() -> None:
+def test_problems_name_the_option() -> None:
     context = StageContext(MODEL, 64, 1, 1, False, "cpu", layers="in layer 0")
-    options = kind_with("indexer", {"block_size": 4, "topk": 3, "coarse": {"block_size": 10, "blocks": 2}}).options
-    assert list(KINDS["indexer"].problems(options, context)) == [
-        "coarse.block_size: given 10 in layer 0; allowed: a multiple of block_size 4"
+    sizes = {"block_size": 4, "topk": 5, "local_blocks": 5, "coarse": {"block_size": 12, "blocks": 3}}
+    assert list(KINDS["indexer"].problems(kind_with("indexer", sizes).options, context)) == [
+        "topk: given 5 in layer 0, but first_blocks 1 and local_blocks 5 count towards it; allowed: at least 6",
+        "coarse.block_size: given 12 in layer 0; allowed: a multiple of block_size 4 from 16, as one coarse block must "
+        "hold the first_blocks, and two the local_blocks",
     ]

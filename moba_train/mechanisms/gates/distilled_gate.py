@@ -66,6 +66,11 @@ class GateOptions(Section):
         """Blocks before its own that a query attends to, at most: the own block is one of `topk`."""
         return self.topk - 1
 
+    @property
+    def forced(self) -> tuple[int, int]:
+        """First blocks of a document, and last ones up to a query's own, that the query attends to in any case."""
+        return 0, 1
+
 
 class DistilledGate(AttentionKind):
     """Base class: a kind gives its options, its parameters, its gate's features, their choice and their divergence."""
@@ -80,7 +85,9 @@ class DistilledGate(AttentionKind):
         self.full = FullAttention(FullAttention.Options(), head_dim)
         self.facts = KindFacts(learns=options.mode == "warmup" or options.train_gate)
         key = f"attention.{self.name}.backend"
-        self.blocks = GivenBlocks(options.block_size, options.history_blocks, head_dim, options.backend, key)
+        first, local = options.forced
+        sizes = options.block_size, options.history_blocks, head_dim
+        self.blocks = GivenBlocks(*sizes, options.backend, key, first=first, local=local)
         self.attentions = (self.full,) if self.needs_full else ()
 
     @property

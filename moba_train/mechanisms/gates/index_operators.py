@@ -58,51 +58,57 @@ def select(
     count: int,
     pooled: bool,
     reference: bool,
+    first: int = 0,
+    local: int = 1,
     top_p: float | None = None,
     coarse_size: int = 0,
 ) -> Tensor:
     """The history blocks of each query and group of heads, int32 [K, n, C], at most `count`. Without gradient.
 
-    From the index queries [n, K, x] and the index keys of all tokens, [T, w] or, `pooled`, [T, K * w]. `coarse`: result
-    of `coarse_blocks`, blocks of `coarse_size` tokens to which the search is confined. `top_p`: of the best blocks, the
-    fewest whose shares in the softmax of all scores add up to it. `reference`: in plain PyTorch.
+    From the index queries [n, K, x] and the index keys of all tokens, [T, w] or, `pooled`, [T, K * w]. `first`,
+    `local`: blocks that are selected in any case, as in `choose_blocks`. `top_p`: of the others, the best, the fewest
+    with which shares in the softmax of all scores add up to it. `coarse`: result of `coarse_blocks`, blocks of
+    `coarse_size` tokens to which the search is confined. `reference`: in plain PyTorch.
     """
     grid = block_grid(layout, block_size)
     selected_KnC = _unselected(q_index, layout, block_size, count)
     count = selected_KnC.shape[2]
-    if coarse is not None:
-        for queries, ids_KtM, scores_KtM in pooled_scores.candidate_scores(
-            q_index, k_index, coarse, layout, block_size, coarse_size
-        ):
-            none_t = ids_KtM.new_zeros(ids_KtM.shape[1])
-            chosen_Ktj = _best(scores_KtM, QueryBlocks(none_t + ids_KtM.shape[2], none_t), count, top_p)
-            ids_Ktj = ids_KtM.gather(2, chosen_Ktj.clamp(min=0).long()).int()
-            selected_KnC[:, queries, : chosen_Ktj.shape[2]] = torch.where(chosen_Ktj < 0, chosen_Ktj, ids_Ktj)
-        return selected_KnC
-    block_scores = _implementation(pooled, reference, q_index).block_scores
-    for queries, blocks, scores_Ktb in block_scores(q_index, k_index, layout, block_size):
-        # Counted from the chunk's first block, as the scores are.
-        own = QueryBlocks(grid.own_n[queries] - blocks.start, grid.first_n[queries] - blocks.start)
-        chosen_Ktj = _best(scores_Ktb, own, count, top_p)
-        chosen_Ktj = torch.where(chosen_Ktj < 0, chosen_Ktj, chosen_Ktj + blocks.start)
-        selected_KnC[:, queries, : chosen_Ktj.shape[2]] = chosen_Ktj
+    if coarse is None:
+        parts = _implementation(pooled, reference, q_index).block_scores(q_index, k_index, layout, block_size)
+    else:
+        parts = pooled_scores.candidate_scores(q_index, k_index, coarse, layout, block_size, coarse_size)
+    for queries, blocks, scores_Ktx in parts:
+        ids_x = blocks
+        if isinstance(blocks, slice):
+            ids_x = torch.arange(blocks.start, blocks.stop, device=q_index.device)
+        own_t1, first_t1 = grid.own_n[queries, None], grid.first_n[queries, None]
+        scores_Ktx = scores_Ktx.masked_fill(ids_x >= own_t1, -torch.inf)
+        forced_Ktx = (ids_x < first_t1 + first) | (ids_x > own_t1 - local)
+        chosen_Ktj = _best(scores_Ktx, forced_Ktx & (scores_Ktx > -torch.inf), count, top_p)
+        ids_Ktj = ids_x.expand_as(scores_Ktx).gather(2, chosen_Ktj.clamp(min=0).long()).int()
+        selected_KnC[:, queries, : chosen_Ktj.shape[2]] = torch.where(chosen_Ktj < 0, chosen_Ktj, ids_Ktj)
     return selected_KnC
 
 
-def _best(scores_Ktb: Tensor, own: QueryBlocks, count: int, top_p: float | None) -> Tensor:
-    """`choose_blocks`; of these with `top_p`, the fewest whose shares add up to it: int32 [K, t, j], ascending, -1
-    behind."""
-    chosen_Ktj = choose_blocks(scores_Ktb, own, count)
+def _best(scores_Ktx: Tensor, forced_Ktx: Tensor, count: int, top_p: float | None) -> Tensor:
+    """Forced ones and those with the highest scores, none with -inf: int32 [K, t, j], where they are, ascending, -1
+    behind. `count` at most; with `top_p` also no more than add up to it."""
+    none_t = torch.zeros(scores_Ktx.shape[1], dtype=torch.int64, device=scores_Ktx.device)
+    behind = scores_Ktx.shape[2]
+    wanted_Ktx = scores_Ktx.masked_fill(forced_Ktx, torch.inf)
+    chosen_Ktj = choose_blocks(wanted_Ktx, QueryBlocks(none_t + behind, none_t), count)
     if top_p is None:
         return chosen_Ktj
+    at_Ktj = chosen_Ktj.clamp(min=0).long()
     empty_Ktj = chosen_Ktj < 0
-    of_chosen_Ktj = scores_Ktb.gather(2, chosen_Ktj.clamp(min=0).long())
-    share_Ktj = (of_chosen_Ktj - scores_Ktb.logsumexp(-1, keepdim=True)).exp().masked_fill(empty_Ktj, 0.0)
-    share_Ktj, order_Ktj = share_Ktj.sort(dim=-1, descending=True, stable=True)
-    enough_Ktj = share_Ktj.cumsum(-1) - share_Ktj >= top_p  # without the block itself
-    left_out_Ktj = empty_Ktj | torch.zeros_like(enough_Ktj).scatter_(2, order_Ktj, enough_Ktj)
-    behind = scores_Ktb.shape[2]
-    chosen_Ktj = chosen_Ktj.masked_fill(left_out_Ktj, behind).sort(-1).values
+    share_Ktj = (scores_Ktx.gather(2, at_Ktj) - scores_Ktx.logsumexp(-1, keepdim=True)).exp()
+    share_Ktj = share_Ktj.masked_fill(empty_Ktj, 0.0)
+    forced_Ktj = forced_Ktx.gather(2, at_Ktj) & ~empty_Ktj
+    order_Ktj = (share_Ktj + 2 * forced_Ktj).sort(dim=-1, descending=True, stable=True).indices
+    ordered_Ktj = share_Ktj.gather(2, order_Ktj)
+    enough_Ktj = ordered_Ktj.cumsum(-1) - ordered_Ktj >= top_p  # without the block itself
+    left_out_Ktj = torch.zeros_like(enough_Ktj).scatter_(2, order_Ktj, enough_Ktj) & ~forced_Ktj
+    chosen_Ktj = chosen_Ktj.masked_fill(left_out_Ktj | empty_Ktj, behind).sort(-1).values
     return chosen_Ktj.masked_fill(chosen_Ktj == behind, -1)
 
 
@@ -123,6 +129,8 @@ def _(
     count: int,
     pooled: bool,
     reference: bool,
+    first: int = 0,
+    local: int = 1,
     top_p: float | None = None,
     coarse_size: int = 0,
 ) -> Tensor:
@@ -133,9 +141,12 @@ def _(
 @with_layout
 def coarse_blocks(q: Tensor, k: Tensor, layout: Layout, block_size: int, topk: int, reference: bool) -> Tensor:
     """The blocks before its own that MoBA's gate selects for each query and group of heads, int32 [K, n, C], topk - 1
-    at most; from rotated q [n, H, d] and k [T, K, d]. Without gradient."""
+    at most, the document's first one and the previous one among them; from rotated q [n, H, d] and k [T, K, d]. Without
+    gradient."""
     backend: Literal["reference", "auto"] = "reference" if reference else "auto"
-    options = MobaAttention.Options(block_size=block_size, topk=topk, select="group", backend=backend)
+    options = MobaAttention.Options(
+        block_size=block_size, topk=topk, select="group", always=("current", "previous", "first"), backend=backend
+    )
     moba = MobaAttention(options, q.shape[2])
     return moba.select_blocks(q, moba.summarize(k, layout), layout)[:: q.shape[1] // k.shape[1]].contiguous()
 

@@ -3,8 +3,9 @@ DeepSeek Sparse Attention (arXiv:2512.02556, section 2.1) and RTPurbo (arXiv:260
 
 As in `qsa`, each group of query heads that share a key/value head has index queries and an index key of its own,
 rotated at the tokens' positions, and a query scores the mean of a block's index keys: by the product of one index
-query, or by a sum over several heads of positive products with weights of the query's token. Attended to are the best
-blocks, a fixed number (top-k) or as many as hold a share of the scores' softmax (top-p), and the query's own block.
+query, or by a sum over several heads of positive products with weights of the query's token. Attended to are the first
+block of the document, the last ones, and of the others the best: a fixed number (top-k) or as many as hold a share of
+the scores' softmax (top-p).
 
 The search may have two stages, as in HISA: MoBA's gate, which has no parameters, keeps a few large blocks, and
 the indexer ranks what is inside them. Its work for a query then no longer grows with the position.
@@ -36,7 +37,12 @@ class Coarse(Section):
     """The first of two stages: MoBA's gate."""
 
     block_size: Length = Field(512, description="tokens per coarse block, a multiple of the kind's block_size")
-    blocks: int = Field(16, ge=1, description="coarse blocks in which a query's blocks are searched, its own included")
+    blocks: int = Field(
+        16,
+        ge=3,
+        description="coarse blocks in which a query's blocks are searched; its own, the one before and the document's "
+        "first are among them",
+    )
 
 
 class IndexerKind(QsaKind):
@@ -53,12 +59,18 @@ class IndexerKind(QsaKind):
         topk: int = Field(
             128, ge=1, description="blocks each query attends to, its own included; with top_p, at most so many"
         )
+        first_blocks: int = Field(
+            1, ge=0, description="blocks at a document's start that every query attends to; they count towards topk"
+        )
+        local_blocks: int = Field(
+            8, ge=1, description="last blocks up to its own that every query attends to; they count towards topk"
+        )
         top_p: float | None = Field(
             None,
             gt=0,
             lt=1,
-            description="of the best blocks, the fewest whose shares in the softmax of the scores add up to this; "
-            "null: topk blocks",
+            description="of the best blocks, the fewest whose shares in the softmax of the scores add up to this, with "
+            "those of the first and last ones; null: topk blocks",
         )
         index_dim: int = Field(32, ge=2, le=LARGEST_WIDTH, multiple_of=2, description="width of index queries and keys")
         index_heads: int | None = Field(
@@ -71,17 +83,33 @@ class IndexerKind(QsaKind):
             None, description="first stage of the search, MoBA's gate on larger blocks; null: every block is scored"
         )
 
+        @property
+        def forced(self) -> tuple[int, int]:
+            """First blocks of a document, and last ones up to a query's own, that the query attends to in any case."""
+            return self.first_blocks, self.local_blocks
+
     options: Options
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
-        """Those of the base class, and coarse blocks that do not consist of whole blocks."""
+        """Those of the base class, more forced blocks than are attended to, and coarse blocks that do not consist of
+        whole blocks or do not hold the forced ones."""
         assert isinstance(options, IndexerKind.Options)
         yield from super().problems(options, context)
-        if options.coarse and options.coarse.block_size % options.block_size:
+        first, local = options.forced
+        if options.topk < first + local:
+            yield (
+                f"topk: given {options.topk} {context.layers}, but first_blocks {first} and local_blocks {local} count "
+                f"towards it; allowed: at least {first + local}"
+            )
+        if options.coarse is None:
+            return
+        least = max(first, local - 1, 1) * options.block_size
+        if options.coarse.block_size % options.block_size or options.coarse.block_size < least:
             yield (
                 f"coarse.block_size: given {options.coarse.block_size} {context.layers}; allowed: a multiple of "
-                f"block_size {options.block_size}"
+                f"block_size {options.block_size} from {least}, as one coarse block must hold the first_blocks, and "
+                "two the local_blocks"
             )
 
     @classmethod
@@ -106,11 +134,11 @@ class IndexerKind(QsaKind):
         reference = options.backend == "reference"
         coarse_KnC = None
         if options.coarse:
-            sizes = options.coarse.block_size, options.coarse.blocks, reference
-            coarse_KnC = operators.coarse_blocks(q_nHd.detach(), k_TKd.detach(), *where, *sizes)
+            rule = options.coarse.block_size, options.coarse.blocks, reference
+            coarse_KnC = operators.coarse_blocks(q_nHd.detach(), k_TKd.detach(), *where, *rule)
         coarse_size = options.coarse.block_size if options.coarse else 0
-        rule = options.block_size, options.history_blocks, self.pooled, reference, options.top_p, coarse_size
-        return operators.select(*features, coarse_KnC, *where, *rule)
+        sizes = options.block_size, options.history_blocks, self.pooled, reference
+        return operators.select(*features, coarse_KnC, *where, *sizes, *options.forced, options.top_p, coarse_size)
 
     def costs(self, model: ModelConfig) -> "IndexerCosts":
         """Costs of attention and the indexer."""

@@ -177,7 +177,8 @@ def scored(
     """Every query of every group: with the selected blocks, or with all before its own."""
     grid = block_grid(layout, block_size)
     pooled_KNw = _pooled(k_index_Ty, k_TKd.shape[1], grid)
-    kernels = not reference and triton_multiplies(q_nHd)
+    # Their tiles have 16 keys of a block at least: of shorter ones they would multiply padding.
+    kernels = not reference and block_size >= 16 and triton_multiplies(q_nHd)
     masses = _masses_by_kernels if kernels else _masses
     for groups, queries, blocks, mass_gtb in masses(q_nHd, k_TKd, lse_Hn, selected_KnC, layout, block_size, scale):
         counts_gtb = _before(grid, queries, blocks).expand_as(mass_gtb)
