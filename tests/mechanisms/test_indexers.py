@@ -233,9 +233,9 @@ def test_packed_documents(name: str, options: dict[str, Any]) -> None:
     assert_documents_are_independent(name, options, LENGTHS)
 
 
-@each
-def test_decoding(name: str, options: dict[str, Any]) -> None:
-    assert_decodes_like_training(name, options)
+@pytest.mark.parametrize("case", ["qsa sparse", "qsa warmup", "tokens", "all"])
+def test_decoding(case: str) -> None:
+    assert_decodes_like_training(*CASES[case])
 
 
 @pytest.mark.parametrize("case", ["qsa sparse", "all"])

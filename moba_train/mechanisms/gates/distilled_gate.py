@@ -87,13 +87,24 @@ class DistilledGate(AttentionKind):
         key = f"attention.{self.name}.backend"
         first, local = options.forced
         sizes = options.block_size, options.history_blocks, head_dim
-        self.blocks = GivenBlocks(*sizes, options.backend, key, first=first, local=local)
+        self.blocks = self.attends_by(options, head_dim)(*sizes, options.backend, key, first=first, local=local)
         self.attentions = (self.full,) if self.needs_full else ()
 
     @property
     def needs_full(self) -> bool:
         """True if the layer computes full attention."""
         return self.gate_options.mode == "warmup"
+
+    @classmethod
+    def attends_by(cls, options: GateOptions, head_dim: int) -> type[GivenBlocks]:
+        """Class of the attention to selected blocks."""
+        return GivenBlocks
+
+    @classmethod
+    def triton_problem(cls, options: GateOptions, context: StageContext) -> str:
+        """The reason why the kernels of this attention cannot run in a stage; empty if they can."""
+        sizes = context.model.head_width, options.block_size, options.history_blocks
+        return triton_problem(context.device, *sizes)
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:
@@ -104,7 +115,7 @@ class DistilledGate(AttentionKind):
                 f"block_size: given {options.block_size} {context.layers}, which does not fit in a sequence of "
                 f"{context.seq_len} tokens; allowed: at most seq_len"
             )
-        reason = triton_problem(context.device, context.model.head_width, options.block_size, options.history_blocks)
+        reason = cls.triton_problem(options, context)
         if options.mode == "sparse" and options.backend == "triton" and reason:
             yield f"backend: given 'triton' {context.layers}, which cannot run: {reason}; set auto"
 
@@ -114,7 +125,8 @@ class DistilledGate(AttentionKind):
 
     @abstractmethod
     def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
-        """The history blocks of the shard's queries, int32 [H, n, C]; `q_nHd`, `k_TKd`: rotated."""
+        """The history blocks of the shard's queries, int32 [H, n, C], or [K, n, C] if `self.blocks` takes them so;
+        `q_nHd`, `k_TKd`: rotated."""
 
     @abstractmethod
     def divergence(

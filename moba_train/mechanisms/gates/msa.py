@@ -22,6 +22,7 @@ from moba_train.config.base import Length, Section
 from moba_train.config.model import LARGEST_WIDTH, ModelConfig
 from moba_train.mechanisms.gates import index_operators as operators
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate, Features, GateCosts, GateOptions
+from moba_train.mechanisms.gates.short_blocks import ShortBlocks
 from moba_train.mechanisms.layout_operators import query_positions
 
 
@@ -82,6 +83,8 @@ class MsaKind(DistilledGate):
     def select(self, features: Features, shard: Shard, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
         """The blocks with the highest scores, equal for the heads of a group."""
         selected_KnC = self.select_by_group(features, layout_arguments(shard.layout), q_nHd, k_TKd)
+        if isinstance(self.blocks, ShortBlocks):
+            return selected_KnC
         return selected_KnC.repeat_interleave(q_nHd.shape[1] // len(selected_KnC), 0)
 
     def select_by_group(self, features: Features, where: LayoutArguments, q_nHd: Tensor, k_TKd: Tensor) -> Tensor:
@@ -100,8 +103,7 @@ class MsaKind(DistilledGate):
         selected_HnC: Tensor | None,
     ) -> Tensor:
         """The mean over groups."""
-        group = q_nHd.shape[1] // k_TKd.shape[1]
-        selected_KnC = None if selected_HnC is None else selected_HnC[::group]
+        selected_KnC = None if selected_HnC is None else selected_HnC[:: len(selected_HnC) // k_TKd.shape[1]]
         where = layout_arguments(shard.layout)
         options = self.gate_options
         sizes = options.block_size, self.full.scale, self.pooled, options.backend == "reference"
@@ -121,10 +123,14 @@ class MsaCosts(GateCosts):
 
     def token_bytes(self, batch: MicroBatch) -> TokenBytes:
         """Bytes of the base class, and index keys: gathered in mode sparse. In the warm-up, keys and index keys of
-        other ranks are kept, from which the gate learns."""
+        other ranks are kept, from which the gate learns. Short blocks are kept by group; the backward pass lists them
+        by block, which takes as many bytes twice."""
         found = super().token_bytes(batch)
         index = self._key_heads * self._index_width
         if found.gathered is not None:
+            if isinstance(self.kind.blocks, ShortBlocks):
+                saved = found.saved * self.model.kv_heads // (2 * self.model.heads)
+                found = found._replace(saved=saved, workspace=(found.workspace or 0) + 2 * saved)
             return found._replace(gathered=found.gathered + batch.width * index)
         others = (batch.cp - 1) * batch.width * (self.model.kv_heads * self.model.head_width + index)
         return found._replace(activations=others)

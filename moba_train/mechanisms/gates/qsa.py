@@ -5,14 +5,19 @@ index keys are averaged over an entry, and the query's product with the mean is 
 attend to the same entries, and to their own, which is not complete yet. The indexer learns the group's own attention:
 the share of the probability in each entry before a query's own.
 
-There are no kernels for such short blocks: attention and scores are plain PyTorch, a chunk of queries at a time.
+Attention to such short blocks has kernels of its own; scores are plain PyTorch, a chunk of queries at a time.
 """
 
 from pydantic import Field
 from torch import nn
 
+from moba_train.attention.block_sparse import GivenBlocks
+from moba_train.attention.kernels.table import TRITON
+from moba_train.attention.kind import StageContext
 from moba_train.config.base import Length, Section
 from moba_train.config.model import ModelConfig
+from moba_train.mechanisms.gates import short_blocks
+from moba_train.mechanisms.gates.distilled_gate import GateOptions
 from moba_train.mechanisms.gates.msa import IndexBranch, MsaKind
 
 
@@ -32,3 +37,17 @@ class QsaKind(MsaKind):
     def parameters(cls, options: Section, model: ModelConfig, layer: int) -> nn.Module:
         assert isinstance(options, QsaKind.Options)
         return IndexBranch(model, options.index_dim or model.head_width, model.kv_heads, norms=True)
+
+    @classmethod
+    def attends_by(cls, options: GateOptions, head_dim: int) -> type[GivenBlocks]:
+        """Attention to short blocks, unless the kernels of MoBA take these sizes."""
+        moba = not TRITON.size_problem(head_dim, options.block_size, options.history_blocks)
+        return GivenBlocks if moba or options.backend == "composed" else short_blocks.ShortBlocks
+
+    @classmethod
+    def triton_problem(cls, options: GateOptions, context: StageContext) -> str:
+        """The reason why the kernels of this attention cannot run in a stage; empty if they can."""
+        width = context.model.head_width
+        if cls.attends_by(options, width) is GivenBlocks:
+            return super().triton_problem(options, context)
+        return short_blocks.triton_problem(context.device, width)
