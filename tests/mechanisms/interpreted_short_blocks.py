@@ -29,10 +29,10 @@ def some_blocks(layout: Layout, kv_heads: int, block_size: int, count: int) -> t
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "width", "block_size", "count", "dtype", "ranges"),
     [
-        ([70, 0, 1, 60], 6, 2, 64, 1, 20, torch.float32, None),
+        ([30, 0, 1, 25], 6, 2, 64, 1, 20, torch.float32, None),
         ([90, 20], 3, 1, 32, 5, 9, torch.float32, ((10, 30), (60, 95))),
-        ([130], 2, 2, 64, 16, 5, torch.float16, None),
-        ([180], 1, 1, 16, 80, 1, torch.float32, None),
+        ([80], 2, 2, 64, 16, 5, torch.float16, None),
+        ([100], 1, 1, 16, 80, 1, torch.float32, None),
         ([33], 20, 1, 16, 4, 0, torch.float32, None),
     ],
 )

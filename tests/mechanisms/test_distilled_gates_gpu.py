@@ -24,9 +24,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seer sparse": ("seer", {"train_gate": True}),
     "msa warmup": ("msa", {"mode": "warmup"}),
     "msa sparse": ("msa", {}),
-    "indexer warmup": ("indexer", {"mode": "warmup", "topk": 32}),
-    "indexer sparse": ("indexer", {"topk": 32}),
-    "indexer in two stages": ("indexer", {"topk": 32, "index_heads": 2, "top_p": 0.9, "coarse": {"blocks": 8}}),
+    "indexer warmup": ("indexer", {"mode": "warmup"}),
+    "indexer sparse": ("indexer", {}),
+    "indexer in two stages": ("indexer", {"index_heads": 2, "top_p": 0.9, "coarse": {"blocks": 8}}),
 }
 WIDE = ModelConfig(**(MODEL.model_dump() | {"hidden_size": 512, "heads": 8, "kv_heads": 2, "head_dim": 64}))
 each = pytest.mark.parametrize("case", CASES)
@@ -58,7 +58,7 @@ def assert_close(got: Any, want: Any, tolerance: float) -> None:
 @each
 def test_float32_gives_the_numbers_of_the_cpu(case: str, device: torch.device) -> None:
     name, options = CASES[case]
-    layer = make_layer(name, options | {"block_size": 4, "topk": 3}, [12, 0, 1, 27, 60])  # coarse blocks hold them all
+    layer = make_layer(name, options | {"block_size": 4, "topk": 9}, [12, 0, 1, 27, 60])  # coarse blocks hold them all
     assert_close(results(moved(layer, device, torch.float32)), results(layer), 1e-4)
 
 
@@ -71,6 +71,19 @@ def test_kernels_attend_to_the_selected_blocks_as_the_reference_does(case: str, 
         results(moved(layer, device, torch.bfloat16, backend=backend)) for backend in ("triton", "reference")
     )
     assert_close(triton, reference, 3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block_size", "topk"), [(1, 200), (4, 100), (16, 20), (48, 8)])
+def test_kernels_attend_to_short_blocks_as_the_reference_does_with_equal_bits(
+    block_size: int, topk: int, device: torch.device
+) -> None:
+    layer = make_layer("indexer", {"block_size": block_size, "topk": topk}, [700, 0, 1, 1000], model=WIDE)
+    triton, again, reference = (
+        results(moved(layer, device, torch.bfloat16, backend=backend)) for backend in ("triton", "triton", "reference")
+    )
+    assert_close(triton, reference, 3e-2)
+    assert_close(triton, again, 0)
 
 
 def peak_bytes(layer: Layer) -> int:

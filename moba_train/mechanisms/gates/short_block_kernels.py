@@ -39,9 +39,11 @@ def query_tile(group: int) -> TileShape:
     return TileShape(max(LEAST, triton.next_power_of_2(group)), KEYS, WARPS, STAGES)
 
 
-def key_tile(block_size: int) -> TileShape:
-    """Queries and keys at once: a block, or 64 keys of a longer one."""
-    return TileShape(QUERIES, min(KEYS, max(LEAST, triton.next_power_of_2(block_size))), WARPS, STAGES)
+def key_tile(block_size: int, head_dim: int) -> TileShape:
+    """Queries and keys at once: a block, or 32 keys of a longer one."""
+    keys = min(2 * LEAST, max(LEAST, triton.next_power_of_2(block_size)))
+    # Of 32 keys of width 128, 4 warps would spill the sums.
+    return TileShape(QUERIES, keys, 2 * WARPS if keys * head_dim > 2048 else WARPS, STAGES)
 
 
 def attend(
@@ -92,7 +94,7 @@ def attend_backward(
         num_stages=tile.stages,
     )
     pairs = selected_pairs(selected_KTC, layout, block_size)
-    tile = key_tile(block_size)
+    tile = key_tile(block_size, width)
     blocks = len(pairs.edges_b) - 1
     _key_gradients[(blocks, triton.cdiv(block_size, tile.keys), kv_heads)](
         *(q, k, v, dout, lse, delta, dk, dv),
