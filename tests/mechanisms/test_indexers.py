@@ -26,9 +26,11 @@ from tests.attention.kind_checks import (
     Layer,
     assert_documents_are_independent,
     assert_ranks_equal_one_device,
+    kept_bytes,
     make_layer,
     results,
     run_layer,
+    token_bytes,
 )
 from tests.mechanisms.test_distilled_gates import assert_same_results, chosen, document_attention, kl, rotated
 from tests.tools.decoding_checks import assert_decodes_like_training
@@ -313,6 +315,33 @@ def test_top_p_selects_more_blocks_where_attention_is_spread() -> None:
     assert (some <= many).all()
     assert torch.equal(many, most)
     assert len(some.unique()) > 2
+
+
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+def test_what_is_kept_grows_with_the_tokens_not_with_their_square(mode: str) -> None:
+    """Single tokens; of their ids, as many bytes as the plan counts, by group of heads."""
+    options = {"block_size": 1, "topk": 17, "mode": mode}
+    short, long = (kept_bytes(make_layer("indexer", options, [length])) for length in (128, 256))
+    assert long == pytest.approx(2 * short, rel=0.05)
+    kept = token_bytes(kind_with("indexer", options)).saved
+    assert kept == (4 * MODEL.kv_heads * 16 if mode == "sparse" else 0)
+    by_head = kind_with("indexer", options | {"backend": "composed"})  # in selections of MoBA's form, with their lists
+    assert token_bytes(by_head).saved == 2 * 4 * MODEL.heads / (4 * MODEL.kv_heads) * kept
+
+
+def test_kernels_of_short_blocks_are_refused_where_they_cannot_run() -> None:
+    options = {"block_size": 4, "topk": 12, "backend": "triton"}
+    with pytest.raises(ValueError, match=r"attention\.indexer\.backend: given 'triton', which cannot run on cpu"):
+        run_layer(make_layer("indexer", options, [40]))
+    wide = MODEL.model_copy(update={"head_dim": 64})
+    reasons = [
+        next(KINDS["indexer"].problems(kind_with("indexer", options).options, StageContext(*context)))
+        for context in ((wide, 64, 1, 1, False, "cpu", "here"), (MODEL, 64, 1, 1, False, "cuda", "here"))
+    ]
+    assert reasons == [
+        "backend: given 'triton' here, which cannot run: the run trains on cpu, CUDA needed; set auto",
+        "backend: given 'triton' here, which cannot run: head dim 8, one of 16, 32, 64, 128 needed; set auto",
+    ]
 
 
 def test_problems_name_the_option() -> None:

@@ -32,7 +32,7 @@ HEAD_WIDTHS = (16, 32, 64, 128)
 def triton_problem(device: str | None, head_width: int) -> str:
     """The reason why the kernels cannot run in a stage; empty if they can. `device`: None if not known."""
     if head_width not in HEAD_WIDTHS:
-        return f"head dim {head_width}, one of {HEAD_WIDTHS} needed"
+        return f"head dim {head_width}, one of {', '.join(map(str, HEAD_WIDTHS))} needed"
     return device_problem(device, head_width=64, block_size=64, history_blocks=0)
 
 
