@@ -128,10 +128,11 @@ class MsaCosts(GateCosts):
         found = super().token_bytes(batch)
         index = self._key_heads * self._index_width
         if found.gathered is not None:
-            if isinstance(self.kind.blocks, ShortBlocks):
-                saved = found.saved * self.model.kv_heads // (2 * self.model.heads)
-                found = found._replace(saved=saved, workspace=(found.workspace or 0) + 2 * saved)
-            return found._replace(gathered=found.gathered + batch.width * index)
+            found = found._replace(gathered=found.gathered + batch.width * index)
+            if not isinstance(self.kind.blocks, ShortBlocks):
+                return found
+            saved = found.saved * self.model.kv_heads // (2 * self.model.heads)
+            return found._replace(saved=saved, workspace=found.workspace + 2 * saved)
         others = (batch.cp - 1) * batch.width * (self.model.kv_heads * self.model.head_width + index)
         return found._replace(activations=others)
 
