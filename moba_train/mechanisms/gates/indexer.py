@@ -7,8 +7,9 @@ query, or by a sum over several heads of positive products with weights of the q
 block of the document, the last ones, and of the others the best: a fixed number (top-k) or as many as hold a share of
 the scores' softmax (top-p).
 
-The search may have two stages, as in HISA: MoBA's gate, which has no parameters, keeps a few large blocks, and
-the indexer ranks what is inside them. Its work for a query then no longer grows with the position.
+The search may have two stages, as in HISA (arXiv:2603.28458): a gate on pooled keys, here MoBA's, which has no
+parameters, keeps a few large blocks, and the indexer ranks what is inside them. Its work for a query then no longer
+grows with the position.
 
 Shape suffixes: n queries of this rank, T tokens of the sequence, D hidden size, H query heads, K key/value heads, J
 index heads of a group, I = K * J, d head width, w index width, x and y features as in pooled_scores.py, C selected
@@ -57,7 +58,7 @@ class IndexerKind(QsaKind):
             16, description="tokens per block; blocks start again with each document; 1: single tokens are selected"
         )
         topk: int = Field(
-            128, ge=1, description="blocks each query attends to, its own included; with top_p, at most so many"
+            128, ge=1, description="blocks each query attends to, its own included; with top_p, the most that it may"
         )
         first_blocks: int = Field(
             1, ge=0, description="blocks at a document's start that every query attends to; they count towards topk"
