@@ -329,6 +329,16 @@ def test_what_is_kept_grows_with_the_tokens_not_with_their_square(mode: str) -> 
     assert token_bytes(by_head).saved == 2 * 4 * MODEL.heads / (4 * MODEL.kv_heads) * kept
 
 
+@pytest.mark.parametrize(
+    ("block_size", "topk", "backend", "own"),
+    [(16, 128, "auto", True), (64, 32, "auto", False), (64, 200, "auto", True), (16, 128, "composed", False)],
+)
+def test_blocks_that_mobas_kernels_take_go_to_them(block_size: int, topk: int, backend: str, own: bool) -> None:
+    options = {"block_size": block_size, "topk": topk, "backend": backend}
+    kind = KINDS["indexer"](KINDS["indexer"].Options.model_validate(options), 64)
+    assert kind.facts.own_kernels == own
+
+
 def test_kernels_of_short_blocks_are_refused_where_they_cannot_run() -> None:
     options = {"block_size": 4, "topk": 12, "backend": "triton"}
     with pytest.raises(ValueError, match=r"attention\.indexer\.backend: given 'triton', which cannot run on cpu"):

@@ -83,11 +83,13 @@ class DistilledGate(AttentionKind):
         assert isinstance(options, GateOptions)
         self.gate_options = options
         self.full = FullAttention(FullAttention.Options(), head_dim)
-        self.facts = KindFacts(learns=options.mode == "warmup" or options.train_gate)
         key = f"attention.{self.name}.backend"
         first, local = options.forced
         sizes = options.block_size, options.history_blocks, head_dim
-        self.blocks = self.attends_by(options, head_dim)(*sizes, options.backend, key, first=first, local=local)
+        attention = self.attends_by(options, head_dim)
+        self.blocks = attention(*sizes, options.backend, key, first=first, local=local)
+        learns = options.mode == "warmup" or options.train_gate
+        self.facts = KindFacts(learns=learns, own_kernels=attention is not GivenBlocks)
         self.attentions = (self.full,) if self.needs_full else ()
 
     @property
