@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.engine import OperatorEngine
-from moba_train.attention.kernels.common import reference
 from moba_train.attention.kind import StageContext
 from moba_train.attention.layout import Layout
 from moba_train.attention.observer import Observer, observing
@@ -163,7 +162,6 @@ def test_outputs_divergences_and_every_gradient_are_those_of_the_oracle(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(grid._SCORES_PER_CHUNK, "cpu", 150)  # several chunks, of rows and of blocks
-    monkeypatch.setitem(reference._SCORES_PER_CHUNK, "cpu", 150)
     assert_same_results(make_layer(name, options, LENGTHS), oracle)
 
 

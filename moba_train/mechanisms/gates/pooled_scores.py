@@ -22,13 +22,15 @@ import torch
 from torch import Tensor
 
 from moba_train.attention.kernels.common.geometry import query_blocks
-from moba_train.attention.kernels.common.reference import accumulation_dtype, query_chunks
+from moba_train.attention.kernels.common.reference import accumulation_dtype
 from moba_train.attention.kernels.table import triton_multiplies
 from moba_train.attention.layout import Layout
-from moba_train.mechanisms.gates.grid import BlockGrid, block_grid, causal_chunks
+from moba_train.mechanisms.gates.grid import BlockGrid, block_grid, causal_chunks, row_chunks
 
 KEY_PARTS = 1
 """Summands of the index keys' gradient that `Scored.add_gradients` is given."""
+_COPIES = 4
+"""Tensors of a chunk's scores that exist at once, for `causal_chunks`: 16 MiB each in float32 on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def block_scores(
     grid = block_grid(layout, block_size)
     groups = q_index_nKx.shape[1]
     pooled_KNw = _pooled(k_index_Ty, groups, grid)
-    numbers = groups * max(1, index_heads(q_index_nKx.shape[2], pooled_KNw.shape[2]))
+    numbers = _COPIES * groups * max(1, index_heads(q_index_nKx.shape[2], pooled_KNw.shape[2]))
     for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, numbers, q_index_nKx.device):
         scores_Ktb = _scores(q_index_nKx[queries], pooled_KNw[:, blocks])
         yield queries, blocks, scores_Ktb.masked_fill_(~_before(grid, queries, blocks), -torch.inf)
@@ -150,7 +152,7 @@ def candidate_scores(
     width = pooled_KNw.shape[2]
     own_n, first_n = query_blocks(layout, coarse_size)
     inside_j = torch.arange(coarse_size // block_size, device=own_n.device)
-    for rows in query_chunks(queries, groups * (listed + 1) * len(inside_j) * width, own_n.device):
+    for rows in row_chunks(queries, groups * (listed + 1) * len(inside_j) * width, own_n.device):
         coarse_KtC = torch.cat([coarse_KnC[:, rows].long(), own_n[rows, None].expand(groups, -1, 1)], 2)
         blocks_KtC = grid.first_n[rows, None] + (coarse_KtC - first_n[rows, None]) * len(inside_j)
         ids_KtM = (blocks_KtC.unsqueeze(-1) + inside_j).flatten(2)
@@ -250,7 +252,8 @@ def _masses_by_kernels(
         if selected_KnC is None:
             yield every, part.queries, part.pairs.blocks, part.mass_gtb
             continue
-        for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, every.stop, q_nHd.device):
+        numbers = _COPIES * every.stop
+        for queries, blocks in causal_chunks(grid.own_on_host, grid.first_on_host, numbers, q_nHd.device):
             places_KtC = _places(selected_KnC[:, queries], grid, queries, blocks)
             mass_Ktb = part.mass_gtb.new_zeros((*places_KtC.shape[:2], blocks.stop - blocks.start))
             yield every, queries, blocks, mass_Ktb.scatter_(2, places_KtC, part.mass_gtb[:, queries, :-1])
