@@ -19,6 +19,7 @@ from moba_train.attention.registry import KINDS
 from moba_train.config.model import ModelConfig
 from moba_train.mechanisms.gates import grid
 from moba_train.parallel.context.strategy import CPStrategy
+from moba_train.tools.convert.hf_export import layer_problem
 from tests.attention.kind_checks import (
     MODEL,
     STRATEGIES,
@@ -325,6 +326,12 @@ def test_what_is_kept_grows_with_the_tokens_not_with_their_square(mode: str) -> 
     assert kept == (4 * MODEL.kv_heads * 16 if mode == "sparse" else 0)
     by_head = kind_with("indexer", options | {"backend": "composed"})  # in selections of MoBA's form, with their lists
     assert token_bytes(by_head).saved == 2 * 4 * MODEL.heads / (4 * MODEL.kv_heads) * kept
+
+
+def test_export_is_refused_with_what_would_be_lost() -> None:
+    size = MODEL.hidden_size * MODEL.kv_heads * ((2 + 1) * 6 + 2)
+    problem = layer_problem(kind_with(*CASES["heads frozen"]), MODEL)
+    assert problem.startswith(f"kind 'indexer' has {size} parameters in a layer")
 
 
 @pytest.mark.parametrize(
