@@ -267,13 +267,12 @@ def _block_backends(
         options = layer.options
         if not isinstance(options, _BlockOptions):
             continue
-        if KINDS[layer.kind](layer.options, model.head_width).facts.own_kernels:
-            continue
         sizes = model.head_width, options.block_size, options.topk - 1, tokens * model.heads // mesh.tp
         all_keys = strategy is None or strategy.transport != "ring"
         facts = Facts(_machine(device), setup.computation.dtype, *sizes, whole=mesh.cp == 1, all_keys=all_keys)
         try:
-            found[layer] = resolve_backend(f"attention.{layer.kind}.backend", options.backend, facts)
+            if not KINDS[layer.kind](layer.options, model.head_width).facts.own_kernels:
+                found[layer] = resolve_backend(f"attention.{layer.kind}.backend", options.backend, facts)
         except ValueError as error:
             problems.append(f"{error} (stage {stage.name!r})")
     if problems:
