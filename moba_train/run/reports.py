@@ -1,7 +1,7 @@
 """Reports of a run in addition to metrics: events at the current step, from its start to its end."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from moba_train.checkpoint.checkpointer import Checkpointer, Saved
@@ -13,7 +13,7 @@ from moba_train.memory.activations import StageActivations
 from moba_train.memory.shortage import over_budget, shortage
 from moba_train.parallel.world import World
 from moba_train.resolve.run import ResolvedRun, StageLayout
-from moba_train.run.checkpoints import Start, not_finite_values
+from moba_train.run.checkpoints import CheckpointStore, Start, not_finite_values
 from moba_train.run.evaluations import evaluation_records
 from moba_train.run.progress import Progress
 from moba_train.run.recipe_changes import describe_changes, rate_jump, recipe_changes, write_recipe
@@ -192,6 +192,13 @@ class RunReports:
             text = f"the checkpoint of step {saved.step} holds {values}; the run will not resume from it"
             self.event("warning", text)
             self.telemetry.alert("a checkpoint is not finite", text, "not_finite")
+
+    def copies(self, stores: Iterable[CheckpointStore]) -> None:
+        """Report once how the copies of checkpoints so far have ended."""
+        for text, is_good in (news for store in stores for news in store.news()):
+            self.event("checkpoint" if is_good else "warning", text)
+            if not is_good:
+                self.telemetry.alert("a checkpoint was not copied", text, "checkpoint_copy")
 
     def stop_time(self, stop_time: StopTime, save_s: float | None) -> None:
         """Report how long an orderly stop takes, where that is known for the first time or has become longer;

@@ -349,6 +349,7 @@ class Trainer:
     def _report_saves(self) -> None:
         """Report how saves have ended; also after an error, as the run ends."""
         self.reports.saves(self.checkpoints.checkpointer)
+        self.reports.copies(self.checkpoints.stores)
 
 
 class Monitors:
