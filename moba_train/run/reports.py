@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from moba_train.checkpoint.checkpointer import Checkpointer, Saved
@@ -53,7 +54,6 @@ class RunReports:
         self._progress = progress
         self._tokens = tokens
         self._is_main = world.is_main
-        self.telemetry = Telemetry([])
         self._recorded: list[Record] = []
         """Records of an earlier start at this step, also those after it had saved the step's checkpoint."""
         self._told_saves = 0
@@ -62,13 +62,16 @@ class RunReports:
         """Number of the errors of saves that are reported."""
         recipe_before: str | None = None
         last_step = run.stages[-1].end_step
-        if world.is_main:
+        resumed = progress.step or None
+        described = SinkRun(run.folders.run, run.name, progress.run_id, resumed, last_step, {}, world.rank)
+        if not world.is_main:
+            self.telemetry = make_telemetry(run.telemetry, described)
+        else:
             folder = run.folders.run
             recipe_before = write_recipe(folder, run.recipe, progress.step)
             repeated = evaluation_records() if evaluates_again else ()
             recipe = parse_config(run.recipe, "recipe").model_dump(mode="json") | {"code": code_version()}
-            described = SinkRun(folder, run.name, progress.run_id, progress.step or None, last_step, recipe)
-            self.telemetry = make_telemetry(run.telemetry, described, repeated)
+            self.telemetry = make_telemetry(run.telemetry, replace(described, recipe=recipe), repeated)
             history = read_since(folder / "metrics.jsonl", progress.step)
             here = (record for record in history if record["step"] == progress.step)
             self._recorded = [record for record in here if record["type"] not in repeated]

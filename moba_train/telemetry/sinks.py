@@ -106,10 +106,13 @@ def _short(value: float) -> str:
 
 
 def make_telemetry(config: TelemetryConfig, run: SinkRun, repeated: Collection[str] = ()) -> Telemetry:
-    """A `Telemetry` with the sinks that the recipe asks for. To be called on rank 0.
+    """A `Telemetry` with the sinks that the recipe asks for on this rank.
 
     `repeated`: types of records that are made again for `run.resumed_step` itself.
     """
+    if run.rank:
+        on_every_rank = [entry for entry in config.asked_for() if getattr(entry[1], "on_every_rank", False)]
+        return Telemetry([sink.open(setting, run) for _, sink, setting in on_every_rank])
     run.folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonlSink(run.folder / "metrics.jsonl", run.resumed_step, repeated)]
     sinks += [sink.open(setting, run) for _, sink, setting in config.asked_for()]

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema
 
 from moba_train.checkpoint.files import in_threads
 from moba_train.checkpoint.manifest import (
@@ -88,7 +88,7 @@ class UploadOptions(Section):
     @classmethod
     def _check_address(cls, address: str) -> str:
         if (problem := address_problem(address)) is not None:
-            raise PydanticCustomError("address", "{problem}", {"problem": problem})
+            raise ValueError(problem)
         return address.rstrip("/")
 
     @classmethod

@@ -19,7 +19,7 @@ def server() -> Iterator[Line]:
 def line(server: Line, monkeypatch: pytest.MonkeyPatch) -> Line:
     """The line to the server, in order; uploads try again at once."""
     monkeypatch.setattr(upload, "PAUSES_S", (0.0, 0.0))
-    server.is_full = server.is_cut = False
+    server.is_full = False
     server.bytes_per_s = server.torn = 0
     server.puts.clear()
     return server

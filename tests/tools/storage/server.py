@@ -28,18 +28,21 @@ class Line:
         """Every PUT is answered as by a full bucket."""
         self.bytes_per_s = 0.0
         """Speed of each connection towards the server; 0: unlimited."""
-        self.is_cut = False
-        """Nothing arrives at the server."""
         self.torn = 0
         """Connections that are to be cut in the middle of a PUT."""
         self.secrets: list[str] = []
         """Both parts of the credentials."""
         self.puts: list[str] = []
         """Paths of the PUTs so far."""
+        self._cuts = 0
         self._server = server
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Cut the connections that there are; what is on its way is lost."""
+        self._cuts += 1
 
     def close(self) -> None:
         self._listener.close()
@@ -53,6 +56,7 @@ class Line:
                 threading.Thread(target=self._back, args=(server, client), daemon=True).start()
 
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        cuts = self._cuts
         with suppress(OSError), client, server:
             while block := client.recv(1 << 16):
                 if block.startswith(b"PUT "):
@@ -66,7 +70,7 @@ class Line:
                         return
                 if self.bytes_per_s:
                     time.sleep(len(block) / self.bytes_per_s)
-                if self.is_cut:
+                if cuts < self._cuts:
                     return
                 server.sendall(block)
 

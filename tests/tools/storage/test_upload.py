@@ -1,4 +1,4 @@
-"""Copies of checkpoints in an object store: complete or not there, in time, and bit for bit what the run resumes from."""
+"""Copies of checkpoints in an object store: complete or not there, and bit for bit what a run resumes from."""
 
 import json
 import os
@@ -83,7 +83,8 @@ def test_a_run_on_a_new_disk_goes_on_from_the_newest_copy_bitwise(
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     remote = RemoteFolder(address)
     contents = [path.read_bytes() for path in written] + [remote.read(name, 1 << 30) or b"" for name in remote.files()]
-    assert len(written) > 20 and output in {path.read_text() for path in written if path.name == "output"}
+    assert len(written) > 20
+    assert output in {path.read_text() for path in written if path.name == "output"}
     for secret in line.secrets:
         assert not any(secret.encode() in content for content in contents)
 
@@ -111,12 +112,12 @@ def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_rest(run: Run, t
     deadline = time.monotonic() + 60
     while not any(name.endswith("index.json") for name in files.files()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    line.is_cut = True
+    line.cut()
     process.kill()
     process.wait()
-    line.is_cut = False
     found = files.files()
-    assert f"step_00000012/{WEIGHTS}" not in found and not complete_steps(found)
+    assert f"step_00000012/{WEIGHTS}" not in found
+    assert not complete_steps(found)
     assert (run.run_dir / "checkpoints" / "step_00000012").exists()
 
     line.bytes_per_s = 0
@@ -124,7 +125,9 @@ def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_rest(run: Run, t
     assert run.train_here() == 0
     assert there(address) == [12]
     names = [Path(path.split("?")[0]).name for path in line.puts]
-    assert "index.json" not in names and names.count(WEIGHTS) == 1 and "manifest.json" in names
+    assert "index.json" not in names
+    assert names.count(WEIGHTS) == 1
+    assert "manifest.json" in names
 
 
 def test_an_interrupted_copy_is_not_found_and_is_replaced(tmp_path: Path, line: Line) -> None:
@@ -136,7 +139,8 @@ def test_an_interrupted_copy_is_not_found_and_is_replaced(tmp_path: Path, line: 
     assert there(address) == []
     uploads.copy(path)
     ((text, good),) = wait(uploads)
-    assert good and text.startswith(f"the checkpoint of step 100 is uploaded to {address}: ")
+    assert good
+    assert text.startswith(f"the checkpoint of step 100 is uploaded to {address}: ")
 
     changed = save(tmp_path, 100, content="other")
     uploads.copy(changed)
@@ -182,7 +186,8 @@ def test_a_checkpoint_in_doubt_is_not_fetched_while_there_is_another(tmp_path: P
     start(tmp_path / "new", address)
     assert steps(tmp_path / "new" / "checkpoints") == [100]
     uploads.copy(save(tmp_path, 300, not_finite=["model.norm.weight"]))
-    assert wait(uploads) == [] and there(address) == [100, 200]
+    assert wait(uploads) == []
+    assert there(address) == [100, 200]
 
 
 def test_retention_of_its_own(tmp_path: Path, line: Line) -> None:
@@ -199,7 +204,8 @@ def test_retention_of_its_own(tmp_path: Path, line: Line) -> None:
     uploads.copy(save(tmp_path, 700, good=False))
     wait(uploads)
     assert there(address) == [400, 700]
-    assert "step_00000050/left-by-a-kill" not in remote.files() and "mine/step_00000050/notes" in remote.files()
+    assert "step_00000050/left-by-a-kill" not in remote.files()
+    assert "mine/step_00000050/notes" in remote.files()
 
 
 def test_a_full_bucket_is_told_and_the_next_checkpoint_is_copied(tmp_path: Path, line: Line) -> None:
@@ -208,7 +214,9 @@ def test_a_full_bucket_is_told_and_the_next_checkpoint_is_copied(tmp_path: Path,
     line.is_full = True
     uploads.copy(save(tmp_path, 100))
     ((text, good),) = wait(uploads)
-    assert not good and text.startswith("the checkpoint of step 100 was not uploaded: ") and "bucket is full" in text
+    assert not good
+    assert text.startswith("the checkpoint of step 100 was not uploaded: ")
+    assert "bucket is full" in text
     line.is_full = False
     uploads.copy(save(tmp_path, 200))
     assert [good for _, good in wait(uploads)] == [True]
@@ -246,7 +254,7 @@ def test_a_run_is_refused_where_the_store_cannot_be_used(
     tmp_path: Path, line: Line, monkeypatch: pytest.MonkeyPatch, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Wrong credentials, no such bucket: before the first step, if there is nothing else to go on from."""
-    with pytest.raises(UserError, match="s3://absent/run/run.json: FileNotFoundError: The specified bucket does not"):
+    with pytest.raises(UserError, match=r"s3://absent/run/run\.json: FileNotFoundError: The specified bucket does not"):
         start(tmp_path / "a", "s3://absent/run")
     wrong = "wrong-secret-of-somebody"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
@@ -254,13 +262,15 @@ def test_a_run_is_refused_where_the_store_cannot_be_used(
     run.recipe["checkpoint"] |= {"upload": address}
     assert run.train_here() == 2
     error = capsys.readouterr().err
-    assert f"checkpoint.upload: {address}: PermissionError" in error and wrong not in error
+    assert f"checkpoint.upload: {address}: PermissionError" in error
+    assert wrong not in error
     assert not (run.run_dir / "metrics.jsonl").exists()
 
     save(tmp_path / "b", 100)
     uploads = Upload.open(UploadOptions(address=address), folders(tmp_path / "b"))
     ((text, good),) = wait(uploads)
-    assert not good and text.endswith("the run goes on from what is in its folder")
+    assert not good
+    assert text.endswith("the run goes on from what is in its folder")
 
 
 def test_another_run_is_refused(tmp_path: Path, line: Line) -> None:
@@ -273,7 +283,8 @@ def test_another_run_is_refused(tmp_path: Path, line: Line) -> None:
         start(tmp_path / "other", address)
     uploads.copy(other)
     ((text, good),) = wait(uploads)
-    assert not good and "of run one, and this is run two" in text
+    assert not good
+    assert "of run one, and this is run two" in text
     assert json.loads(RemoteFolder(address).read(upload.RUN, 1000) or b"") == {"run_id": "one"}
 
 
