@@ -119,11 +119,7 @@ class Checkpointer:
         return self.saves[-1] if self.saves else None
 
     def save(
-        self,
-        step: int,
-        tensors: dict[str, Tensor],
-        meta: dict[str, Any],
-        protect: publish.Accept = publish.is_good,
+        self, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], protect: publish.Accept = publish.is_good
     ) -> float:
         """Copies and writes `tensors` (plain tensors and DTensors, by name) and `meta`, in the background.
 

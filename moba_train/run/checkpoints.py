@@ -75,16 +75,13 @@ class CheckpointStore(Protocol):
 
     def copy(self, path: Path) -> None:
         """Begin to copy the checkpoint, or begin again where an earlier start was killed."""
-        ...
 
     def is_idle(self, wait_s: float) -> bool:
         """True if all that was begun has ended, after waiting at most `wait_s` seconds for it. Raises UserError when
         the copy that the run needs could not be fetched."""
-        ...
 
     def news(self) -> list[tuple[str, bool]]:
         """Sentences about copies since the last call, each with false where the copy has failed."""
-        ...
 
 
 class Loaded(NamedTuple):
@@ -267,12 +264,7 @@ class RunCheckpoints:
         return bool(self.saved_step) and self.trust.doubt(self.saved_step, self._saved_id, reason)
 
     def save(
-        self,
-        progress: Progress,
-        stage: Stage,
-        detector: dict[str, Any],
-        facts: dict[str, object],
-        protect: Accept,
+        self, progress: Progress, stage: Stage, detector: dict[str, Any], facts: dict[str, object], protect: Accept
     ) -> float:
         """Begin to save the state after `progress.step`, in `stage`.
 
