@@ -92,7 +92,7 @@ def record_memory(most_entries: int | None) -> None:
 
 
 def recorded_memory() -> Any:
-    """Present state of the allocator, and what was recorded. Tried with torch 2.13, on a CPU only. Without it: the same."""
+    """State of the allocator, and what was recorded. Tried with torch 2.13, on a CPU only. Without it: the same."""
     return torch.cuda.memory._snapshot()
 
 

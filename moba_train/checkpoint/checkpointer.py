@@ -99,7 +99,7 @@ class Checkpointer:
         """saved: called on every rank, in the background, with the path of each good checkpoint"""
         self.last_error: str | None = None
         self.errors: list[str] = []
-        """Texts that `last_error` has had, oldest first: a save may fail before the error of the last one was read."""
+        """Texts that `last_error` has had and that are not reported, oldest first: a save may fail before that of the last was."""
         self.saves: list[Saved] = []
         """The good saves, oldest first: the next may end before anyone has read how this one did."""
         self.failed_saves = 0

@@ -58,8 +58,6 @@ class RunReports:
         """Records of an earlier start at this step, also those after it had saved the step's checkpoint."""
         self._told_saves = 0
         """Number of the good saves that are reported."""
-        self._told_errors = 0
-        """Number of the errors of saves that are reported."""
         recipe_before: str | None = None
         last_step = run.stages[-1].end_step
         resumed = progress.step or None
@@ -159,9 +157,8 @@ class RunReports:
     def saves(self, checkpointer: Checkpointer) -> None:
         """Report once how the saves so far have ended; the run goes on in any case."""
         saves = checkpointer.saves[self._told_saves :]
-        errors = checkpointer.errors[self._told_errors :]
+        errors = [checkpointer.errors.pop(0) for _ in range(len(checkpointer.errors))]
         self._told_saves += len(saves)
-        self._told_errors += len(errors)
         for saved in saves:
             self._saved(saved)
         if not errors or isinstance(checkpointer.fatal, LaunchError):
@@ -199,8 +196,10 @@ class RunReports:
     def copies(self, stores: Iterable[CheckpointStore]) -> None:
         """Report once how the copies of checkpoints so far have ended."""
         for text, is_good in (news for store in stores for news in store.news()):
-            self.event("checkpoint" if is_good else "warning", text)
-            if not is_good:
+            if is_good:
+                self.event("checkpoint", text)
+            else:
+                self.event("warning", text)
                 self.telemetry.alert("a checkpoint was not copied", text, "checkpoint_copy")
 
     def stop_time(self, stop_time: StopTime, save_s: float | None) -> None:
