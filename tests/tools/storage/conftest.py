@@ -8,7 +8,7 @@ from moba_train.tools.storage import upload
 from tests.tools.storage.server import Line, s3_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def server() -> Iterator[Line]:
     pytest.importorskip("s3fs")
     with s3_server() as line:
