@@ -104,6 +104,7 @@ def test_a_wheel_alone_runs_the_quick_start_of_the_guide(built: Path, tmp_path: 
         [str(programs / "python"), "-c", "import moba_train, data_tools; print(moba_train, data_tools)"], folder
     )
     assert found.count(str(packages)) == 2
+    assert done([str(programs / "moba-train"), "--version"], folder) == f"moba_train {__version__}\n"
     (quick_start,) = [block for block in blocks(ROOT / "docs" / "install.md", "bash") if "moba-train train" in block]
     for program, *arguments in commands(quick_start):
         done([str(programs / program), *arguments, *(SMALL if arguments[0] == "train" else [])], folder)
