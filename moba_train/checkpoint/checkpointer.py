@@ -99,7 +99,7 @@ class Checkpointer:
         """saved: called on every rank, in the background, with the path of each good checkpoint"""
         self.last_error: str | None = None
         self.errors: list[str] = []
-        """Texts that `last_error` has had and that are not reported, oldest first: a save may fail before that of the last was."""
+        """Texts that `last_error` has had and that wait for their report, oldest first: saves may fail before it."""
         self.saves: list[Saved] = []
         """The good saves, oldest first: the next may end before anyone has read how this one did."""
         self.failed_saves = 0

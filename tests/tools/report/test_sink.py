@@ -46,7 +46,8 @@ def test_a_plain_install_trains_without_wandb_and_plotly_and_says_so(plain_insta
     config = TelemetryConfig()
     assert list(config.member_problems("telemetry")) == []
     assert describe_sinks(config) == (
-        "metrics.jsonl, console, no report.html without plotly: pip install 'plotly>=6'; off: profile, tensorboard, wandb"
+        "metrics.jsonl, console, no report.html without plotly: pip install 'plotly>=6'; "
+        "off: profile, tensorboard, wandb"
     )
     assert files_of_a_run(config, tmp_path) == {"metrics.jsonl"}
 
