@@ -127,7 +127,10 @@ class Upload:
 
     def copy(self, path: Path) -> None:
         with self._changed:
-            self._pending = [(other, held) for other, held in self._pending if self._is_for_ever(other)]
+            for other, held in self._pending:
+                if held is not None and not self._is_for_ever(other):
+                    held.close()
+            self._pending = [entry for entry in self._pending if self._is_for_ever(entry[0])]
             self._pending.append((path, hold(path)))
             self._changed.notify_all()
 
