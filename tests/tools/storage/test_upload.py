@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import time
 from pathlib import Path
@@ -128,6 +129,38 @@ def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_rest(run: Run, t
     assert "index.json" not in names
     assert names.count(WEIGHTS) == 1
     assert "manifest.json" in names
+
+
+@pytest.mark.skipif("MOBA_UPLOAD_KILLS" not in os.environ, reason="MOBA_UPLOAD_KILLS=SEED asks for it; minutes")
+def test_kills_at_random_and_new_disks_do_not_change_a_bit(run: Run, tmp_path: Path, corpora: Path, line: Line) -> None:
+    """Over lines that are slow or torn, until a start comes to the end. Also prints the number of kills."""
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Run(tmp_path / "undisturbed", corpora)
+    undisturbed.recipe["checkpoint"]["every"] = run.recipe["checkpoint"]["every"] = 2
+    assert undisturbed.train_here() == 0
+    run.recipe["checkpoint"]["upload"] = address_of(tmp_path)
+    chance = random.Random(int(os.environ["MOBA_UPLOAD_KILLS"]))
+    kills = new_disks = 0
+    while True:
+        line.bytes_per_s = chance.choice([0, 0, 3e5, 1e5])
+        line.torn = chance.choice([0, 0, 1, 2])
+        process = run.start(1)
+        deadline = time.monotonic() + chance.uniform(1.5, 9)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if process.poll() is not None:
+            break
+        line.cut()
+        process.kill()
+        process.wait()
+        kills += 1
+        if chance.random() < 0.6:
+            shutil.rmtree(run.run_dir, ignore_errors=True)
+            new_disks += 1
+    assert process.returncode == 0, process.communicate()[0]
+    print(f"{kills} kills, {new_disks} new disks")
+    assert_same_tensors(run.newest_checkpoint, undisturbed.newest_checkpoint)
+    assert run.losses() == undisturbed.losses()
 
 
 def test_an_interrupted_copy_is_not_found_and_is_replaced(tmp_path: Path, line: Line) -> None:
