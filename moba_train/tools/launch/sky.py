@@ -39,7 +39,7 @@ def task_yaml(job: Job, run: ResolvedRun, accelerator: str) -> str:
 
 
 def _notes(job: Job, run: ResolvedRun) -> list[str]:
-    """What the machines must have in addition, as lines."""
+    """Lines about the start, and about what the machines must have in addition."""
     notes = ["sky jobs launch FILE starts it, on new machines again after each that is taken away."]
     if run.checkpoint.asked_for():
         notes.append(
