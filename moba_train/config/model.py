@@ -29,7 +29,7 @@ class LayerRope(Section):
         None, gt=0, description="turns in original_seq_len from which a frequency stays; null: 32 (yarn), 4 (llama3)"
     )
     beta_slow: float = Field(1.0, gt=0, description="turns in original_seq_len up to which a frequency is stretched")
-
+    truncate: bool = Field(True, description="yarn: between the two lie whole frequencies; false: parts too (gpt-oss)")
     fraction: float = Field(1.0, gt=0, le=1, description="part of each head's dimensions that turns, the first ones")
 
     @property
@@ -96,6 +96,7 @@ class ModelConfig(OpenSection):
         False, description="RMSNorm over each query and key head (Qwen3); all_heads: over all of them at once (OLMo-2)"
     )
     qkv_bias: bool = Field(False, description="bias in the query, key and value projections (Qwen2)")
+    o_bias: bool = Field(False, description="bias in the output projection of attention (gpt-oss)")
     norms: Literal["pre", "post", "both"] = Field(
         "pre", description="RMSNorm before attention and feed-forward (Llama), behind them (OLMo-2), both (Gemma)"
     )

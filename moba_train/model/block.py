@@ -90,7 +90,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, config.heads * width, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, config.kv_heads * width, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, config.kv_heads * width, bias=bias)
-        self.o_proj = nn.Linear(config.heads * width, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.heads * width, config.hidden_size, bias=config.o_bias)
         self._norms_all_heads = config.qk_norm == "all_heads"
         together = (config.heads, config.kv_heads) if self._norms_all_heads else (1, 1)
         norms = [norm_of(config, heads * width) if config.qk_norm else nn.Identity() for heads in together]

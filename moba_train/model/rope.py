@@ -48,8 +48,8 @@ def _llama3_ramp(config: LayerRope, frequencies: Tensor) -> Tensor:
 def _yarn_ramp(config: LayerRope, head_dim: int, device: torch.device | str | None) -> Tensor:
     """Ramp of `_interpolate`, float64 [head_dim / 2]: 0 for fast frequencies, 1 for slow ones.
 
-    Follows the authors' code and transformers, which round the ends of the ramp to integer indices and let it grow with
-    the frequency's index. The ramp of the paper (equation 13) grows with the number of turns; the published models do
+    Follows the authors' code and transformers, which round the ends of the ramp to integer indices, unless told not to,
+    and let it grow with the frequency's index. The ramp of the paper (equation 13) grows with the number of turns; the published models do
     not use it.
     """
     trained = config.original_seq_len
@@ -58,8 +58,10 @@ def _yarn_ramp(config: LayerRope, head_dim: int, device: torch.device | str | No
     def index(turns: float) -> float:
         return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low = max(math.floor(index(config.fast_turns)), 0)
-    high = min(math.ceil(index(config.beta_slow)), head_dim - 1)
+    fast = index(config.fast_turns)
+    slow = index(config.beta_slow)
+    low = max(math.floor(fast) if config.truncate else fast, 0)
+    high = min(math.ceil(slow) if config.truncate else slow, head_dim - 1)
     indices = torch.arange(head_dim // 2, dtype=torch.float64, device=device)
     return ((indices - low) / max(high - low, 1e-3)).clamp(0, 1)
 

@@ -149,7 +149,7 @@ def count_parameters(model: ModelConfig, attention_kinds: int = 0) -> ParameterC
 
 def _block_parameters(model: ModelConfig, layer: int) -> tuple[int, int, int]:
     """Parameters of a layer's attention, feed-forward and norms, without those of attention kinds."""
-    biases = (model.heads + 2 * model.kv_heads) * model.head_width if model.qkv_bias else 0
+    biases = model.qkv_bias * (model.heads + 2 * model.kv_heads) * model.head_width + model.o_bias * model.hidden_size
     normed_heads = {False: 0, True: 2, "all_heads": model.heads + model.kv_heads}[model.qk_norm]
     return (
         attention_matrices(model, layer) + biases + model.heads * model.has_sink(layer),

@@ -316,8 +316,8 @@ def implementation_problem(config: OptimConfig, device: str | None) -> str:
 
 def adamw_groups(parameters: NamedParameters, config: OptimConfig) -> list[dict[str, Any]]:
     """Parameter groups with weight decay (matrices) and without (norms, biases)."""
-    matrices = [parameter for _, parameter in parameters if parameter.dim() >= 2]
-    vectors = [parameter for _, parameter in parameters if parameter.dim() < 2]
+    matrices = [value for name, value in parameters if value.dim() >= 2 and not name.endswith(".bias")]
+    vectors = [value for name, value in parameters if value.dim() < 2 or name.endswith(".bias")]
     return [
         {"params": matrices, "weight_decay": config.weight_decay, "lr_factor": 1.0},
         {"params": vectors, "weight_decay": 0.0, "lr_factor": 1.0},

@@ -24,8 +24,8 @@ from moba_train.registry import MODEL_FAMILIES
 from moba_train.resolve.initial_weights import comparable
 from moba_train.tools.hf.config import CONFIG, read_family, read_model_config
 from moba_train.tools.hf.family import Family
+from moba_train.tools.hf.files import INDEX, SINGLE
 from moba_train.tools.hf.rope import ROPE_KEYS
-from moba_train.tools.hf.weights import INDEX, SINGLE
 
 
 def hf_rope(rope: LayerRope) -> dict[str, Any]:
@@ -35,6 +35,8 @@ def hf_rope(rope: LayerRope) -> dict[str, Any]:
     rope_type = "linear" if rope.kind == "pi" else rope.kind
     values = rope.model_dump() | {"beta_fast": rope.fast_turns}
     scaling = {theirs: values[ours] for ours, theirs in ROPE_KEYS[rope_type].items()}
+    if scaling.get("truncate"):
+        del scaling["truncate"]  # the default, which older releases of transformers do not know
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope_type} | scaling}
 
 

@@ -5,14 +5,18 @@ Llama (also SmolLM2), Qwen2 and Qwen3 are here.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from moba_train.config.explain import given
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.hf.rope import ROPE_SECTIONS, TRAINED, read_rope
+
+T = TypeVar("T")
 
 NO_FUNCTION = frozenset(
     {
@@ -24,7 +28,31 @@ NO_FUNCTION = frozenset(
 """Keys of config.json that say nothing of what the model computes of its tokens."""
 NUMBER = "{}"
 """Place in a name of theirs for the number of each tensor of a stack of ours."""
+_LAYERS = "model.layers."
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(\w+)")
+
+
+class Fused(NamedTuple):
+    """Form of a tensor of theirs whose rows are those of one or more parameters of ours."""
+
+    dim: int = 0
+    """Dimension of ours that its rows are counted along."""
+    groups: Callable[[ModelConfig], int] = lambda model: 1
+    """Number of groups, each with some rows of each of ours: one, those of ours after each other; or as many as rows,
+    these by turns."""
+    transposed: bool = False
+    """True if the last two dimensions of ours are the other way round."""
+
+    def theirs(self, of_ours: Sequence[T]) -> tuple[T, ...]:
+        """What there is for each dimension of ours, in the order of theirs."""
+        if not self.transposed:
+            return (*of_ours,)
+        *others, rows, columns = of_ours
+        return (*others, columns, rows)
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        """A tensor of ours in the order of theirs, or the reverse."""
+        return tensor.mT if self.transposed else tensor
 
 
 class Family:
@@ -83,8 +111,11 @@ class Family:
         "feed_forward": "mlp",
     }
     """Our modules, outside and inside of a block, and theirs. A longer name, such as `attention.q_proj`, goes before
-    its beginning; several of ours may be the rows of one of theirs, in the order of our parameters. One of ours is a
-    stack of theirs whose names have numbers at `NUMBER`."""
+    its beginning, and one with the parameter's own, `attention.sink.weight`, has all of theirs; several of ours may be
+    the rows of one of theirs, in the order of our parameters. One of ours is a stack of theirs whose names have numbers
+    at `NUMBER`."""
+    fused: ClassVar[dict[str, Fused]] = {}
+    """Forms of their tensors by name inside of a block, where they are not the rows of ours after each other."""
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config with the family's defaults for keys that it leaves out. Null counts as left out, except for
@@ -150,11 +181,18 @@ class Family:
         """Name of the tensor that has our parameter. Raises KeyError when there is none."""
         if match := _BLOCK.fullmatch(ours):
             layer, part, last = match.groups()
+            if own := self.names.get(f"{part}.{last}"):
+                return f"{_LAYERS}{layer}.{own}"
             first, _, rest = part.partition(".")
             found = self.names.get(part) or f"{self.names[first]}{'.' * bool(rest)}{rest}"
-            return f"model.layers.{layer}.{found}.{last}"
+            return f"{_LAYERS}{layer}.{found}.{last}"
         module, _, last = ours.rpartition(".")
         return f"{self.names[module]}.{last}"
+
+    def fused_as(self, theirs: str) -> Fused:
+        """Form of the tensor of this name."""
+        inside = theirs.removeprefix(_LAYERS).partition(".")[2]
+        return self.fused.get(inside, Fused()) if theirs.startswith(_LAYERS) else Fused()
 
 
 class Qwen2(Family):

@@ -18,11 +18,11 @@ _STRETCHED = {"factor": "factor", "original_seq_len": TRAINED}
 ROPE_KEYS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"factor": "factor"},
-    "yarn": _STRETCHED | {"beta_fast": "beta_fast", "beta_slow": "beta_slow"},
+    "yarn": _STRETCHED | {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "truncate": "truncate"},
     "llama3": _STRETCHED | {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"},
 }
 """Keys of our `model.rope`, and those of config.json with the same values, by rope type."""
-_READ = {"rope_type", "type", "rope_theta", TRAINED, "mscale", "mscale_all_dim", "truncate", "attention_factor"}
+_READ = {"rope_type", "type", "rope_theta", TRAINED, "mscale", "mscale_all_dim", "attention_factor"}
 _READ |= {"partial_rotary_factor"}.union(*(keys.values() for keys in ROPE_KEYS.values()))
 """All keys of the section that are read for some type; others have no effect, or one that model.rope cannot say."""
 _NOT_HERE = {
@@ -84,7 +84,7 @@ def _check_fixed_values(section: str, own: dict[str, Any], rope: RopeConfig) -> 
     """Raise CheckpointError for keys without a counterpart in our model, unless they change nothing."""
     allowed: dict[str, object] = {"partial_rotary_factor": rope.fraction}
     if rope.kind == "yarn" and rope.factor != 1:
-        allowed |= {"mscale": None, "mscale_all_dim": None, "truncate": True}
+        allowed |= {"mscale": None, "mscale_all_dim": None}
     for key, value in allowed.items():
         if own.get(key, value) != value:
             raise CheckpointError(f"{section}.{key} is {given(own[key])}, allowed: {value}")

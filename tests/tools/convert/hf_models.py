@@ -109,6 +109,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "rope_parameters": {"rope_theta": 1e6},
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 20,
+        "swiglu_limit": 0.5,
+        "sliding_window": 24,
+        "rope_parameters": {"rope_theta": 1.5e5, "rope_type": "yarn", "factor": 4.0, "truncate": False, **_ORIGINAL},
+    },
     "qwen3_moe_dense": {
         "model_type": "qwen3_moe",
         "num_experts": 4,

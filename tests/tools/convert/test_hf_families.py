@@ -35,6 +35,7 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
     "gemma3": [WINDOW, WINDOW, {}],
     "phi3": [WINDOW] * 3,
     "mixtral_windows": [WINDOW] * 3,
+    "gpt_oss": [WINDOW, {}, WINDOW],
 }
 """Attention of each layer of the models in hf_models.py that have windows."""
 
@@ -125,6 +126,23 @@ V4_AND_V5: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_theta": 7e5, "sliding_window": None},
         {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}, "sliding_window": None},
     ),
+    "gpt_oss": (
+        {
+            "rope_theta": 7e5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "experts_per_token": 4,
+            "initial_context_length": 4096,
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        },
+        {"rope_theta": 7e5},
+    ),
     "phi3": (
         {"rope_theta": 7e5, "partial_rotary_factor": 0.5},
         {"rope_parameters": {"rope_theta": 7e5, "partial_rotary_factor": 0.5, "rope_type": "default"}},
@@ -180,6 +198,11 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
         ("qwen3_moe", {"router_aux_loss_coef": -1.0}, "router_aux_loss_coef: given -1"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is false, allowed: True"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha is 1\.0, allowed: 1\.702"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit: given 0"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is "),
+        ("gpt_oss", {"num_experts_per_tok": 200}, "active: given 200"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     ],
 )
