@@ -49,8 +49,8 @@ def _yarn_ramp(config: LayerRope, head_dim: int, device: torch.device | str | No
     """Ramp of `_interpolate`, float64 [head_dim / 2]: 0 for fast frequencies, 1 for slow ones.
 
     Follows the authors' code and transformers, which round the ends of the ramp to integer indices, unless told not to,
-    and let it grow with the frequency's index. The ramp of the paper (equation 13) grows with the number of turns; the published models do
-    not use it.
+    and let it grow with the frequency's index. The ramp of the paper (equation 13) grows with the number of turns; the
+    published models do not use it.
     """
     trained = config.original_seq_len
     assert trained is not None

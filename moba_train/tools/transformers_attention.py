@@ -55,9 +55,9 @@ def attention_forward(
     """Attention of one layer of a transformers model, with the signature that its registry asks for.
 
     query [B, H, T, D], key and value [B, K, S, D]; the queries are the last T of the S tokens. `attention_mask` [B, S]
-    is 0 at padding, None without any; `s_aux` [H]: learned sinks. Returns out [B, T, H, D]; rows of padding are 0. Documents packed into one row
-    are not distinguished, and a static cache is not supported. Raises ValueError for dropout, a mask of another
-    shape, and a layer whose attention the config does not give.
+    is 0 at padding, None without any; `s_aux` [H]: learned sinks. Returns out [B, T, H, D]; rows of padding are 0.
+    Documents packed into one row are not distinguished, and a static cache is not supported. Raises ValueError for
+    dropout, a mask of another shape, and a layer whose attention the config does not give.
     """
     if dropout:
         raise ValueError(f"attention_dropout: {dropout} given, allowed: 0 with attn_implementation='moba'")

@@ -44,7 +44,7 @@ class Fused(NamedTuple):
     """True if the last two dimensions of ours are the other way round."""
 
     def theirs(self, of_ours: Sequence[T]) -> tuple[T, ...]:
-        """What there is for each dimension of ours, in the order of theirs."""
+        """Values for the dimensions of ours, in the order of those of theirs."""
         if not self.transposed:
             return (*of_ours,)
         *others, rows, columns = of_ours

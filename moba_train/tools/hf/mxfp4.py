@@ -57,17 +57,18 @@ class Mxfp4Folder(SafetensorsFolder):
         """The tensor on the CPU, in bfloat16 if it is in MXFP4, or the `part` of it."""
         if not self._is_packed(name):
             return super().read(name, part)
-        *others, columns, rows = [*part, *map(slice, self.shape(name)[len(part) :])]
-        start = (columns.start or 0) // _COLUMNS
-        stop = -(-columns.stop // _COLUMNS)
-        stored = (*others, rows, slice(start, stop))
+        whole: list[slice] = [*part, *(slice(0, size) for size in self.shape(name)[len(part) :])]
+        columns = whole[-2]
+        first = columns.start or 0
+        start = first // _COLUMNS
+        stored = (*whole[:-2], whole[-1], slice(start, -(-columns.stop // _COLUMNS)))
         blocks = super().read(name + _BLOCKS, stored)
         scales = super().read(name + _SCALES, stored)
         found = dequantized(blocks, scales).mT
-        return found.narrow(-2, (columns.start or 0) - start * _COLUMNS, columns.stop - (columns.start or 0))
+        return found.narrow(-2, first - start * _COLUMNS, columns.stop - first)
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Numbers [..., columns], bfloat16, of blocks [..., columns / 32, 16] and scales [..., columns / 32], both uint8."""
+    """Numbers [..., columns], bfloat16, of blocks [..., columns / 32, 16] and scales [..., columns / 32], uint8."""
     halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     return torch.ldexp(_VALUES[halves.int()], scales.int().unsqueeze(-1) - _BIAS).flatten(-2).bfloat16()

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """Shape of the parameter."""
     fused: Fused
     groups: int
     """Groups of rows of the tensor; each has some of the parameter."""
