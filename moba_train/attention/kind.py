@@ -136,6 +136,8 @@ class KindFacts(NamedTuple):
     """Tokens of a unit that no two parts of a long prompt share: each part but the last is a multiple of it."""
     takes_sink: bool = False
     """True if the kind's output is one engine call, which a layer's learned sink joins."""
+    projects: bool = False
+    """True if the kind has its own projections, of the layer's input and of its output, [T, D], in bare layers."""
     own_decode_problem: str = ""
     """Reason why new tokens cannot attend as the kind does (`decode: own`); empty if they can."""
 

@@ -115,6 +115,9 @@ class ModelConfig(OpenSection):
     gate_layers: LayerPattern = Field(
         "none", description=f"layers whose attention's output is gated (Qwen3-Next): {PATTERNS}"
     )
+    bare_layers: LayerPattern = Field(
+        "none", description=f"layers without projections, whose attention kind has its own, such as gdn: {PATTERNS}"
+    )
     init_std: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
 
     @property
@@ -122,14 +125,19 @@ class ModelConfig(OpenSection):
         """Width of one attention head, given or derived."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.heads
 
+    def is_bare(self, layer: int) -> bool:
+        """True if a layer has no projections but those of its attention kind."""
+        return layer in layer_ids(self.bare_layers, self.layers)
+
     def has_sink(self, layer: int) -> bool:
         """True if a layer's attention has a learned sink."""
-        return layer in layer_ids(self.sink_layers, self.layers)
+        return layer in layer_ids(self.sink_layers, self.layers) and not self.is_bare(layer)
 
     def gates(self, layer: int) -> int:
         """Gates of a layer's attention; 0 without."""
         width = 1 if self.output_gate == "head" else self.head_width
-        return self.heads * width if layer in layer_ids(self.gate_layers, self.layers) else 0
+        gated = layer in layer_ids(self.gate_layers, self.layers) and not self.is_bare(layer)
+        return self.heads * width if gated else 0
 
     @property
     def given_feed_forwards(self) -> dict[str, Section]:

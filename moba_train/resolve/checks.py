@@ -109,7 +109,7 @@ def stage_problems(
         *row_problems(stages, [evaluated_sequences(run.evaluation, setting) for setting in settings]),
         *evaluation_problems(run.evaluation, settings),
         *exit_problems(run.evaluation, settings, config.stages, run.optim.schedule),
-        *_sink_problems(config.model, stages),
+        *_layer_problems(config.model, stages),
         *_trainable_problems(spec, stages),
         *(() if allow_idle else exclude_problems(spec, config.precision)),
     ]
@@ -248,23 +248,28 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     elif model.head_width % 2:
         key = "model.head_dim" if model.head_dim is not None else "model.hidden_size / model.heads"
         yield f"{key}: gives heads of width {model.head_width}; allowed: even widths (rotary embedding turns pairs)"
-    for name, pattern in (("sink_layers", model.sink_layers), ("gate_layers", model.gate_layers)):
+    for name in ("sink_layers", "gate_layers", "bare_layers"):
         try:
-            layer_ids(pattern, model.layers)
+            layer_ids(getattr(model, name), model.layers)
         except ValueError as error:
             yield f"model.{name}: {error}"
 
 
-def _sink_problems(model: ModelConfig, stages: Sequence[Stage]) -> Iterator[str]:
-    """Layers with a learned sink whose attention is more than one softmax."""
+def _layer_problems(model: ModelConfig, stages: Sequence[Stage]) -> Iterator[str]:
+    """Layers with a learned sink whose attention is more than one softmax, and layers without the projections that
+    their kind needs, or with some that it does not."""
     for stage in stages:
         for layer, kind in enumerate(build_attention(stage.attention, model.head_width)):
+            which = f"kind {kind.name!r} of stage {stage.name!r}"
             one = kind.facts.takes_sink and all(attention.facts.merges for attention in kind.attentions)
             if not one and model.has_sink(layer):
                 yield (
-                    f"model.sink_layers: gives layer {layer} a sink, which kind {kind.name!r} of stage {stage.name!r} "
-                    "cannot have; allowed: kinds with one softmax, such as full, moba and window"
+                    f"model.sink_layers: gives layer {layer} a sink, which {which} cannot have; allowed: kinds "
+                    "with one softmax, such as full, moba and window"
                 )
+            if kind.facts.projects != (bare := model.is_bare(layer)):
+                words = ("names", "needs its projections") if bare else ("does not name", "has projections of its own")
+                yield f"model.bare_layers: {words[0]} layer {layer}, where {which} {words[1]}"
 
 
 def _precision_problems(

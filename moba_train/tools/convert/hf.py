@@ -152,8 +152,8 @@ def import_from_hf(folder: Path, output: Path, experts: int | None = None, activ
     kinds = build_attention(run.stages[0].attention, model.head_width)
     of_kinds = _kind_shapes(run.setup.spec, kinds)
     shapes = parameter_shapes(model) | of_kinds
-    check_hf_weights(model, shapes, files)
-    place_of = places(model, family, shapes)
+    check_hf_weights(shapes, files)
+    place_of = places(contents, family, shapes)
     if experts is not None:
         model = upcycled(model, experts, active)
         shapes = parameter_shapes(model) | of_kinds
@@ -259,14 +259,16 @@ def export_to_hf(
     config = saved.config
     stage = saved.stage
     kinds = build_attention(stage.attention, config.model.head_width)
-    windows = [layer_entry(kind) if kind.name == "window" and not with_code else {} for kind in kinds]
-    contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."), windows)
+    own = [layer_entry(kind) if kind.name == "window" or kind.facts.projects else {} for kind in kinds]
+    attention = [] if with_code else own
+    contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."), attention)
     problems = _export_problems(saved.spec, kinds, with_code)
     if with_code:
         problems += code_problems(contents, kinds)
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
-    of_kinds = _kind_shapes(saved.spec, kinds) if with_code else {}
+    # Without code, kinds with parameters are those of an architecture that has them, or there is a problem.
+    of_kinds = _kind_shapes(saved.spec, kinds)
     layers = {"moba": {"layers": [layer_entry(kind) for kind in kinds]}}
     contents |= code_config(kinds, bool(of_kinds)) if with_code else layers
     shapes = parameter_shapes(config.model) | of_kinds
@@ -283,7 +285,7 @@ def export_to_hf(
         if with_code:
             write_code(output)
         write_new(output / CARD, model_card(saved, kinds, str(dtype).removeprefix("torch."), with_code))
-        place_of = places(config.model, family_of(contents["model_type"]), shapes)
+        place_of = places(contents, family_of(contents["model_type"]), shapes)
         write_safetensors(output, fused_tensors(place_of, shapes, _reads(reader, dtype)), shard_bytes)
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")

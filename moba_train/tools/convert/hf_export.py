@@ -93,7 +93,8 @@ def hf_config(
         if not differing[model_type]:
             if family.attention(read) == layers:
                 return contents
-            partly = partly or contents
+            if model.bare_layers == "none":  # the kinds of others have weights
+                partly = partly or contents
     if partly is not None:
         return partly
     if not differing:
@@ -145,9 +146,10 @@ def full_entry(kind: AttentionKind) -> dict[str, Any]:
 
 
 def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
-    """Reason why a layer cannot be exported without loss: its kind has parameters. Empty if it has none."""
+    """Reason why a layer cannot be exported without loss: its kind has parameters. Empty if it has none, or those of a
+    bare layer, for which `hf_config` finds an architecture or none."""
     count = parameter_count(kind, model)
-    if not count:
+    if not count or kind.facts.projects:
         return ""
     return f"kind {kind.name!r} has {count} parameters in a layer, which no Hugging Face architecture can hold"
 

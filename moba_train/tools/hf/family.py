@@ -5,7 +5,7 @@ Llama (also SmolLM2), Qwen2 and Qwen3 are here.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -37,22 +37,30 @@ class Fused(NamedTuple):
 
     dim: int = 0
     """Dimension of ours that its rows are counted along."""
-    groups: Callable[[ModelConfig], int] = lambda model: 1
-    """Number of groups, each with some rows of each of ours: one, those of ours after each other; or as many as rows,
-    these by turns."""
+    groups: str | None = None
+    """Key of config.json with the number of groups, each with some rows of each of ours: as many as rows, and these
+    alternate; None: those of ours after each other."""
     transposed: bool = False
     """True if the last two dimensions of ours are the other way round."""
+    single: bool = False
+    """True if theirs has one more dimension of size 1, the second."""
 
-    def theirs(self, of_ours: Sequence[T]) -> tuple[T, ...]:
-        """Values for the dimensions of ours, in the order of those of theirs."""
-        if not self.transposed:
-            return (*of_ours,)
-        *others, rows, columns = of_ours
-        return (*others, columns, rows)
+    def theirs(self, of_ours: Sequence[T], single: T) -> tuple[T, ...]:
+        """Values for the dimensions of ours, as theirs has them; `single`: for one of size 1."""
+        first, *others = of_ours
+        if self.single:
+            return (first, single, *others)
+        return (first, *reversed(others)) if self.transposed else (first, *others)
 
-    def turned(self, tensor: Tensor) -> Tensor:
-        """A tensor of ours in the order of theirs, or the reverse."""
-        return tensor.mT if self.transposed else tensor
+    def to_theirs(self, ours: Tensor) -> Tensor:
+        """A tensor of ours with the dimensions of theirs."""
+        turned = ours.mT if self.transposed else ours
+        return turned.unsqueeze(1) if self.single else turned
+
+    def to_ours(self, theirs: Tensor) -> Tensor:
+        """A tensor of theirs with the dimensions of ours."""
+        turned = theirs.mT if self.transposed else theirs
+        return turned.squeeze(1) if self.single else turned
 
 
 class Family:
@@ -95,6 +103,8 @@ class Family:
         "attention_dropout": 0,
     }
     """Keys of config.json that must have these values: our Transformer implements no others."""
+    left_aside: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors that the model is one without."""
     windows: ClassVar[bool] = False
     """True if `layer_types` may name layers with a sliding window."""
     heads_divide_width: ClassVar[bool] = True
@@ -172,8 +182,9 @@ class Family:
         the method of that name returns it."""
         found: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False}
         if self.windows:
-            windows = [layer["window"] for layer in attention if layer]
-            found["layer_types"] = ["sliding_attention" if layer else "full_attention" for layer in attention]
+            windows = [layer["window"] for layer in attention if "window" in layer]
+            kinds = ("full_attention", "sliding_attention")
+            found["layer_types"] = [kinds["window" in layer] for layer in attention]
             found["sliding_window"] = windows[0] if windows else None
         return found
 

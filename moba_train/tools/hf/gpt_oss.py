@@ -21,10 +21,6 @@ _KEYS = {
 }
 
 
-def _width(model: ModelConfig) -> int:
-    return experts_of(model).intermediate_size
-
-
 class GptOss(Family):
     """gpt-oss 20B and 120B."""
 
@@ -61,8 +57,8 @@ class GptOss(Family):
         f"{_EXPERTS}down_proj.bias": "mlp.experts.down_proj_bias",
     }
     fused = {
-        "mlp.experts.gate_up_proj": Fused(1, _width, transposed=True),
-        "mlp.experts.gate_up_proj_bias": Fused(1, _width),
+        "mlp.experts.gate_up_proj": Fused(1, "intermediate_size", transposed=True),
+        "mlp.experts.gate_up_proj_bias": Fused(1, "intermediate_size"),
         "mlp.experts.down_proj": Fused(transposed=True),
     }
 

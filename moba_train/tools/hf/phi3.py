@@ -7,7 +7,7 @@ from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
 from moba_train.tools.hf.family import Family
 from moba_train.tools.hf.mistral import Mistral
-from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope
+from moba_train.tools.hf.rope import ROPE_SECTIONS, read_rope, turning_fraction
 
 
 class Phi3(Mistral):
@@ -30,12 +30,9 @@ class Phi3(Mistral):
     others = frozenset({"partial_rotary_factor"})
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """With the part of each head that turns, which may stand inside of the embedding's section."""
-        sections = [section for key in ROPE_SECTIONS if isinstance(section := config.get(key), dict)]
-        given_parts = [where.get("partial_rotary_factor") for where in (*sections, config)]
-        turning = next((part for part in given_parts if part is not None), 1.0)
+        """With the part of each head that turns."""
         plain = {key: value for key, value in config.items() if key not in ROPE_SECTIONS}
-        rope = read_rope(config, turning)
+        rope = read_rope(config, turning_fraction(config))
         if rope.kind != "none":
             raise CheckpointError(f"rope_type: given that of {rope.kind}, allowed in this family: default")
         return super().values(plain) | {"rope": rope}

@@ -80,6 +80,13 @@ def read_rope(config: Mapping[str, Any], fraction: float = 1.0) -> RopeConfig:
     return rope if rope.kind == "pi" else rope.model_copy(update={"beta_fast": rope.fast_turns})
 
 
+def turning_fraction(config: Mapping[str, Any], default: float = 1.0) -> Any:
+    """Part of each head that turns, which may stand inside of the embedding's section."""
+    sections = [section for key in ROPE_SECTIONS if isinstance(section := config.get(key), dict)]
+    found = [where.get("partial_rotary_factor") for where in (*sections, config)]
+    return next((part for part in found if part is not None), default)
+
+
 def _check_fixed_values(section: str, own: dict[str, Any], rope: RopeConfig) -> None:
     """Raise CheckpointError for keys without a counterpart in our model, unless they change nothing."""
     allowed: dict[str, object] = {"partial_rotary_factor": rope.fraction}

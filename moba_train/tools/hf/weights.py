@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError, named_layers
-from moba_train.model.spec import kind_of_parameter
+from moba_train.model.spec import Shapes, kind_of_parameter, kind_prefix, model_spec
 from moba_train.model.transformer import Transformer
 from moba_train.resolve.initial_weights import WeightSource
 from moba_train.tools.hf.config import CONFIG, is_hf_folder, read_family, read_model_config
@@ -57,7 +58,7 @@ class Place(NamedTuple):
             return dict.fromkeys(self.names, self.shape[1:])
         shape = [*self.shape]
         shape[self.fused.dim] = self.groups * self.period
-        return {self.name: self.fused.theirs(shape)}
+        return {self.name: self.fused.theirs(shape, 1)}
 
     def read(self, files: SafetensorsFolder, own: Sequence[slice] = ()) -> Tensor:
         """The parameter on the CPU in the file's dtype, or these slices of it, one for each leading dimension."""
@@ -76,7 +77,7 @@ class Place(NamedTuple):
             if alone
             else slice(start * self.period, stop * self.period)
         )
-        found = self.fused.turned(files.read(self.name, self.fused.theirs(part)))
+        found = self.fused.to_ours(files.read(self.name, self.fused.theirs(part, slice(0, 1))))
         if alone:
             return found
         in_groups = found.unflatten(self.fused.dim, (stop - start, self.period))
@@ -84,8 +85,9 @@ class Place(NamedTuple):
         return all_rows.narrow(self.fused.dim, rows.start - start * width, rows.stop - rows.start)
 
 
-def places(model: ModelConfig, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """Place of every parameter of a model, by our name, from the shapes of all of them in the model's order."""
+def places(config: Mapping[str, Any], family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+    """Place of every parameter of a model, by our name, from the shapes of all of them in the model's order. config:
+    contents of config.json."""
     of_theirs: dict[str, list[str]] = {}
     for ours in shapes:
         of_theirs.setdefault(family.name(ours), []).append(ours)
@@ -93,7 +95,7 @@ def places(model: ModelConfig, family: Family, shapes: Mapping[str, tuple[int, .
     for theirs, parts in of_theirs.items():
         fused = family.fused_as(theirs)
         rows = [shapes[ours][fused.dim] for ours in parts]
-        groups = fused.groups(model)
+        groups = 1 if fused.groups is None else config[fused.groups]
         first = 0
         for ours, own in zip(parts, rows, strict=True):
             found[ours] = Place(theirs, shapes[ours], fused, groups, first, sum(rows) // groups)
@@ -116,7 +118,7 @@ def fused_tensors(
             continue
         dim = place.fused.dim
         in_groups = [read(ours).unflatten(dim, (place.groups, -1)) for ours in parts]
-        yield theirs, place.fused.turned(torch.cat(in_groups, dim + 1).flatten(dim, dim + 1))
+        yield theirs, place.fused.to_theirs(torch.cat(in_groups, dim + 1).flatten(dim, dim + 1))
 
 
 @torch.no_grad()
@@ -134,8 +136,11 @@ def load_hf_weights(model: Transformer, folder: Path, with_kinds: bool = False) 
     shapes = parameter_shapes(model.config)
     if with_kinds:
         shapes |= {name: tuple(value.shape) for name, value in state.items() if kind_of_parameter(name)}
-    check_hf_weights(model.config, shapes, files)
-    found = places(model.config, read_family(folder)[0], shapes)
+    else:
+        shapes |= kind_shapes(model.config, folder)
+    check_hf_weights(shapes, files)
+    family, contents = read_family(folder)
+    found = places(contents, family, shapes)
     here = [(state[name], place) for name, place in found.items() if name in state]
     for parameter, place in sorted(here, key=lambda item: files.file_of(item[1].names[0])):
         if isinstance(parameter, DTensor):
@@ -160,7 +165,11 @@ class HuggingFace(WeightSource):
 
     def check(self, model: ModelConfig, folder: Path) -> None:
         """As `check_hf_weights`."""
-        check_hf_weights(model, parameter_shapes(model), open_weights(folder))
+        check_hf_weights(parameter_shapes(model) | kind_shapes(model, folder), open_weights(folder))
+
+    def kinds(self, folder: Path) -> Mapping[tuple[int, str], Shapes]:
+        """Parameters of the attention kinds that the architecture has."""
+        return _kinds(read_model_config(folder), folder)
 
     def load(self, model: Transformer, folder: Path) -> str:
         """As `load_hf_weights`."""
@@ -170,6 +179,8 @@ class HuggingFace(WeightSource):
     def warnings(self, folder: Path, layers: Sequence[LayerAttention]) -> Iterator[str]:
         """Keys of config.json that nothing reads, and layers that do not have the windows of the model."""
         family, config = read_family(folder)
+        if aside := sorted(name for name in open_weights(folder).names if name.startswith(family.left_aside)):
+            yield f"init_from: {len(aside)} tensors of {folder} are left aside, {aside[0]} and so on"
         if unread := family.unread(config):
             yield f"init_from: nothing reads {', '.join(unread)} of {folder / CONFIG}; compare the model's logits"
         others = []
@@ -183,12 +194,12 @@ class HuggingFace(WeightSource):
             )
 
 
-def check_hf_weights(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:
+def check_hf_weights(shapes: Mapping[str, tuple[int, ...]], files: SafetensorsFolder) -> None:
     """Compare names and shapes of all parameters (ours) with the headers of `files`, and the embedding of a tied model
     with its copy, if `files` has one. Raises CheckpointError when they differ."""
-    family, _ = read_family(files.folder)
+    family, contents = read_family(files.folder)
     wanted: dict[str, tuple[int, ...]] = {}
-    for place in places(model, family, shapes).values():
+    for place in places(contents, family, shapes).values():
         wanted |= place.needed
     output = family.name("output.weight")
     embedding = family.name("embedding.weight")
@@ -205,7 +216,7 @@ def check_hf_weights(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], 
     problems += [
         f"{name}: the model of config.json has no such tensor"
         for name in sorted(files.names - known)
-        if not name.endswith(_DERIVED)
+        if not name.endswith(_DERIVED) and not name.startswith(family.left_aside)
     ]
     problems += [
         f"{name}: has shape {list(files.shape(name))}, the model of config.json has {list(shape)}"
@@ -231,3 +242,23 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the model, by our names."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
+
+
+def kind_shapes(model: ModelConfig, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the attention kinds that the architecture of the model in `folder` has, by our
+    names."""
+    return {
+        f"{kind_prefix(*key)}{name}": tuple(shape)
+        for key, shapes in _kinds(model, folder).items()
+        for name, shape in shapes.items()
+    }
+
+
+def _kinds(model: ModelConfig, folder: Path) -> Mapping[tuple[int, str], Shapes]:
+    family, contents = read_family(folder)
+    layers = [LayerAttention("full", KINDS["full"].Options())] * model.layers
+    for layer, entry in zip(range(model.layers), family.attention(contents), strict=False):
+        if model.is_bare(layer):
+            options = KINDS[entry["kind"]].Options.model_validate({k: v for k, v in entry.items() if k != "kind"})
+            layers[layer] = LayerAttention(entry["kind"], options)
+    return model_spec(model, [layers]).kind_shapes

@@ -15,7 +15,8 @@ from moba_train.checkpoint.state import model_tensors
 from moba_train.config.attention import AttentionConfig, resolve_layers
 from moba_train.config.load import dump_config
 from moba_train.config.schema import RunConfig
-from moba_train.model.build import build_attention
+from moba_train.model.build import build_attention, build_model
+from moba_train.model.spec import model_spec
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world
 from moba_train.run.progress import Progress
@@ -109,6 +110,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "rope_parameters": {"rope_theta": 1e6},
     },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 40,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25},
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         "num_local_experts": 6,
@@ -158,9 +173,9 @@ def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:
 def our_model(folder: Path, kinds: Sequence[AttentionKind] | None = None) -> Transformer:
     """The Hugging Face model in `folder` as our Transformer, with its own attention unless told."""
     config = read_model_config(folder)
-    model = Transformer(config)
-    load_hf_weights(model, folder)
     layers = resolve_layers(AttentionConfig.model_validate(read_layers(folder)), config.layers)
+    model = build_model(model_spec(config, [layers]))
+    load_hf_weights(model, folder)
     model.set_attention(kinds or build_attention(layers, config.head_width))
     return model.eval()
 

@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from moba_train.config.model import ModelConfig
 from moba_train.errors import CheckpointError
@@ -62,7 +63,8 @@ def assert_turns_as_in_transformers(ours: ModelConfig, theirs: Any) -> None:
         flat = copy.copy(theirs)
         flat.rope_parameters = by_type if name is None else by_type[name]
         if rope.kind != "nope" and flat.rope_parameters["rope_theta"] is not None:
-            rotary = Phi3RotaryEmbedding if theirs.model_type == "phi3" else LlamaRotaryEmbedding
+            partly = {"phi3": Phi3RotaryEmbedding, "qwen3_next": Qwen3NextRotaryEmbedding}
+            rotary = partly.get(theirs.model_type, LlamaRotaryEmbedding)
             found = rope_frequencies(rope, ours.head_width).float()
             torch.testing.assert_close(found, rotary(flat).inv_freq, msg=labelled(f"layer {layer}"))
 

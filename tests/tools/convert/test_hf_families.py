@@ -28,6 +28,7 @@ from tests.tools.convert.test_hf_export import SPARSE, tensors, with_moba
 
 OTHERS = [name for name in FAMILIES if name not in ("llama2", "llama3", "smollm2", "qwen2", "qwen3")]
 WINDOW = {"kind": "window", "window": 24, "sinks": 0}
+GDN = {"kind": "gdn", "heads": {"keys": 2, "values": 6, "width": 8}}
 ATTENTION: dict[str, list[dict[str, Any]]] = {
     "mistral": [WINDOW] * 3,
     "ministral": [WINDOW, {}, WINDOW],
@@ -36,6 +37,7 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
     "phi3": [WINDOW] * 3,
     "mixtral_windows": [WINDOW] * 3,
     "gpt_oss": [WINDOW, {}, WINDOW],
+    "qwen3_next": [GDN, GDN, GDN, {}],
 }
 """Attention of each layer of the models in hf_models.py that have windows."""
 
@@ -78,7 +80,7 @@ def test_transformers_runs_the_export_with_its_layers(exported: tuple[str, Path,
     """MoBA where it was trained with it, windows elsewhere."""
     tokens = random_tokens(90)
     model = with_moba(exported[2])
-    kinds = build_attention(map(parse_layer, model.config.moba["layers"]), model.model.layers[0].self_attn.head_dim)
+    kinds = build_attention(map(parse_layer, model.config.moba["layers"]), model.model.layers[-1].self_attn.head_dim)
     with torch.no_grad():
         got = model(tokens[None]).logits[0]
     want = logits(our_model(exported[1], kinds), tokens)
