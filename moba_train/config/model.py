@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from moba_train.config.base import Length, OpenSection, Section
 from moba_train.config.layers import PATTERNS, LayerPattern, by_layer, layer_ids, plain_keys
@@ -17,19 +17,25 @@ LARGEST_WIDTH = 1 << 24
 class LayerRope(Section):
     """Rotary position embedding of a layer, see `RopeConfig`."""
 
-    kind: Literal["none", "abf", "pi", "yarn", "llama3", "nope"] = Field(
+    kind: Literal["none", "abf", "pi", "yarn", "llama3", "longrope", "nope"] = Field(
         "none", description="how the embedding is fitted to longer contexts"
     )
     theta: float = Field(10_000.0, gt=1, description="base of the rotary frequencies")
     factor: float = Field(
-        1.0, ge=1, description="how far positions are stretched (pi, yarn, llama3): new / trained length"
+        1.0, ge=1, description="how far positions are stretched (pi, yarn, llama3, longrope): new / trained length"
     )
-    original_seq_len: Length | None = Field(None, description="yarn, llama3: length trained before")
+    original_seq_len: Length | None = Field(None, description="yarn, llama3, longrope: length trained before")
     beta_fast: float | None = Field(
         None, gt=0, description="turns in original_seq_len from which a frequency stays; null: 32 (yarn), 4 (llama3)"
     )
     beta_slow: float = Field(1.0, gt=0, description="turns in original_seq_len up to which a frequency is stretched")
     truncate: bool = Field(True, description="yarn: between the two lie whole frequencies; false: parts too (gpt-oss)")
+    short_factors: tuple[PositiveFloat, ...] = Field(
+        (), description="longrope: each frequency is divided by its factor, in sequences up to original_seq_len"
+    )
+    long_factors: tuple[PositiveFloat, ...] = Field((), description="longrope: the factors in longer sequences")
+    seq_len: Length | None = Field(None, description="longrope: length of the sequences; null: the stage's")
+
     fraction: float = Field(1.0, gt=0, le=1, description="part of each head's dimensions that turns, the first ones")
 
     @property
@@ -46,7 +52,9 @@ class RopeConfig(LayerRope):
     2023, arXiv:2309.00071) does so only for frequencies that turn less than `beta_slow` times in `original_seq_len`,
     not for those that turn more than `beta_fast` times, in between partly, and sharpens the attention. `llama3` is the
     same idea in Llama 3.1, without the sharpening; `beta_slow` and `beta_fast` are its low and high frequency factors.
-    `nope` turns nothing: no positional embedding (Kazemnejad et al. 2023, arXiv:2305.19466).
+    `longrope` (Ding et al. 2024, arXiv:2402.13753) divides each frequency by a factor of its own and sharpens the
+    attention; there are two lists of factors, of which a stage takes one by the length of its sequences. `nope` turns
+    nothing: no positional embedding (Kazemnejad et al. 2023, arXiv:2305.19466).
     """
 
     overrides: dict[int | str, dict[str, Any]] = Field(

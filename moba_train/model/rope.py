@@ -4,6 +4,7 @@ Positions are arguments, never row numbers: packed documents, context parallelis
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,12 +24,28 @@ def rope_frequencies(config: LayerRope, head_dim: int, device: torch.device | st
         return _interpolate(frequencies, config.factor, _yarn_ramp(config, head_dim, device))
     if config.kind == "llama3":
         return _interpolate(frequencies, config.factor, _llama3_ramp(config, frequencies))
+    if config.kind == "longrope":
+        assert config.original_seq_len is not None
+        is_short = config.seq_len is not None and config.seq_len <= config.original_seq_len
+        factors = config.short_factors if is_short else config.long_factors
+        return frequencies / torch.tensor(factors, dtype=torch.float64, device=device)
     return frequencies * (config.kind != "nope")
 
 
+def longrope_problems(config: LayerRope, head_dim: int, path: str) -> Iterator[str]:
+    """Lists of longrope that have not one factor for each frequency."""
+    count = int(head_dim * config.fraction) // 2
+    for key, factors in (("short_factors", config.short_factors), ("long_factors", config.long_factors)):
+        if config.kind == "longrope" and len(factors) != count:
+            yield f"{path}.{key}: given {len(factors)} numbers; allowed: {count}, one for each frequency of a head"
+
+
 def attention_factor(config: LayerRope) -> float:
-    """Factor on rotated queries and keys: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (Peng et al. 2023, equation 15), 1 for
-    all other embeddings."""
+    """Factor on rotated queries and keys: YaRN's sqrt(1/t) = 0.1 ln(factor) + 1 (Peng et al. 2023, equation 15),
+    LongRoPE's sqrt(1 + ln(factor) / ln(trained length)), 1 for all other embeddings."""
+    if config.kind == "longrope":
+        assert config.original_seq_len is not None
+        return math.sqrt(1 + math.log(config.factor) / math.log(config.original_seq_len))
     return 0.1 * math.log(config.factor) + 1 if config.kind == "yarn" else 1.0
 
 

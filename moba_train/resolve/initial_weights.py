@@ -231,7 +231,7 @@ def _angles(rope: LayerRope) -> dict[Any, object]:
     """Keys that determine a layer's angles, equal for equal angles."""
     if rope.kind == "nope":
         return {"kind": "nope"}
-    found = rope.model_dump(include=set(LayerRope.model_fields), exclude_defaults=True)
+    found = rope.model_dump(include={*LayerRope.model_fields} - {"seq_len"}, exclude_defaults=True)
     if rope.kind in ("none", "abf"):  # two names for the same frequencies
         return {"theta": rope.theta, "fraction": rope.fraction}
-    return found if rope.kind == "pi" else found | {"beta_fast": rope.fast_turns}
+    return found if rope.kind in ("pi", "longrope") else found | {"beta_fast": rope.fast_turns}

@@ -43,11 +43,11 @@ def hf_rope(rope: LayerRope) -> dict[str, Any]:
 def hf_length(rope: RopeConfig, trained: int) -> int:
     """`max_position_embeddings` of a `config.json`, for a model whose last stage was `trained` tokens long.
 
-    With yarn it is the length that the model is extended to, if that is more: transformers 4 takes this number over
-    `original_max_position_embeddings` as the factor, and with a smaller number would rotate by other angles. A model
-    that was trained on longer sequences gets a larger factor from transformers 4 in any case.
+    With yarn and longrope it is the length that the model is extended to, if that is more: transformers 4 takes this
+    number over `original_max_position_embeddings` as the factor, and with a smaller number would rotate by other
+    angles. A model that was trained on longer sequences gets a larger factor from transformers 4 in any case.
     """
-    if rope.kind != "yarn" or rope.original_seq_len is None:
+    if rope.kind not in ("yarn", "longrope") or rope.original_seq_len is None:
         return trained
     return max(trained, round(rope.factor * rope.original_seq_len))
 

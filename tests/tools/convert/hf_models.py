@@ -95,6 +95,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
     },
+    "phi3_long": {
+        "model_type": "phi3",
+        "pad_token_id": None,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_theta": 1e4,
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3],
+            "long_factor": [1.0, 2.5, 6.0],
+        },
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "rope_parameters": {"rope_theta": 1e6}},
     "mixtral_windows": {
         "model_type": "mixtral",

@@ -128,6 +128,13 @@ V4_AND_V5: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_theta": 7e5, "sliding_window": None},
         {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}, "sliding_window": None},
     ),
+    "qwen3_next": (
+        {"rope_theta": 7e5, "partial_rotary_factor": 0.5, "full_attention_interval": 2},
+        {
+            "rope_parameters": {"rope_theta": 7e5, "partial_rotary_factor": 0.5, "rope_type": "default"},
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
     "gpt_oss": (
         {
             "rope_theta": 7e5,
@@ -189,7 +196,22 @@ def test_configs_of_both_versions_of_transformers_are_one_model(model_type: str,
         ("mistral", {"rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers is .*a list of 2 numbers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "allowed in this family: default"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "allowed in this family: default, longrope"),
+        ("phi3", {"rope_scaling": {"type": "yarn"}}, "short_factor is missing; rope_type longrope"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [1.0] * 48}},
+            r"model\.rope\.short_factors: given 3 numbers; allowed: 48",
+        ),
+        ("qwen3_next", {"linear_value_head_dim": 64}, "linear_value_head_dim is 64"),
+        ("qwen3_next", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim is 3, allowed: 4"),
+        (
+            "qwen3_next",
+            {"shared_expert_intermediate_size": 500},
+            "shared_expert_intermediate_size is 500",
+        ),
+        ("qwen3_next", {"layer_types": ["linear_attention", "sliding"]}, r"layer_types\[1\] is 'sliding'"),
+        ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval is 0"),
         ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
         ("mixtral", {"num_local_experts": 1}, "num_local_experts: given 1; allowed: integer >= 2"),
         ("mixtral", {"num_experts_per_tok": 9}, "active: given 9; allowed: at most experts, 8"),

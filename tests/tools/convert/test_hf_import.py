@@ -21,7 +21,7 @@ from moba_train.registry import MODEL_FAMILIES
 from moba_train.tools.hf.config import read_family, read_model_config
 from moba_train.tools.hf.files import INDEX, SINGLE
 from moba_train.tools.hf.mxfp4 import open_weights
-from moba_train.tools.hf.weights import load_hf_weights, places
+from moba_train.tools.hf.weights import HuggingFace, load_hf_weights, places
 from tests.tools.convert.hf_models import FAMILIES, logits, make_hf_model, our_model, random_tokens
 
 
@@ -171,6 +171,18 @@ def test_a_tied_model_may_come_with_a_copy_of_its_embedding_but_with_no_other_ou
         CheckpointError, match=r"lm_head\.weight: differs from model\.embed_tokens\.weight.*set it to false"
     ):
         our_model(tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_left_aside_by_name(tmp_path: Path) -> None:
+    make_hf_model("qwen3_next", tmp_path / "parts")
+    files = (tmp_path / "parts").glob("*.safetensors")
+    weights = {name: value for file in files for name, value in load_file(file).items()}
+    (tmp_path / "parts" / "config.json").rename(tmp_path / "config.json")
+    save_file(weights | {"mtp.fc.weight": torch.zeros(2), "mtp.norm.weight": torch.zeros(2)}, tmp_path / SINGLE)
+    our_model(tmp_path)
+    (warning,) = HuggingFace().warnings(tmp_path, ())
+    assert "2 tensors of" in warning
+    assert "left aside, mtp.fc.weight and so on" in warning
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/tmp/secret.safetensors", "weights.bin", 3])
