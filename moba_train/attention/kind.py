@@ -136,8 +136,6 @@ class KindFacts(NamedTuple):
     """Tokens of a unit that no two parts of a long prompt share: each part but the last is a multiple of it."""
     takes_sink: bool = False
     """True if the kind's output is one engine call, which a layer's learned sink joins."""
-    projects: bool = False
-    """True if the kind has its own projections, of the layer's input and of its output, [T, D], in bare layers."""
     own_decode_problem: str = ""
     """Reason why new tokens cannot attend as the kind does (`decode: own`); empty if they can."""
 
@@ -176,6 +174,12 @@ class AttentionKind(ABC):
         The module lives in the layer under the kind's name if any stage uses it, and trains in those stages only.
         """
         return None
+
+    @classmethod
+    def projects(cls, options: Section) -> bool:
+        """True if the kind's parameters project the layer's input and its output, which then is [T, D]: it is a kind
+        for bare layers (`ModelConfig.bare_layers`), and alone there, also where others get full attention."""
+        return False
 
     @classmethod
     def initial_values(cls, parameter: str, shape: torch.Size, generator: torch.Generator) -> Tensor | None:

@@ -114,6 +114,7 @@ class ModelConfig(OpenSection):
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; null: head_dim ** -0.5")
     residual_scale: float = Field(1.0, gt=0, description="factor on what attention and feed-forward add")
     logits_divisor: float = Field(1.0, gt=0, description="logits are divided by it (Granite)")
+    logits_cap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap) (Gemma 2)")
     sink_layers: LayerPattern = Field(
         "none", description=f"layers with a learned sink, a logit of each head without a value (gpt-oss): {PATTERNS}"
     )

@@ -267,7 +267,7 @@ def _layer_problems(model: ModelConfig, stages: Sequence[Stage]) -> Iterator[str
                     f"model.sink_layers: gives layer {layer} a sink, which {which} cannot have; allowed: kinds "
                     "with one softmax, such as full, moba and window"
                 )
-            if kind.facts.projects != (bare := model.is_bare(layer)):
+            if kind.projects(kind.options) != (bare := model.is_bare(layer)):
                 words = ("names", "needs its projections") if bare else ("does not name", "has projections of its own")
                 yield f"model.bare_layers: {words[0]} layer {layer}, where {which} {words[1]}"
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moba_train.attention.kind import KindFacts, LayerInput, StageContext
+from moba_train.attention.kind import LayerInput, StageContext
 from moba_train.config.base import Section
 from moba_train.config.model import LARGEST_WIDTH, MOST_HEADS, ModelConfig
 from moba_train.mechanisms.linear.convolution import ShortConvolution
@@ -118,7 +118,12 @@ class GdnKind(KdaKind):
         super().__init__(options, head_dim)
         assert isinstance(options, GdnKind.Options)
         self._heads = options.heads
-        self.facts = KindFacts(projects=options.heads is not None)
+
+    @classmethod
+    def projects(cls, options: Section) -> bool:
+        """True with heads of its own."""
+        assert isinstance(options, GdnKind.Options)
+        return options.heads is not None
 
     @classmethod
     def problems(cls, options: Section, context: StageContext) -> Iterator[str]:

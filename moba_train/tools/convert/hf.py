@@ -41,7 +41,7 @@ from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokeniz
 from moba_train.tools.convert.model_card import CARD, model_card
 from moba_train.tools.convert.with_code import code_config, code_problems, write_code
 from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
-from moba_train.tools.hf.family import family_of
+from moba_train.tools.hf.family import OF_FAMILIES, family_of
 from moba_train.tools.hf.mxfp4 import open_weights
 from moba_train.tools.hf.weights import check_hf_weights, fused_tensors, parameter_shapes, places
 from moba_train.tools.inference.corpus_marks import corpus_marks
@@ -259,7 +259,7 @@ def export_to_hf(
     config = saved.config
     stage = saved.stage
     kinds = build_attention(stage.attention, config.model.head_width)
-    own = [layer_entry(kind) if kind.name == "window" or kind.facts.projects else {} for kind in kinds]
+    own = [layer_entry(kind) if kind.name in OF_FAMILIES or kind.projects(kind.options) else {} for kind in kinds]
     attention = [] if with_code else own
     contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."), attention)
     problems = _export_problems(saved.spec, kinds, with_code)

@@ -149,7 +149,7 @@ def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
     """Reason why a layer cannot be exported without loss: its kind has parameters. Empty if it has none, or those of a
     bare layer, for which `hf_config` finds an architecture or none."""
     count = parameter_count(kind, model)
-    if not count or kind.facts.projects:
+    if not count or kind.projects(kind.options):
         return ""
     return f"kind {kind.name!r} has {count} parameters in a layer, which no Hugging Face architecture can hold"
 

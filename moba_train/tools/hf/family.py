@@ -26,6 +26,8 @@ NO_FUNCTION = frozenset(
     }
 )
 """Keys of config.json that say nothing of what the model computes of its tokens."""
+OF_FAMILIES = ("window", "capped")
+"""Attention kinds without parameters that layers of some families have."""
 NUMBER = "{}"
 """Place in a name of theirs for the number of each tensor of a stack of ours."""
 _LAYERS = "model.layers."
@@ -182,10 +184,10 @@ class Family:
         the method of that name returns it."""
         found: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False}
         if self.windows:
-            windows = [layer["window"] for layer in attention if "window" in layer]
+            windows = [layer.get("window") for layer in attention]
             kinds = ("full_attention", "sliding_attention")
-            found["layer_types"] = [kinds["window" in layer] for layer in attention]
-            found["sliding_window"] = windows[0] if windows else None
+            found["layer_types"] = [kinds[window is not None] for window in windows]
+            found["sliding_window"] = next(filter(None, windows), None)
         return found
 
     def name(self, ours: str) -> str:

@@ -70,6 +70,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
         },
     },
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 24,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "attn_implementation": "eager",
+        "rope_parameters": {"rope_theta": 1e4},
+    },
     "gemma3": {
         "model_type": "gemma3_text",
         "sliding_window": 24,

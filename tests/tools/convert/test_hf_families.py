@@ -29,10 +29,12 @@ from tests.tools.convert.test_hf_export import SPARSE, tensors, with_moba
 OTHERS = [name for name in FAMILIES if name not in ("llama2", "llama3", "smollm2", "qwen2", "qwen3")]
 WINDOW = {"kind": "window", "window": 24, "sinks": 0}
 GDN = {"kind": "gdn", "heads": {"keys": 2, "values": 6, "width": 8}}
+CAPPED = {"kind": "capped", "cap": 2.0, "window": None}
 ATTENTION: dict[str, list[dict[str, Any]]] = {
     "mistral": [WINDOW] * 3,
     "ministral": [WINDOW, {}, WINDOW],
     "olmo3": [WINDOW, WINDOW, WINDOW, {}],
+    "gemma2": [CAPPED | {"window": 24}, CAPPED, CAPPED | {"window": 24}],
     "gemma3": [WINDOW, WINDOW, {}],
     "phi3": [WINDOW] * 3,
     "mixtral_windows": [WINDOW] * 3,
