@@ -5,22 +5,19 @@ kernel here has it: on a GPU, too, it is plain PyTorch, which makes all scores o
 times as long as full attention's kernels.
 """
 
-from collections.abc import Sequence
-
 from pydantic import Field
 
-from moba_train.attention.full.full_kind import full_pairs
-from moba_train.attention.kind import AttentionKind, KindCosts, KindFacts
+from moba_train.attention.kind import AttentionKind, KindFacts
 from moba_train.config.base import Length, Section
-from moba_train.config.model import ModelConfig
-from moba_train.mechanisms.window import WindowAttention
+from moba_train.mechanisms.window import WindowAttention, WindowKind
 
 _ALL = 1 << 62
 """Window of a layer that attends to all tokens before."""
 
 
-class CappedKind(AttentionKind):
-    """Attention to all tokens before, or to a window of them, whose scores stay below a cap."""
+class CappedKind(WindowKind):
+    """Attention to all tokens before, or to a window of them, whose scores stay below a cap. It costs what it does
+    without the cap."""
 
     name = "capped"
     facts = KindFacts(frozenset(), takes_sink=True)
@@ -34,29 +31,14 @@ class CappedKind(AttentionKind):
         )
 
     def __init__(self, options: Section, head_dim: int) -> None:
-        super().__init__(options, head_dim)
+        AttentionKind.__init__(self, options, head_dim)
         assert isinstance(options, CappedKind.Options)
-        self.window = options.window
-        attention = WindowAttention(options.window or _ALL, head_dim, "reference", cap=options.cap)
+        self.window = options.window or _ALL
+        self.sinks = 0
+        attention = WindowAttention(self.window, head_dim, "reference", cap=options.cap)
         exchange = attention.facts.exchange if options.window else None
         # Full attention without the cap is another function, so new tokens attend as this kind does.
         attention.facts = attention.facts._replace(
             work_grows=options.window is None, exchange=exchange, decodes_full=False
         )
         self.attentions = (attention,)
-
-    def costs(self, model: ModelConfig) -> "CappedCosts":
-        """Costs of attention to all tokens before or to a window."""
-        return CappedCosts(self, model)
-
-
-class CappedCosts(KindCosts):
-    """Costs of a layer with capped scores."""
-
-    kind: CappedKind
-
-    def pairs(self, lengths: Sequence[int]) -> float:
-        """Pairs of full attention inside the window, then a window for each token."""
-        window = self.kind.window or _ALL
-        inside = [min(length, window) for length in lengths]
-        return full_pairs(inside) + sum((n - m) * window for n, m in zip(lengths, inside, strict=True) if n > m)

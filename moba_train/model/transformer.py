@@ -117,9 +117,10 @@ class Transformer(nn.Module):
     def loss_sum(self, hidden_TD: Tensor, loss_tokens: LossTokens, prepared: tuple[Tensor, ...] = ()) -> Tensor:
         """Weighted sum of the losses of the rows in `loss_tokens`, from the normalised residual stream; that of the
         objective for what it has `prepared`."""
-        of_chunk = self.objective.of_chunk if self.objective is not None and prepared else self.chunk_loss
-        if self.config.logits_cap is not None and of_chunk is self.chunk_loss:
-            of_chunk = partial(of_chunk, cap=self.config.logits_cap)
+        cap = self.config.logits_cap
+        of_chunk = self.chunk_loss if cap is None else partial(self.chunk_loss, cap=cap)
+        if self.objective is not None and prepared:
+            of_chunk = self.objective.of_chunk
         return self._with_output_weight(
             lambda weight_VD: weighted_loss_sum(hidden_TD, weight_VD, *loss_tokens, of_chunk, prepared)
         )

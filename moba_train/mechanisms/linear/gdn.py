@@ -78,8 +78,8 @@ class _SharedKeys(GdnParameters):
 
     def delta_inputs(self, x_nD: Tensor, q_nHd: Tensor, k_nKd: Tensor, v_nKd: Tensor) -> DeltaInputs:
         """Inputs of the delta rule, with queries and keys for each head of values."""
-        repeated = (x.repeat_interleave(self._shared, 1) for x in (q_nHd, k_nKd))
-        return super().delta_inputs(x_nD, *repeated, v_nKd)
+        q_nHd, k_nKd = (x.repeat_interleave(self._shared, 1) for x in (q_nHd, k_nKd))
+        return super().delta_inputs(x_nD, q_nHd, k_nKd, v_nKd)
 
 
 class ProjectedGdn(nn.Module):

@@ -66,7 +66,8 @@ class Fused(NamedTuple):
 
 
 class Family:
-    """A model_type of transformers. The defaults are Llama's, which most families differ from in some values."""
+    """A model_type of transformers. The defaults are Llama's, which most families differ from in some values. The
+    docstring of a family names its models."""
 
     architecture: ClassVar[str] = "LlamaForCausalLM"
     same: ClassVar[dict[str, str]] = {
@@ -206,6 +207,10 @@ class Family:
         """Form of the tensor of this name."""
         inside = theirs.removeprefix(_LAYERS).partition(".")[2]
         return self.fused.get(inside, Fused()) if theirs.startswith(_LAYERS) else Fused()
+
+
+class Llama(Family):
+    """Llama 2 and 3, SmolLM2."""
 
 
 class Qwen2(Family):

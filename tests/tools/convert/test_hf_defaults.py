@@ -79,7 +79,9 @@ def test_each_default_is_that_of_transformers(model_type: str, tmp_path: Path) -
     for key in sorted(known | {*SMALL, "head_dim", "sliding_window", "quantization_config"}):
         assert_read_as_transformers_reads_it(tmp_path, {name: config[name] for name in config if name != key})
         # Of a model without them transformers can make no model, or no mask.
-        if key != "rope_theta" and not (key == "sliding_window" and model_type in ("olmo3", "gemma2", "gemma3_text", "gpt_oss")):
+        if key != "rope_theta" and not (
+            key == "sliding_window" and model_type in ("olmo3", "gemma2", "gemma3_text", "gpt_oss")
+        ):
             assert_read_as_transformers_reads_it(tmp_path, config | {key: None}, refused=True)
     for key in config.get("rope_scaling", {}).keys() - {"rope_type"}:
         rest = {name: value for name, value in config["rope_scaling"].items() if name != key}

@@ -57,7 +57,7 @@ def test_longrope_takes_its_factors_by_the_length_of_a_runs_sequences(seq_len: i
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    common = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 512}
+    common: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 512}
     scaling = LONGROPE | {"rope_theta": 5e5, "original_max_position_embeddings": 64}
     theirs = LlamaRotaryEmbedding(LlamaConfig(**common, rope_parameters=scaling))
     cos, _ = theirs(torch.zeros(1, seq_len, 8), torch.arange(seq_len)[None])
