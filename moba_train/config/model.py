@@ -52,7 +52,7 @@ class RopeConfig(LayerRope):
     2023, arXiv:2309.00071) does so only for frequencies that turn less than `beta_slow` times in `original_seq_len`,
     not for those that turn more than `beta_fast` times, in between partly, and sharpens the attention. `llama3` is the
     same idea in Llama 3.1, without the sharpening; `beta_slow` and `beta_fast` are its low and high frequency factors.
-    `longrope` (Ding et al. 2024, arXiv:2402.13753) divides each frequency by a factor of its own and sharpens the
+    `longrope` (Ding et al. 2024, arXiv:2402.13753) divides each frequency by its own factor and sharpens the
     attention; there are two lists of factors, of which a stage takes one by the length of its sequences. `nope` turns
     nothing: no positional embedding (Kazemnejad et al. 2023, arXiv:2305.19466).
     """

@@ -1,7 +1,7 @@
 """The kind `capped`: softmax attention over capped scores, cap tanh(scores / cap) (Gemma 2, arXiv:2408.00118).
 
 The cap acts on each score before the softmax, so partial results merge by (out, lse) as those of any softmax do. No
-kernel here has it: on a GPU, too, it is plain PyTorch, which makes all scores of a chunk of queries, and takes several
+kernel here has it. On a GPU it is plain PyTorch as well, which makes all scores of a chunk of queries, and takes several
 times as long as full attention's kernels.
 """
 

@@ -111,7 +111,7 @@ class GdnKind(KdaKind):
         """Options of Gated DeltaNet."""
 
         heads: GdnHeads | None = Field(
-            None, description="heads and projections of its own, in layers of model.bare_layers; null: the layer's"
+            None, description="own heads and projections, in layers of model.bare_layers; null: the layer's"
         )
 
     def __init__(self, options: Section, head_dim: int) -> None:

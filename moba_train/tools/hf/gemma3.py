@@ -25,7 +25,7 @@ def factors(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Gemma3(Windowed):
-    """The text model by itself (`gemma3_text`)."""
+    """Gemma 3, the text model by itself."""
 
     architecture = "Gemma3ForCausalLM"
     defaults = Family.defaults | {
