@@ -1,8 +1,8 @@
 """The kind `capped`: softmax attention over capped scores, cap tanh(scores / cap) (Gemma 2, arXiv:2408.00118).
 
 The cap acts on each score before the softmax, so partial results merge by (out, lse) as those of any softmax do. No
-kernel here has it. On a GPU it is plain PyTorch as well, which makes all scores of a chunk of queries, and takes several
-times as long as full attention's kernels.
+kernel here has it. On a GPU it is plain PyTorch as well, which makes all scores of a chunk of queries, and takes
+several times as long as full attention's kernels.
 """
 
 from pydantic import Field
