@@ -183,14 +183,16 @@ class HuggingFace(WeightSource):
             yield f"init_from: {len(aside)} tensors of {folder} are left aside, {aside[0]} and so on"
         if unread := family.unread(config):
             yield f"init_from: nothing reads {', '.join(unread)} of {folder / CONFIG}; compare the model's logits"
-        others = []
-        for layer, (own, window) in enumerate(zip(layers, family.attention(config), strict=False)):
+        others: dict[tuple[str, str], list[int]] = {}
+        for layer, (own, entry) in enumerate(zip(layers, family.attention(config), strict=False)):
             has = {"kind": own.kind, **own.options.model_dump()}
-            others += [layer] * (has | window != has)
-        if others:
+            if "window" in entry and has | entry != has:  # of other kinds the weights tell
+                words = f"scores below {entry['cap']:g}" if "cap" in entry else f"windows of {entry['window']} tokens"
+                others.setdefault((words, entry["kind"]), []).append(layer)
+        for (words, kind), found in others.items():
             yield (
-                f"init_from: {folder} was trained with windows of {config['sliding_window']} tokens in "
-                f"{named_layers(others)}, where the first stage attends otherwise; set kind: window there to keep them"
+                f"init_from: {folder} was trained with {words} in {named_layers(found)}, where the first stage attends "
+                f"otherwise; set kind: {kind} there to keep them"
             )
 
 
