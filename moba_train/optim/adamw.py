@@ -91,6 +91,12 @@ def implementation_problem(config: OptimConfig, device: str | None) -> str:
     return problem
 
 
+def keeps_state_on_host(config: OptimConfig) -> bool:
+    """True if the moments are in host memory."""
+    device = None if config.implementation == "torch" else ADAMW_KERNELS[config.implementation].state_device
+    return device is not None and bool(device.type == "cpu")
+
+
 def adamw_groups(parameters: NamedParameters, config: OptimConfig) -> list[dict[str, Any]]:
     """Parameter groups with weight decay (matrices) and without (norms, biases)."""
     matrices = [value for name, value in parameters if value.dim() >= 2 and not name.endswith(".bias")]
