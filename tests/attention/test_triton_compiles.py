@@ -31,7 +31,18 @@ SHARED_LIMIT = 227 * 1024
 HALF = "windows q k v dout out dq dk dv x gathered partial_out partial_dq pooled packed_q packed_dout".split()  # noqa: SIM905
 HALF += ["q_index", "k_index"]
 FLOATS = [
-    *("partial_lse", "lse", "diagonal_lse", "stats", "packed_lse", "packed_delta", "sums", "scores", "weights"),
+    *(
+        "partial_lse",
+        "lse",
+        "delta",
+        "diagonal_lse",
+        "stats",
+        "packed_lse",
+        "packed_delta",
+        "sums",
+        "scores",
+        "weights",
+    ),
     *("sum_dk", "sum_dv", "diagonal_dk", "diagonal_dv", "part_dk", "part_dv", "logits", "mass", "dlogits", "maxima"),
 ]
 INTEGERS = (
