@@ -36,7 +36,7 @@ from moba_train.config.parallel import ParallelConfig
 from moba_train.mechanisms.gates.distilled_gate import DistilledGate
 from moba_train.model.build import build_attention
 from moba_train.model.feed_forward import count_tokens
-from moba_train.model.loss import LossTokens
+from moba_train.model.loss import LossTokens, capped
 from moba_train.model.objective import Objective
 from moba_train.model.transformer import Transformer
 
@@ -84,6 +84,7 @@ class Distillation(Objective):
     def __init__(self, options: DistillOptions) -> None:
         self._options = options
         self._due = False
+        self._cap: float | None = None
         self._full = False
         self._sums: Tensor | None = None
         """Cross entropy and divergence of this rank's loss tokens in the step so far, [2]."""
@@ -118,6 +119,7 @@ class Distillation(Objective):
             return ()
         if self._own is not None:  # not the step's first micro-batch
             return ()
+        self._cap = model.config.logits_cap
         own = model.attention_kinds()
         if self._full:
             self._made_full = self._made_full or _each(own, self._full_step)
@@ -145,10 +147,10 @@ class Distillation(Objective):
         (teacher_nD,) = prepared
         share = self._options.weight
         tau = self._options.temperature
-        logits_nV = F.linear(hidden_nD, weight_VD).float()
+        logits_nV = capped(F.linear(hidden_nD, weight_VD).float(), self._cap)
         entropy = (F.cross_entropy(logits_nV, labels_n, reduction="none") * weights_n).sum()
         with torch.no_grad():
-            target_nV = (F.linear(teacher_nD, weight_VD).float() / tau).log_softmax(-1)
+            target_nV = (capped(F.linear(teacher_nD, weight_VD).float(), self._cap) / tau).log_softmax(-1)
         student_nV = (logits_nV / tau).log_softmax(-1)
         kl_n = F.kl_div(student_nV, target_nV, reduction="none", log_target=True).sum(-1)
         divergence = (kl_n * weights_n).sum()
@@ -169,8 +171,9 @@ class Distillation(Objective):
         return dict(zip(("cross_entropy", "distillation"), self._sums, strict=True))
 
     def _teacher(self, kind: AttentionKind) -> AttentionKind:
-        """The teacher's attention in a layer of this kind."""
-        if kind.name == "window" and self._options.teacher == "full_and_windows":
+        """The teacher's attention in a layer of this kind; a bare layer has no projections for another one."""
+        is_window = kind.name == "window" and self._options.teacher == "full_and_windows"
+        if is_window or kind.projects(kind.options):
             return kind
         return build_attention([LayerAttention("full", FullAttention.Options())], kind.head_dim)[0]
 

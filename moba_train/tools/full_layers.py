@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field
 
 from moba_train.attention.full import FullAttention
+from moba_train.attention.registry import KINDS
 from moba_train.config.attention import LayerAttention
 from moba_train.config.base import MOST_SAMPLES, Length
 from moba_train.config.stages import Stage
@@ -121,9 +122,10 @@ class FullLayers(Evaluation[FullLayersConfig]):
     def run(self, context: EvaluationContext) -> EvaluationResult:
         """`full_layers_loss`: trailing loss with the chosen layers full and all others sparse."""
         own = context.attentions[context.own]
-        # A window stays what it is.
-        open_layers = [layer for layer, attention in enumerate(own) if attention.kind != "window"]
-        sparse = next((layer for layer in own if layer.kind not in ("full", "window")), None)
+        # A window stays what it is, and so does a layer that has no projections for another kind.
+        can = [layer.kind != "window" and not KINDS[layer.kind].projects(layer.options) for layer in own]
+        open_layers = [number for number, switches in enumerate(can) if switches]
+        sparse = next((own[layer] for layer in open_layers if own[layer].kind != "full"), None)
         count = self._options.count
         if sparse is None:
             raise DataError(f"{self.key}: all layers have full attention; give attention.default=moba, for example")
