@@ -37,10 +37,17 @@ from moba_train.model.build import build_attention
 from moba_train.model.spec import ModelSpec, kind_of_parameter, kind_prefix
 from moba_train.output_files import write_new
 from moba_train.resolve.run import resolve_unchecked
-from moba_train.tools.convert.hf_export import hf_config, layer_entry, layer_problem, read_layers, write_safetensors
+from moba_train.tools.convert.hf_export import (
+    full_entry,
+    hf_config,
+    layer_entry,
+    layer_problem,
+    read_layers,
+    write_safetensors,
+)
 from moba_train.tools.convert.hf_tokenizer import copy_tokenizer, export_tokenizer
 from moba_train.tools.convert.model_card import CARD, model_card
-from moba_train.tools.convert.with_code import code_config, code_problems, write_code
+from moba_train.tools.convert.with_code import DESCRIPTIONS, code_config, code_families, code_problems, write_code
 from moba_train.tools.hf.config import CONFIG, read_config, read_family, read_model_config
 from moba_train.tools.hf.family import NUMBER, Family, family_of
 from moba_train.tools.hf.weights import SafetensorsFolder, check_hf_weights, parameter_shapes, places
@@ -63,8 +70,7 @@ _FILES = {
     "merges.txt": "the tokenizer's merges",
     "chat_template.jinja": "the chat template",
     "chat_template.json": "the chat template",
-    "modeling_moba_train.py": "the model's code, for transformers without moba_train",
-    "attention_moba_train.py": "its kinds of attention",
+    **DESCRIPTIONS,
     "README.md": "model card",
     "recipe.yaml": "recipe to extend with data and stages of your own",
 }
@@ -260,15 +266,19 @@ def export_to_hf(
     stage = saved.stage
     kinds = build_attention(stage.attention, config.model.head_width)
     windows = [layer_entry(kind) if kind.name == "window" and not with_code else {} for kind in kinds]
-    contents = hf_config(config.model, stage.rope, stage.seq_len, str(dtype).removeprefix("torch."), windows)
+    of_kinds = _kind_shapes(saved.spec, kinds) if with_code else {}
+    families = code_families(bool(of_kinds)) if with_code else ()
+    dtype_name = str(dtype).removeprefix("torch.")
+    contents = hf_config(config.model, stage.rope, stage.seq_len, dtype_name, windows, families)
     problems = _export_problems(saved.spec, kinds, with_code)
     if with_code:
-        problems += code_problems(contents, kinds)
+        problems += code_problems(kinds)
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
-    of_kinds = _kind_shapes(saved.spec, kinds) if with_code else {}
-    layers = {"moba": {"layers": [layer_entry(kind) for kind in kinds]}}
-    contents |= code_config(kinds, bool(of_kinds)) if with_code else layers
+    layers = [full_entry(kind) if with_code else layer_entry(kind) for kind in kinds]
+    contents["moba"] = contents.get("moba", {}) | {"layers": layers}
+    if with_code:
+        contents |= code_config(contents["model_type"])
     shapes = parameter_shapes(config.model) | of_kinds
     check_new_folder(output)
     verify_checkpoint(checkpoint)
@@ -282,7 +292,7 @@ def export_to_hf(
             write_new(output / name, content)
         if with_code:
             write_code(output)
-        write_new(output / CARD, model_card(saved, kinds, str(dtype).removeprefix("torch."), with_code))
+        write_new(output / CARD, model_card(saved, kinds, dtype_name, with_code))
         write_safetensors(output, _tensors(reader, shapes, family_of(contents["model_type"]), dtype), shard_bytes)
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")

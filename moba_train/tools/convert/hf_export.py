@@ -51,12 +51,18 @@ def hf_length(rope: RopeConfig, trained: int) -> int:
 
 
 def hf_config(
-    model: ModelConfig, rope: RopeConfig, max_length: int, dtype: str, attention: Sequence[Mapping[str, Any]] = ()
+    model: ModelConfig,
+    rope: RopeConfig,
+    max_length: int,
+    dtype: str,
+    attention: Sequence[Mapping[str, Any]] = (),
+    families: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Contents of `config.json` for `model` with `rope`, trained on sequences of `max_length` tokens.
 
     attention: of each layer, as `Family.attention` returns it; full in all layers if empty. The family is the first
-    whose config says all of the model and of its attention, or else all of the model.
+    whose config says all of the model and of its attention, or else all of the model; one of `families`, or of all that
+    programs run without our code.
 
     Raises CheckpointError for a shape that no Hugging Face architecture has.
     """
@@ -67,6 +73,8 @@ def hf_config(
     differing: dict[str, dict[str, object]] = {}
     for model_type, made in MODEL_FAMILIES.usable().items():
         family: Family = made()
+        if model_type not in families if families else family.needs_code:
+            continue
         try:
             contents = {
                 "architectures": [family.architecture],
@@ -74,7 +82,7 @@ def hf_config(
                 **{theirs: getattr(model, ours) for ours, theirs in family.same.items()},
                 "head_dim": model.head_width,
                 "max_position_embeddings": hf_length(rope, max_length),
-                **hf_rope(rope),
+                **({} if family.needs_code else hf_rope(rope)),
                 **family.written(model, layers),
                 # Newer releases of transformers read the first, older ones the second.
                 "dtype": dtype,

@@ -69,6 +69,8 @@ class Family:
     """Keys of config.json that must have these values: our Transformer implements no others."""
     windows: ClassVar[bool] = False
     """True if `layer_types` may name layers with a sliding window."""
+    needs_code: ClassVar[bool] = False
+    """True if only code that is exported with the model can run it."""
     heads_divide_width: ClassVar[bool] = True
     """True if transformers refuses models whose heads do not divide the hidden size."""
     others: ClassVar[frozenset[str]] = frozenset()
