@@ -87,7 +87,7 @@ def describe_folder(folder: Path) -> Iterator[str]:
         lines.append(
             (f"{checkpoint.relative_to(folder)}/", f"checkpoint: float32 weights without optimizer state, {size}")
         )
-    lines += [(name, text) for name, text in _FILES.items() if (folder / name).is_file()]
+    lines += [(name, text) for name, text in _FILES.items() if (folder / name).exists()]
     width = max((len(name) for name, _ in lines), default=0)
     yield from (f"  {name:{width}}  {text}" for name, text in lines)
 

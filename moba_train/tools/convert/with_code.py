@@ -12,6 +12,7 @@ from typing import Any
 from moba_train.attention.kind import AttentionKind
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import full_entry
+from moba_train.tools.convert.kernel_folder import write_kernels
 from moba_train.tools.hf.family import family_of
 
 CODE = Path(__file__).parent / "remote_code"
@@ -21,8 +22,9 @@ DESCRIPTIONS = {
     "selectors_moba_train.py": "its other selections of blocks",
     "linear_moba_train.py": "its attention with a state",
     "cache_moba_train.py": "what it keeps of earlier tokens",
+    "kernels": "its kernels for NVIDIA GPUs, which may be left out",
 }
-"""Files of the code."""
+"""The code's files, and the folder of kernels."""
 _MODULE = "modeling_moba_train"
 _OWN = "moba_train"
 """model_type of models that only the code can run."""
@@ -62,9 +64,10 @@ def code_problems(kinds: Sequence[AttentionKind]) -> Iterator[str]:
 
 
 def write_code(output: Path) -> None:
-    """Write the code into the folder of an export."""
-    for name in DESCRIPTIONS:
-        write_new(output / name, (CODE / name).read_bytes())
+    """Write the code and its kernels into the folder of an export."""
+    for file in CODE.glob("*_moba_train.py"):
+        write_new(output / file.name, file.read_bytes())
+    write_kernels(output)
 
 
 def code_config(model_type: str) -> dict[str, Any]:

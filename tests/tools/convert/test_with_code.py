@@ -111,12 +111,20 @@ class Exported(NamedTuple):
 
 def save_run(folder: Path, name: str, layers: list[dict[str, Any]]) -> None:
     """A checkpoint in `folder`/run of a random model with this attention, the family's or one of `SHAPES`."""
-    if name not in SHAPES:
+    if name in SHAPES:
+        save_model(folder, SIZES | SHAPES[name], layers)
+    else:
         make_hf_model(name, folder / "hf")
+        save_model(folder, read_model_config(folder / "hf").model_dump(), layers)
+
+
+def save_model(folder: Path, shape: dict[str, Any], layers: list[dict[str, Any]]) -> None:
+    """A checkpoint in `folder`/run with this `model` section, whose weights are those in `folder`/hf if there are
+    any, and random ones."""
     recipe = {
         "name": "tiny",
         "run_dir": str(folder / "run"),
-        "model": SIZES | SHAPES[name] if name in SHAPES else read_model_config(folder / "hf").model_dump(),
+        "model": shape,
         "attention": {"default": "full", "overrides": dict(enumerate(layers))},
         "data": {"train": [{"path": "books", "weight": 3}, {"path": "web"}]},
         "batch_tokens": 256,
@@ -127,7 +135,7 @@ def save_run(folder: Path, name: str, layers: list[dict[str, Any]]) -> None:
     torch.manual_seed(3)
     for parameter in model.parameters():
         parameter.data = 0.3 * torch.randn_like(parameter)
-    if name not in SHAPES:
+    if (folder / "hf").exists():
         load_hf_weights(model, folder / "hf")
     with joined_world():
         checkpointer = Checkpointer(folder / "run" / "checkpoints", Retention(1))

@@ -14,7 +14,12 @@ queries of a key/value head, r some of these.
 """
 
 import functools
+import hashlib
+import importlib.util
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +92,8 @@ class Call(NamedTuple):
     store: Kept
     new: New
     rotate: Rotary
+    kernels: Any
+    """The package that `load_kernels` has found, or None."""
     sink_H: Tensor | None
     """Logits that join the softmax of each head without a value (gpt-oss)."""
 
@@ -118,6 +125,27 @@ def softmax(scores_BHTS: Tensor, sink_H: Tensor | None) -> Tensor:
     return torch.cat([scores_BHTS, sink_BHT1], -1).softmax(-1)[..., :-1]
 
 
+def _with_sink(out_BHTd: Tensor, lse_BHT: Tensor, sink_H: Tensor) -> Tensor:
+    """The output with the sink, whose share of the softmax is what the keys lose."""
+    return (out_BHTd * (lse_BHT - sink_H[:, None]).sigmoid()[..., None]).to(out_BHTd.dtype)
+
+
+@functools.cache
+def load_kernels(folder: str) -> Any:
+    """The kernels in a model's folder, a package in the layout of Hugging Face's kernels hub; None without."""
+    package = Path(folder, "kernels", "build", "torch-universal").absolute()
+    if not package.is_dir():
+        return None
+    name = f"moba_train_kernels_{hashlib.sha256(str(package).encode()).hexdigest()[:8]}"
+    init = package / "__init__.py"
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(package)])
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @functools.cache
 def _flex(device: str) -> Any:
     return flex_attention if device == "cpu" else torch.compile(flex_attention)
@@ -137,8 +165,7 @@ def full_attention(call: Call, implementation: str) -> Tensor:
         out_BHTd, lse_BHT = _flex(call.q.device.type)(call.q, call.k, call.v, **options)
         if call.sink_H is None:
             return out_BHTd
-        # The sink's share of the softmax is what the other keys lose.
-        return (out_BHTd * (lse_BHT - call.sink_H[:, None]).sigmoid()[..., None]).to(call.q.dtype)
+        return _with_sink(out_BHTd, lse_BHT, call.sink_H)
     sdpa = implementation == "sdpa" and call.sink_H is None
     if sdpa and new == tokens > 1:
         return F.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=True, enable_gqa=True)
@@ -180,14 +207,37 @@ def attend_to_blocks(call: Call, choose: Choose, block_size: int, width: int) ->
         width = tokens
     chunk = chunk_of(call.q.shape[0] * call.q.shape[1] * max(width, block_size))
     ids_N = torch.arange(-(-tokens // block_size), device=call.q.device)
+    half_on_gpu = call.q.is_cuda and call.q.dtype in (torch.bfloat16, torch.float16)
+    able = half_on_gpu or os.environ.get("TRITON_INTERPRET") == "1"  # the latter for tests
+    by_kernels = call.kernels is not None and able and new == tokens > _FEW and not torch.is_grad_enabled()
     outs = []
     for begin in range(0, new, chunk):
         part = slice(begin, min(begin + chunk, new))
         positions_t = torch.arange(part.start, part.stop, device=call.q.device) + tokens - new
         chosen_BHtN = choose(part, positions_t[:, None], ids_N)
         chosen_BHtN = chosen_BHtN.repeat_interleave(call.q.shape[1] // chosen_BHtN.shape[1], 1)
-        outs.append(attend(call._replace(q=call.q[:, :, part]), chosen_BHtN, positions_t, block_size))
-    return torch.cat(outs, 2)
+        if by_kernels:
+            outs.append(_earlier_ids(chosen_BHtN, positions_t // block_size))
+        else:
+            outs.append(attend(call._replace(q=call.q[:, :, part]), chosen_BHtN, positions_t, block_size))
+    if not by_kernels:
+        return torch.cat(outs, 2)
+    most = max(ids.shape[-1] for ids in outs)
+    selected_BHTC = torch.cat([F.pad(ids, (0, most - ids.shape[-1]), value=-1) for ids in outs], 2)
+    found = call.kernels.attend_to_blocks(call.q, call.k, call.v, selected_BHTC, block_size)
+    if found is None:  # no kernel takes these tensors
+        return attend_to_blocks(call._replace(kernels=None), choose, block_size, width)
+    out_BHTd, lse_BHT = found
+    return out_BHTd if call.sink_H is None else _with_sink(out_BHTd, lse_BHT, call.sink_H)
+
+
+def _earlier_ids(chosen_BHtN: Tensor, own_t: Tensor) -> Tensor:
+    """Ids of the chosen blocks before the query's own, int32 [B, H, t, C], ascending, -1 behind."""
+    none = chosen_BHtN.shape[-1]
+    ids_N = torch.arange(none, dtype=torch.int32, device=chosen_BHtN.device)
+    earlier_BHtN = chosen_BHtN & (ids_N < own_t[:, None])
+    ids_BHtN = torch.where(earlier_BHtN, ids_N, none).sort(-1).values[..., : int(earlier_BHtN.sum(-1).max())]
+    return torch.where(ids_BHtN == none, -1, ids_BHtN)
 
 
 def _attend_from_few(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, block_size: int) -> Tensor:

@@ -9,6 +9,9 @@ tokens, one at a time, attend to every token before them, as in MoBA's paper, un
 from_pretrained(..., moba_decode="own"). Several tokens in one call, as in speculative decoding, always attend as their
 layer does: it wants "own". Layers with a state know one way only.
 
+The folder kernels/ next to config.json holds Triton kernels for prompts in bfloat16 and float16 on CUDA. It may be left
+out: everything is computed in plain PyTorch then.
+
 Shape suffixes: B texts, T new tokens, S all tokens, D hidden size, H query heads, K key/value heads, d head width.
 """
 
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .attention_moba_train import Call, Kind, Moba, New, Rotary, Window, full_attention, norm_of, shape_of
+from .attention_moba_train import Call, Kind, Moba, New, Rotary, Window, full_attention, load_kernels, norm_of, shape_of
 from .cache_moba_train import BlockCacheLayer, Kept, StaticBlockCacheLayer, Text, Texts
 from .linear_moba_train import KINDS as LINEAR
 from .selectors_moba_train import KINDS as SELECTORS
@@ -150,6 +153,7 @@ class Attention(nn.Module):
         self.q_scale = 1.0 if shape["attention_scale"] is None else shape["attention_scale"] * d**0.5
         if layer in shape["gate_layers"]:
             self.output_gate = nn.Linear(hidden, heads * (1 if shape["output_gate"] == "head" else d), bias=False)
+        self.kernels = load_kernels(config._name_or_path)
         self.kind = entry["kind"]
         self.add_module(self.kind, KINDS[self.kind](config, entry, layer))
         if layer in shape["sink_layers"]:
@@ -193,7 +197,7 @@ class Attention(nn.Module):
                 continue
             keys = k_BKSd[text.rows, :, text.first :], v_BKSd[text.rows, :, text.first :]
             of_text = New(new.x[text.rows, own], *(x[text.rows, :, own] for x in new[1:]))
-            call = Call(q_BHTd[text.rows, :, own], *keys, text, store, of_text, rotate, sink_H)
+            call = Call(q_BHTd[text.rows, :, own], *keys, text, store, of_text, rotate, self.kernels, sink_H)
             if decodes_full:
                 kind.keep(call)
             out_BHTd[text.rows, :, own] = full_attention(call, kind.implementation) if decodes_full else kind(call)
