@@ -270,6 +270,7 @@ def export_to_hf(
     families = code_families(bool(of_kinds)) if with_code else ()
     dtype_name = str(dtype).removeprefix("torch.")
     contents = hf_config(config.model, stage.rope, stage.seq_len, dtype_name, windows, families)
+    family = family_of(contents["model_type"])
     problems = _export_problems(saved.spec, kinds, with_code)
     if with_code:
         problems += code_problems(kinds)
@@ -278,7 +279,7 @@ def export_to_hf(
     layers = [full_entry(kind) if with_code else layer_entry(kind) for kind in kinds]
     contents["moba"] = contents.get("moba", {}) | {"layers": layers}
     if with_code:
-        contents |= code_config(contents["model_type"])
+        contents |= code_config(family)
     shapes = parameter_shapes(config.model) | of_kinds
     check_new_folder(output)
     verify_checkpoint(checkpoint)
@@ -292,8 +293,8 @@ def export_to_hf(
             write_new(output / name, content)
         if with_code:
             write_code(output)
-        write_new(output / CARD, model_card(saved, kinds, dtype_name, with_code))
-        write_safetensors(output, _tensors(reader, shapes, family_of(contents["model_type"]), dtype), shard_bytes)
+        write_new(output / CARD, model_card(saved, kinds, dtype_name, with_code, family.needs_code))
+        write_safetensors(output, _tensors(reader, shapes, family, dtype), shard_bytes)
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
     return tokenizer.warnings

@@ -13,7 +13,7 @@ from moba_train.attention.kind import AttentionKind
 from moba_train.output_files import write_new
 from moba_train.tools.convert.hf_export import full_entry
 from moba_train.tools.convert.kernel_folder import write_kernels
-from moba_train.tools.hf.family import family_of
+from moba_train.tools.hf.family import Family
 
 CODE = Path(__file__).parent / "remote_code"
 DESCRIPTIONS = {
@@ -70,10 +70,10 @@ def write_code(output: Path) -> None:
     write_kernels(output)
 
 
-def code_config(model_type: str) -> dict[str, Any]:
+def code_config(family: Family) -> dict[str, Any]:
     """Entries of config.json for the code. A model that needs the code also names the code's config, so that
     transformers refuses it without `trust_remote_code`."""
     classes = {"AutoModelForCausalLM": f"{_MODULE}.MobaForCausalLM"}
-    if family_of(model_type).needs_code:
+    if family.needs_code:
         classes["AutoConfig"] = f"{_MODULE}.MobaConfig"
     return {"moba_decode": "full", "auto_map": classes}
