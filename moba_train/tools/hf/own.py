@@ -16,6 +16,8 @@ SHAPE = frozenset(
     }
 )
 """Keys of our `model` that `moba.model` of config.json may have."""
+ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "fraction"})
+"""Keys of our `model.rope` that an entry of `moba.ropes` may have; the code knows no others."""
 
 
 class MobaTrain(Family):
@@ -46,8 +48,11 @@ class MobaTrain(Family):
         if not isinstance(shape, dict) or shape.keys() - SHAPE:
             raise CheckpointError(f"moba.model is {given(shape)}, allowed: an object of {', '.join(sorted(SHAPE))}")
         layers = config["num_hidden_layers"]
-        if not isinstance(ropes, list) or len(ropes) != layers or not all(isinstance(rope, dict) for rope in ropes):
-            raise CheckpointError(f"moba.ropes is {given(ropes)}, allowed: a list of {layers} objects")
+        listed = isinstance(ropes, list) and len(ropes) == layers
+        if not listed or not all(isinstance(rope, dict) and rope.keys() <= ROPE for rope in ropes):
+            raise CheckpointError(
+                f"moba.ropes is {given(ropes)}, allowed: a list of {layers} objects of {', '.join(sorted(ROPE))}"
+            )
         common = max(ropes, key=ropes.count)
         overrides = {layer: rope for layer, rope in enumerate(ropes) if rope != common}
         found = {ours: config[theirs] for ours, theirs in self.same.items()}
@@ -58,5 +63,8 @@ class MobaTrain(Family):
         shape = model.model_dump(include=set(SHAPE))
         for key in ("sink_layers", "gate_layers"):
             shape[key] = sorted(layer_ids(shape[key], model.layers))
-        ropes = [rope.model_dump() | {"beta_fast": rope.fast_turns} for rope in model.rope.by_layer(model.layers)]
+        ropes = [
+            rope.model_dump(include=set(ROPE)) | {"beta_fast": rope.fast_turns}
+            for rope in model.rope.by_layer(model.layers)
+        ]
         return {"moba": {"model": shape, "ropes": ropes}}

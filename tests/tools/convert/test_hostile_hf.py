@@ -156,9 +156,9 @@ def test_deep_json_is_an_error_with_a_message(folder: Path, name: str) -> None:
         (3, "moba.model is null, allowed: an object of activation"),
         (OWN["moba"] | {"model": {"width": 3}}, "moba.model is {'width': 3}, allowed: an object of activation"),
         (OWN["moba"] | {"model": {"norms": "none"}}, "norms: given 'none'; allowed: "),
-        (OWN["moba"] | {"ropes": [{}]}, "moba.ropes is [{}], allowed: a list of 2 objects"),
+        (OWN["moba"] | {"ropes": [{}]}, "moba.ropes is [{}], allowed: a list of 2 objects of beta_fast"),
         (OWN["moba"] | {"ropes": [{"theta": 0}] * 2}, "rope.theta: given 0; allowed: number > 1"),
-        (OWN["moba"] | {"ropes": [{"turns": 3}, {}]}, "turns"),
+        (OWN["moba"] | {"ropes": [{"turns": 3}, {}]}, "a list of 2 objects of beta_fast"),
     ],
 )
 def test_what_our_own_models_say_is_checked(folder: Path, moba: object, said: str) -> None:

@@ -30,6 +30,7 @@ from moba_train.tools.convert.with_code import DESCRIPTIONS, LAYERS, code_famili
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 from moba_train.tools.hf.config import read_model_config
+from moba_train.tools.hf.own import ROPE, SHAPE
 from moba_train.tools.hf.weights import load_hf_weights
 from moba_train.tools.inference.generate import Sampling, generate_batch
 from moba_train.tools.saved_recipe import load_trained, open_checkpoint
@@ -318,11 +319,12 @@ def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
     assert "The run folder has no evaluation of this checkpoint." in card
 
 
-def test_the_list_of_the_exporter_is_that_of_the_code() -> None:
+def test_the_lists_of_the_exporter_are_those_of_the_code() -> None:
     """And the code knows every option of its kinds but the backend, which no other program has."""
-    from moba_train.tools.convert.remote_code.modeling_moba_train import KINDS as CODE
+    from moba_train.tools.convert.remote_code import attention_moba_train, modeling_moba_train
 
-    assert {name: kind.OPTIONS for name, kind in CODE.items()} == LAYERS
+    assert {name: kind.OPTIONS for name, kind in modeling_moba_train.KINDS.items()} == LAYERS
+    assert (ROPE, SHAPE) == (modeling_moba_train.ROPE, {*attention_moba_train.SHAPE})
     for name, options in LAYERS.items():
         assert KINDS[name].Options.model_fields.keys() - {"backend"} == options
 

@@ -301,7 +301,7 @@ def _attend_from_many(call: Call, chosen_BHtN: Tensor, positions_t: Tensor, bloc
     return (out_Xxd / sum_Xx[..., None]).view_as(call.q).to(call.q.dtype)
 
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "qkv_bias": False,
     "qk_norm": False,
     "norms": "pre",
@@ -321,13 +321,13 @@ _PLAIN: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"qkv_bias": True}, "
 
 
 def shape_of(config: Any) -> dict[str, Any]:
-    """All of `_SHAPE`. Raises ValueError for anything else in the config."""
+    """All of `SHAPE`. Raises ValueError for anything else in the config."""
     own = config.moba.get("model", {})
     if config.model_type not in _PLAIN and config.model_type != "moba_train":
         raise ValueError(f"model_type: {config.model_type!r} given, allowed: moba_train, {', '.join(_PLAIN)}")
-    if unknown := sorted(own.keys() - _SHAPE.keys()):
-        raise ValueError(f"moba.model: {unknown[0]!r} given, allowed: {', '.join(_SHAPE)}")
-    return _SHAPE | _PLAIN.get(config.model_type, {}) | own
+    if unknown := sorted(own.keys() - SHAPE.keys()):
+        raise ValueError(f"moba.model: {unknown[0]!r} given, allowed: {', '.join(SHAPE)}")
+    return SHAPE | _PLAIN.get(config.model_type, {}) | own
 
 
 class CenteredRMSNorm(nn.RMSNorm):

@@ -32,6 +32,8 @@ from .linear_moba_train import KINDS as LINEAR
 from .selectors_moba_train import KINDS as SELECTORS
 
 KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, **SELECTORS, **LINEAR}
+ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "fraction"})
+"""Keys of a rotary embedding."""
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The output's name of the cache, which transformers has changed."""
 
@@ -82,6 +84,8 @@ def rope_of(config: Any, layer: int) -> dict[str, Any]:
     """The layer's entry of `moba.ropes`, or what the config of an ordinary model says in its words."""
     if "ropes" in config.moba:
         found: dict[str, Any] = config.moba["ropes"][layer]
+        if unknown := sorted(found.keys() - ROPE):
+            raise ValueError(f"moba.ropes[{layer}]: {unknown[0]!r} given, allowed: {', '.join(sorted(ROPE))}")
         return found
     rope = config.rope_parameters
     kind = rope["rope_type"]
