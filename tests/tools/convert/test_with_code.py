@@ -84,7 +84,12 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
 SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "layers": 3, "heads": 6, "kv_heads": 2}
 YARN = {"kind": "yarn", "factor": 4.0, "original_seq_len": 64}
 SHAPES: dict[str, dict[str, Any]] = {
-    "entries": {"qk_norm": "all_heads", "norms": "post", "rope": {"overrides": {1: {"theta": 500.0}, 2: YARN}}},
+    "entries": {
+        "qk_norm": "all_heads",
+        "norms": "post",
+        "centered_norms": True,
+        "rope": {"overrides": {1: {"theta": 500.0}, 2: YARN}},
+    },
     "seer": {"norms": "both", "centered_norms": True, "activation": "gelu_tanh", "qk_norm": True, "head_dim": 16},
     "states": {"gate_layers": [0, 2], "output_gate": "head", "tie_embeddings": True},
     "sinks": {
@@ -324,7 +329,7 @@ def test_the_lists_of_the_exporter_are_those_of_the_code() -> None:
     from moba_train.tools.convert.remote_code import attention_moba_train, modeling_moba_train
 
     assert {name: kind.OPTIONS for name, kind in modeling_moba_train.KINDS.items()} == LAYERS
-    assert (ROPE, SHAPE) == (modeling_moba_train.ROPE, {*attention_moba_train.SHAPE})
+    assert (modeling_moba_train.ROPE, {*attention_moba_train.SHAPE}) == (ROPE, SHAPE)
     for name, options in LAYERS.items():
         assert KINDS[name].Options.model_fields.keys() - {"backend"} == options
 
