@@ -42,6 +42,7 @@ from moba_train.tools.convert.hf_export import (
     hf_config,
     layer_entry,
     layer_problem,
+    published_entry,
     read_layers,
     write_safetensors,
 )
@@ -246,7 +247,12 @@ def _tokenizer(folder: Path) -> str | None:
 
 
 def export_to_hf(
-    saved: SavedRun, output: Path, dtype: torch.dtype, shard_bytes: int, with_code: bool = False
+    saved: SavedRun,
+    output: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    with_code: bool = False,
+    model_type: str | None = None,
 ) -> list[str]:
     """Write `output`, a Hugging Face folder with the model of a checkpoint.
 
@@ -254,29 +260,39 @@ def export_to_hf(
     those of the stage that the checkpoint was saved in. config.json keeps the attention of every layer under `moba`;
     software that ignores the entry sees an ordinary model with full attention, or with the windows of its family. With
     `with_code` the folder also has the parameters of the attention kinds and the code that runs them in transformers.
+    With `model_type` it is a model of this published family, attention and its parameters included.
     The tokenizer's files are those that transformers expects; README.md is a model card. Returns a warning for each
     thing that is left out.
 
     Raises CheckpointError when `output` is not empty or cannot be written, no Hugging Face architecture has the model's
-    shape, an attention kind would lose something or the code cannot run it, a tensor is missing in the checkpoint, or a
-    byte of it has changed since it was written.
+    shape or, where it is asked for, its attention, an attention kind would lose something or the code cannot run it, a
+    tensor is missing in the checkpoint, or a byte of it has changed since it was written.
     """
+    if with_code and model_type is not None:
+        raise CheckpointError(f"--as: given {model_type!r} with --with-code; allowed: one of the two")
     checkpoint = saved.path
     config = saved.config
     stage = saved.stage
     kinds = build_attention(stage.attention, config.model.head_width)
-    windows = [layer_entry(kind) if kind.name == "window" and not with_code else {} for kind in kinds]
-    of_kinds = _kind_shapes(saved.spec, kinds) if with_code else {}
+    whole = with_code or model_type is not None
+    attention = [layer_entry(kind) if kind.name == "window" and not with_code else {} for kind in kinds]
+    of_kinds = _kind_shapes(saved.spec, kinds) if whole else {}
     families = code_families(bool(of_kinds)) if with_code else ()
+    if model_type is not None:
+        family_of(model_type)
+        families = (model_type,)
+        attention = [published_entry(kind) for kind in kinds]
     dtype_name = str(dtype).removeprefix("torch.")
-    contents = hf_config(config.model, stage.rope, stage.seq_len, dtype_name, windows, families)
+    contents = hf_config(config.model, stage.rope, stage.seq_len, dtype_name, attention, families)
     family = family_of(contents["model_type"])
-    problems = _export_problems(saved.spec, kinds, with_code)
+    problems = _export_problems(saved.spec, kinds, whole)
+    if model_type is not None:
+        problems += _attention_problems(family, contents, attention)
     if with_code:
         problems += code_problems(kinds)
     if problems:
         raise CheckpointError(f"{checkpoint} cannot be exported: {'; '.join(problems)}")
-    layers = [full_entry(kind) if with_code else layer_entry(kind) for kind in kinds]
+    layers = [full_entry(kind) if whole else layer_entry(kind) for kind in kinds]
     contents["moba"] = contents.get("moba", {}) | {"layers": layers}
     if with_code:
         contents |= code_config(family)
@@ -297,7 +313,7 @@ def export_to_hf(
         write_safetensors(output, _tensors(reader, shapes, family, dtype), shard_bytes)
         # Written last: a folder without it is not read as a model.
         write_new(output / CONFIG, json.dumps(contents, indent=2) + "\n")
-    return tokenizer.warnings
+    return [*tokenizer.warnings, *family.cautions(contents)]
 
 
 def _kind_shapes(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> dict[str, tuple[int, ...]]:
@@ -310,9 +326,23 @@ def _kind_shapes(spec: ModelSpec, kinds: Sequence[AttentionKind]) -> dict[str, t
     }
 
 
-def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind], with_code: bool) -> list[str]:
+def _attention_problems(
+    family: Family, contents: Mapping[str, Any], attention: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """The first layer whose attention the family's config cannot say."""
+    said = family.attention(family.completed(contents))
+    for layer, (own, found) in enumerate(zip(attention, said, strict=True)):
+        for key in [key for key in own | found if own.get(key) != found.get(key)][:1]:
+            yield (
+                f"attention of layer {layer}: {key} is {given(own.get(key))}; {contents['model_type']} has "
+                f"{given(found.get(key))}"
+            )
+            return
+
+
+def _export_problems(spec: ModelSpec, kinds: Sequence[AttentionKind], whole: bool) -> list[str]:
     """Losses of an export: those of the `kinds` of the stage, and parameters of kinds that only other stages use."""
-    problems = {} if with_code else dict.fromkeys(layer_problem(kind, spec.config) for kind in kinds)
+    problems = {} if whole else dict.fromkeys(layer_problem(kind, spec.config) for kind in kinds)
     active = {kind.name for kind in kinds}
     left: Counter[str] = Counter()
     for (_, name), shapes in spec.kind_shapes.items():

@@ -61,8 +61,8 @@ def hf_config(
     """Contents of `config.json` for `model` with `rope`, trained on sequences of `max_length` tokens.
 
     attention: of each layer, as `Family.attention` returns it; full in all layers if empty. The family is the first
-    whose config says all of the model and of its attention, or else all of the model; one of `families`, or of all that
-    programs run without our code.
+    whose config says all of the model and of its attention, or else all of the model; one of `families`, or of those
+    that need not be asked for.
 
     Raises CheckpointError for a shape that no Hugging Face architecture has.
     """
@@ -73,7 +73,7 @@ def hf_config(
     differing: dict[str, dict[str, object]] = {}
     for model_type, made in MODEL_FAMILIES.usable().items():
         family: Family = made()
-        if model_type not in families if families else family.needs_code:
+        if model_type not in families if families else family.asked_for:
             continue
         try:
             contents = {
@@ -82,7 +82,7 @@ def hf_config(
                 **{theirs: getattr(model, ours) for ours, theirs in family.same.items()},
                 "head_dim": model.head_width,
                 "max_position_embeddings": hf_length(rope, max_length),
-                **({} if family.needs_code else hf_rope(rope)),
+                **({} if family.own_ropes else hf_rope(rope)),
                 **family.written(model, layers),
                 # Newer releases of transformers read the first, older ones the second.
                 "dtype": dtype,
@@ -148,6 +148,14 @@ def layer_entry(kind: AttentionKind) -> dict[str, Any]:
 def full_entry(kind: AttentionKind) -> dict[str, Any]:
     """`layer_entry` with the options that give the kind parameters: of an export that has these."""
     return {"kind": kind.name, **kind.options.model_dump(mode="json", exclude={"backend"})}
+
+
+def published_entry(kind: AttentionKind) -> dict[str, Any]:
+    """A layer's attention as `Family.attention` returns it: nothing for full attention, and nothing of training."""
+    entry = {key: value for key, value in full_entry(kind).items() if key not in ("train_gate", "kl_weight")}
+    if "index_dim" in entry:
+        entry["index_dim"] = entry["index_dim"] or kind.head_dim
+    return {} if kind.name == "full" else entry
 
 
 def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:

@@ -5,7 +5,7 @@ Llama (also SmolLM2), Qwen2 and Qwen3 are here.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from moba_train.config.explain import given
@@ -70,7 +70,11 @@ class Family:
     windows: ClassVar[bool] = False
     """True if `layer_types` may name layers with a sliding window."""
     needs_code: ClassVar[bool] = False
-    """True if only code that is exported with the model can run it."""
+    """True if transformers has no such model, so that its code must come from elsewhere."""
+    asked_for: ClassVar[bool] = False
+    """True if an export takes the family only where its caller names it."""
+    own_ropes: ClassVar[bool] = False
+    """True if `written` has all that a config says of rotary embeddings."""
     heads_divide_width: ClassVar[bool] = True
     """True if transformers refuses models whose heads do not divide the hidden size."""
     others: ClassVar[frozenset[str]] = frozenset()
@@ -130,6 +134,10 @@ class Family:
         if len(found) != config["num_hidden_layers"]:
             raise CheckpointError(f"layer_types has {len(found)} entries, allowed: one for each layer")
         return [types[name] for name in found]
+
+    def cautions(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """Conditions under which published code computes something else than we do of this config."""
+        return iter(())
 
     def unread(self, config: Mapping[str, Any]) -> list[str]:
         """Keys of config.json that no one has read, sorted."""

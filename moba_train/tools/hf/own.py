@@ -25,6 +25,8 @@ class MobaTrain(Family):
 
     architecture = "MobaForCausalLM"
     needs_code = True
+    asked_for = True
+    own_ropes = True
     defaults = {key: Family.defaults[key] for key in ("max_position_embeddings",)}
     fixed = {"quantization_config": None}
     names = Family.names | {

@@ -123,8 +123,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-PUBLISHED = [name for name in MODEL_FAMILIES if not MODEL_FAMILIES[name].needs_code]
-"""Families that transformers has."""
+PUBLISHED = [name for name in MODEL_FAMILIES if not MODEL_FAMILIES[name].asked_for]
+"""Families that an export may take by itself."""
 
 
 def make_hf_model(family: str, folder: Path, **changes: Any) -> Any:

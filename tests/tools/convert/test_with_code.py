@@ -94,6 +94,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "states": {"gate_layers": [0, 2], "output_gate": "head", "tie_embeddings": True},
     "sinks": {
         "sink_layers": "all",
+        "activation": "clamped",
         "gate_layers": "last:2",
         "rope": {"fraction": 0.5, "overrides": {"every:2": {"kind": "nope"}}},
         **{"embedding_scale": 3.0, "attention_scale": 0.5, "residual_scale": 0.7, "logits_divisor": 2.0},

@@ -18,6 +18,7 @@ Shape suffixes: B texts, T new tokens, S all tokens, D hidden size, H query head
 import functools
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -211,6 +212,20 @@ class Attention(nn.Module):
         return self.o_proj(out_BHTd.transpose(1, 2).flatten(2))
 
 
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """Hidden values of MiniMax-M3's feed-forward."""
+    gate = gate.clamp(max=7.0)
+    return gate * (1.702 * gate).sigmoid() * (up.clamp(-7.0, 7.0) + 1)
+
+
+GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped": clamped,
+}
+"""Functions of the two projections of a feed-forward, by `activation`."""
+
+
 class Block(nn.Module):
     """Attention and a gated feed-forward (Shazeer 2020, arXiv:2002.05202), each between norms and added to its
     input."""
@@ -230,14 +245,14 @@ class Block(nn.Module):
         self.mlp = nn.ModuleDict({name: nn.Linear(*widths, bias=False) for name in ("gate_proj", "up_proj")})
         self.mlp["down_proj"] = nn.Linear(*widths[::-1], bias=False)
         self.feed_forward_post_norm = norm("post")
-        self.activate = F.silu if shape["activation"] == "silu" else functools.partial(F.gelu, approximate="tanh")
+        self.hidden = GATED[shape["activation"]]
         self.scale = shape["residual_scale"]
 
     def forward(self, x_BTD: Tensor, rotate: Rotary, texts: Texts, cache: Any) -> Tensor:
         update_BTD = self.self_attn(self.input_layernorm(x_BTD), rotate, texts, cache)
         x_BTD = x_BTD + self.scale * self.attention_post_norm(update_BTD)
         normed = self.post_attention_layernorm(x_BTD)
-        hidden = self.activate(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
+        hidden = self.hidden(self.mlp["gate_proj"](normed), self.mlp["up_proj"](normed))
         return x_BTD + self.scale * self.feed_forward_post_norm(self.mlp["down_proj"](hidden))
 
 
