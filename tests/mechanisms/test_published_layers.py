@@ -141,7 +141,12 @@ def test_a_sparse_layer_of_minimax_m3() -> None:
 
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     width = MODEL.head_width
-    index = {"index_n_heads": MODEL.kv_heads, "index_head_dim": width, "index_block_size": 4, "index_topk_blocks": 3}
+    index: dict[str, Any] = {
+        "index_n_heads": MODEL.kv_heads,
+        "index_head_dim": width,
+        "index_block_size": 4,
+        "index_topk_blocks": 3,
+    }
     kinds = ["minimax_m3_sparse"] * 4
     config = MiniMaxM3VLTextConfig(**SIZES, **index, index_local_blocks=1, layer_types=kinds, rope_parameters=rope)
     theirs = randomized(MiniMaxM3VLAttention(config, 0))
@@ -157,6 +162,7 @@ def test_a_sparse_layer_of_minimax_m3() -> None:
             parameter.copy_(theirs.get_parameter(name.replace("msa.", "indexer.")))
         cos, sin = rope_cos_sin(positions, model.rope, width)
         got, _ = ours(x, cos, sin, packed_layout([TOKENS]))
-        turned = MiniMaxM3VLRotaryEmbedding(config)(x[None], positions[None])
+        rotary: Any = MiniMaxM3VLRotaryEmbedding
+        turned = rotary(config)(x[None], positions[None])
         want = theirs(x[None], turned, None, position_ids=positions[None])[0][0]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())

@@ -332,7 +332,7 @@ def _attention_problems(
     """The first layer whose attention the family's config cannot say."""
     said = family.attention(family.completed(contents))
     for layer, (own, found) in enumerate(zip(attention, said, strict=True)):
-        for key in [key for key in own | found if own.get(key) != found.get(key)][:1]:
+        for key in [key for key in {**own, **found} if own.get(key) != found.get(key)][:1]:
             yield (
                 f"attention of layer {layer}: {key} is {given(own.get(key))}; {contents['model_type']} has "
                 f"{given(found.get(key))}"

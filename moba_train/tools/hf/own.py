@@ -44,14 +44,14 @@ class MobaTrain(Family):
 
     def values(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """With the contents of `moba.model` and `moba.ropes`."""
-        moba = config["moba"]
-        shape = moba.get("model", {}) if isinstance(moba, dict) else None
-        ropes = moba.get("ropes") if isinstance(moba, dict) else None
+        moba = config["moba"] if isinstance(config["moba"], dict) else {}
+        shape = moba.get("model")
         if not isinstance(shape, dict) or shape.keys() - SHAPE:
             raise CheckpointError(f"moba.model is {given(shape)}, allowed: an object of {', '.join(sorted(SHAPE))}")
         layers = config["num_hidden_layers"]
-        listed = isinstance(ropes, list) and len(ropes) == layers
-        if not listed or not all(isinstance(rope, dict) and rope.keys() <= ROPE for rope in ropes):
+        ropes = moba.get("ropes")
+        known = isinstance(ropes, list) and all(isinstance(rope, dict) and rope.keys() <= ROPE for rope in ropes)
+        if not isinstance(ropes, list) or not known or len(ropes) != layers:
             raise CheckpointError(
                 f"moba.ropes is {given(ropes)}, allowed: a list of {layers} objects of {', '.join(sorted(ROPE))}"
             )
