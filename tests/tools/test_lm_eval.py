@@ -395,7 +395,7 @@ def test_an_export_with_code_scores_and_writes_as_its_checkpoint(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.chdir(run.parents[1])
     block = {"block_size": 16, "topk": 2}
     layers = {0: {"kind": "moba", "key_conv": 3, **block}, 1: {"kind": "msa", **block}}
@@ -420,7 +420,8 @@ def test_an_export_with_code_scores_and_writes_as_its_checkpoint(
     assert len(texts[0]) > len(TEXTS[1]) + 1
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    theirs = hf_class(model, tokenizer=tokenizer, max_length=LENGTH, batch_size=2, device="cpu")
+    theirs = hf_class(model, tokenizer=tokenizer, batch_size=2, device="cpu")
+    assert theirs.max_length == LENGTH
     asked = requests("loglikelihood", *[(" ".join(TEXTS * 4), f" {text[:9]}") for text in TEXTS])
     ours = native(learnt, LENGTH, tmp_path / "tok", attention="own")
     for found, expected in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):

@@ -267,11 +267,13 @@ def test_chunks_of_queries_and_gradients(exported: Exported, monkeypatch: pytest
 
 
 def test_it_comes_back_as_a_checkpoint(exported: Exported, tmp_path: Path) -> None:
-    """With the parameters of attention kinds."""
-    import_from_hf(exported.folder, tmp_path / "again")
-    again = load_trained(open_checkpoint(tmp_path / "again"), torch.device("cpu"), torch.float64)
+    """With the parameters of attention kinds; also if transformers has loaded and saved it."""
+    torch.testing.assert_close(exported.answers["saved"], exported.answers["logits"], rtol=0, atol=1e-10)
     expected = logits(exported.model, PROMPTS[0])
-    torch.testing.assert_close(logits(again, PROMPTS[0]), expected, rtol=0, atol=0)
+    for name in ("out", "saved"):
+        import_from_hf(exported.folder.parent / name, tmp_path / name)
+        again = load_trained(open_checkpoint(tmp_path / name), torch.device("cpu"), torch.float64)
+        torch.testing.assert_close(logits(again, PROMPTS[0]), expected, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

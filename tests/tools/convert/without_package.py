@@ -6,6 +6,7 @@ named otherwise, goes to FOLDER/answers.pt.
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ def answers(folder: str, prompts: list[torch.Tensor]) -> dict[str, Any]:
     for name in ("eager", "flex_attention"):
         found[name] = load(folder, attn_implementation=name)(long[None]).logits[0]
     found["bfloat16"] = load(folder, dtype=torch.bfloat16)(long[None]).logits[0]
+
+    model.save_pretrained(saved := f"{Path(folder).parent}/saved")
+    found["saved"] = load(saved)(long[None]).logits[0]
 
     cache = DynamicCache()
     parts = [long[:70], *long[70:90].split(1), long[90:]]
