@@ -163,7 +163,7 @@ def layer_problem(kind: AttentionKind, model: ModelConfig) -> str:
     count = parameter_count(kind, model)
     if not count:
         return ""
-    return f"kind {kind.name!r} has {count} parameters in a layer, which no Hugging Face architecture can hold"
+    return f"kind {kind.name!r} has {count} parameters in a layer, which ordinary models lack; add --with-code"
 
 
 def parse_layer(entry: dict[str, Any]) -> LayerAttention:

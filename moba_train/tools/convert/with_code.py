@@ -20,6 +20,7 @@ DESCRIPTIONS = {
     "modeling_moba_train.py": "the model's code, for transformers without moba_train",
     "attention_moba_train.py": "its attention to all tokens, to windows and to blocks",
     "selectors_moba_train.py": "its other selections of blocks",
+    "nsa_moba_train.py": "its compressed, selected and window attention",
     "linear_moba_train.py": "its attention with a state",
     "cache_moba_train.py": "what it keeps of earlier tokens",
     "kernels": "its kernels for NVIDIA GPUs, which may be left out",
@@ -40,6 +41,9 @@ LAYERS: dict[str, frozenset[str]] = {
     "qsa": frozenset(_GATE | {"index_dim"}),
     "seer": frozenset(_GATE | {"threshold", "gate_dim"}),
     "infllm_v2": frozenset({"block_size", "topk", "first_blocks", "local_blocks", "window", "stride", "dense_len"}),
+    "nsa": frozenset(
+        {"compressed_block", "stride", "hidden", "block_size", "topk", "first", "local", "window", "separate_kv"}
+    ),
     "lightning": frozenset({"decay"}),
     "gdn": frozenset(),
     "kda": frozenset(),

@@ -68,6 +68,12 @@ LAYERS_OF: dict[str, list[dict[str, Any]]] = {
         {"kind": "qsa", "block_size": 4, "topk": 9},
         {"kind": "qsa", "mode": "warmup", "block_size": 4},
     ],
+    "nsa": [
+        {"kind": "nsa", **{"compressed_block": 8, "stride": 4, "block_size": 16, "topk": 4, "local": 2, "window": 20}},
+        {"kind": "nsa", **{"compressed_block": 8, "stride": 8, "block_size": 8, "topk": 5, "window": 16}}
+        | {"separate_kv": False, "hidden": 5, "first": 0},
+        {"kind": "full"},
+    ],
     "seer": [
         {"kind": "seer", "block_size": 16, "topk": 3},
         {"kind": "seer", "block_size": 16, "topk": 4, "threshold": 0.15, "gate_dim": 4},
@@ -91,6 +97,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope": {"overrides": {1: {"theta": 500.0}, 2: YARN}},
     },
     "seer": {"norms": "both", "centered_norms": True, "activation": "gelu_tanh", "qk_norm": True, "head_dim": 16},
+    "nsa": {"qk_norm": True, "qkv_bias": True},
     "states": {"gate_layers": [0, 2], "output_gate": "head", "tie_embeddings": True},
     "sinks": {
         "sink_layers": "all",
@@ -100,7 +107,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"embedding_scale": 3.0, "attention_scale": 0.5, "residual_scale": 0.7, "logits_divisor": 2.0},
     },
 }
-PARAMETRIC = ("msa", "qsa", "seer", "lightning", "gdn", "kda")
+PARAMETRIC = ("msa", "qsa", "nsa", "seer", "lightning", "gdn", "kda")
 CUT = [name for name in LAYERS_OF if name != "states"]
 """Models whose cache can be cut."""
 AS_TRAINED = [name for name in LAYERS_OF if name != "seer"]

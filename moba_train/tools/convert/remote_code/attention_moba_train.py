@@ -181,6 +181,24 @@ def full_attention(call: Call, implementation: str) -> Tensor:
     return torch.cat(outs, 2)
 
 
+def window_attention(call: Call, window: int, sinks: int, sdpa: bool) -> Tensor:
+    """Attention to the last `window` tokens and the first `sinks` ones, [B, H, T, d]."""
+    tokens = call.k.shape[2]
+    new = call.q.shape[2]
+    chunk = max(window, 128)
+    outs = []
+    for begin in range(0, new, chunk):
+        part = slice(begin, min(begin + chunk, new))
+        at_t1 = torch.arange(part.start, part.stop, device=call.q.device)[:, None] + tokens - new
+        first = max(0, tokens - new + begin - window + 1)
+        keys_s = torch.arange(tokens - new + part.stop, device=call.q.device)
+        keys_s = torch.cat([keys_s[: min(sinks, first)], keys_s[first:]])
+        seen_ts = (keys_s <= at_t1) & ((at_t1 - keys_s < window) | (keys_s < sinks))
+        some = call.q[:, :, part], call.k[:, :, keys_s], call.v[:, :, keys_s]
+        outs.append(masked_attention(*some, seen_ts, sdpa, call.sink_H))
+    return torch.cat(outs, 2)
+
+
 def best_blocks(scores_BHtN: Tensor, candidates_tN: Tensor, count: int, forced_tN: Tensor | None = None) -> Tensor:
     """Mask, bool [B, H, t, N], of the `count` candidates with the highest scores, never those of score -inf. Forced
     candidates come first; of equal scores, the earlier block."""
@@ -363,8 +381,9 @@ class Kind(nn.Module):
         """Keys of the new tokens before the rotary embedding."""
         return new.k
 
-    def keep(self, call: Call) -> None:
-        """Keep what calls that attend as the layer does need of new tokens that attended to all."""
+    def attend_to_all(self, call: Call) -> Tensor:
+        """The output of new tokens that do not select; keeps what later calls that do need of them."""
+        return full_attention(call, self.implementation)
 
     def forward(self, call: Call) -> Tensor:
         """The output [B, H, T, d]."""
@@ -377,22 +396,8 @@ class Window(Kind):
     OPTIONS = frozenset({"window", "sinks"})
 
     def forward(self, call: Call) -> Tensor:
-        window = self.options["window"]
-        sinks = self.options.get("sinks", 0)
-        tokens = call.k.shape[2]
-        new = call.q.shape[2]
-        chunk = max(window, 128)
-        outs = []
-        for begin in range(0, new, chunk):
-            part = slice(begin, min(begin + chunk, new))
-            at_t1 = torch.arange(part.start, part.stop, device=call.q.device)[:, None] + tokens - new
-            first = max(0, tokens - new + begin - window + 1)
-            keys_s = torch.arange(tokens - new + part.stop, device=call.q.device)
-            keys_s = torch.cat([keys_s[: min(sinks, first)], keys_s[first:]])
-            seen_ts = (keys_s <= at_t1) & ((at_t1 - keys_s < window) | (keys_s < sinks))
-            some = call.q[:, :, part], call.k[:, :, keys_s], call.v[:, :, keys_s]
-            outs.append(masked_attention(*some, seen_ts, self.implementation != "eager", call.sink_H))
-        return torch.cat(outs, 2)
+        sdpa = self.implementation != "eager"
+        return window_attention(call, self.options["window"], self.options.get("sinks", 0), sdpa)
 
 
 class Moba(Kind):
@@ -421,8 +426,9 @@ class Moba(Kind):
         mixed = sum(tap * rows_BKsd[:, :, end - count : end] for tap, end in zip(taps, ends, strict=True))
         return k_BKTd + F.silu(mixed)
 
-    def keep(self, call: Call) -> None:
+    def attend_to_all(self, call: Call) -> Tensor:
         call.store.mean_keys(call, self.options["block_size"])
+        return super().attend_to_all(call)
 
     def forward(self, call: Call) -> Tensor:
         dtype = wide(call.q.dtype)

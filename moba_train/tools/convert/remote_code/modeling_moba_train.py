@@ -3,11 +3,11 @@
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 Each layer attends as its entry of `moba.layers` in config.json says, by one of the kinds in attention_moba_train.py,
-selectors_moba_train.py and linear_moba_train.py. The rest of the model is that of its `model_type`, if this is Llama's,
-Qwen2's or Qwen3's, or else in `moba.model` and `moba.ropes`. A prompt is read with each layer's own attention. New
-tokens, one at a time, attend to every token before them, as in MoBA's paper, unless `moba_decode` is "own":
-from_pretrained(..., moba_decode="own"). Several tokens in one call, as in speculative decoding, always attend as their
-layer does: it wants "own". Layers with a state know one way only.
+selectors_moba_train.py, nsa_moba_train.py and linear_moba_train.py. The rest of the model is that of its `model_type`,
+if this is Llama's, Qwen2's or Qwen3's, or else in `moba.model` and `moba.ropes`. A prompt is read with each layer's own
+attention. New tokens, one at a time, attend to every token before them, as in MoBA's paper, unless `moba_decode` is
+"own": from_pretrained(..., moba_decode="own"). Several tokens in one call, as in speculative decoding, always attend as
+their layer does: it wants "own". Layers with a state know one way only.
 
 The folder kernels/ next to config.json holds Triton kernels for prompts in bfloat16 and float16 on CUDA. It may be left
 out: everything is computed in plain PyTorch then.
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .attention_moba_train import Call, Kind, Moba, New, Rotary, Window, full_attention, load_kernels, norm_of, shape_of
+from .attention_moba_train import Call, Kind, Moba, New, Rotary, Window, load_kernels, norm_of, shape_of
 from .cache_moba_train import BlockCacheLayer, Kept, StaticBlockCacheLayer, Text, Texts
 from .linear_moba_train import KINDS as LINEAR
+from .nsa_moba_train import KINDS as NSA
 from .selectors_moba_train import KINDS as SELECTORS
 
-KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, **SELECTORS, **LINEAR}
+KINDS: dict[str, type[Kind]] = {"full": Kind, "window": Window, "moba": Moba, **SELECTORS, **NSA, **LINEAR}
 ROPE = frozenset({"kind", "theta", "factor", "original_seq_len", "beta_fast", "beta_slow", "fraction"})
 """Keys of a rotary embedding."""
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -203,9 +204,7 @@ class Attention(nn.Module):
             keys = k_BKSd[text.rows, :, text.first :], v_BKSd[text.rows, :, text.first :]
             of_text = New(new.x[text.rows, own], *(x[text.rows, :, own] for x in new[1:]))
             call = Call(q_BHTd[text.rows, :, own], *keys, text, store, of_text, rotate, self.kernels, sink_H)
-            if decodes_full:
-                kind.keep(call)
-            out_BHTd[text.rows, :, own] = full_attention(call, kind.implementation) if decodes_full else kind(call)
+            out_BHTd[text.rows, :, own] = kind.attend_to_all(call) if decodes_full else kind(call)
         if "output_gate" in self._modules:
             gates_BTHg = self.output_gate(x_BTD).unflatten(-1, (out_BHTd.shape[1], -1))
             out_BHTd = out_BHTd * gates_BTHg.sigmoid().transpose(1, 2)

@@ -151,15 +151,15 @@ class InfLLMV2(Kind):
     OPTIONS = frozenset({"block_size", "topk", "first_blocks", "local_blocks", "window", "stride", "dense_len"})
     takes_sink = False
 
-    def keep(self, call: Call) -> None:
+    def attend_to_all(self, call: Call) -> Tensor:
         call.store.mean_keys(call, self.options["stride"])
+        return super().attend_to_all(call)
 
     def forward(self, call: Call) -> Tensor:
         options = self.options
         block_size = options["block_size"]
         if call.k.shape[2] <= max(options["dense_len"], options["topk"] * block_size):
-            self.keep(call)
-            return full_attention(call, self.implementation)
+            return self.attend_to_all(call)
         units_BKUd = call.store.mean_keys(call, options["stride"]).to(wide(call.q.dtype))
         per_window = options["window"] // options["stride"]
         windows_BKWd = units_BKUd.unfold(2, per_window, 1).mean(-1).to(call.k.dtype)
