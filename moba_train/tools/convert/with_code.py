@@ -63,7 +63,8 @@ def code_problems(kinds: Sequence[AttentionKind]) -> Iterator[str]:
         if kind.name not in LAYERS:
             yield f"kind {kind.name!r} is not one of {', '.join(LAYERS)}, which the code of --with-code can run"
         else:
-            for option in sorted(full_entry(kind).keys() - {"kind"} - LAYERS[kind.name]):
+            given = {option for option, value in full_entry(kind).items() if value is not None}
+            for option in sorted(given - {"kind"} - LAYERS[kind.name]):
                 yield f"option {option!r} of kind {kind.name!r} is unknown to the code of --with-code"
 
 

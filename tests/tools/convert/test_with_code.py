@@ -19,6 +19,7 @@ from moba_train.config.load import dump_config
 from moba_train.config.model import ModelConfig
 from moba_train.config.schema import RunConfig
 from moba_train.errors import CheckpointError
+from moba_train.mechanisms.window import WindowKind
 from moba_train.model.build import build_model
 from moba_train.model.transformer import Transformer
 from moba_train.parallel.world import joined_world
@@ -26,7 +27,7 @@ from moba_train.resolve.run import resolve_unchecked
 from moba_train.run.progress import Progress
 from moba_train.tools.convert.hf import export_to_hf, import_from_hf
 from moba_train.tools.convert.hf_export import hf_config
-from moba_train.tools.convert.with_code import DESCRIPTIONS, LAYERS, code_families
+from moba_train.tools.convert.with_code import DESCRIPTIONS, LAYERS, code_families, code_problems
 from moba_train.tools.evaluate import load_on_this_machine
 from moba_train.tools.evaluated_recipe import EvaluationOptions, open_for_evaluation
 from moba_train.tools.hf.config import read_model_config
@@ -335,16 +336,22 @@ def test_the_card_says_what_the_run_knows(exported: Exported) -> None:
 
 
 def test_the_lists_of_the_exporter_are_those_of_the_code() -> None:
-    """And the code knows every option of its kinds but the backend, which no other program has."""
+    """And the code knows every option of its kinds but the backend, which no other program has, and those that do
+    nothing unless they are given: with these it refuses a model."""
     from moba_train.tools.convert.remote_code import attention_moba_train, modeling_moba_train
 
     assert {name: kind.OPTIONS for name, kind in modeling_moba_train.KINDS.items()} == LAYERS
     assert (modeling_moba_train.ROPE, {*attention_moba_train.SHAPE}) == (ROPE, SHAPE)
     for name, options in LAYERS.items():
-        assert KINDS[name].Options.model_fields.keys() - {"backend"} == options
+        fields = KINDS[name].Options.model_fields
+        assert options <= fields.keys()
+        assert all(fields[key].default is None for key in fields.keys() - options - {"backend"})
 
 
-def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_with_anything_unknown_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYERS, "window", frozenset({"window"}))
+    (problem,) = code_problems([WindowKind(WindowKind.Options(window=8, sinks=2), 8)])
+    assert problem.startswith("option 'sinks' of kind 'window' is unknown")
     save_run(tmp_path, "qwen2", [{"kind": "moba_v05", "block_size": 16, "topk": 3}])
     saved = open_checkpoint(tmp_path / "run")
     with pytest.raises(CheckpointError, match="kind 'moba_v05' is not one of full, window, moba, msa, qsa"):

@@ -134,7 +134,7 @@ def _with_sink(out_BHTd: Tensor, lse_BHT: Tensor, sink_H: Tensor) -> Tensor:
 def load_kernels(folder: str) -> Any:
     """The kernels in a model's folder, a package in the layout of Hugging Face's kernels hub; None without."""
     package = Path(folder, "kernels", "build", "torch-universal").absolute()
-    if not package.is_dir():
+    if not folder or not package.is_dir():
         return None
     name = f"moba_train_kernels_{hashlib.sha256(str(package).encode()).hexdigest()[:8]}"
     init = package / "__init__.py"
@@ -161,11 +161,11 @@ def full_attention(call: Call, implementation: str) -> Tensor:
         if new > 1:
             shape = (None, None, new, tokens)
             mask = create_block_mask(lambda _b, _h, q, k: k <= q + before, *shape, device=call.q.device)
-        options = {"block_mask": mask, "enable_gqa": True, "return_lse": True}
-        out_BHTd, lse_BHT = _flex(call.q.device.type)(call.q, call.k, call.v, **options)
+        flex = functools.partial(_flex(call.q.device.type), block_mask=mask, enable_gqa=True)
         if call.sink_H is None:
+            out_BHTd: Tensor = flex(call.q, call.k, call.v)
             return out_BHTd
-        return _with_sink(out_BHTd, lse_BHT, call.sink_H)
+        return _with_sink(*flex(call.q, call.k, call.v, return_lse=True), call.sink_H)
     sdpa = implementation == "sdpa" and call.sink_H is None
     if sdpa and new == tokens > 1:
         return F.scaled_dot_product_attention(call.q, call.k, call.v, is_causal=True, enable_gqa=True)
@@ -371,7 +371,8 @@ class Kind(nn.Module):
 
     def __init__(self, config: Any, options: dict[str, Any], layer: int) -> None:
         super().__init__()
-        unknown = sorted(options.keys() - self.OPTIONS - {"kind"})
+        given = {key for key, value in options.items() if value is not None}
+        unknown = sorted(given - self.OPTIONS - {"kind"})
         if unknown:
             raise ValueError(f"moba.layers: {options['kind']} has {unknown[0]!r}, allowed: {', '.join(self.OPTIONS)}")
         self.options = options
