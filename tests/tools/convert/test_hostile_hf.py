@@ -123,6 +123,7 @@ def test_export_does_not_copy_what_a_link_leads_to(folder: Path, name: str, monk
         ("num_hidden_layers", 10**9, "num_hidden_layers: given 1000000000; allowed: integer >= 1 and <= 10000"),
         ("vocab_size", 10**18, "vocab_size: given 1000000000000000000; allowed: integer >= 2 and <= 16777216"),
         ("num_attention_heads", 10**9, "num_attention_heads: given 1000000000; allowed: integer >= 1 and <= 65536"),
+        ("num_attention_heads", 17, "num_attention_heads is 17, allowed: at most hidden_size"),
         ("head_dim", 10**9, "head_dim: given 1000000000; allowed: integer >= 2 and <= 16777216"),
         ("rope_theta", 10**400, "json: rope_theta: given 1"),
         ("tie_word_embeddings", "both", "tie_word_embeddings: given 'both'; allowed: true | false"),
